@@ -1,0 +1,1 @@
+"""What servers, workers and tools share: the model and its placement, the wire, snapshots, errors, logs."""

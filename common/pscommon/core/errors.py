@@ -1,0 +1,112 @@
+"""Every way to fail that a user can meet: one exception class per remedy, one row per reason."""
+
+from typing import ClassVar, NamedTuple
+
+
+class PSError(Exception):
+    """Base of all errors of this system. `reason` is stable and machine-readable, the text is for people."""
+
+    exit_code: ClassVar[int] = 1
+    reason: str
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or DEFAULT_REASON.get(type(self), "INTERNAL")
+
+
+class InvalidRequestError(PSError):
+    """The call itself is wrong: unknown tensor, shape, dtype, setting. Change the call; repeating it cannot help."""
+
+    exit_code = 2
+
+
+class UnsupportedOptimizerError(InvalidRequestError):
+    """The servers cannot run this optimizer; the message lists those they can."""
+
+
+class TakenError(PSError):
+    """A port, data directory or shard belongs to somebody else."""
+
+    exit_code = 10
+
+
+class MismatchError(PSError):
+    """Two sides disagree on shard, job, model or optimizer; the message shows the difference."""
+
+    exit_code = 11
+
+
+class FencedError(PSError):
+    """The job went on without this worker (its lease ended, or it was drained). Connect again to come back as new."""
+
+    exit_code = 11
+
+
+class SnapshotError(PSError):
+    """No snapshot could be loaded, or one is damaged; the message names the file and what is wrong with it."""
+
+    exit_code = 12
+
+
+class NonFiniteError(PSError):
+    """A gradient holds NaN or Inf. Nothing was changed; the message names the worker and the tensor."""
+
+    exit_code = 14
+
+
+class UnreachableError(PSError):
+    """No answer from a server before the deadline. Start it or check the address, then try again."""
+
+    exit_code = 20
+
+
+class WaitTimeoutError(UnreachableError):
+    """Everybody answers, but what was waited for did not happen in time; the message names whom it waited for."""
+
+
+class TooFewWorkersError(PSError):
+    """The job did not get its --min-workers in time."""
+
+    exit_code = 21
+
+
+class Row(NamedTuple):
+    """How a reason travels: exception class, canonical gRPC status name, and whether the same call may succeed later."""
+
+    error: type[PSError]
+    status: str
+    retryable: bool
+    meaning: str
+
+
+REASONS: dict[str, Row] = {
+    "INTERNAL": Row(PSError, "INTERNAL", False, "a bug of this system; please report the log"),
+    "INVALID_REQUEST": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the call does not fit the job"),
+    "UNKNOWN_TENSOR": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the job's model has no tensor of that name"),
+    "WRONG_SHAPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "a tensor has another shape than registered"),
+    "WRONG_DTYPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "a tensor has another dtype than registered"),
+    "UNSUPPORTED_OPTIMIZER": Row(UnsupportedOptimizerError, "INVALID_ARGUMENT", False, "use one of the listed ones"),
+    "TAKEN": Row(TakenError, "ALREADY_EXISTS", False, "choose another port or directory, or stop its holder"),
+    "SHARD_TAKEN": Row(MismatchError, "ALREADY_EXISTS", False, "another server already is this shard"),
+    "SHARD_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "the addresses are not one complete set"),
+    "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "the servers run another job by now"),
+    "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "all workers must train the same model"),
+    "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker"),
+    "NO_SNAPSHOT": Row(SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"),
+    "NON_FINITE": Row(NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"),
+    "NOT_READY": Row(UnreachableError, "UNAVAILABLE", True, "the server is still starting; try again"),
+    "UNREACHABLE": Row(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
+    "STOPPING": Row(UnreachableError, "UNAVAILABLE", True, "the server is stopping"),
+    "WAIT_TIMEOUT": Row(WaitTimeoutError, "DEADLINE_EXCEEDED", True, "somebody else is late; the message says who"),
+    "TOO_FEW_WORKERS": Row(TooFewWorkersError, "FAILED_PRECONDITION", True, "start more workers"),
+}
+
+DEFAULT_REASON: dict[type[PSError], str] = {}
+for _reason, _row in REASONS.items():
+    DEFAULT_REASON.setdefault(_row.error, _reason)
+
+
+def error_for(reason: str, message: str) -> PSError:
+    """The exception that a reason on the wire stands for; an unknown reason is a bug of the other side."""
+    row = REASONS.get(reason, REASONS["INTERNAL"])
+    return row.error(message, reason)

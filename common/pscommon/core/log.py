@@ -1,0 +1,105 @@
+"""The job's log: the one ordered list of decisions that every shard follows.
+
+Shard 0's coordinator writes it, each shard carries it out in order, and nothing else changes a weight. A decision to
+apply a gradient is written only after every shard has said that it holds its part, so a gradient counts on all shards
+or on none, and version v means the same sum of pushes everywhere.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class PushKey(NamedTuple):
+    """Names one push for ever. A worker counts its pushes from 1; seq 0 is its upload of initial weights."""
+
+    worker: int
+    seq: int
+
+
+class BatchKey(NamedTuple):
+    """One batch of the data ledger: the how-many-eth `job.batches` loop of the job, and the batch's number in it."""
+
+    loop: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A shard holds this push, checked and whole, and waits to be told what to do with it.
+
+    samples weighs the gradient in a round's average; base is the version that it was computed from; problem, when not
+    empty, says why the push must not be applied ("NON_FINITE: tensor conv1.weight"): then nothing is held.
+    """
+
+    key: PushKey
+    samples: int
+    base: int
+    batches: tuple[BatchKey, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The weights that `worker` uploaded are version 0. Stale: ignored. Too new: the shard asks for what it missed."""
+
+    index: int
+    worker: int
+
+
+class Contribution(NamedTuple):
+    """A push that an Apply counts, and what it weighs."""
+
+    key: PushKey
+    samples: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Average these pushes, in this order, and step the optimizer once; the result is `version`."""
+
+    index: int
+    version: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Drop this push and tell its worker why."""
+
+    index: int
+    key: PushKey
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """The worker is out: drop what it has staged and answer everything more that it sends with FENCED."""
+
+    index: int
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Write a snapshot of exactly this version."""
+
+    index: int
+    version: int
+
+
+Entry = Begin | Apply | Reject | Evict | Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a shard knows, whole, so that a lost, repeated or late report does no harm.
+
+    index: the last log entry that the shard has carried out.
+    """
+
+    shard: int
+    index: int
+    staged: tuple[Staged, ...]

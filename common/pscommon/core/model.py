@@ -1,0 +1,133 @@
+"""What is trained: the tensors of a model and the optimizer that the servers run on them."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["trainable", "buffer", "frozen"]
+Scalar = bool | int | float | str | tuple[float, ...] | None
+
+ROLES: tuple[Role, ...] = ("trainable", "buffer", "frozen")
+
+ITEMSIZE: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+class InvalidModelError(ValueError):
+    """A model or optimizer that no server can train; the message says which tensor or setting and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model.
+
+    role: "trainable" gets gradients; "buffer" (BatchNorm statistics) travels by value with every push and is averaged
+    over the contributors; "frozen" is set once by the first worker and never changes.
+    group: index of the optimizer's parameter group; 0 where the role is not trainable.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = "trainable"
+    group: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEMSIZE[self.dtype]
+
+    def describe(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}] {self.role}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """A torch.optim class by name and the hyper-parameters of each parameter group. Names travel, code never does."""
+
+    name: str
+    groups: tuple[Mapping[str, Scalar], ...] = field(default=({},))
+
+    def as_json(self) -> str:
+        return json.dumps({"name": self.name, "groups": [dict(group) for group in self.groups]}, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> "OptimizerSpec":
+        raw = json.loads(text)
+        return OptimizerSpec(raw["name"], tuple(freeze(group) for group in raw["groups"]))
+
+
+def freeze(group: Mapping[str, object]) -> dict[str, Scalar]:
+    """Lists, as JSON gives them, back to the tuples that torch takes."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """All tensors, in the order in which they were registered, and the optimizer."""
+
+    tensors: tuple[TensorSpec, ...]
+    optimizer: OptimizerSpec
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for tensor in self.tensors:
+            _check(tensor, seen, len(self.optimizer.groups))
+            seen.add(tensor.name)
+        if not self.tensors:
+            raise InvalidModelError("a model needs at least one tensor")
+
+    def fingerprint(self) -> str:
+        """Equal for two workers exactly when they train the same tensors, whatever order they list them in."""
+        rows = sorted((t.name, list(t.shape), t.dtype, t.role, t.group) for t in self.tensors)
+        return hashlib.sha256(json.dumps([rows, self.optimizer.as_json()]).encode()).hexdigest()
+
+    def differences(self, job: "ModelSpec") -> list[str]:
+        """Where this model is not the job's, a line each, tensor by tensor; empty when they agree."""
+        mine, theirs = ({t.name: t for t in spec.tensors} for spec in (self, job))
+        lines = [f"{name}: not in the job's model" for name in mine if name not in theirs]
+        lines += [f"{name}: missing; the job has {theirs[name].describe()}" for name in theirs if name not in mine]
+        for name in mine.keys() & theirs.keys():
+            if mine[name] != theirs[name]:
+                lines.append(_tensor_difference(mine[name], theirs[name]))
+        return sorted(lines) + _optimizer_differences(self.optimizer, job.optimizer)
+
+
+def _check(tensor: TensorSpec, seen: set[str], groups: int) -> None:
+    if tensor.name in seen:
+        raise InvalidModelError(f"tensor {tensor.name!r} is listed twice")
+    if tensor.dtype not in ITEMSIZE:
+        raise InvalidModelError(f"tensor {tensor.name!r}: dtype {tensor.dtype} is not one of {', '.join(ITEMSIZE)}")
+    if tensor.role == "trainable" and tensor.dtype not in FLOATING:
+        raise InvalidModelError(f"tensor {tensor.name!r}: {tensor.dtype} cannot be trained; use a floating dtype")
+    if tensor.role not in ROLES or not 0 <= tensor.group < groups:
+        raise InvalidModelError(f"tensor {tensor.name!r}: role {tensor.role!r}, group {tensor.group} of {groups}")
+    if any(side < 0 for side in tensor.shape):
+        raise InvalidModelError(f"tensor {tensor.name!r}: negative shape {tensor.shape}")
+
+
+def _tensor_difference(mine: TensorSpec, theirs: TensorSpec) -> str:
+    text = f"{mine.name}: {mine.describe()}, the job has {theirs.describe()}"
+    return text if mine.group == theirs.group else f"{text}; group {mine.group}, the job has {theirs.group}"
+
+
+def _optimizer_differences(mine: OptimizerSpec, theirs: OptimizerSpec) -> list[str]:
+    if mine.name != theirs.name:
+        return [f"optimizer: {mine.name}, the job has {theirs.name}"]
+    if len(mine.groups) != len(theirs.groups):
+        return [f"optimizer: {len(mine.groups)} parameter groups, the job has {len(theirs.groups)}"]
+    return [
+        f"optimizer group {index}: {key}={ours.get(key)!r}, the job has {job.get(key)!r}"
+        for index, (ours, job) in enumerate(zip(mine.groups, theirs.groups, strict=True))
+        for key in sorted(ours.keys() | job.keys())
+        if ours.get(key) != job.get(key)
+    ]

@@ -1,0 +1,44 @@
+"""Exit codes: what each means and what to do about it."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    DONE = 0
+    BUG = 1
+    USAGE = 2
+    TAKEN = 10
+    MISMATCH = 11
+    NO_SNAPSHOT = 12
+    AUTHENTICATION = 13
+    NON_FINITE = 14
+    UNREACHABLE = 20
+    TOO_FEW_WORKERS = 21
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+EXPLANATIONS: dict[Exit, tuple[str, str]] = {
+    Exit.DONE: ("done or drained", "nothing"),
+    Exit.BUG: ("a bug, in this system or in the training script", "read the traceback in the log"),
+    Exit.USAGE: ("bad usage or configuration", "compare with --help; `ps-ctl config` shows where each value came from"),
+    Exit.TAKEN: ("a port or data directory is taken", "choose another (port 0 picks a free one), or stop its holder"),
+    Exit.MISMATCH: (
+        "shard, job or model mismatch",
+        "give all servers the same N in --shard I/N, each I once, and all workers the same model; "
+        "the message shows the difference",
+    ),
+    Exit.NO_SNAPSHOT: (
+        "no valid snapshot",
+        "`ps-ctl snapshot verify DIR` says what is damaged; --resume never starts from nothing",
+    ),
+    Exit.AUTHENTICATION: ("authentication failed", "check the token"),
+    Exit.NON_FINITE: (
+        "a gradient held NaN or Inf",
+        "lower the learning rate or clip; the message names the worker and the tensor",
+    ),
+    Exit.UNREACHABLE: ("the servers were unreachable for too long", "start them or check --ps; then run again"),
+    Exit.TOO_FEW_WORKERS: ("too few workers", "start as many as --min-workers asks for, or lower it"),
+    Exit.INTERRUPTED: ("interrupted (Ctrl-C)", "nothing"),
+    Exit.TERMINATED: ("terminated (SIGTERM)", "nothing"),
+}

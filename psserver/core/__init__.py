@@ -1,0 +1,1 @@
+"""The servers' decisions as pure machines: `step(event, now) -> effects`."""
