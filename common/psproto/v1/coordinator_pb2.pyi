@@ -296,6 +296,7 @@ class NextBatchRequest(google.protobuf.message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     IDLE_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
+    RECEIVED_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     count: builtins.int
@@ -303,6 +304,10 @@ class NextBatchRequest(google.protobuf.message.Message):
     idle: builtins.bool
     """true: nothing in hand; wait for a batch or the end, sitting out of rounds meanwhile"""
     wait_ms: builtins.int
+    received: builtins.int
+    """how many batches of this loop this worker has got; what was sent after those is sent again, so a lost answer loses
+    no data
+    """
     @property
     def loop(self) -> global___LoopSpec: ...
     def __init__(
@@ -314,9 +319,10 @@ class NextBatchRequest(google.protobuf.message.Message):
         count: builtins.int = ...,
         idle: builtins.bool = ...,
         wait_ms: builtins.int = ...,
+        received: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["loop", b"loop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "idle", b"idle", "job", b"job", "loop", b"loop", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "idle", b"idle", "job", b"job", "loop", b"loop", "received", b"received", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
 
 global___NextBatchRequest = NextBatchRequest
 

@@ -1,0 +1,197 @@
+"""How settings reach a command: flag, then environment PS_<FLAG>, then the TOML file of --config, then the default.
+
+One file may hold the settings of a whole cluster: keys at its top are for every command that has them, the tables
+[server], [worker] and [run] for that command alone. A key that no command has is an error, not a typo that sleeps.
+"""
+
+import difflib
+import os
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from click.core import ParameterSource
+
+from pscommon.core.errors import PSError
+from pscommon.exits import Exit
+
+SOURCES = {
+    ParameterSource.COMMANDLINE: "flag",
+    ParameterSource.ENVIRONMENT: "environment",
+    ParameterSource.DEFAULT_MAP: "file",
+    ParameterSource.DEFAULT: "default",
+}
+
+
+class Setting(NamedTuple):
+    """One merged value; `source` is "flag", "environment", "file" or "default"."""
+
+    key: str
+    value: Any
+    source: str
+
+
+class Option(click.Option):
+    """A flag with its environment twin PS_<FLAG> and its key in the file; `also`: variables that are asked after the twin."""
+
+    def __init__(self, flag: str, *, section: str, also: Sequence[str] = (), **attributes: Any) -> None:
+        self.flag = flag
+        self.section = section
+        self.variables = ("PS_" + flag.removeprefix("--").replace("-", "_").upper(), *also)
+        super().__init__([flag], envvar=list(self.variables), **attributes)
+
+    @property
+    def key(self) -> str:
+        """The option's name in code: the flag's words, joined by underscores."""
+        return str(self.name)
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Blames the place where the value really came from."""
+        source = ctx.get_parameter_source(self.key) if ctx else None
+        if source is ParameterSource.ENVIRONMENT:
+            return f"'{self.flag}' (environment {next(name for name in self.variables if os.environ.get(name))})"
+        return f"'{self.flag}' (from the file)" if source is ParameterSource.DEFAULT_MAP else f"'{self.flag}'"
+
+
+class Command(click.Command):
+    """A command made of Options, with --config and --version besides. Its invoke() only returns the parsed context."""
+
+    def __init__(
+        self, name: str, options: Sequence[Option], *, tables: Mapping[str, Sequence[Option]], reads: Sequence[str], **rest: Any
+    ) -> None:
+        """`tables`: all tables a file may have, with their options; `reads`: those that are for this command, weakest first."""
+        self.options = tuple(options)
+        self.tables = {table: frozenset(option.key for option in members) for table, members in tables.items()}
+        self.reads = tuple(reads)
+        super().__init__(name, params=[_config_option(), *options, *rest.pop("arguments", ())], **rest)
+        click.version_option(package_name="paramserver", message="%(prog)s %(version)s")(self)
+
+    def invoke(self, ctx: click.Context) -> click.Context:
+        """The work starts outside of click, so a user's script never runs inside our context."""
+        return ctx
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One block of help per section, in the order of declaration."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "section", "General options"), []).append(record)
+        for title, records in sorted(sections.items(), key=lambda item: item[0] == "General options"):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def sources(ctx: click.Context) -> list[Setting]:
+    """Every merged value of a parsed command and where it came from, in the order of --help."""
+    options = [option for option in ctx.command.params if isinstance(option, Option)]
+    return [
+        Setting(option.key, ctx.params[option.key], SOURCES[ctx.get_parameter_source(option.key) or ParameterSource.DEFAULT])
+        for option in options
+    ]
+
+
+def given(ctx: click.Context) -> dict[str, Any]:
+    """The values that somebody chose: flag, environment or file, not the defaults."""
+    return {setting.key: setting.value for setting in sources(ctx) if setting.source != "default"}
+
+
+def run_command(command: click.Command, start: Callable[[click.Context], int], args: Sequence[str] | None = None) -> int:
+    """Parses, then calls `start` with the context; returns the exit code. A user's mistake is one clear message on stderr.
+
+    A PSError becomes one line and its exit code; its traceback follows only at --log-level debug.
+    """
+    name = command.name or "ps"
+    ctx: Any = None
+    try:
+        ctx = command.main(args=args, prog_name=name, standalone_mode=False)
+        return start(ctx) if isinstance(ctx, click.Context) else int(ctx or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return Exit.INTERRUPTED
+    except PSError as error:
+        debug = isinstance(ctx, click.Context) and ctx.params.get("log_level") == "debug"
+        tell(name, error, debug)
+        return error.exit_code
+
+
+def tell(name: str, error: PSError, debug: bool = False) -> None:
+    """The one line that an expected error gets on stderr; with its traceback before it when debugging."""
+    if debug:
+        traceback.print_exception(error)
+    hint = f"exit code {error.exit_code}; ps-ctl explain {error.reason}"
+    print(f"{name}: {error.reason}: {error} ({hint})", file=sys.stderr, flush=True)
+
+
+def pick(
+    document: Mapping[str, Any], tables: Mapping[str, Collection[str]], reads: Sequence[str], wanted: Collection[str]
+) -> dict[str, Any]:
+    """The values of a file that are for one command; ValueError names every kind of mistake.
+
+    Top-level keys come first, then the tables in the order of `reads`. Two tables that disagree are refused unless the
+    last one of `reads`, which is the command's own, settles it.
+    """
+    top = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
+    inner = {key: value for key, value in document.items() if isinstance(value, Mapping)}
+    known = frozenset(name for members in tables.values() for name in members)
+    for table in inner:
+        if table not in tables:
+            raise ValueError(f"unknown table [{table}]{_suggestion(table, tables)}")
+    chosen = _spelled(top, known, "")
+    per_table = {table: _spelled(inner.get(table, {}), tables[table], f" in [{table}]") for table in tables}
+    own = per_table.get(reads[-1], {}) if reads else {}
+    merged: dict[str, Any] = {}
+    for table in reads[:-1]:
+        for key, value in per_table[table].items():
+            if key not in own and merged.get(key, value) != value:
+                raise ValueError(f"the tables disagree on {key}; settle it in [{reads[-1]}]")
+            merged[key] = value
+    return {key: value for key, value in {**chosen, **merged, **own}.items() if key in wanted}
+
+
+def _spelled(values: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+    """Keys with underscores instead of hyphens; refuses unknown and double ones."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ValueError(f"unknown key {key!r}{where}{_suggestion(name, known)}")
+        if name in result:
+            raise ValueError(f"{key!r} is given twice{where}")
+        result[name] = value
+    return result
+
+
+def _suggestion(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def _config_option() -> click.Option:
+    return click.Option(
+        ["--config"],
+        envvar="PS_CONFIG",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="TOML file with any of these settings; the environment (PS_<FLAG>) wins over it.",
+    )
+
+
+def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
+    command = ctx.command
+    if path is None or not isinstance(command, Command):
+        return
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        wanted = [option.key for option in command.options]
+        ctx.default_map = pick(document, command.tables, command.reads, wanted)
+    except (ValueError, OSError) as error:  # TOML and UTF-8 errors are ValueErrors too
+        raise click.UsageError(f"{path}: {error}", ctx) from error

@@ -1,0 +1,179 @@
+"""The options of every command, declared once: the commands, `ps-ctl config` and the check of files all read these."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pscommon import values
+from pscommon.config import Command, Option, Setting, sources
+from pscommon.values import Value
+
+POLICIES = ("sync", "async", "ssp")
+COUNT = click.IntRange(min=1)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+SECONDS = Value("SECONDS", values.seconds)
+LISTEN = Value("HOST:PORT", values.listening)
+ADDRESS = Value("HOST:PORT", values.address)
+
+PLACE = "Place"
+JOB = "Job"
+SNAPSHOTS = "Snapshots"
+LOCAL = "This process"
+OUTPUT = "Output"
+CLUSTER = "Cluster"
+
+LOGGING = (
+    Option(
+        "--log-level",
+        section=OUTPUT,
+        type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+        default="info",
+        show_default=True,
+        help="Least level that is logged.",
+    ),
+    Option(
+        "--log-format",
+        section=OUTPUT,
+        type=click.Choice(["auto", "text", "json"]),
+        default="auto",
+        show_default=True,
+        help="auto: text on a terminal, JSON when piped.",
+    ),
+)
+
+JOB_NAME = Option("--job", section=JOB, metavar="NAME", help="The job's name. Servers make one up; workers take the servers'.")
+
+THREADS = Option("--threads", section=LOCAL, type=COUNT, help="Threads that torch computes with [default: torch decides].")
+
+METRICS_BIND = Option(
+    "--metrics-bind", section=LOCAL, type=LISTEN, help="Serve Prometheus /metrics, /livez and /readyz here [default: off]."
+)
+
+PLACEMENT = (
+    Option(
+        "--shard",
+        section=PLACE,
+        type=Value("I/N", values.shard),
+        default="0/1",
+        show_default=True,
+        help="Which shard of how many this server is.",
+    ),
+    Option("--bind", section=PLACE, type=LISTEN, help="Listen here; port 0 picks a free one [default: 127.0.0.1:50051+I]."),
+    Option("--advertise", section=PLACE, type=ADDRESS, help="What others are told to connect to [default: what is bound]."),
+    Option("--join", section=PLACE, type=ADDRESS, help="Address of shard 0. Every shard but 0 needs it; shard 0 ignores it."),
+    Option("--join-timeout", section=PLACE, type=SECONDS, default="300", show_default=True, help="Wait this long for the others."),
+    Option("--port-file", section=PLACE, type=FILE, help="Write the bound port into this file."),
+)
+
+POLICY = (
+    Option(
+        "--policy",
+        section=JOB,
+        type=click.Choice(POLICIES),
+        default="sync",
+        show_default=True,
+        help="sync: rounds of everybody; async: each push at once; ssp: at once, but nobody runs far ahead.",
+    ),
+    Option("--staleness", section=JOB, type=click.IntRange(min=0), help="ssp: steps that a worker may be ahead of the slowest."),
+    Option(
+        "--max-staleness",
+        section=JOB,
+        type=click.IntRange(min=0),
+        help="Refuse gradients computed more than this many versions ago [default: none].",
+    ),
+    Option("--min-workers", section=JOB, type=COUNT, default=1, show_default=True, help="The first round waits for so many."),
+    Option("--lease", section=JOB, type=SECONDS, default="5", show_default=True, help="A worker silent for so long is dropped."),
+    JOB_NAME,
+)
+
+DURABILITY = (
+    Option("--data-dir", section=SNAPSHOTS, type=FOLDER, help="Where snapshots live; all shards share it [default: no snapshots]."),
+    Option(
+        "--snapshot-every",
+        section=SNAPSHOTS,
+        type=Value("60s|10m|500steps", values.snapshot_every),
+        help="How often [default with --data-dir: 60s].",
+    ),
+    Option("--snapshot-keep", section=SNAPSHOTS, type=COUNT, default=3, show_default=True, help="So many stay, the newest."),
+    Option(
+        "--resume",
+        section=SNAPSHOTS,
+        type=Value("auto|never|VERSION", values.resume),
+        default="auto",
+        show_default=True,
+        help="auto: from the newest valid snapshot, where there is one.",
+    ),
+)
+
+EXIT_WHEN_DONE = Option(
+    "--exit-when-done", section=JOB, is_flag=True, help="Stop once every worker that took part has finished."
+)
+
+SERVERS_ADDRESSES = Option(
+    "--ps",
+    section=PLACE,
+    also=("PS_SERVERS",),
+    type=Value("HOST:PORT[,...]", values.addresses),
+    help="Servers; any one is enough, the others are discovered.",
+)
+
+DEVICE = Option(
+    "--device",
+    section=LOCAL,
+    type=Value("auto|cpu|cuda[:K]", values.device),
+    default="auto",
+    show_default=True,
+    help="What the script computes on; auto takes a GPU where there is one.",
+)
+
+WORKER_RANK = Option(
+    "--worker-rank",
+    section=PLACE,
+    type=click.IntRange(min=0),
+    help="0, 1, ... among workers that start together: order of sums [default: order of joining].",
+)
+
+SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, METRICS_BIND, THREADS, *LOGGING)
+
+WORKER: tuple[Option, ...] = (SERVERS_ADDRESSES, WORKER_RANK, JOB_NAME, DEVICE, THREADS, METRICS_BIND, *LOGGING)
+
+RUN_ONLY: tuple[Option, ...] = (
+    Option("--servers", section=CLUSTER, type=COUNT, default=1, show_default=True, help="How many ps-server processes."),
+    Option("--workers", section=CLUSTER, type=COUNT, default=1, show_default=True, help="How many ps-worker processes."),
+    Option(
+        "--max-restarts",
+        section=CLUSTER,
+        type=click.IntRange(min=0),
+        default=3,
+        show_default=True,
+        help="So often, in all, a process that a signal or a lost connection ended is started again.",
+    ),
+    Option("--grace", section=CLUSTER, type=SECONDS, default="10", show_default=True, help="Between SIGTERM and SIGKILL."),
+    Option("--log-dir", section=OUTPUT, type=FOLDER, help="A log file per process [default: kept only when the run fails]."),
+    Option("--summary", section=OUTPUT, type=FILE, help="Write what came out as JSON."),
+)
+
+FORWARDED_TO_SERVERS: tuple[Option, ...] = (*POLICY, *DURABILITY)
+
+RUN: tuple[Option, ...] = (*RUN_ONLY, *FORWARDED_TO_SERVERS, DEVICE, THREADS, METRICS_BIND, *LOGGING)
+
+TABLES: Mapping[str, tuple[Option, ...]] = {"server": SERVER, "worker": WORKER, "run": RUN}
+
+READS: Mapping[str, tuple[str, ...]] = {"server": ("server",), "worker": ("worker",), "run": ("server", "worker", "run")}
+
+
+def command(table: str, name: str, arguments: Sequence[click.Parameter] = (), **rest: Any) -> Command:
+    """The click command with the options of TABLES[table]."""
+    return Command(name, TABLES[table], tables=TABLES, reads=READS[table], arguments=arguments, **rest)
+
+
+def merged(table: str, args: Sequence[str] = ()) -> list[Setting]:
+    """What the command of this table would get here and now, from these flags, the environment and the file.
+
+    Errors: click.UsageError for whatever that command itself would refuse while parsing.
+    """
+    with command(table, f"ps-{table}").make_context(f"ps-{table}", list(args)) as ctx:
+        return sources(ctx)

@@ -1,0 +1,31 @@
+"""Snapshots on disk: durable, checked, readable by others.
+
+The format, version 1:
+
+    DATA_DIR/snapshots/000000001200/                    one folder per version: the number of updates, 12 digits
+        MANIFEST.json                                   written last; a folder without one is not a snapshot
+        shard-0-of-2-0123456789abcdef.safetensors       one part per shard, named by the start of its SHA-256
+        shard-1-of-2-fedcba9876543210.safetensors       (parts of servers with a disk of their own lie there instead)
+
+MANIFEST.json is ASCII JSON, exactly as Python's json.dumps(..., indent=1) prints it: first "sha256", the SHA-256 of the
+whole file as it would be with "" there, then "format" (1), "job", "version", "index" (place in the job's log), "shards",
+"created" (ISO 8601), "model" (tensors: name, shape, dtype, role, group; optimizer: name, groups), "parts" (by shard:
+file, nbytes, sha256 of the whole file), "elsewhere" (parts that were not in this folder when it was written),
+"coordinator" (its own JSON: data position, pushes already counted) and "libraries".
+
+A part is a safetensors file of one-dimensional tensors named KIND@START. KIND is "weight" or a state of the optimizer
+("exp_avg"); START is where its first byte lies on the model's tape (pscommon/core/tape.py), which "model" decides. Any
+bytes of the tape that are padding between tensors have no meaning. The part's metadata hold "steps" (JSON: index of
+a tensor to the optimizer steps it got) and "groups" (JSON: hyper-parameters of each group).
+
+Everything is little-endian. Nothing in here is ever executed. `ps-ctl snapshot export` makes a plain safetensors file
+of the weights by name.
+"""
+
+from pscommon.snapshot.export import export
+from pscommon.snapshot.lock import DataDirLock
+from pscommon.snapshot.manifest import Manifest, Part
+from pscommon.snapshot.snapshots import Newest, Snapshots
+from pscommon.snapshot.tape_reader import TapeReader
+
+__all__ = ["DataDirLock", "Manifest", "Newest", "Part", "Snapshots", "TapeReader", "export"]

@@ -1,0 +1,188 @@
+"""What a snapshot says about itself: MANIFEST.json and its checks."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from pscommon.core.errors import SnapshotError
+from pscommon.core.model import ModelSpec, OptimizerSpec, Role, TensorSpec, freeze
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+
+_PART_FILE = re.compile(r"shard-(0|[1-9]\d*)-of-([1-9]\d*)-([0-9a-f]{16})\.safetensors", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class Part(NamedTuple):
+    """One shard's file: its name inside the version's folder, its length in bytes and its SHA-256 in hex."""
+
+    file: str
+    nbytes: int
+    sha256: str
+
+
+def part_file(shard: int, shards: int, sha256: str) -> str:
+    """A name that says whose part it is, and differs where the bytes do: no part ever overwrites another."""
+    return f"shard-{shard}-of-{shards}-{sha256[:16]}.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A snapshot of a whole job.
+
+    version: updates applied; index: the log's index where this version stands; created: ISO 8601 with time zone.
+    parts: one per shard, in the order of shards. coordinator: JSON that only the coordinator reads.
+    elsewhere: files of parts that `commit` did not find in its own folder, because their servers have other disks.
+    Raises SnapshotError where these do not fit together.
+    """
+
+    job: str
+    version: int
+    index: int
+    shards: int
+    created: str
+    model: ModelSpec
+    parts: tuple[Part, ...]
+    coordinator: Mapping[str, Any] = field(default_factory=dict)
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: tuple[str, ...] = ()
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if min(self.version, self.index) < 0:
+            raise SnapshotError(f"version {self.version}, index {self.index}: neither can be negative")
+        if self.shards < 1 or len(self.parts) != self.shards:
+            raise SnapshotError(f"{len(self.parts)} parts for {self.shards} shards")
+        for shard, part in enumerate(self.parts):
+            _check_part(part, shard, self.shards)
+        if unknown := set(self.elsewhere) - {part.file for part in self.parts}:
+            raise SnapshotError(f"no part is called {sorted(unknown)}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def as_json(self) -> str:
+        """The text of MANIFEST.json, its own checksum included."""
+        body = {
+            "format": self.format,
+            "job": self.job,
+            "version": self.version,
+            "index": self.index,
+            "shards": self.shards,
+            "created": self.created,
+            "model": _model_to_json(self.model),
+            "parts": [part._asdict() for part in self.parts],
+            "elsewhere": list(self.elsewhere),
+            "coordinator": dict(self.coordinator),
+            "libraries": dict(self.libraries),
+        }
+        return _render(_checksum(body), body)
+
+    @staticmethod
+    def from_json(text: str) -> "Manifest":
+        """Checks every byte and every field. SnapshotError says what is wrong."""
+        body = _checked(text)
+        if body.get("format") != FORMAT:
+            raise SnapshotError(f"format {body.get('format')!r}; this version of paramserver reads format {FORMAT}")
+        try:
+            return _from_body(body)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise SnapshotError(f"not a manifest: {error!r}") from error
+
+
+def _check_part(part: Part, shard: int, shards: int) -> None:
+    """A name that a server made, and nothing else: no way out of the folder."""
+    match = _PART_FILE.fullmatch(part.file)
+    if match is None or not _SHA256.fullmatch(part.sha256):
+        raise SnapshotError(f"part {shard} has the name {part.file!r}, which no server writes")
+    if (int(match[1]), int(match[2]), match[3]) != (shard, shards, part.sha256[:16]):
+        raise SnapshotError(f"part {shard} of {shards} has the name {part.file!r}")
+    if part.nbytes < 0:
+        raise SnapshotError(f"part {part.file} has {part.nbytes} bytes")
+
+
+def _render(checksum: str, body: Mapping[str, Any]) -> str:
+    return json.dumps({"sha256": checksum, **body}, indent=1) + "\n"
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_render("", body).encode("ascii")).hexdigest()
+
+
+def _checked(text: str) -> dict[str, Any]:
+    """The manifest's fields, if not one byte of the text has changed since it was written.
+
+    The text must be what these fields print as, so that a change that JSON does not see (a space, a key given twice)
+    is seen too.
+    """
+    try:
+        body = json.loads(text)
+        if not isinstance(body, dict):
+            raise SnapshotError("damaged: not a JSON object")
+        checksum = body.pop("sha256", None)
+        whole = checksum == _checksum(body) and text == _render(checksum, body)
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(f"damaged: not JSON: {error}") from error
+    if not whole:
+        raise SnapshotError("damaged: its checksum does not match its content")
+    return body
+
+
+def _from_body(body: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        job=_typed(body, "job", str),
+        version=_typed(body, "version", int),
+        index=_typed(body, "index", int),
+        shards=_typed(body, "shards", int),
+        created=_typed(body, "created", str),
+        model=_model_from_json(_typed(body, "model", dict)),
+        parts=tuple(
+            Part(_typed(part, "file", str), _typed(part, "nbytes", int), _typed(part, "sha256", str))
+            for part in _typed(body, "parts", list)
+        ),
+        elsewhere=tuple(_typed(body, "elsewhere", list)),
+        coordinator=_typed(body, "coordinator", dict),
+        libraries=_typed(body, "libraries", dict),
+    )
+
+
+def _typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = raw[key]
+    if type(value) is not kind:  # not isinstance: a bool is no number here
+        raise TypeError(f"{key} is {value!r}, not {kind.__name__}")
+    return value
+
+
+def _model_to_json(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "tensors": [
+            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "role": t.role, "group": t.group}
+            for t in model.tensors
+        ],
+        "optimizer": {"name": model.optimizer.name, "groups": [dict(group) for group in model.optimizer.groups]},
+    }
+
+
+def _model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
+    optimizer = _typed(raw, "optimizer", dict)
+    return ModelSpec(
+        tuple(_tensor_from_json(tensor) for tensor in _typed(raw, "tensors", list)),
+        OptimizerSpec(_typed(optimizer, "name", str), tuple(freeze(g) for g in _typed(optimizer, "groups", list))),
+    )
+
+
+def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
+    shape = _typed(raw, "shape", list)
+    return TensorSpec(
+        _typed(raw, "name", str),
+        tuple(_typed({"side": side}, "side", int) for side in shape),
+        _typed(raw, "dtype", str),
+        cast(Role, _typed(raw, "role", str)),
+        _typed(raw, "group", int),
+    )

@@ -1,0 +1,145 @@
+"""Kinds of values that flags, environment and files give as text: one parser each, ValueError with a plain sentence."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Value(click.ParamType):
+    """A click type made of a parser; values from a file (numbers, lists) are parsed as the text a flag would give."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self.parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Called by click; fails with the parser's sentence."""
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        try:
+            return self.parse(text.strip())
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """What --help shows after the flag."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEvery:
+    """How often a snapshot is taken: exactly one of `seconds` (> 0) and `steps` (>= 1 versions) is set."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.steps}steps" if self.steps is not None else f"{self.seconds:g}s"
+
+
+def snapshot_every(text: str) -> SnapshotEvery:
+    """'60s', '10m' or '500steps'."""
+    match = re.fullmatch(r"([0-9]+)\s*steps?", text)
+    if match and int(match[1]) >= 1:
+        return SnapshotEvery(steps=int(match[1]))
+    if text[-1:] in UNITS and _time(text) > 0:
+        return SnapshotEvery(seconds=_time(text))
+    raise ValueError(f"{text!r} is neither a time (60s, 10m) nor a number of steps (500steps)")
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds, or one with a unit: '5', '0.5', '250ms', '10m'."""
+    if _time(text) <= 0:
+        raise ValueError(f"{text!r} is not a time above zero (5, 5s, 250ms, 10m)")
+    return _time(text)
+
+
+def _time(text: str) -> float:
+    """In seconds; 0 for what is no time at all."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(ms|s|m|h)?", text)
+    return float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
+
+
+def listening(text: str) -> str:
+    """HOST:PORT to listen on; port 0 asks for a free one."""
+    return _address(text, lowest=0)
+
+
+def address(text: str) -> str:
+    """HOST:PORT to connect to."""
+    return _address(text, lowest=1)
+
+
+def addresses(text: str) -> str:
+    """One or more HOST:PORT, joined by commas."""
+    parts = [address(part.strip()) for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError("no address")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"{text!r} names an address twice")
+    return ",".join(parts)
+
+
+def _address(text: str, lowest: int) -> str:
+    host, _, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or (":" in host and not bracketed) or re.search(r"[\s/,]", host):
+        raise ValueError(f"{text!r} is not HOST:PORT (0.0.0.0:PORT listens everywhere, IPv6 is [::1]:PORT)")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not lowest <= int(port) <= 65535:
+        raise ValueError(f"{text!r}: the port is a number from {lowest} to 65535")
+    return text
+
+
+def host_and_port(where: str) -> tuple[str, int]:
+    """Splits a checked address; the host keeps its brackets."""
+    host, _, port = where.rpartition(":")
+    return host, int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Shard `index` of `count`, counted from 0."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def shard(text: str) -> Shard:
+    """'I/N' with 0 <= I < N."""
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if not match:
+        raise ValueError(f"{text!r} is not I/N, such as 0/2 for the first of two shards")
+    if int(match[1]) >= int(match[2]):
+        raise ValueError(f"{text!r}: shards are counted from 0, so I is less than N")
+    return Shard(int(match[1]), int(match[2]))
+
+
+def resume(text: str) -> str | int:
+    """'auto', 'never' or a snapshot's version."""
+    if text in ("auto", "never"):
+        return text
+    if re.fullmatch(r"[0-9]+", text):
+        return int(text)
+    raise ValueError(f"{text!r} is not auto, never or a version number")
+
+
+def device(text: str) -> str:
+    """'auto', 'cpu', 'cuda' or 'cuda:K'."""
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
+        return text
+    raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:K")
+
+
+def check_policy(policy: str, staleness: int | None) -> None:
+    """ValueError unless the bound fits the policy: ssp needs one, the others have none."""
+    if policy == "ssp" and staleness is None:
+        raise ValueError("--policy ssp needs --staleness S, the number of steps that a worker may be ahead (0 acts as sync)")
+    if policy != "ssp" and staleness is not None:
+        raise ValueError(f"--staleness bounds --policy ssp; {policy} has no bound")

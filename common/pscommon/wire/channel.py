@@ -1,0 +1,58 @@
+"""The gRPC settings of this system: one place, the same on both ends.
+
+Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
+
+- Without `http2.ping_timeout_ms` a stopped peer goes unnoticed for a minute; `keepalive_timeout_ms` does nothing.
+- A server with default settings cuts off clients that ping often, so it has to allow our interval.
+- SO_REUSEPORT is on by default and lets two servers share one port, each getting some of the clients.
+- The default wait before connecting again grows to two minutes; a restarted server must be found within seconds.
+"""
+
+import grpc
+
+FRAME_BYTES = 1 << 20
+"""Payload of one data frame; 1 to 2 MiB is fastest, and a frame must stay below MAX_MESSAGE."""
+
+MAX_MESSAGE = 4 << 20
+"""Bytes of the largest message either side takes. Anything longer travels in frames."""
+
+Option = tuple[str, int]
+
+_BOTH: tuple[Option, ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    # error details hold the differences between two models: more than the default 8 KiB of metadata
+    ("grpc.max_metadata_size", 64 << 10),
+    ("grpc.absolute_max_metadata_size", 128 << 10),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CLIENT_OPTIONS: tuple[Option, ...] = (
+    *_BOTH,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # the client repeats calls itself: it knows which of them are safe to repeat
+    ("grpc.enable_retries", 0),
+    # the servers of a job are neighbours; a web proxy of the environment is not meant for them
+    ("grpc.enable_http_proxy", 0),
+    # a TCP connection for each channel: two clients in one process do not wait for each other
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+SERVER_OPTIONS: tuple[Option, ...] = (
+    *_BOTH,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # sockets that connect and then say nothing are dropped
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.http2.settings_timeout", 5_000),
+)
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """A channel to "HOST:PORT". It connects when first used; a process that forks must not take it along."""
+    return grpc.insecure_channel(address, options=CLIENT_OPTIONS)

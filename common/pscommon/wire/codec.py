@@ -1,0 +1,146 @@
+"""Values of the core as proto messages and back. What comes from the wire is checked here: bad values are refused."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log import (
+    Apply,
+    BatchKey,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    PushKey,
+    Reject,
+    Report,
+    Staged,
+)
+from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import model_pb2 as mo
+from psproto.v1 import parameter_server_pb2 as ps
+
+ROLE_TO_PROTO: "Mapping[Role, mo.Role.ValueType]" = {
+    "trainable": mo.ROLE_TRAINABLE,
+    "buffer": mo.ROLE_BUFFER,
+    "frozen": mo.ROLE_FROZEN,
+}
+ROLE_FROM_PROTO: Mapping[int, Role] = {number: role for role, number in ROLE_TO_PROTO.items()}
+
+
+def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
+    tensors = [
+        mo.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, role=ROLE_TO_PROTO[t.role], group=t.group)
+        for t in spec.tensors
+    ]
+    return mo.ModelSpec(tensors=tensors, optimizer_json=spec.optimizer.as_json())
+
+
+def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
+    """InvalidRequestError for a model that nobody can train."""
+    try:
+        optimizer = OptimizerSpec.from_json(message.optimizer_json)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequestError(f"optimizer_json is no optimizer: {error!r}") from error
+    try:
+        return ModelSpec(tuple(map(_tensor_from_proto, message.tensors)), optimizer)
+    except InvalidModelError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _tensor_from_proto(tensor: mo.TensorSpec) -> TensorSpec:
+    role = ROLE_FROM_PROTO.get(tensor.role)
+    if role is None:
+        raise InvalidRequestError(f"tensor {tensor.name!r}: unknown role {tensor.role}")
+    return TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, role, tensor.group)
+
+
+def batches_to_proto(batches: Iterable[BatchKey]) -> list[ps.Batch]:
+    return [ps.Batch(loop=batch.loop, number=batch.number) for batch in batches]
+
+
+def batches_from_proto(messages: Iterable[ps.Batch]) -> tuple[BatchKey, ...]:
+    return tuple(BatchKey(message.loop, message.number) for message in messages)
+
+
+def key_to_proto(key: PushKey) -> co.PushKey:
+    return co.PushKey(worker=key.worker, seq=key.seq)
+
+
+def key_from_proto(message: co.PushKey) -> PushKey:
+    return PushKey(message.worker, message.seq)
+
+
+def staged_to_proto(staged: Staged) -> co.Staged:
+    return co.Staged(
+        key=key_to_proto(staged.key),
+        samples=staged.samples,
+        base=staged.base,
+        batches=batches_to_proto(staged.batches),
+        problem=staged.problem,
+    )
+
+
+def staged_from_proto(message: co.Staged) -> Staged:
+    return Staged(
+        key_from_proto(message.key),
+        message.samples,
+        message.base,
+        batches_from_proto(message.batches),
+        message.problem,
+    )
+
+
+def report_to_proto(report: Report) -> co.Report:
+    """The shard's number travels beside it, in LinkShardRequest."""
+    return co.Report(index=report.index, staged=map(staged_to_proto, report.staged))
+
+
+def report_from_proto(shard: int, message: co.Report) -> Report:
+    return Report(shard, message.index, tuple(map(staged_from_proto, message.staged)))
+
+
+def entry_to_proto(entry: Entry) -> co.Entry:
+    match entry:
+        case Begin():
+            return co.Entry(index=entry.index, begin=co.Begin(worker=entry.worker))
+        case Apply():
+            return co.Entry(index=entry.index, apply=_apply_to_proto(entry))
+        case Reject():
+            reject = co.Reject(key=key_to_proto(entry.key), reason=entry.reason, detail=entry.detail)
+            return co.Entry(index=entry.index, reject=reject)
+        case Evict():
+            return co.Entry(index=entry.index, evict=co.Evict(worker=entry.worker, reason=entry.reason))
+        case Cut():
+            return co.Entry(index=entry.index, cut=co.Cut(version=entry.version))
+
+
+def _apply_to_proto(entry: Apply) -> co.Apply:
+    contributions = [
+        co.Contribution(key=key_to_proto(part.key), samples=part.samples, base=part.base)
+        for part in entry.contributions
+    ]
+    return co.Apply(version=entry.version, contributions=contributions)
+
+
+def entry_from_proto(message: co.Entry) -> Entry:
+    """InvalidRequestError for an entry of a kind that this version does not know."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequestError(f"log entry {message.index} is of an unknown kind")
+    return _ENTRIES[kind](message.index, getattr(message, kind))
+
+
+_ENTRIES: Mapping[str, Callable[[int, Any], Entry]] = {
+    "begin": lambda index, body: Begin(index, body.worker),
+    "apply": lambda index, body: Apply(
+        index,
+        body.version,
+        tuple(Contribution(key_from_proto(part.key), part.samples, part.base) for part in body.contributions),
+    ),
+    "reject": lambda index, body: Reject(index, key_from_proto(body.key), body.reason, body.detail),
+    "evict": lambda index, body: Evict(index, body.worker, body.reason),
+    "cut": lambda index, body: Cut(index, body.version),
+}

@@ -1,0 +1,35 @@
+"""ps-server: one shard of the parameters."""
+
+from collections.abc import Sequence
+
+import click
+
+from pscommon import logs, options
+from pscommon.config import run_command
+from psserver.config import ServerConfig
+
+COMMAND = options.command(
+    "server",
+    "ps-server",
+    help="One shard of a model's parameters. Shard 0 also coordinates the job.",
+    epilog="""\b
+Examples:
+  ps-server --policy sync --min-workers 2                      the only shard, on port 50051
+  ps-server --shard 0/2 --data-dir /data/job --policy async    the first of two
+  ps-server --shard 1/2 --data-dir /data/job --join host0:50051 --bind 0.0.0.0:50052 --advertise host1:50052
+  ps-server --config cluster.toml --shard 1/2                  the rest from a file""",
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of ps-server; returns the exit code."""
+    return run_command(COMMAND, start, args)
+
+
+def start(ctx: click.Context) -> int:
+    """Serves until the job ends; returns the exit code."""
+    config = ServerConfig.from_settings(ctx.params)
+    logs.set_up(config.log_level, config.log_format, shard=config.shard, job=config.job)
+    from psserver import app  # imports torch: not for --help, not for a bad flag
+
+    return app.run(config)

@@ -1,0 +1,103 @@
+"""What one server is told: every setting checked once, at the edge, before anything is opened."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.logs import Format
+from pscommon.values import Shard, SnapshotEvery, check_policy, host_and_port
+
+FIRST_PORT = 50051
+EVERYWHERE = ("0.0.0.0", "[::]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The settings of one server; the names are its flags. InvalidRequestError (exit 2) for what does not fit together."""
+
+    shard: int = 0
+    """This server's shard, 0 <= shard < shards. Shard 0 also coordinates."""
+    shards: int = 1
+    bind: str = ""
+    """HOST:PORT to listen on; port 0 picks a free one. Empty becomes 127.0.0.1 and port 50051 + shard."""
+    advertise: str | None = None
+    """HOST:PORT that others are told to connect to; None: what is bound."""
+    join: str | None = None
+    """HOST:PORT of shard 0, for all other shards. Shard 0 ignores it, so that all servers can share one file."""
+    join_timeout: float = 300.0
+    """Seconds that a server waits for the other shards before it gives up."""
+    policy: str = "sync"
+    staleness: int | None = None
+    """Steps that a worker may be ahead of the slowest one: ssp needs it, the other policies have none."""
+    max_staleness: int | None = None
+    """Refuse gradients that were computed more than so many versions ago; None: any age."""
+    min_workers: int = 1
+    """The first round waits for so many workers."""
+    lease: float = 5.0
+    """Seconds without a sign of life after which a worker is dropped."""
+    job: str | None = None
+    """The job's name; None: shard 0 makes one up."""
+    exit_when_done: bool = False
+    """Stop once every worker that took part has left, done."""
+    data_dir: Path | None = None
+    """Where snapshots live, shared by all shards; None: no snapshots."""
+    snapshot_every: SnapshotEvery | None = None
+    """None becomes 60 s where there is a data_dir."""
+    snapshot_keep: int = 3
+    resume: Literal["auto", "never"] | int = "auto"
+    """auto: from the newest valid snapshot if there is one; a number: from that version or not at all."""
+    metrics_bind: str | None = None
+    """HOST:PORT of /metrics, /livez and /readyz; None: off."""
+    port_file: Path | None = None
+    """The bound port is written here."""
+    threads: int | None = None
+    """Threads that torch applies updates with; None: torch decides."""
+    log_level: str = "info"
+    log_format: Format = "auto"
+
+    def __post_init__(self) -> None:
+        """Fills in the defaults that depend on other settings, then checks what belongs together."""
+        if not self.bind:
+            object.__setattr__(self, "bind", f"127.0.0.1:{FIRST_PORT + self.shard}")
+        if self.data_dir and self.snapshot_every is None:
+            object.__setattr__(self, "snapshot_every", SnapshotEvery(seconds=60.0))
+        if self.shard == 0:
+            object.__setattr__(self, "join", None)
+        self._check_numbers()
+        self._check_combinations()
+
+    def _check_numbers(self) -> None:
+        if not 0 <= self.shard < self.shards:
+            raise InvalidRequestError(f"--shard {self.shard}/{self.shards}: shards are counted from 0, so I is less than N")
+        least = {"min_workers": 1, "snapshot_keep": 1, "threads": 1, "staleness": 0, "max_staleness": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise InvalidRequestError(f"--{name.replace('_', '-')} {value}: must be at least {smallest}")
+        for name in ("lease", "join_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequestError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 seconds")
+
+    def _check_combinations(self) -> None:
+        try:
+            check_policy(self.policy, self.staleness)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+        if self.shard > 0 and not self.join:
+            raise InvalidRequestError(f"--shard {self.shard}/{self.shards} needs --join HOST:PORT, the address of shard 0")
+        if host_and_port(self.bind)[0] in EVERYWHERE and not self.advertise:
+            raise InvalidRequestError(f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where others reach it")
+        if not self.data_dir and self.snapshot_every is not None:
+            raise InvalidRequestError(f"--snapshot-every {self.snapshot_every} needs --data-dir")
+        if not self.data_dir and isinstance(self.resume, int):
+            raise InvalidRequestError(f"--resume {self.resume} needs --data-dir")
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "ServerConfig":
+        """From the parsed command line, where shard and shards are one value."""
+        place: Shard = settings["shard"]
+        chosen = {field.name: settings[field.name] for field in fields(cls) if field.name in settings}
+        chosen |= {"shard": place.index, "shards": place.count, "bind": settings["bind"] or ""}
+        return cls(**chosen)

@@ -1,0 +1,73 @@
+"""When a snapshot is due, and when one is complete. One at a time; a cut is a log entry, so all shards cut alike."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often: `seconds` or `steps` (versions), or neither: only when asked."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+
+class PartReport(NamedTuple):
+    """One shard's file of a snapshot; problem, when not empty, says why there is none."""
+
+    version: int
+    file: str
+    nbytes: int
+    sha256: str
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Cutting:
+    """A snapshot under way: the coordinator's own state at that version, and the parts that have come."""
+
+    version: int
+    index: int
+    since: float
+    state: dict[str, Any]
+    parts: dict[int, PartReport] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str:
+        return "; ".join(f"shard {shard}: {part.problem}" for shard, part in self.parts.items() if part.problem)
+
+
+class Cuts:
+    """Decides on snapshots from versions and time."""
+
+    def __init__(self, every: Every, shards: int) -> None:
+        self.every = every
+        self.cutting: Cutting | None = None
+        self.finished: Cutting | None = None
+        self._shards = shards
+        self._last_version = 0
+        self._last_time = 0.0
+
+    def started(self, version: int, now: float) -> None:
+        """Training starts here (0, or what was restored): this much needs no snapshot."""
+        self._last_version, self._last_time = version, now
+
+    def due(self, version: int, now: float) -> bool:
+        """Is it time to cut at this version?"""
+        if self.cutting is not None or version <= self._last_version:
+            return False
+        if self.every.steps is not None:
+            return version // self.every.steps > self._last_version // self.every.steps
+        return self.every.seconds is not None and now - self._last_time >= self.every.seconds
+
+    def begin(self, version: int, index: int, now: float, state: dict[str, Any]) -> None:
+        self.cutting = Cutting(version, index, now, state)
+        self._last_version, self._last_time = version, now
+
+    def part(self, shard: int, part: PartReport) -> None:
+        """A shard has written, or failed to; repeated and late reports do no harm."""
+        if self.cutting is None or part.version != self.cutting.version:
+            return
+        self.cutting.parts[shard] = part
+        if len(self.cutting.parts) == self._shards:
+            self.finished, self.cutting = self.cutting, None

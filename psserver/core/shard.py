@@ -1,0 +1,128 @@
+"""One shard's side of the log: what is staged, which entries to carry out next, how each push ended.
+
+The shell asks `offer` before it keeps a push, hands entries as they come to `accept` and carries out what that returns,
+in order, calling `done` after each. Entries may come twice, late or out of order; only the next one by number is ever
+carried out, and an entry is acted on once. A push is answered from `outcome`, now or whenever it is asked for again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
+
+REMEMBERED = 16
+"""Outcomes kept per worker, for answers that were lost on the way; a worker has far fewer pushes in flight."""
+
+
+class LogError(Exception):
+    """The log asks for what cannot be: a bug of this system, never a user's mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a push ended on this shard: status applied, stale or rejected; version after it; staleness when it counted."""
+
+    status: str
+    version: int
+    staleness: int = 0
+    reason: str = ""
+    detail: str = ""
+
+
+class Shard:
+    """The machine. version: applied updates; index: log entries carried out."""
+
+    def __init__(self, shard: int) -> None:
+        self.shard = shard
+        self.version = 0
+        self.index = 0
+        self.begun = False
+        self.staged: dict[PushKey, Staged] = {}
+        self._handed = 0  # last entry that accept() gave out
+        self._early: dict[int, Entry] = {}
+        self._outcomes: dict[int, OrderedDict[int, Outcome]] = {}
+        self._evicted: dict[int, str] = {}
+
+    def restore(self, version: int, index: int) -> None:
+        """Go on from a snapshot."""
+        self.version, self.index, self.begun = version, index, True
+        self._handed = index
+
+    def offer(self, push: Staged) -> bool:
+        """A push has come, whole. True: it is new, keep its bytes; False: it was here before, or its worker is out."""
+        key = push.key
+        if key in self.staged or key.worker in self._evicted or self.outcome(key) is not None:
+            return False
+        self.staged[key] = push
+        return True
+
+    def outcome(self, key: PushKey) -> Outcome | None:
+        """How a push ended; None while that is open."""
+        if key.worker in self._evicted:
+            return Outcome("rejected", self.version, reason="FENCED", detail=self._evicted[key.worker])
+        known = self._outcomes.get(key.worker, {})
+        if key.seq in known:
+            return known[key.seq]
+        if known and key.seq <= min(known):
+            return Outcome("applied", self.version, detail="long ago")
+        return None
+
+    def accept(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The entries that are to be carried out now, in order; the rest is kept or known already."""
+        for entry in entries:
+            if entry.index > self._handed:
+                self._early[entry.index] = entry
+        ready = []
+        while self._handed + 1 in self._early:
+            self._handed += 1
+            ready.append(self._early.pop(self._handed))
+        return ready
+
+    def done(self, entry: Entry) -> None:
+        """The shell has carried this entry out."""
+        if entry.index != self.index + 1:
+            raise LogError(f"shard {self.shard}: entry {entry.index} done after {self.index}")
+        self.index = entry.index
+        match entry:
+            case Begin():
+                self.begun = True
+                self.staged.pop(PushKey(entry.worker, 0), None)
+            case Apply():
+                self._applied(entry)
+            case Reject():
+                self.staged.pop(entry.key, None)
+                status = "stale" if entry.reason == "STALE" else "rejected"
+                self._ended(entry.key, Outcome(status, self.version, reason=entry.reason, detail=entry.detail))
+            case Evict():
+                self._evicted[entry.worker] = entry.reason
+                self._outcomes.pop(entry.worker, None)
+                for key in [key for key in self.staged if key.worker == entry.worker]:
+                    del self.staged[key]
+            case Cut():
+                pass
+
+    def missing(self, entry: Entry) -> list[PushKey]:
+        """Pushes that an entry counts and this shard does not hold; anything in it is a bug."""
+        if not isinstance(entry, Apply):
+            return []
+        return [c.key for c in entry.contributions if c.key not in self.staged]
+
+    def _applied(self, entry: Apply) -> None:
+        if entry.version != self.version + 1 or self.missing(entry):
+            raise LogError(f"shard {self.shard} at version {self.version} cannot apply {entry}")
+        self.version = entry.version
+        for contribution in entry.contributions:
+            del self.staged[contribution.key]
+            staleness = entry.version - 1 - contribution.base
+            self._ended(contribution.key, Outcome("applied", entry.version, staleness))
+
+    def _ended(self, key: PushKey, outcome: Outcome) -> None:
+        known = self._outcomes.setdefault(key.worker, OrderedDict())
+        known[key.seq] = outcome
+        if len(known) > REMEMBERED:
+            known.popitem(last=False)
+
+    def report(self) -> Report:
+        """Everything that the coordinator needs to know, whole."""
+        return Report(self.shard, self.index, tuple(self.staged.values()))

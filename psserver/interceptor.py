@@ -1,0 +1,64 @@
+"""Times every call that a gRPC server answers, whatever its service."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+Record = Callable[[str, str, float], None]  # short method name, canonical status code, seconds
+
+_KINDS = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class RpcTimer(grpc.ServerInterceptor):
+    """Calls `record` at the end of each call; a stream ends with its last response or when its client gives up.
+
+    Methods that no service has are not recorded: their names are the caller's choice, and there is no end of them.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind, make = _KINDS[handler.request_streaming, handler.response_streaming]
+        method = handler_call_details.method.rpartition("/")[2]
+        wrap = self._stream if handler.response_streaming else self._unary
+        return make(wrap(method, getattr(handler, kind)), handler.request_deserializer, handler.response_serializer)
+
+    def _unary(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(request: Any, context: grpc.ServicerContext) -> Any:
+            with self._timing(method, context):
+                return behavior(request, context)
+
+        return timed
+
+    def _stream(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._timing(method, context):
+                yield from behavior(request, context)
+
+        return timed
+
+    @contextmanager
+    def _timing(self, method: str, context: Any) -> Iterator[None]:  # a ServicerContext; the stubs lack its code()
+        begin = time.perf_counter()
+        unnamed = grpc.StatusCode.UNKNOWN  # what gRPC makes of an exception that nobody turned into a status
+        try:
+            yield
+            unnamed = grpc.StatusCode.OK
+        except GeneratorExit:
+            unnamed = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            code = context.code() or unnamed
+            self._record(method, code.name, time.perf_counter() - begin)

@@ -1,0 +1,178 @@
+"""What one shard counts for Prometheus; the names are promised to dashboards and alerts (deploy/)."""
+
+import platform
+import threading
+from collections.abc import Mapping
+from importlib.metadata import version as installed
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from pscommon.monitor import SECONDS
+
+MAX_WORKERS = 256  # series per worker-labelled metric; whoever comes after shares the label "other"
+OTHER = "other"
+OUTCOMES = ("applied", "duplicate", "stale", "rejected")
+WORKER_STATES = ("joined", "active", "idle", "lost", "left")
+# errno names, and "incomplete": another shard's part did not come
+SNAPSHOT_FAILURES = ("ENOSPC", "EDQUOT", "EIO", "EACCES", "EROFS", "incomplete", OTHER)
+
+_VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+_PUSHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
+
+
+class ServerMetrics:
+    """All metrics of one shard in `registry`. Every method is cheap and thread-safe; every series has a shard label."""
+
+    def __init__(self, registry: CollectorRegistry, *, shard: int) -> None:
+        self._registry = registry
+        self._shard = str(shard)
+        self._build()
+        self._training()
+        self._network()
+        self._membership()
+        self._durability()
+
+    def shard_info(self, *, shards: int, job: str, policy: str) -> None:
+        """What this shard is part of; said again when any of it changes."""
+        self._shard_info.info({"shard": self._shard, "shards": str(shards), "job": job, "policy": policy})
+
+    def version(self, version: int) -> None:
+        """Number of updates in this shard's weights."""
+        self._version.set(version)
+
+    def model(self, parameters: int, nbytes: int) -> None:
+        """Size of this shard's part of the model, in numbers and in bytes."""
+        self._parameters.set(parameters)
+        self._parameter_bytes.set(nbytes)
+
+    def pushed(self, outcome: str, staleness: int | None = None) -> None:
+        """One push was decided: one of OUTCOMES, and its staleness in versions where it has one."""
+        self._pushes.labels(self._shard, outcome).inc()
+        if staleness is not None:
+            self._staleness.observe(staleness)
+
+    def applied(self, seconds: float, contributors: int) -> None:
+        """One update of the weights took `seconds` and summed the pushes of `contributors` workers."""
+        self._apply.observe(seconds)
+        self._contributors.observe(contributors)
+
+    def waited(self, seconds: float) -> None:
+        """One push was staged here for `seconds` until it was decided."""
+        self._barrier.observe(seconds)
+
+    def moved(self, received: int = 0, sent: int = 0) -> None:
+        """Bytes of gradients that came and of weights that went."""
+        self._received.inc(received)
+        self._sent.inc(sent)
+
+    def rpc(self, method: str, code: str, seconds: float) -> None:
+        """One call ended: its short name and its canonical status code (see psserver.interceptor)."""
+        self._rpcs.labels(self._shard, method, code).inc()
+        self._rpc_seconds.labels(self._shard, method).observe(seconds)
+
+    def workers(self, counts: Mapping[str, int]) -> None:
+        """The roster by state; a state that is not named counts none."""
+        for state in dict.fromkeys((*WORKER_STATES, *counts)):
+            self._workers.labels(self._shard, state).set(counts.get(state, 0))
+
+    def worker(self, worker: int | str, clock: int) -> None:
+        """A push of `worker` was decided just now and its clock is `clock`; "other" shows whoever of them was last."""
+        with self._lock:
+            label = self._label(str(worker))
+            self._clock.labels(self._shard, label).set(clock)
+            self._last_push.labels(self._shard, label).set_to_current_time()
+
+    def gone(self, worker: int | str) -> None:
+        """`worker` has left or is lost: its series end. An unknown one is ignored."""
+        with self._lock:
+            self._forget(str(worker))
+
+    def snapshot(self, seconds: float, nbytes: int) -> None:
+        """This shard's part of a snapshot of `nbytes` is complete on disk; its age counts from now."""
+        self._snapshot_seconds.observe(seconds)
+        self._snapshot_bytes.set(nbytes)
+        self._snapshot_success.set_to_current_time()
+
+    def snapshot_failed(self, reason: str) -> None:
+        """One of SNAPSHOT_FAILURES, such as an errno's name; any other reason counts as "other"."""
+        known = reason if reason in SNAPSHOT_FAILURES else OTHER
+        self._snapshot_failures.labels(self._shard, known).inc()
+
+    def _label(self, worker: str) -> str:
+        if worker in self._known:
+            return worker
+        if len(self._known) == MAX_WORKERS:
+            self._others.add(worker)
+            return OTHER
+        self._forget(worker)  # it may have been among the others before there was room
+        self._known.add(worker)
+        return worker
+
+    def _forget(self, worker: str) -> None:
+        if worker in self._known:
+            self._known.remove(worker)
+            self._end_series(worker)
+        elif self._others == {worker}:
+            self._end_series(OTHER)
+        self._others.discard(worker)
+
+    def _end_series(self, label: str) -> None:
+        self._clock.remove(self._shard, label)
+        self._last_push.remove(self._shard, label)
+
+    # the metrics themselves, by dashboard row
+
+    def _build(self) -> None:
+        about = {name: installed(name) for name in ("torch", "grpcio", "protobuf")}
+        build = Info("ps_build", "Versions of this server and of what it runs on", registry=self._registry)
+        build.info({"version": installed("paramserver"), "python": platform.python_version(), **about})
+        self._shard_info = Info("ps_shard", "Which shard of which job this is", registry=self._registry)
+
+    def _training(self) -> None:
+        self._version = self._gauge("ps_version", "Updates in this shard's weights").labels(self._shard)
+        self._parameters = self._gauge("ps_parameters", "Numbers of the model on this shard").labels(self._shard)
+        self._parameter_bytes = self._gauge("ps_parameter_bytes", "Bytes of the model on this shard").labels(
+            self._shard
+        )
+        self._apply = self._histogram("ps_push_apply_seconds", "Optimizer's time for one update", SECONDS)
+        self._contributors = self._histogram("ps_apply_pushes", "Pushes that one update summed", _PUSHES)
+        self._barrier = self._histogram("ps_barrier_wait_seconds", "Time a push was staged until decided", SECONDS)
+        self._staleness = self._histogram("ps_staleness_versions", "Updates between a push and its weights", _VERSIONS)
+        self._pushes = self._counter("ps_pushes_total", "Pushes by what became of them", "outcome")
+        for outcome in OUTCOMES:  # all from zero on, so that a rate sees the first one
+            self._pushes.labels(self._shard, outcome)
+
+    def _network(self) -> None:
+        self._received = self._counter("ps_bytes_received_total", "Bytes of pushes").labels(self._shard)
+        self._sent = self._counter("ps_bytes_sent_total", "Bytes of pulls").labels(self._shard)
+        self._rpcs = self._counter("ps_rpc_requests_total", "Calls that ended", "method", "code")
+        labels = ("shard", "method")
+        self._rpc_seconds = Histogram(
+            "ps_rpc_duration_seconds", "Calls, waits included", labels, buckets=SECONDS, registry=self._registry
+        )
+
+    def _membership(self) -> None:
+        self._workers = self._gauge("ps_workers", "Workers by state", "state")
+        self._clock = self._gauge("ps_worker_clock", "Steps that a worker has finished", "worker")
+        self._last_push = self._gauge("ps_worker_last_push_timestamp_seconds", "When it was decided", "worker")
+        self._lock = threading.Lock()  # over the two sets and the series that they name
+        self._known: set[str] = set()
+        self._others: set[str] = set()
+
+    def _durability(self) -> None:
+        self._snapshot_seconds = self._histogram("ps_snapshot_duration_seconds", "Time to write one part", SECONDS)
+        self._snapshot_bytes = self._gauge("ps_snapshot_bytes", "Bytes of the newest part").labels(self._shard)
+        name = "ps_snapshot_last_success_timestamp_seconds"
+        self._snapshot_success = self._gauge(name, "When the newest part was complete; 0: none yet").labels(self._shard)
+        self._snapshot_failures = self._counter("ps_snapshot_failures_total", "Snapshots that failed", "reason")
+        for reason in SNAPSHOT_FAILURES:
+            self._snapshot_failures.labels(self._shard, reason)
+
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(name, about, ("shard", *labels), registry=self._registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, ("shard", *labels), registry=self._registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, about, ("shard",), buckets=buckets, registry=self._registry).labels(self._shard)

@@ -1,0 +1,99 @@
+"""ps-worker: one worker, which runs a training script."""
+
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import click
+
+from pscommon import logs, options
+from pscommon.config import run_command
+from pscommon.core.errors import InvalidRequestError
+from psworker.script import Script, run
+
+MODULE = click.Option(["-m", "module"], is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+SCRIPT = click.Argument(["script"], metavar="(SCRIPT | -m MODULE)")
+ARGS = click.Argument(["args"], nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+
+# Parsing ends at the script's name: what follows is the script's, even if it looks like a flag of ours.
+UP_TO_THE_SCRIPT = {"allow_interspersed_args": False}
+
+COMMAND = options.command(
+    "worker",
+    "ps-worker",
+    arguments=(MODULE, SCRIPT, ARGS),
+    context_settings=UP_TO_THE_SCRIPT,
+    help="One worker of a job: runs a training script that calls psworker.connect() or psworker.Client().",
+    epilog="""\b
+Examples:
+  ps-worker --ps host0:50051 train.py --epochs 3
+  ps-worker --ps host0:50051,host1:50052 --device cuda:1 -m my_package.train
+  PS_LOCAL=1 ps-worker train.py                 plain training without servers, for debugging
+
+\b
+The script finds PS_SERVERS, PS_JOB, PS_DEVICE and PS_WORKER_RANK in its environment, as far as they are known.""",
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of ps-worker; returns the exit code."""
+    return run_command(COMMAND, start, args)
+
+
+def start(ctx: click.Context) -> int:
+    """Prepares this process and runs the script in it; returns the exit code."""
+    settings = ctx.params
+    if not settings["ps"] and not os.environ.get("PS_LOCAL"):
+        raise InvalidRequestError("--ps HOST:PORT is missing: the address of any server (or set PS_LOCAL=1 to train without)")
+    script = Script(settings["script"], settings["module"], tuple(settings["args"]))
+    logs.set_up(settings["log_level"], settings["log_format"], worker=settings["worker_rank"], job=settings["job"])
+    _import_first(settings["threads"])
+    export(settings, os.environ)
+    if settings["metrics_bind"]:
+        from psworker import metrics
+
+        metrics.serve(settings["metrics_bind"])
+    return run(script, debug=settings["log_level"] == "debug")
+
+
+def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
+    """Puts what the script and the client ask for into its environment; what is not known stays as it is."""
+    told = {
+        "PS_SERVERS": settings["ps"],
+        "PS_JOB": settings["job"],
+        "PS_WORKER_RANK": settings["worker_rank"],
+        "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
+    }
+    environ.update({name: str(value) for name, value in told.items() if value is not None})
+
+
+def choose_device(wanted: str, rank: int) -> str:
+    """The torch device of this worker: "auto" spreads workers over the GPUs there are, or is "cpu" without any.
+
+    Errors: InvalidRequestError for a GPU that torch does not see.
+    """
+    if wanted == "cpu":
+        return wanted
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return f"cuda:{rank % count}" if count else "cpu"
+    if int(wanted.partition(":")[2] or 0) >= count:
+        raise InvalidRequestError(f"--device {wanted}: torch {torch.__version__} sees {count} GPUs on this machine")
+    return wanted
+
+
+def _import_first(threads: int | None) -> None:
+    """Loads everything of ours before the script's folder is on the path: its queue.py or grpc/ must not shadow ours."""
+    if threads is not None and "torch" not in sys.modules:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # only read when torch is loaded
+    import grpc  # noqa: F401
+    import torch
+
+    import psworker  # noqa: F401
+    import psworker.client  # noqa: F401
+
+    if threads is not None:
+        torch.set_num_threads(threads)

@@ -1,0 +1,99 @@
+"""Small jobs whose snapshots the tests write, without any server: the tape as bytes, cut up as shards do."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pscommon.core.model import ROLES, ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.tape import Plan, Range
+from pscommon.snapshot import Manifest, Part, Snapshots
+
+GROUPS = '[{"lr": 0.1}, {"lr": 0.2}]'
+
+MIXED = ModelSpec(
+    (
+        TensorSpec("embed.weight", (37, 5), "float32"),
+        TensorSpec("norm.mean", (7,), "float64", "buffer"),
+        TensorSpec("head.weight", (3, 11), "bfloat16", group=1),
+        TensorSpec("head.scale", (), "float32", group=1),
+        TensorSpec("norm.seen", (), "int64", "buffer"),
+        TensorSpec("mask", (9, 9), "bool", "frozen"),
+        TensorSpec("empty", (0, 4), "float32"),
+        TensorSpec("half", (130,), "float16"),
+    ),
+    OptimizerSpec("adam", ({"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": 0.2, "betas": (0.9, 0.999)})),
+)
+
+TINY = ModelSpec((TensorSpec("w", (40,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+
+
+def tape_of(model: ModelSpec, seed: int) -> np.ndarray:
+    """Random bytes for every tensor (0 and 1 for bool), zeros for padding: uint8, as long as the tape."""
+    plan, rng = Plan(model, 1), np.random.default_rng(seed)
+    tape = np.zeros(plan.nbytes, np.uint8)
+    for index, spec in enumerate(model.tensors):
+        start, stop = plan.extent(index)
+        tape[start:stop] = rng.integers(0, 2 if spec.dtype == "bool" else 256, stop - start, np.uint8)
+    return tape
+
+
+def typed(tape: np.ndarray, start: int, stop: int, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(tape[start:stop].copy()).view(getattr(torch, dtype))
+
+
+def shard_tensors(plan: Plan, shard: int, kinds: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """What a shard exports: weights of all roles, other kinds of trainable tensors only."""
+    tensors: dict[str, torch.Tensor] = {}
+    for kind, tape in kinds.items():
+        for segment in plan.segments(plan.range(shard, "trainable")):
+            tensors[f"{kind}@{segment.start}"] = typed(tape, segment.start, segment.stop, segment.dtype)
+    for role in ROLES[1:]:
+        for piece in plan.slices(plan.range(shard, role)):
+            dtype = plan.spec.tensors[piece.tensor].dtype
+            tensors[f"weight@{piece.start}"] = typed(kinds["weight"], piece.start, piece.stop, dtype)
+    return tensors
+
+
+def write_parts(
+    snapshots: Snapshots, version: int, model: ModelSpec, shards: int, kinds: dict[str, np.ndarray]
+) -> tuple[Part, ...]:
+    return tuple(write_part(snapshots, version, model, shard, shards, kinds) for shard in range(shards))
+
+
+def write_part(
+    snapshots: Snapshots, version: int, model: ModelSpec, shard: int, shards: int, kinds: dict[str, np.ndarray]
+) -> Part:
+    plan = Plan(model, shards)
+    spans = [plan.range(shard, role) for role in ROLES]
+    steps = {piece.tensor: version - piece.tensor for span in spans for piece in plan.slices(span)}
+    return snapshots.write_part(version, shard, shards, shard_tensors(plan, shard, kinds), steps, GROUPS)
+
+
+def manifest_of(version: int, model: ModelSpec, parts: tuple[Part, ...]) -> Manifest:
+    return Manifest(
+        job="job-1",
+        version=version,
+        index=version + 3,
+        shards=len(parts),
+        created="2026-11-21T03:00:00+00:00",
+        model=model,
+        parts=parts,
+        coordinator={"loops": [{"epoch": 1}]},
+        libraries={"torch": torch.__version__},
+    )
+
+
+def save(snapshots: Snapshots, version: int, model: ModelSpec, shards: int, kinds: dict[str, np.ndarray]) -> Path:
+    """A whole snapshot; returns its folder."""
+    parts = write_parts(snapshots, version, model, shards, kinds)
+    return snapshots.commit(manifest_of(version, model, parts))
+
+
+def save_tiny(snapshots: Snapshots, version: int, shards: int = 1) -> Path:
+    """A snapshot of one small tensor, different for each version."""
+    return save(snapshots, version, TINY, shards, {"weight": tape_of(TINY, version)})
+
+
+def ranges(plan: Plan, shard: int) -> list[Range]:
+    return [plan.range(shard, role) for role in ROLES]

@@ -1,0 +1,93 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscommon.core.loop import LoopSpec
+
+SPECS = st.builds(
+    LoopSpec,
+    loop=st.integers(0, 3),
+    size=st.integers(0, 60),
+    batch_size=st.integers(1, 20),
+    epochs=st.integers(0, 3),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    first_epoch=st.integers(0, 3),
+)
+
+
+@given(SPECS)
+def test_every_epoch_hands_out_each_sample_once(spec: LoopSpec) -> None:
+    for epoch in range(spec.epochs):
+        numbers = range(epoch * spec.batches_in_epoch, (epoch + 1) * spec.batches_in_epoch)
+        handed_out = [i for number in numbers for i in spec.indices(number).tolist()]
+        kept = spec.size - spec.size % spec.batch_size if spec.drop_last else spec.size
+
+        assert len(handed_out) == kept
+        assert len(set(handed_out)) == kept
+        assert set(handed_out) <= set(range(spec.size))
+
+
+@given(SPECS)
+def test_total_is_the_number_of_batches(spec: LoopSpec) -> None:
+    for number in range(spec.total):
+        size = len(spec.indices(number))
+        assert 1 <= size <= spec.batch_size
+        assert size == spec.batch_size or not spec.drop_last
+    with pytest.raises(IndexError):
+        spec.indices(spec.total)
+
+
+@given(SPECS)
+def test_a_dict_brings_it_back(spec: LoopSpec) -> None:
+    assert LoopSpec(**spec.as_dict()) == spec
+
+
+def test_the_shuffle_is_the_same_for_ever() -> None:
+    """Literal numbers: a restarted job continues in the order in which it began, with any numpy on any machine."""
+    spec = LoopSpec(0, size=10, batch_size=5, epochs=2, seed=7)
+
+    assert [spec.indices(n).tolist() for n in range(4)] == [
+        [4, 5, 9, 8, 1],
+        [7, 6, 0, 2, 3],
+        [8, 6, 9, 5, 0],
+        [7, 3, 4, 1, 2],
+    ]
+
+
+def test_epochs_and_seeds_shuffle_differently() -> None:
+    spec = LoopSpec(0, size=100, batch_size=100, epochs=2, seed=0)
+    other = LoopSpec(0, size=100, batch_size=100, epochs=2, seed=1)
+
+    orders = {tuple(s.indices(n)) for s in (spec, other) for n in range(2)}
+
+    assert len(orders) == 4
+
+
+def test_epochs_one_at_a_time_are_the_epochs_of_one_call() -> None:
+    whole = LoopSpec(0, size=20, batch_size=10, epochs=3, seed=5)
+    parts = [LoopSpec(e, size=20, batch_size=10, epochs=1, seed=5, first_epoch=e) for e in range(3)]
+
+    assert [whole.indices(n).tolist() for n in range(6)] == [p.indices(n).tolist() for p in parts for n in range(2)]
+
+
+def test_without_shuffle_the_order_is_the_data_s() -> None:
+    spec = LoopSpec(0, size=5, batch_size=2, epochs=2, shuffle=False)
+
+    assert [spec.indices(n).tolist() for n in range(6)] == [[0, 1], [2, 3], [4]] * 2
+
+
+def test_indices_are_int64_and_cannot_be_scribbled_on() -> None:
+    indices = LoopSpec(0, size=5, batch_size=5).indices(0)
+
+    assert indices.dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        indices[0] = 3
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"size": -1}, {"epochs": -1}, {"first_epoch": -1}, {"loop": -1}])
+def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"batch_size|negative"):
+        LoopSpec(**{"loop": 0, "size": 5, "batch_size": 2} | wrong)

@@ -1,0 +1,142 @@
+"""What a scraper and a probe get from a process, and what happens when its port is not to be had."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
+from typing import NamedTuple
+
+import pytest
+from prometheus_client import Counter
+
+from pscommon.core.errors import InvalidRequestError, TakenError
+from pscommon.monitor import Monitor, new_registry
+
+
+class Answer(NamedTuple):
+    status: int
+    kind: str
+    body: str
+
+
+def get(address: str, path: str, accept: str = "text/plain") -> Answer:
+    with closing(HTTPConnection(address, timeout=5)) as connection:
+        connection.request("GET", path, headers={"Accept": accept})
+        response = connection.getresponse()
+        return Answer(response.status, response.headers["Content-Type"], response.read().decode())
+
+
+class Probe:
+    """A process whose readiness the test decides."""
+
+    def __init__(self) -> None:
+        self.state = (True, "serving version 7")
+        self.registry = new_registry()
+        self.monitor = Monitor("127.0.0.1:0", self.registry, lambda: self.state)
+
+    def get(self, path: str, accept: str = "text/plain") -> Answer:
+        return get(self.monitor.address, path, accept)
+
+
+@pytest.fixture
+def probe() -> Iterator[Probe]:
+    probe = Probe()
+    with closing(probe.monitor):
+        yield probe
+
+
+def test_metrics_show_the_registry_and_the_process(probe: Probe) -> None:
+    """Own metrics, process_* and python_* are all there, read anew at each scrape."""
+    steps = Counter("ps_steps", "steps", registry=probe.registry)
+    steps.inc()
+    probe.get("/metrics")
+    steps.inc()
+
+    lines = probe.get("/metrics").body.splitlines()
+
+    assert "ps_steps_total 2.0" in lines
+    assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
+    assert any(line.startswith("python_info{") for line in lines)
+
+
+def test_metrics_speak_openmetrics_to_those_who_ask(probe: Probe) -> None:
+    """The format follows the Accept header."""
+    answer = probe.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
+
+    assert answer.kind.startswith("application/openmetrics-text")
+    assert answer.body.endswith("# EOF\n")
+    assert probe.get("/metrics").kind.startswith("text/plain")
+
+
+def test_liveness_does_not_depend_on_readiness(probe: Probe) -> None:
+    """A server that waits for something is alive, or an orchestrator would kill it for waiting."""
+    probe.state = (False, "waiting for shard 1 of 2")
+
+    assert probe.get("/livez").status == 200
+    assert probe.get("/readyz").status == 503
+
+
+def test_readiness_says_why_in_one_line(probe: Probe) -> None:
+    """The reason goes into the body of both answers, whatever white space it holds."""
+    assert probe.get("/readyz")[::2] == (200, "serving version 7\n")
+
+    probe.state = (False, "waiting for\n  shard 1 of 2")
+
+    assert probe.get("/readyz")[::2] == (503, "waiting for shard 1 of 2\n")
+
+
+def test_other_paths_are_not_found(probe: Probe) -> None:
+    """A wrong path must not look like a healthy one."""
+    assert probe.get("/healthz").status == 404
+
+
+def test_registries_are_independent() -> None:
+    """Two servers in one process do not see each other's metrics."""
+    one, two = Probe(), Probe()
+    with closing(one.monitor), closing(two.monitor):
+        Counter("ps_steps", "steps", registry=one.registry).inc()
+
+        assert "ps_steps_total" in one.get("/metrics").body
+        assert "ps_steps_total" not in two.get("/metrics").body
+
+
+def test_a_taken_port_is_said_so(probe: Probe) -> None:
+    """Exit code 10, and the message names the address."""
+    with pytest.raises(TakenError, match=probe.monitor.address):
+        Monitor(probe.monitor.address, new_registry(), lambda: (True, ""))
+
+
+def test_close_frees_the_port() -> None:
+    """Closed twice, then bound again at once."""
+    probe = Probe()
+    probe.monitor.close()
+    probe.monitor.close()
+
+    again = Monitor(probe.monitor.address, new_registry(), lambda: (True, ""))
+
+    again.close()
+
+
+@pytest.mark.parametrize("bind", ["9464", "127.0.0.1", "127.0.0.1:", ":9464", "127.0.0.1:http", "127.0.0.1:65536"])
+def test_a_malformed_address_is_a_usage_error(bind: str) -> None:
+    """Exit code 2, and the message shows what was given."""
+    with pytest.raises(InvalidRequestError, match="HOST:PORT"):
+        Monitor(bind, new_registry(), lambda: (True, ""))
+
+
+def test_an_address_of_another_machine_is_a_usage_error() -> None:
+    """192.0.2.1 is reserved for documentation: no machine has it."""
+    with pytest.raises(InvalidRequestError, match=r"192\.0\.2\.1:0"):
+        Monitor("192.0.2.1:0", new_registry(), lambda: (True, ""))
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_ipv6() -> None:
+    """Brackets in, brackets out."""
+    try:
+        monitor = Monitor("[::1]:0", new_registry(), lambda: (True, "ready"))
+    except InvalidRequestError:
+        pytest.skip("this machine has no IPv6 loopback")
+    with closing(monitor):
+        assert monitor.address.startswith("[::1]:")
+        assert get(monitor.address, "/readyz").body == "ready\n"

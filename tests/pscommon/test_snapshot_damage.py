@@ -1,0 +1,126 @@
+"""Any changed byte and any lost end of any file of a snapshot is found, and the snapshot before it is taken."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.errors import SnapshotError
+from pscommon.snapshot import Snapshots
+from tests.pscommon.snapshot_cases import MIXED, save, save_tiny, tape_of
+
+
+@pytest.fixture
+def snapshots(tmp_path: Path) -> Snapshots:
+    snapshots = Snapshots(tmp_path)
+    save_tiny(snapshots, 1)
+    save_tiny(snapshots, 2, shards=2)
+    return snapshots
+
+
+def files_of(snapshots: Snapshots, version: int) -> list[Path]:
+    return sorted(snapshots.path(version).iterdir())
+
+
+def is_found(tmp_path: Path, file: Path) -> None:
+    fresh = Snapshots(tmp_path)
+    problems = fresh.verify(2)
+    found = fresh.newest_valid()
+
+    assert [str(file) in problem for problem in problems] == [True]
+    assert found.manifest is not None
+    assert (found.manifest.version, found.skipped) == (1, tuple(problems))
+
+
+def flips(raw: bytes) -> Iterator[bytes]:
+    for place in range(len(raw)):
+        changed = bytearray(raw)
+        changed[place] ^= 1 << place % 8
+        yield bytes(changed)
+        changed[place] = raw[place] ^ 0x20  # turns letters to capitals and spaces to NUL: JSON forgives some of that
+        yield bytes(changed)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_every_flipped_byte_is_found(tmp_path: Path, snapshots: Snapshots, which: int) -> None:
+    file = files_of(snapshots, 2)[which]
+    raw = file.read_bytes()
+    for changed in flips(raw):
+        file.write_bytes(changed)
+        is_found(tmp_path, file)
+
+    file.write_bytes(raw)
+    assert Snapshots(tmp_path).verify(2) == []
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_every_truncation_is_found(tmp_path: Path, snapshots: Snapshots, which: int) -> None:
+    file = files_of(snapshots, 2)[which]
+    raw = file.read_bytes()
+    for length in range(len(raw)):
+        file.write_bytes(raw[:length])
+        is_found(tmp_path, file)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_an_appended_byte_is_found(tmp_path: Path, snapshots: Snapshots, which: int) -> None:
+    file = files_of(snapshots, 2)[which]
+    file.write_bytes(file.read_bytes() + b"\n")
+
+    is_found(tmp_path, file)
+
+
+def test_the_snapshot_of_these_tests_has_about_4_kilobytes(snapshots: Snapshots) -> None:
+    files = files_of(snapshots, 2)
+
+    assert len(files) == 3
+    assert 1500 < sum(file.stat().st_size for file in files) < 6000
+
+
+def test_a_missing_part_is_found(tmp_path: Path, snapshots: Snapshots) -> None:
+    gone = files_of(snapshots, 2)[2]
+    gone.unlink()
+
+    assert Snapshots(tmp_path).verify(2) == [f"{gone.name} is missing in {gone.parent}"]
+
+
+def test_every_damaged_part_is_named(tmp_path: Path, snapshots: Snapshots) -> None:
+    for part in files_of(snapshots, 2)[1:]:
+        part.write_bytes(b"")
+
+    assert len(Snapshots(tmp_path).verify(2)) == 2
+
+
+def test_damage_after_it_was_written_is_found_by_the_same_object(snapshots: Snapshots) -> None:
+    part = files_of(snapshots, 2)[1]
+    part.write_bytes(bytes(part.stat().st_size))
+
+    assert len(snapshots.verify(2)) == 1
+    assert snapshots.newest_valid().manifest == snapshots.manifest(1)
+
+
+def test_a_whole_snapshot_of_another_version_is_not_taken(tmp_path: Path, snapshots: Snapshots) -> None:
+    snapshots.path(2).rename(snapshots.path(3))
+
+    assert "is of version 2" in Snapshots(tmp_path).verify(3)[0]
+
+
+def test_without_any_valid_snapshot_every_reason_is_given(tmp_path: Path, snapshots: Snapshots) -> None:
+    for version in (1, 2):
+        files_of(snapshots, version)[0].write_bytes(b"{}")
+    found = Snapshots(tmp_path).newest_valid()
+
+    assert found.manifest is None
+    assert ["000000000002" in found.skipped[0], "000000000001" in found.skipped[1]] == [True, True]
+
+
+def test_an_unreadable_snapshot_is_an_error_with_its_path(snapshots: Snapshots) -> None:
+    with pytest.raises(SnapshotError, match=r"MANIFEST.json is missing in .*000000000009"):
+        snapshots.manifest(9)
+
+
+def test_a_large_snapshot_is_sound(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    save(snapshots, 5, MIXED, 3, {"weight": tape_of(MIXED, 1), "exp_avg": tape_of(MIXED, 2)})
+
+    assert Snapshots(tmp_path).verify(5) == []

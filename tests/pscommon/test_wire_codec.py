@@ -1,0 +1,106 @@
+"""Values survive the wire, byte for byte, and bad ones are refused."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log import (
+    Apply,
+    BatchKey,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    PushKey,
+    Reject,
+    Report,
+    Staged,
+)
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.wire import codec
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import model_pb2 as mo
+
+whole = st.integers(0, 2**64 - 1)
+keys = st.builds(PushKey, whole, whole)
+batches = st.builds(BatchKey, st.integers(0, 2**32 - 1), whole)
+staged = st.builds(Staged, keys, whole, whole, st.lists(batches).map(tuple), st.text())
+contributions = st.lists(st.builds(Contribution, keys, whole, whole)).map(tuple)
+entries = st.one_of(
+    st.builds(Begin, whole, whole),
+    st.builds(Apply, whole, whole, contributions),
+    st.builds(Reject, whole, keys, st.text(), st.text()),
+    st.builds(Evict, whole, whole, st.text()),
+    st.builds(Cut, whole, whole),
+)
+
+SPEC = ModelSpec(
+    (
+        TensorSpec("w", (3, 4), "float32"),
+        TensorSpec("scale", (), "bfloat16", group=1),
+        TensorSpec("mean", (0,), "float64", "buffer"),
+        TensorSpec("mask", (2,), "bool", "frozen"),
+    ),
+    OptimizerSpec("adam", ({"lr": 1e-3, "betas": (0.9, 0.999), "amsgrad": False}, {"lr": 0.1, "maximize": None})),
+)
+
+
+@given(entries)
+def test_entry_round_trip(entry: Entry) -> None:
+    assert codec.entry_from_proto(_again(codec.entry_to_proto(entry))) == entry
+
+
+@given(st.lists(staged).map(tuple), whole)
+def test_report_round_trip(held: tuple[Staged, ...], index: int) -> None:
+    report = Report(2, index, held)
+
+    message = co.Report.FromString(codec.report_to_proto(report).SerializeToString())
+
+    assert codec.report_from_proto(2, message) == report
+
+
+def test_every_kind_of_entry_has_a_message() -> None:
+    kinds = {field.name for field in co.Entry.DESCRIPTOR.oneofs_by_name["kind"].fields}
+
+    assert kinds == {kind.__name__.lower() for kind in get_args(Entry)}
+
+
+def test_unknown_entry_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="log entry 9"):
+        codec.entry_from_proto(co.Entry(index=9))
+
+
+def test_model_round_trip() -> None:
+    message = mo.ModelSpec.FromString(codec.model_to_proto(SPEC).SerializeToString())
+
+    assert codec.model_from_proto(message) == SPEC
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.ClearField("tensors"), "at least one tensor"),
+        (lambda m: m.tensors.add().CopyFrom(m.tensors[0]), "'w' is listed twice"),
+        (lambda m: setattr(m.tensors[0], "dtype", "object"), "dtype object"),
+        (lambda m: setattr(m.tensors[0], "role", mo.ROLE_UNSPECIFIED), "'w': unknown role"),
+        (lambda m: m.tensors[0].shape.append(-1), "negative shape"),
+        (lambda m: setattr(m.tensors[0], "group", 5), "group 5 of 2"),
+        (lambda m: setattr(m, "optimizer_json", ""), "no optimizer"),
+        (lambda m: setattr(m, "optimizer_json", "[1]"), "no optimizer"),
+        (lambda m: setattr(m, "optimizer_json", '{"name": "sgd", "groups": [3]}'), "no optimizer"),
+    ],
+)
+def test_bad_model_is_refused(change, words: str) -> None:  # type: ignore[no-untyped-def]
+    message = codec.model_to_proto(SPEC)
+    change(message)
+
+    with pytest.raises(InvalidRequestError, match=words):
+        codec.model_from_proto(message)
+
+
+def _again(message: co.Entry) -> co.Entry:
+    return co.Entry.FromString(message.SerializeToString())

@@ -1,0 +1,145 @@
+"""Frames made by hand are real protobuf, and real protobuf of any layout is understood."""
+
+import random
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.channel import FRAME_BYTES, MAX_MESSAGE
+from pscommon.wire.frames import Filler, chunks, decode_request, decode_response, encode_data, encode_header
+from psproto.v1 import parameter_server_pb2 as pb
+
+SIZES = (1, 127, 128, 16_383, 16_384, FRAME_BYTES, 2 * FRAME_BYTES)
+
+
+def unknown_field(number: int = 99) -> bytes:
+    """A varint field that these messages do not have."""
+    tag = number << 3
+    return bytes([tag & 0x7F | 0x80, tag >> 7, 7])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_data_frame_is_the_generated_message(size: int) -> None:
+    payload = np.random.default_rng(size).bytes(size)
+
+    assert pb.ExchangeRequest.FromString(encode_data(memoryview(payload))).data == payload
+    assert encode_data(memoryview(payload)) == pb.ExchangeResponse(data=payload).SerializeToString()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_generated_data_is_read_without_a_copy(size: int) -> None:
+    raw = pb.ExchangeResponse(data=bytes(size)).SerializeToString()
+
+    view = decode_response(raw)
+
+    assert isinstance(view, memoryview)
+    assert view.obj is raw
+    assert view.nbytes == size
+
+
+def test_headers_are_the_generated_messages() -> None:
+    ask = pb.PushPullHeader(job="j", worker=7, seq=2**40, absent=[1, 300], pull=pb.PULL_STEP)
+    answer = pb.ExchangeResult(outcome=pb.OUTCOME_STALE, version=3, nbytes=2**33)
+
+    assert pb.ExchangeRequest.FromString(encode_header(ask)).header == ask
+    assert decode_request(pb.ExchangeRequest(header=ask).SerializeToString()) == ask
+    assert pb.ExchangeResponse.FromString(encode_header(answer)).header == answer
+    assert decode_response(pb.ExchangeResponse(header=answer).SerializeToString()) == answer
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_unknown_fields_are_skipped(before: bool) -> None:
+    for frame in (pb.ExchangeRequest(data=b"payload"), pb.ExchangeRequest(header=pb.PushPullHeader(job="j"))):
+        raw = frame.SerializeToString()
+        decoded = decode_request(unknown_field() + raw if before else raw + unknown_field())
+
+        assert decoded == (b"payload" if frame.HasField("data") else frame.header)
+
+
+def test_last_field_of_a_oneof_wins() -> None:
+    header = pb.ExchangeRequest(header=pb.PushPullHeader(job="j")).SerializeToString()
+    data = pb.ExchangeRequest(data=b"xyz").SerializeToString()
+
+    assert decode_request(header + data) == b"xyz"
+    assert decode_request(data + header) == pb.PushPullHeader(job="j")
+    assert decode_request(data + encode_data(memoryview(b"last"))) == b"last"
+
+
+def test_overlong_varint_is_legal() -> None:
+    assert decode_request(b"\x12\x83\x80\x00abc") == b"abc"
+
+
+def test_empty_data_frame_is_data() -> None:
+    assert decode_request(pb.ExchangeRequest(data=b"").SerializeToString()) == b""
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", unknown_field(), b"\x12\x05abc", b"\x12", b"\x12\xff\xff\xff\xff\xff\xff", b"\xff"]
+)
+def test_what_is_no_frame_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        decode_request(raw)
+
+
+def test_random_bytes_never_do_more_than_be_refused() -> None:
+    draw = random.Random(3)
+    for _ in range(2_000):
+        raw = bytes(draw.choices((0x0A, 0x12, 0, 1, 2, 0x80, 0xFF, 65), k=draw.randrange(9)))
+        try:
+            decoded = decode_request(raw)
+        except InvalidRequestError:
+            continue
+        reference = pb.ExchangeRequest.FromString(raw)
+        assert decoded == (reference.data if reference.HasField("data") else reference.header)
+
+
+def test_frames_may_span_views_and_views_frames() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        sent = [memoryview(draw.randbytes(draw.randrange(40))) for _ in range(draw.randrange(5))]
+        total = sum(view.nbytes for view in sent)
+        frames = list(chunks(sent, size=draw.randrange(1, 50)))
+        received, rest = [], total
+        while rest:
+            received.append(bytearray(draw.randrange(1, rest + 1)))
+            rest -= len(received[-1])
+        filler = Filler(map(memoryview, received))
+        for raw in frames:
+            data = decode_response(raw)
+            assert isinstance(data, memoryview)
+            filler.fill(data)
+
+        assert filler.complete
+        assert b"".join(received) == b"".join(sent)
+
+
+def test_chunks_are_full_frames_and_fit_a_message() -> None:
+    frames = list(chunks([memoryview(np.zeros(FRAME_BYTES * 5 // 2, np.uint8))]))
+
+    assert [len(pb.ExchangeRequest.FromString(raw).data) for raw in frames] == [
+        FRAME_BYTES,
+        FRAME_BYTES,
+        FRAME_BYTES // 2,
+    ]
+    assert max(map(len, frames)) < MAX_MESSAGE
+
+
+def test_views_of_any_shape_and_type_count_as_bytes() -> None:
+    source, target = np.arange(6, dtype=np.float64).reshape(2, 3), np.zeros((3, 2))
+    (raw,) = chunks([memoryview(source), memoryview(np.zeros((0, 4)))])
+    filler = Filler([target.data])
+    filler.fill(memoryview(raw)[2:])
+
+    assert filler.complete
+    assert target.tobytes() == source.tobytes()
+
+
+def test_too_many_bytes_change_nothing() -> None:
+    target = bytearray(b"....")
+    filler = Filler([memoryview(target)])
+    with pytest.raises(InvalidRequestError, match="1 bytes more"):
+        filler.fill(memoryview(b"12345"))
+
+    assert target == b"...."
+    assert filler.missing == 4

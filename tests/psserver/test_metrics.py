@@ -1,0 +1,181 @@
+"""What a server's metrics say after what happened to it."""
+
+import re
+import shutil
+import subprocess
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pscommon.monitor import new_registry
+from psserver.metrics import MAX_WORKERS, SNAPSHOT_FAILURES, ServerMetrics
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return new_registry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> ServerMetrics:
+    return ServerMetrics(registry, shard=1)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, {"shard": "1", **labels})
+
+
+def workers_of(registry: CollectorRegistry, name: str = "ps_worker_clock") -> set[str]:
+    return {
+        sample.labels["worker"] for family in registry.collect() for sample in family.samples if sample.name == name
+    }
+
+
+def test_everything_countable_starts_at_zero(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """A rate over a counter that only appears with its first event would miss that event."""
+    counters = [("ps_pushes_total", "outcome", outcome) for outcome in ("applied", "duplicate", "stale", "rejected")]
+    counters += [("ps_snapshot_failures_total", "reason", reason) for reason in SNAPSHOT_FAILURES]
+
+    assert [value(registry, name, **{label: text}) for name, label, text in counters] == [0.0] * len(counters)
+    assert value(registry, "ps_bytes_received_total") == 0
+    assert value(registry, "ps_push_apply_seconds_count") == 0
+
+
+def test_info(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """One series each, and the newest word replaces the older one."""
+    metrics.shard_info(shards=2, job="otter", policy="sync")
+    metrics.shard_info(shards=2, job="otter", policy="ssp")
+
+    text = generate_latest(registry).decode()
+
+    assert re.findall(r"^ps_shard_info\{(.*)\} 1\.0$", text, re.M) == ['job="otter",policy="ssp",shard="1",shards="2"']
+    assert re.search(r'^ps_build_info\{.*version="0\.1\.0".*\} 1\.0$', text, re.M)
+
+
+def test_progress(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Gauges show the last value."""
+    metrics.model(parameters=1000, nbytes=4000)
+    metrics.version(6)
+    metrics.version(7)
+
+    names = ("ps_version", "ps_parameters", "ps_parameter_bytes")
+    assert [value(registry, name) for name in names] == [7, 1000, 4000]
+
+
+def test_pushes(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Outcomes are counted apart; a push without a staleness is not in the histogram."""
+    metrics.pushed("applied", staleness=0)
+    metrics.pushed("applied", staleness=5)
+    metrics.pushed("duplicate")
+
+    assert value(registry, "ps_pushes_total", outcome="applied") == 2
+    assert value(registry, "ps_pushes_total", outcome="duplicate") == 1
+    assert value(registry, "ps_staleness_versions_count") == 2
+    assert value(registry, "ps_staleness_versions_bucket", le="0.0") == 1
+    assert value(registry, "ps_staleness_versions_bucket", le="6.0") == 2
+
+
+def test_times(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Seconds go into the bucket that holds them."""
+    metrics.applied(0.0004, contributors=3)
+    metrics.waited(20.0)
+
+    assert value(registry, "ps_push_apply_seconds_bucket", le="0.0005") == 1
+    assert value(registry, "ps_apply_pushes_sum") == 3
+    assert value(registry, "ps_barrier_wait_seconds_bucket", le="10.0") == 0
+    assert value(registry, "ps_barrier_wait_seconds_bucket", le="30.0") == 1
+
+
+def test_network(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Bytes add up by direction, calls by method and code."""
+    metrics.moved(received=10)
+    metrics.moved(received=5, sent=7)
+    metrics.rpc("Exchange", "OK", 0.002)
+    metrics.rpc("Exchange", "UNAVAILABLE", 0.002)
+
+    assert value(registry, "ps_bytes_received_total") == 15
+    assert value(registry, "ps_bytes_sent_total") == 7
+    assert value(registry, "ps_rpc_requests_total", method="Exchange", code="UNAVAILABLE") == 1
+    assert value(registry, "ps_rpc_duration_seconds_count", method="Exchange") == 2
+
+
+def test_workers_by_state(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """A state that nobody is in any more goes back to zero."""
+    metrics.workers({"active": 2, "joined": 1})
+    metrics.workers({"active": 3})
+
+    assert value(registry, "ps_workers", state="active") == 3
+    assert value(registry, "ps_workers", state="joined") == 0
+
+
+def test_a_worker_has_series_until_it_is_gone(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Clock and time of the last push; both end, and a second or unknown gone() is harmless."""
+    before = time.time()
+    metrics.worker(12, clock=4)
+
+    assert value(registry, "ps_worker_clock", worker="12") == 4
+    last = value(registry, "ps_worker_last_push_timestamp_seconds", worker="12")
+    assert last is not None
+    assert before <= last <= time.time()
+
+    metrics.gone(12)
+    metrics.gone(12)
+    metrics.gone(99)
+
+    assert workers_of(registry) == workers_of(registry, "ps_worker_last_push_timestamp_seconds") == set()
+
+
+def test_worker_series_are_bounded(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Beyond the bound they share one; it ends with the last of them; a free place goes to the next that pushes."""
+    for worker in range(MAX_WORKERS + 2):
+        metrics.worker(worker, clock=worker)
+
+    assert len(workers_of(registry)) == MAX_WORKERS + 1
+    assert value(registry, "ps_worker_clock", worker="other") == MAX_WORKERS + 1
+
+    metrics.gone(0)
+    metrics.worker(MAX_WORKERS, clock=1)
+
+    assert value(registry, "ps_worker_clock", worker=str(MAX_WORKERS)) == 1
+    assert "other" in workers_of(registry)
+
+    metrics.gone(MAX_WORKERS + 1)
+
+    assert "other" not in workers_of(registry)
+
+
+def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Duration, size and time of the newest; failures by a bounded set of reasons."""
+    assert value(registry, "ps_snapshot_last_success_timestamp_seconds") == 0
+    before = time.time()
+    metrics.snapshot(1.5, nbytes=4096)
+    metrics.snapshot_failed("ENOSPC")
+    metrics.snapshot_failed("something new")
+
+    assert value(registry, "ps_snapshot_duration_seconds_sum") == 1.5
+    assert value(registry, "ps_snapshot_bytes") == 4096
+    last = value(registry, "ps_snapshot_last_success_timestamp_seconds")
+    assert last is not None
+    assert last >= before
+    assert value(registry, "ps_snapshot_failures_total", reason="ENOSPC") == 1
+    assert value(registry, "ps_snapshot_failures_total", reason="other") == 1
+
+
+def test_shards_in_one_process_do_not_mix() -> None:
+    """A registry each; the same object never holds two shards."""
+    registries = [new_registry(), new_registry()]
+    shards = [ServerMetrics(registry, shard=shard) for shard, registry in enumerate(registries)]
+    shards[0].version(5)
+
+    assert registries[0].get_sample_value("ps_version", {"shard": "0"}) == 5
+    assert registries[1].get_sample_value("ps_version", {"shard": "1"}) == 0
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_names_follow_the_conventions(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """Prometheus' own linter finds nothing to say about our names (python_* and process_* are its client's)."""
+    text = "\n".join(line for line in generate_latest(registry).decode().splitlines() if "ps_" in line) + "\n"
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=20)
+
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

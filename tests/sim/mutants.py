@@ -1,0 +1,93 @@
+"""Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation proves nothing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psserver.core.coordinator as coordinator_module
+from pscommon.core.log import Apply, PushKey, Staged
+from psserver.core.coordinator import Coordinator
+from psserver.core.ledger import Loop
+from psserver.core.policy import Policy, choose
+from psserver.core.shard import Outcome, Shard
+from tests.sim.world import SimShard
+
+
+class SumsInArrivalOrder(SimShard):
+    """Adds gradients in the order in which they came."""
+
+    def average(self, entry: Apply, total: int) -> float:
+        samples = {c.key: c.samples for c in entry.contributions}
+        value = 0.0
+        for key in [key for key in self.kept if key in samples]:
+            value += self.kept[key] * (samples[key] / total)
+        return value
+
+
+class ShardForgets(Shard):
+    """Keeps no table of pushes that were counted: a repeated one is staged again."""
+
+    def outcome(self, key: PushKey) -> Outcome | None:
+        return None if key not in self.staged and key.seq in self._outcomes.get(key.worker, {}) else super().outcome(key)
+
+    def offer(self, push: Staged) -> bool:
+        self._outcomes.get(push.key.worker, {}).pop(push.key.seq, None)
+        return super().offer(push)
+
+
+class NoDuplicateCheck(Coordinator):
+    """Counts every push that the shards hold, also one that was counted before."""
+
+    def _forget(self, key: PushKey) -> None:
+        self._held.pop(key, None)
+        self._ready.pop(key, None)
+
+
+class CountedOnOneShard(Coordinator):
+    """Takes a push for staged everywhere as soon as one shard has it."""
+
+    def _staged(self, shard: int, staged: Staged) -> None:
+        super()._staged(shard, staged)
+        if staged.key in self._held and not staged.problem:
+            self._ready.setdefault(staged.key, staged)
+
+
+def bound_off_by_one(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]) -> Sequence[PushKey]:
+    """Lets a worker get S + 1 ahead."""
+    looser = row if row.bound is None or row.barrier else Policy(row.name, row.bound + 1, row.barrier)
+    return choose(looser, clocks, ready)
+
+
+def part_of_the_roster(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]) -> Sequence[PushKey]:
+    """Closes a round with whoever has pushed."""
+    return choose(row, {w: c for w, c in clocks.items() if w in ready} if row.barrier else clocks, ready)
+
+
+class LosesBatchesOfTheDead(Coordinator):
+    """Never gives the batches of a lost worker to anybody else."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ledger.give_back = lambda worker: self.ledger.loops.get(0) and self.ledger.loops[0].drop(worker)  # type: ignore
+
+
+class CommitsWhenHandedOut(Loop):
+    """Counts a batch when it is handed out instead of with the push that used it."""
+
+    def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
+        numbers = super().take(worker, received, count, together)
+        for number in numbers:
+            self.commit(worker, number)
+        return numbers
+
+
+CLASSES: dict[str, dict[str, type]] = {
+    "sum in arrival order": {"shard_class": SumsInArrivalOrder},
+    "no duplicate check": {"machine_class": ShardForgets, "coordinator_class": NoDuplicateCheck},
+    "a push counted on one shard only": {"coordinator_class": CountedOnOneShard},
+    "batches of a lost worker are lost": {"coordinator_class": LosesBatchesOfTheDead},
+}
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "bound off by one": (coordinator_module, "choose", bound_off_by_one),
+    "a round closed by part of its roster": (coordinator_module, "choose", part_of_the_roster),
+    "a batch counts when it is handed out": (coordinator_module.Ledger.open.__globals__, "Loop", CommitsWhenHandedOut),
+}

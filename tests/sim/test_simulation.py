@@ -1,0 +1,159 @@
+"""Ten thousand seeded histories keep every invariant, and each planted bug is caught."""
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.log import Apply, Cut, Entry
+from psserver.core.policy import policy
+from tests.sim import mutants
+from tests.sim.world import InvariantError, Scenario, World, run
+
+SEEDS = 10_000
+PROCESSES = 2
+MUTANT_SEEDS = 400
+ROOT = Path(__file__).parents[2]
+
+
+def run_range(first: int, last: int) -> None:
+    """Body of a child process: the first seed that fails ends it with a one-line replay."""
+    for seed in range(first, last):
+        try:
+            run(seed)
+        except Exception as error:
+            sys.exit(f"seed {seed}: {type(error).__name__}: {error}\nreplay: python -m tests.sim.replay {seed}")
+
+
+def test_ten_thousand_histories_keep_every_invariant() -> None:
+    began, share = time.monotonic(), SEEDS // PROCESSES
+    code = "import sys; from tests.sim.test_simulation import run_range; run_range(int(sys.argv[1]), int(sys.argv[2]))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "common")])}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(n * share), str((n + 1) * share)],
+            cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for n in range(PROCESSES)
+    ]  # fmt: skip
+    failures = [message for child in children if (message := child.communicate()[1])]
+
+    assert not failures, "\n".join(failures)
+    assert [child.returncode for child in children] == [0] * PROCESSES
+    assert time.monotonic() - began <= 60
+
+
+def test_the_seeds_reach_what_they_should() -> None:
+    """A simulation in which nothing goes wrong proves nothing: losses, restarts, snapshots and waits do happen."""
+    seen: Counter[str] = Counter()
+    for seed in range(400):
+        world = run(seed)
+        seen[world.scenario.policy.name] += 1
+        seen["restarted"] += world.epoch > 0
+        seen["restarted from a snapshot"] += world.epoch > 0 and world.saved is not None
+        seen["lost"] += any(member.state == "lost" for member in world.coordinator.roster)
+        seen["messages"] += world.messages
+
+    assert min(seen[name] for name in ("sync", "async", "ssp", "restarted", "restarted from a snapshot", "lost")) >= 20
+    assert seen["messages"] > 20_000
+
+
+@pytest.mark.parametrize("name", [*mutants.CLASSES, *mutants.PATCHES])
+def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes = mutants.CLASSES.get(name, {})
+    if name in mutants.PATCHES:
+        target, attribute, value = mutants.PATCHES[name]
+        set_item = monkeypatch.setitem if isinstance(target, dict) else monkeypatch.setattr
+        set_item(target, attribute, value)
+
+    def histories() -> None:
+        for seed in range(MUTANT_SEEDS):
+            run(seed, **classes)
+
+    with pytest.raises(AssertionError):
+        histories()
+
+
+def quiet(policy_name: str, workers: int, seed: int) -> Scenario:
+    """Delays and losses, but nobody dies."""
+    row = policy(policy_name, 2 if policy_name == "ssp" else None)
+    return Scenario(
+        seed, row, workers, shards=2, batches=7, epochs=2, accumulate=1, loss=0.1, crashes=0, restarts=0, every=None
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_sync_gives_the_same_bits_on_any_network(workers: int) -> None:
+    """Delays, losses and repeats change when things happen, never what is computed."""
+    results = set()
+    for seed in range(20):
+        world = World(quiet("sync", workers, seed))
+        world.run()
+        results.add(tuple(shard.weight for shard in world.shards))
+
+    assert len(results) == 1
+
+
+def test_async_depends_on_the_network() -> None:
+    """The counterpart: without the barrier the same seeds do differ, so the test above can fail."""
+    results = set()
+    for seed in range(20):
+        world = World(quiet("async", 3, seed))
+        world.run()
+        results.add(tuple(shard.weight for shard in world.shards))
+
+    assert len(results) > 1
+
+
+def test_a_cut_is_one_version_on_all_shards() -> None:
+    for seed in range(200):
+        scenario = replace(Scenario.for_seed(seed), every=2, restarts=0)
+        world = World(scenario)
+        world.run()
+        for shard in world.shards:
+            for version, weight in shard.cuts.items():
+                assert weight == replayed(world, shard.machine.shard, version)
+
+
+def replayed(world: World, shard: int, version: int) -> float:
+    """The weight of a shard at a version, from the world's own record."""
+    weight = 1.0
+    for apply in world.decided[:version]:
+        total, mean = sum(c.samples for c in apply.contributions), 0.0
+        for contribution in apply.contributions:
+            mean += world.pushes[contribution.key].gradients[shard] * (contribution.samples / total)
+        weight -= mean
+    return weight
+
+
+def test_shard_carries_out_each_entry_once_and_in_order() -> None:
+    from psserver.core.shard import Shard
+
+    shard = Shard(0)
+    entries: list[Entry] = [Cut(1, 0), Cut(2, 0), Cut(3, 0)]
+    carried = [e.index for part in ([2], [1, 2], [1], [3, 1]) for e in shard.accept([entries[i - 1] for i in part])]
+
+    assert carried == [1, 2, 3]
+
+
+def test_shard_refuses_to_apply_what_it_does_not_hold() -> None:
+    from pscommon.core.log import Contribution, PushKey
+    from psserver.core.shard import LogError, Shard
+
+    shard = Shard(0)
+    shard.begun = True
+
+    with pytest.raises(LogError):
+        shard.done(Apply(1, 1, (Contribution(PushKey(1, 1), 1, 0),)))
+
+
+def test_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "verify", lambda self: (_ for _ in ()).throw(InvariantError("planted")))
+
+    with pytest.raises(SystemExit, match=r"seed 7: .*planted\nreplay: python -m tests.sim.replay 7"):
+        run_range(7, 8)
