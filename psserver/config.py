@@ -15,7 +15,7 @@ EVERYWHERE = ("0.0.0.0", "[::]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The settings of one server; the names are its flags. InvalidRequestError (exit 2) for what does not fit together."""
+    """The settings of one server, named like its flags. InvalidRequestError (exit 2) for what does not fit together."""
 
     shard: int = 0
     """This server's shard, 0 <= shard < shards. Shard 0 also coordinates."""
@@ -70,7 +70,9 @@ class ServerConfig:
 
     def _check_numbers(self) -> None:
         if not 0 <= self.shard < self.shards:
-            raise InvalidRequestError(f"--shard {self.shard}/{self.shards}: shards are counted from 0, so I is less than N")
+            raise InvalidRequestError(
+                f"--shard {self.shard}/{self.shards}: shards are counted from 0, so I is less than N"
+            )
         least = {"min_workers": 1, "snapshot_keep": 1, "threads": 1, "staleness": 0, "max_staleness": 0}
         for name, smallest in least.items():
             value = getattr(self, name)
@@ -86,9 +88,13 @@ class ServerConfig:
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         if self.shard > 0 and not self.join:
-            raise InvalidRequestError(f"--shard {self.shard}/{self.shards} needs --join HOST:PORT, the address of shard 0")
+            raise InvalidRequestError(
+                f"--shard {self.shard}/{self.shards} needs --join HOST:PORT, the address of shard 0"
+            )
         if host_and_port(self.bind)[0] in EVERYWHERE and not self.advertise:
-            raise InvalidRequestError(f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where others reach it")
+            raise InvalidRequestError(
+                f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where others reach it"
+            )
         if not self.data_dir and self.snapshot_every is not None:
             raise InvalidRequestError(f"--snapshot-every {self.snapshot_every} needs --data-dir")
         if not self.data_dir and isinstance(self.resume, int):

@@ -7,7 +7,7 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import Scalar
-from psserver.stretch import Stretch
+from psserver.stretch import Stretch, raw
 
 
 class Staging:
@@ -24,10 +24,10 @@ class Staging:
         self.absent = absent
         self.initial = initial
         self.groups: tuple[Mapping[str, Scalar], ...] | None = None
-        kept = stretch.plan.without(stretch.ranges["trainable"], absent) + [stretch.ranges["buffer"]]
+        kept = [*stretch.plan.without(stretch.ranges["trainable"], absent), stretch.ranges["buffer"]]
         if initial:
             kept.append(stretch.ranges["frozen"])
-        self.views = [memoryview(stretch.bytes_of(memory, span).numpy()) for span in kept if span.nbytes]
+        self.views = [raw(stretch.bytes_of(memory, span)) for span in kept if span.nbytes]
         self.nbytes = sum(span.nbytes for span in kept)
 
 

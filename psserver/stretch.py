@@ -1,4 +1,4 @@
-"""One shard's stretch of the tape in memory: its trainable, buffer and frozen ranges, end to end, as the wire has them."""
+"""One shard's stretch of the tape in memory: its trainable, buffer and frozen ranges end to end, as on the wire."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -76,6 +76,17 @@ class Stretch:
                 elif holders:
                     found.append(piece)
         return tuple(found)
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor, writable."""
+    return tensor.view(torch.uint8).numpy().data
+
+
+def blocks(*tensors: torch.Tensor) -> "zip[tuple[torch.Tensor, ...]]":
+    """Flat tensors of one length and dtype, side by side, in pieces of BLOCK bytes."""
+    size = BLOCK // tensors[0].element_size()
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 def padded(position: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
@@ -28,15 +28,15 @@ class Usage:
     """Batches that were handed to the script since its last step: the next one commits them."""
 
     def __init__(self) -> None:
-        self.clear()
+        self.batches: tuple[BatchKey, ...] = ()
+        self.samples = 0
 
     def add(self, key: BatchKey, samples: int) -> None:
         self.batches = (*self.batches, key)
         self.samples += samples
 
     def clear(self) -> None:
-        self.batches: tuple[BatchKey, ...] = ()
-        self.samples = 0
+        self.batches, self.samples = (), 0
 
 
 class Wanted(NamedTuple):
@@ -84,7 +84,9 @@ class Leases:
         lease = self._job.client.next_batches(self._spec, idle=idle)
         self._ready.extend(lease.numbers)
         self._held.update(lease.numbers)
-        self._ended = lease.end and not self._ready
+        self._ended = lease.end and not lease.numbers
+        if lease.sat_out and not idle:
+            self._job.pull()
 
     def use(self, number: int) -> None:
         """The script gets this batch. One that it gets while gradients are off weighs nothing in the next step."""
@@ -180,16 +182,12 @@ def map_style(dataset: Any) -> Any:
     return dataset
 
 
-def fetcher(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, reseed: bool) -> Fetcher:
-    return Fetcher(map_style(dataset), collate_fn or default_collate, reseed)
-
-
 def reseed(*entropy: int) -> None:
     """Sets the global generators of torch, numpy and random, as a pure function of numbers that are not negative."""
     words = np.random.SeedSequence(entropy).generate_state(4)
-    torch.manual_seed(int.from_bytes(words[:2].tobytes(), "little"))
+    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
     np.random.seed(words)
-    random.seed(words.tobytes())
+    random.seed(int(words[2]) << 32 | int(words[3]))
 
 
 def _as_it_is(item: Any) -> Any:

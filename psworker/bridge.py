@@ -24,7 +24,7 @@ class Tape:
         self.near = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         pinned = device.type != "cpu"
         self.host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else self.near
-        self.memory = memoryview(self.host.numpy())
+        self.memory = self.host.numpy().data
 
     def view(self, extent: Range, tensor: TensorSpec) -> Tensor:
         """The tensor's bytes beside the model, typed and shaped."""

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import click
@@ -45,7 +46,9 @@ def start(ctx: click.Context) -> int:
     """Prepares this process and runs the script in it; returns the exit code."""
     settings = ctx.params
     if not settings["ps"] and not os.environ.get("PS_LOCAL"):
-        raise InvalidRequestError("--ps HOST:PORT is missing: the address of any server (or set PS_LOCAL=1 to train without)")
+        raise InvalidRequestError(
+            "--ps HOST:PORT is missing: the address of any server (or set PS_LOCAL=1 to train without)"
+        )
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     logs.set_up(settings["log_level"], settings["log_format"], worker=settings["worker_rank"], job=settings["job"])
     _import_first(settings["threads"])
@@ -86,14 +89,12 @@ def choose_device(wanted: str, rank: int) -> str:
 
 
 def _import_first(threads: int | None) -> None:
-    """Loads everything of ours before the script's folder is on the path: its queue.py or grpc/ must not shadow ours."""
+    """Loads all of ours before the script's folder is on the path: its queue.py must not shadow what we need."""
     if threads is not None and "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # only read when torch is loaded
-    import grpc  # noqa: F401
-    import torch
-
-    import psworker  # noqa: F401
-    import psworker.client  # noqa: F401
-
+    for name in ("grpc", "torch", "psworker.client", "psworker.job"):
+        import_module(name)
     if threads is not None:
+        import torch
+
         torch.set_num_threads(threads)

@@ -43,9 +43,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         job.client.start(self._bridge.weights.memory)
         self._bridge.scatter(everything=True)
 
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, samples: int | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Sends the gradients, waits until the policy lets them count, and leaves the newest weights in the model.
 
         closure: as in torch, evaluates the model and returns the loss, which is returned. samples: the weight of this
@@ -80,7 +78,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         job.usage.clear()
         job.finish_step(result, counted)
         if result.status == "rejected":
-            raise error_for(result.reason.partition(":")[0], result.reason)
+            reason, _, detail = result.reason.partition(": ")
+            raise error_for(reason, detail)
         if result.status == "stale":
             job.client.return_batches(batches)
             log.warning("push was stale by %d versions; its %d batches went back", result.staleness, len(batches))

@@ -6,7 +6,6 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,7 +28,7 @@ class Script:
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """InvalidRequestError where there is nothing to run. Imports a module's parent packages, as running it would."""
+        """InvalidRequestError where there is nothing to run. Imports the parents of a module, as running it would."""
         if self.module:
             _check_module(self.target)
         elif not Path(self.target).exists():

@@ -36,7 +36,7 @@ class Setting(NamedTuple):
 
 
 class Option(click.Option):
-    """A flag with its environment twin PS_<FLAG> and its key in the file; `also`: variables that are asked after the twin."""
+    """A flag, its environment twin PS_<FLAG>, its key in the file; `also`: variables that are asked after the twin."""
 
     def __init__(self, flag: str, *, section: str, also: Sequence[str] = (), **attributes: Any) -> None:
         self.flag = flag
@@ -61,9 +61,15 @@ class Command(click.Command):
     """A command made of Options, with --config and --version besides. Its invoke() only returns the parsed context."""
 
     def __init__(
-        self, name: str, options: Sequence[Option], *, tables: Mapping[str, Sequence[Option]], reads: Sequence[str], **rest: Any
+        self,
+        name: str,
+        options: Sequence[Option],
+        *,
+        tables: Mapping[str, Sequence[Option]],
+        reads: Sequence[str],
+        **rest: Any,
     ) -> None:
-        """`tables`: all tables a file may have, with their options; `reads`: those that are for this command, weakest first."""
+        """`tables`: all that a file may have, with their options; `reads`: those for this command, its own one last."""
         self.options = tuple(options)
         self.tables = {table: frozenset(option.key for option in members) for table, members in tables.items()}
         self.reads = tuple(reads)
@@ -90,7 +96,9 @@ def sources(ctx: click.Context) -> list[Setting]:
     """Every merged value of a parsed command and where it came from, in the order of --help."""
     options = [option for option in ctx.command.params if isinstance(option, Option)]
     return [
-        Setting(option.key, ctx.params[option.key], SOURCES[ctx.get_parameter_source(option.key) or ParameterSource.DEFAULT])
+        Setting(
+            option.key, ctx.params[option.key], SOURCES[ctx.get_parameter_source(option.key) or ParameterSource.DEFAULT]
+        )
         for option in options
     ]
 
@@ -100,8 +108,10 @@ def given(ctx: click.Context) -> dict[str, Any]:
     return {setting.key: setting.value for setting in sources(ctx) if setting.source != "default"}
 
 
-def run_command(command: click.Command, start: Callable[[click.Context], int], args: Sequence[str] | None = None) -> int:
-    """Parses, then calls `start` with the context; returns the exit code. A user's mistake is one clear message on stderr.
+def run_command(
+    command: click.Command, start: Callable[[click.Context], int], args: Sequence[str] | None = None
+) -> int:
+    """Parses, then calls `start` with the context; returns the exit code. A user's mistake is one clear message.
 
     A PSError becomes one line and its exit code; its traceback follows only at --log-level debug.
     """

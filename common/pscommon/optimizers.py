@@ -39,7 +39,7 @@ class Kind:
     """One optimizer of torch.
 
     defaults: every hyper-parameter with torch's default, whose type is the type that is asked for.
-    implementation: constructor arguments that choose torch's fastest code for long flat tensors on a CPU.
+    fused: the dtypes that torch has a fused CPU kernel for, which passes over the memory once, not once per operation.
     by_step: the step's number enters the formula, so tensors that have stepped unequally often cannot share a call.
     first: hyper-parameters that take another value on a tensor's first step.
     constructor_only: hyper-parameters that torch reads from the constructor, whatever a parameter group says.
@@ -48,7 +48,7 @@ class Kind:
     torch_class: type[torch.optim.Optimizer]
     defaults: Mapping[str, Scalar]
     states: tuple[State, ...]
-    implementation: Mapping[str, bool]
+    fused: frozenset[torch.dtype]
     by_step: bool
     first: Mapping[str, Scalar] = field(default_factory=dict)
     constructor_only: frozenset[str] = frozenset()
@@ -71,8 +71,9 @@ _RMSPROP: dict[str, Scalar] = {
     "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False, "maximize": False,
 }  # fmt: skip
 
+_FULL = frozenset({torch.float64, torch.float32})
+_ALL = _FULL | {torch.float16, torch.bfloat16}
 _ADAM_STATES = (State("exp_avg"), State("exp_avg_sq"), State("max_exp_avg_sq", switch="amsgrad"))
-_FUSED = {"fused": True}
 
 SUPPORTED: Mapping[str, Kind] = MappingProxyType(
     {
@@ -80,18 +81,18 @@ SUPPORTED: Mapping[str, Kind] = MappingProxyType(
             torch.optim.SGD,
             _SGD,
             (State("momentum_buffer", switch="momentum"),),
-            _FUSED,
+            fused=_FULL,  # torch 2.13 leaves 16-bit weights as they are: https://github.com/pytorch/pytorch/issues/191763
             by_step=False,
             # torch starts the buffer as a copy of the first gradient: an undamped step from zero
             first={"dampening": 0.0},
         ),
-        "adam": Kind(torch.optim.Adam, _ADAM, _ADAM_STATES, _FUSED, by_step=True),
-        "adamw": Kind(torch.optim.AdamW, _ADAM | {"weight_decay": 1e-2}, _ADAM_STATES, _FUSED, by_step=True),
+        "adam": Kind(torch.optim.Adam, _ADAM, _ADAM_STATES, fused=_ALL, by_step=True),
+        "adamw": Kind(torch.optim.AdamW, _ADAM | {"weight_decay": 1e-2}, _ADAM_STATES, fused=_ALL, by_step=True),
         "adagrad": Kind(
             torch.optim.Adagrad,
             _ADAGRAD,
             (State("sum", initial="initial_accumulator_value"),),
-            _FUSED,
+            fused=_ALL,
             by_step=True,
             constructor_only=frozenset({"initial_accumulator_value"}),
         ),
@@ -99,7 +100,7 @@ SUPPORTED: Mapping[str, Kind] = MappingProxyType(
             torch.optim.RMSprop,
             _RMSPROP,
             (State("square_avg"), State("momentum_buffer", switch="momentum"), State("grad_avg", switch="centered")),
-            {"foreach": False},  # torch has no fused one
+            fused=frozenset(),
             by_step=False,
         ),
     }

@@ -44,12 +44,19 @@ LOGGING = (
     ),
 )
 
-JOB_NAME = Option("--job", section=JOB, metavar="NAME", help="The job's name. Servers make one up; workers take the servers'.")
+JOB_NAME = Option(
+    "--job", section=JOB, metavar="NAME", help="The job's name. Servers make one up; workers take the servers'."
+)
 
-THREADS = Option("--threads", section=LOCAL, type=COUNT, help="Threads that torch computes with [default: torch decides].")
+THREADS = Option(
+    "--threads", section=LOCAL, type=COUNT, help="Threads that torch computes with [default: torch decides]."
+)
 
 METRICS_BIND = Option(
-    "--metrics-bind", section=LOCAL, type=LISTEN, help="Serve Prometheus /metrics, /livez and /readyz here [default: off]."
+    "--metrics-bind",
+    section=LOCAL,
+    type=LISTEN,
+    help="Serve Prometheus /metrics, /livez and /readyz here [default: off].",
 )
 
 PLACEMENT = (
@@ -61,10 +68,26 @@ PLACEMENT = (
         show_default=True,
         help="Which shard of how many this server is.",
     ),
-    Option("--bind", section=PLACE, type=LISTEN, help="Listen here; port 0 picks a free one [default: 127.0.0.1:50051+I]."),
-    Option("--advertise", section=PLACE, type=ADDRESS, help="What others are told to connect to [default: what is bound]."),
-    Option("--join", section=PLACE, type=ADDRESS, help="Address of shard 0. Every shard but 0 needs it; shard 0 ignores it."),
-    Option("--join-timeout", section=PLACE, type=SECONDS, default="300", show_default=True, help="Wait this long for the others."),
+    Option(
+        "--bind", section=PLACE, type=LISTEN, help="Listen here; port 0 picks a free one [default: 127.0.0.1:50051+I]."
+    ),
+    Option(
+        "--advertise", section=PLACE, type=ADDRESS, help="What others are told to connect to [default: what is bound]."
+    ),
+    Option(
+        "--join",
+        section=PLACE,
+        type=ADDRESS,
+        help="Address of shard 0. Every shard but 0 needs it; shard 0 ignores it.",
+    ),
+    Option(
+        "--join-timeout",
+        section=PLACE,
+        type=SECONDS,
+        default="300",
+        show_default=True,
+        help="Wait this long for the others.",
+    ),
     Option("--port-file", section=PLACE, type=FILE, help="Write the bound port into this file."),
 )
 
@@ -77,27 +100,53 @@ POLICY = (
         show_default=True,
         help="sync: rounds of everybody; async: each push at once; ssp: at once, but nobody runs far ahead.",
     ),
-    Option("--staleness", section=JOB, type=click.IntRange(min=0), help="ssp: steps that a worker may be ahead of the slowest."),
+    Option(
+        "--staleness",
+        section=JOB,
+        type=click.IntRange(min=0),
+        help="ssp: steps that a worker may be ahead of the slowest.",
+    ),
     Option(
         "--max-staleness",
         section=JOB,
         type=click.IntRange(min=0),
         help="Refuse gradients computed more than this many versions ago [default: none].",
     ),
-    Option("--min-workers", section=JOB, type=COUNT, default=1, show_default=True, help="The first round waits for so many."),
-    Option("--lease", section=JOB, type=SECONDS, default="5", show_default=True, help="A worker silent for so long is dropped."),
+    Option(
+        "--min-workers",
+        section=JOB,
+        type=COUNT,
+        default=1,
+        show_default=True,
+        help="The first round waits for so many.",
+    ),
+    Option(
+        "--lease",
+        section=JOB,
+        type=SECONDS,
+        default="5",
+        show_default=True,
+        help="A worker silent for so long is dropped.",
+    ),
     JOB_NAME,
 )
 
 DURABILITY = (
-    Option("--data-dir", section=SNAPSHOTS, type=FOLDER, help="Where snapshots live; all shards share it [default: no snapshots]."),
+    Option(
+        "--data-dir",
+        section=SNAPSHOTS,
+        type=FOLDER,
+        help="Where snapshots live; all shards share it [default: no snapshots].",
+    ),
     Option(
         "--snapshot-every",
         section=SNAPSHOTS,
         type=Value("60s|10m|500steps", values.snapshot_every),
         help="How often [default with --data-dir: 60s].",
     ),
-    Option("--snapshot-keep", section=SNAPSHOTS, type=COUNT, default=3, show_default=True, help="So many stay, the newest."),
+    Option(
+        "--snapshot-keep", section=SNAPSHOTS, type=COUNT, default=3, show_default=True, help="So many stay, the newest."
+    ),
     Option(
         "--resume",
         section=SNAPSHOTS,
@@ -141,8 +190,12 @@ SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, 
 WORKER: tuple[Option, ...] = (SERVERS_ADDRESSES, WORKER_RANK, JOB_NAME, DEVICE, THREADS, METRICS_BIND, *LOGGING)
 
 RUN_ONLY: tuple[Option, ...] = (
-    Option("--servers", section=CLUSTER, type=COUNT, default=1, show_default=True, help="How many ps-server processes."),
-    Option("--workers", section=CLUSTER, type=COUNT, default=1, show_default=True, help="How many ps-worker processes."),
+    Option(
+        "--servers", section=CLUSTER, type=COUNT, default=1, show_default=True, help="How many ps-server processes."
+    ),
+    Option(
+        "--workers", section=CLUSTER, type=COUNT, default=1, show_default=True, help="How many ps-worker processes."
+    ),
     Option(
         "--max-restarts",
         section=CLUSTER,
@@ -151,8 +204,12 @@ RUN_ONLY: tuple[Option, ...] = (
         show_default=True,
         help="So often, in all, a process that a signal or a lost connection ended is started again.",
     ),
-    Option("--grace", section=CLUSTER, type=SECONDS, default="10", show_default=True, help="Between SIGTERM and SIGKILL."),
-    Option("--log-dir", section=OUTPUT, type=FOLDER, help="A log file per process [default: kept only when the run fails]."),
+    Option(
+        "--grace", section=CLUSTER, type=SECONDS, default="10", show_default=True, help="Between SIGTERM and SIGKILL."
+    ),
+    Option(
+        "--log-dir", section=OUTPUT, type=FOLDER, help="A log file per process [default: kept only when the run fails]."
+    ),
     Option("--summary", section=OUTPUT, type=FILE, help="Write what came out as JSON."),
 )
 
@@ -162,7 +219,11 @@ RUN: tuple[Option, ...] = (*RUN_ONLY, *FORWARDED_TO_SERVERS, DEVICE, THREADS, ME
 
 TABLES: Mapping[str, tuple[Option, ...]] = {"server": SERVER, "worker": WORKER, "run": RUN}
 
-READS: Mapping[str, tuple[str, ...]] = {"server": ("server",), "worker": ("worker",), "run": ("server", "worker", "run")}
+READS: Mapping[str, tuple[str, ...]] = {
+    "server": ("server",),
+    "worker": ("worker",),
+    "run": ("server", "worker", "run"),
+}
 
 
 def command(table: str, name: str, arguments: Sequence[click.Parameter] = (), **rest: Any) -> Command:

@@ -10,7 +10,7 @@ import click
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Value(click.ParamType):
+class Value(click.ParamType[Any]):
     """A click type made of a parser; values from a file (numbers, lists) are parsed as the text a flag would give."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -140,6 +140,8 @@ def device(text: str) -> str:
 def check_policy(policy: str, staleness: int | None) -> None:
     """ValueError unless the bound fits the policy: ssp needs one, the others have none."""
     if policy == "ssp" and staleness is None:
-        raise ValueError("--policy ssp needs --staleness S, the number of steps that a worker may be ahead (0 acts as sync)")
+        raise ValueError(
+            "--policy ssp needs --staleness S, the number of steps that a worker may be ahead (0 acts as sync)"
+        )
     if policy != "ssp" and staleness is not None:
         raise ValueError(f"--staleness bounds --policy ssp; {policy} has no bound")

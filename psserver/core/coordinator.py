@@ -1,10 +1,10 @@
 """The coordinator: the one place that decides. It runs on shard 0 and writes the job's log.
 
-Theory of operation. Workers join (a lease), register (the model; the first one uploads the weights), push to all shards
-and leave. Shards report, whole, what they have staged. A push that every shard holds is ready; `_advance` asks the policy
-which ready pushes make the next update and appends an Apply. All else that can happen to a push is an entry, too: Reject
-(a shard found NaN, or it is too old) and Evict (its worker left, or its lease ended). The batches that a push used are
-committed with its Apply, so data and weights never disagree.
+Theory of operation. Workers join (a lease), register (the model; the first one uploads the weights), push to all
+shards and leave. Shards report, whole, what they have staged. A push that every shard holds is ready; `_advance` asks
+the policy which ready pushes make the next update and appends an Apply. All else that can happen to a push is an entry,
+too: Reject (a shard found NaN, or it is too old) and Evict (its worker left, or its lease ended). The batches that a
+push used are committed with its Apply, so data and weights never disagree.
 
 Nothing here waits. A request that cannot be answered yet gets None, and is asked again when something has changed;
 `waiting_for` says in words what is missing. No clock either: `now` is an argument. Requests may be repeated.
@@ -38,14 +38,21 @@ class Batches:
 class Coordinator:
     """The machine; see the module's text.
 
-    shards: how many there are; min_workers: how many the first round waits for; lease: seconds; generation: how often this
-    job's servers were started before, so that no worker's number is ever given twice.
+    shards: how many there are; min_workers: how many the first round waits for; lease: seconds; generation: how often
+    this job's servers were started before, so that no worker's number is ever given twice.
     """
 
     def __init__(
-        self, shards: int, policy: Policy, min_workers: int, lease: float, every: Every | None = None, generation: int = 0
+        self,
+        shards: int,
+        policy: Policy,
+        min_workers: int,
+        lease: float,
+        every: Every | None = None,
+        generation: int = 0,
     ) -> None:
         self.shards = shards
+        self.epoch = generation
         self.policy = policy
         self.min_workers = min_workers
         self.roster = Roster(lease, generation)
@@ -75,7 +82,7 @@ class Coordinator:
         return self.roster.join(now, rank, host, pid, device)
 
     def member(self, worker: int, now: float) -> Member:
-        """The worker that sent a request; hearing from it renews its lease. FencedError if the job went on without it."""
+        """The worker that sent a request, which renews its lease. FencedError if the job went on without it."""
         member = self.roster.members.get(worker)
         if member is None or not member.alive:
             why = member.reason if member else "it is not a worker of this job"
@@ -91,7 +98,9 @@ class Coordinator:
         if self._resumed and not replace(spec, optimizer=self.model.optimizer).differences(self.model):
             self._adopt_optimizer(spec)
         if differences := spec.differences(self.model):
-            raise MismatchError("this worker's model is not the job's:\n  " + "\n  ".join(differences), "MODEL_MISMATCH")
+            raise MismatchError(
+                "this worker's model is not the job's:\n  " + "\n  ".join(differences), "MODEL_MISMATCH"
+            )
         if not self.begun:
             return "upload" if self._uploader == worker else "pending"
         self._resumed = False
@@ -142,7 +151,7 @@ class Coordinator:
     def next_batches(
         self, worker: int, spec: LoopSpec, received: int, count: int, idle: bool, now: float
     ) -> Batches | None:
-        """Data for a worker that has got `received` batches of this loop so far; so an answer that was lost is repeated.
+        """Data for a worker that has got `received` batches of this loop so far; an answer that was lost is repeated.
 
         idle: it has nothing in hand, and sits out of rounds until there is a batch or the end.
         """
@@ -158,7 +167,7 @@ class Coordinator:
         together = [m.worker for m in self.roster.registered()] if self.policy.barrier else [worker]
         numbers = loop.take(worker, received, count, together if worker in together else [*together, worker])
         for other in self.roster.registered():
-            if other.worker == worker and numbers or other.waiting == spec.loop and loop.has_dealt(other.worker):
+            if (other.worker == worker and numbers) or (other.waiting == spec.loop and loop.has_dealt(other.worker)):
                 self._wake(other)
         if numbers or not idle:
             return Batches(tuple(numbers))
@@ -184,7 +193,7 @@ class Coordinator:
             self.roster.activate(member)
 
     def _end_loops(self) -> None:
-        """A loop ends for all at once: when every batch has counted. Until then those who have none wait: a holder may die."""
+        """A loop ends for all at once, when every batch has counted; a holder may die, so others wait till then."""
         for number in {m.waiting for m in self.roster if m.alive and m.waiting is not None}:
             loop = self.ledger.loops[number]
             if loop.free == 0 and loop.leased == 0:
@@ -193,15 +202,41 @@ class Coordinator:
                     if member.waiting == number:
                         self._wake(member)
 
+    def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
+        """Values that scripts report. Where several workers report one, the first in worker order is believed."""
+        member = self.member(worker, now)
+        for name, value in metrics.items():
+            rank, _ = self.metrics.get(name, (member.rank, value))
+            if member.rank <= rank:
+                self.metrics[name] = (member.rank, value)
+
     # ---- the log ----------------------------------------------------------------------------------------------------
 
     def report(self, report: Report, now: float) -> None:
-        """What a shard holds and how far it is."""
+        """What a shard holds and how far it is. What is said about an earlier start of the log is void."""
+        if report.epoch != self.epoch:
+            return
         self._reached[report.shard] = max(self._reached[report.shard], report.index)
         for staged in report.staged:
             self._staged(report.shard, staged)
         self._trim()
         self._advance(now)
+
+    def shard_lost(self, shard: int) -> None:
+        """A shard's process is new and holds nothing. Once there are weights, all go back to a snapshot instead."""
+        for key, held in self._held.items():
+            held.discard(shard)
+            self._ready.pop(key, None)
+
+    @property
+    def base(self) -> int:
+        """Entries up to here are not kept: every shard has carried them out."""
+        return min(self._log, default=self._index + 1) - 1
+
+    @property
+    def last_index(self) -> int:
+        """Number of the newest log entry."""
+        return self._index
 
     def entries_after(self, index: int) -> list[Entry]:
         """The part of the log that a shard which is at `index` needs."""

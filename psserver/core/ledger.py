@@ -104,7 +104,7 @@ class Loop:
         return True
 
     def drop(self, worker: int) -> None:
-        """The worker went on to another loop without pushing these: its script threw them away, nobody else needs to."""
+        """The worker went on to another loop without pushing these: its script threw them away."""
         for number in [n for n, holder in self._leases.items() if holder == worker]:
             self.commit(worker, number)
             self.dropped += 1

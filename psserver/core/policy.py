@@ -6,10 +6,10 @@
     async      none        no:  a push counts at once
 
 A worker's clock counts its finished steps. The bound is kept on clocks *after* a push counts: with S the bound, clock
-of any active worker - smallest clock of an active worker <= S at every version. A push that would break it waits, staged,
-and so does its worker; nothing is dropped. (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
-Parameter Server", NIPS 2013, bound the clock at the read; bounding it at the write is stricter by one step and needs
-no second rule for reads.) With S = 0 every worker must step together, which is the barrier: ssp 0 is sync.
+of any active worker - smallest clock of an active worker <= S at every version. A push that would break it waits,
+staged, and so does its worker; nothing is dropped. (Ho et al., "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server", NIPS 2013, bound the clock at the read; bounding it at the write is stricter by one step
+and needs no second rule for reads.) With S = 0 every worker must step together, which is the barrier: ssp 0 is sync.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Who takes part: workers, their leases and clocks. Time is an argument; it only ever means this host's monotonic seconds."""
+"""Who takes part: workers, their leases and clocks. Time is an argument: this host's monotonic seconds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Member:
-    """One worker. 
+    """One worker.
 
-    seq: its newest push that was decided; steps: pushes that counted; clock: steps for the gate; waiting: the loop that it
-    has no batch of and waits for.
+    seq: its newest push that was decided; steps: pushes that counted; clock: steps for the gate; waiting: the loop that
+    it has no batch of and waits for.
     """
 
     worker: int

@@ -6,13 +6,13 @@ carried out, and an entry is acted on once. A push is answered from `outcome`, n
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
 
 REMEMBERED = 16
-"""Outcomes kept per worker, for answers that were lost on the way; a worker has far fewer pushes in flight."""
+"""Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in flight."""
 
 
 class LogError(Exception):
@@ -21,7 +21,7 @@ class LogError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a push ended on this shard: status applied, stale or rejected; version after it; staleness when it counted."""
+    """How a push ended here: status applied, stale or rejected; version after it; staleness when it counted."""
 
     status: str
     version: int
@@ -35,6 +35,7 @@ class Shard:
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
+        self.epoch = 0
         self.version = 0
         self.index = 0
         self.begun = False
@@ -44,10 +45,18 @@ class Shard:
         self._outcomes: dict[int, OrderedDict[int, Outcome]] = {}
         self._evicted: dict[int, str] = {}
 
-    def restore(self, version: int, index: int) -> None:
-        """Go on from a snapshot."""
-        self.version, self.index, self.begun = version, index, True
-        self._handed = index
+    def restore(self, epoch: int, version: int, index: int) -> None:
+        """Go on from a snapshot; the log starts anew after `index`."""
+        self.version, self.begun = version, True
+        self.follow(epoch, index)
+
+    def follow(self, epoch: int, base: int) -> None:
+        """This is the log to follow, kept from `base` on."""
+        if epoch != self.epoch:
+            self._early.clear()
+            self.epoch, self.index, self._handed = epoch, base, base
+        else:
+            self.index = self._handed = max(base, self._handed)
 
     def offer(self, push: Staged) -> bool:
         """A push has come, whole. True: it is new, keep its bytes; False: it was here before, or its worker is out."""
@@ -61,17 +70,17 @@ class Shard:
         """How a push ended; None while that is open."""
         if key.worker in self._evicted:
             return Outcome("rejected", self.version, reason="FENCED", detail=self._evicted[key.worker])
-        known = self._outcomes.get(key.worker, {})
+        known: Mapping[int, Outcome] = self._outcomes.get(key.worker, {})
         if key.seq in known:
             return known[key.seq]
         if known and key.seq <= min(known):
             return Outcome("applied", self.version, detail="long ago")
         return None
 
-    def accept(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries that are to be carried out now, in order; the rest is kept or known already."""
+    def accept(self, epoch: int, entries: Iterable[Entry]) -> list[Entry]:
+        """The entries that are to be carried out now, in order; the rest is kept, known already or void."""
         for entry in entries:
-            if entry.index > self._handed:
+            if epoch == self.epoch and entry.index > self._handed:
                 self._early[entry.index] = entry
         ready = []
         while self._handed + 1 in self._early:
@@ -125,4 +134,4 @@ class Shard:
 
     def report(self) -> Report:
         """Everything that the coordinator needs to know, whole."""
-        return Report(self.shard, self.index, tuple(self.staged.values()))
+        return Report(self.shard, self.epoch, self.index, tuple(self.staged.values()))

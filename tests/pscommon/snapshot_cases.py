@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pscommon.core.model import ROLES, ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.model import ITEMSIZE, ROLES, ModelSpec, OptimizerSpec, TensorSpec
 from pscommon.core.tape import Plan, Range
 from pscommon.snapshot import Manifest, Part, Snapshots
 
@@ -25,7 +25,7 @@ MIXED = ModelSpec(
     OptimizerSpec("adam", ({"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": 0.2, "betas": (0.9, 0.999)})),
 )
 
-TINY = ModelSpec((TensorSpec("w", (40,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+TINY = ModelSpec((TensorSpec("w", (600,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
 
 
 def tape_of(model: ModelSpec, seed: int) -> np.ndarray:
@@ -39,7 +39,9 @@ def tape_of(model: ModelSpec, seed: int) -> np.ndarray:
 
 
 def typed(tape: np.ndarray, start: int, stop: int, dtype: str) -> torch.Tensor:
-    return torch.from_numpy(tape[start:stop].copy()).view(getattr(torch, dtype))
+    tensor = torch.empty((stop - start) // ITEMSIZE[dtype], dtype=getattr(torch, dtype))
+    tensor.view(torch.uint8).numpy()[:] = tape[start:stop]
+    return tensor
 
 
 def shard_tensors(plan: Plan, shard: int, kinds: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

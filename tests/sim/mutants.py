@@ -27,7 +27,9 @@ class ShardForgets(Shard):
     """Keeps no table of pushes that were counted: a repeated one is staged again."""
 
     def outcome(self, key: PushKey) -> Outcome | None:
-        return None if key not in self.staged and key.seq in self._outcomes.get(key.worker, {}) else super().outcome(key)
+        return (
+            None if key not in self.staged and key.seq in self._outcomes.get(key.worker, {}) else super().outcome(key)
+        )
 
     def offer(self, push: Staged) -> bool:
         self._outcomes.get(push.key.worker, {}).pop(push.key.seq, None)

@@ -136,7 +136,7 @@ def test_shard_carries_out_each_entry_once_and_in_order() -> None:
 
     shard = Shard(0)
     entries: list[Entry] = [Cut(1, 0), Cut(2, 0), Cut(3, 0)]
-    carried = [e.index for part in ([2], [1, 2], [1], [3, 1]) for e in shard.accept([entries[i - 1] for i in part])]
+    carried = [e.index for part in ([2], [1, 2], [1], [3, 1]) for e in shard.accept(0, [entries[i - 1] for i in part])]
 
     assert carried == [1, 2, 3]
 

@@ -1,9 +1,10 @@
 """A whole cluster in one thread: the real machines over a network that delays, drops, repeats and reorders.
 
-A seed decides everything. Gradients are floats of very different sizes, so that a sum in another order gives other bits.
+A seed decides everything. Gradients are floats of very different sizes, so that another order of sums gives other bits.
 Each invariant of ARCHITECTURE.md is checked, as far as possible from the world's own record of who pushed what.
 """
 
+import contextlib
 import heapq
 import math
 import random
@@ -98,7 +99,7 @@ class SimShard:
         self.world.send(lambda: self.world.on_report(report, epoch))
 
     def entries(self, entries: list[Entry]) -> None:
-        for entry in self.machine.accept(entries):
+        for entry in self.machine.accept(self.world.epoch, entries):
             self.carry_out(entry)
             self.machine.done(entry)
             self.kept = {key: value for key, value in self.kept.items() if key in self.machine.staged}
@@ -146,7 +147,7 @@ class SimWorker:
         self.call(lambda c, now: c.join(now, self.rank, "h", 1, "cpu").worker, self.joined)
 
     def call(self, method: Callable[[Coordinator, float], Any], then: Callable[[Any], None]) -> None:
-        """A request to the coordinator, repeated until an answer (not None) comes; answers to old requests are dropped."""
+        """A request to the coordinator, repeated until it is answered (not None); late answers are dropped."""
         self.asked += 1
         self.ask(self.asked, method, then)
 
@@ -201,7 +202,9 @@ class SimWorker:
 
     def want(self, idle: bool) -> None:
         worker, spec, received = self.worker, self.world.loop, self.received
-        self.call(lambda c, now: c.next_batches(worker, spec, received, 1, idle, now), lambda batches: self.got(batches, idle))
+        self.call(
+            lambda c, now: c.next_batches(worker, spec, received, 1, idle, now), lambda batches: self.got(batches, idle)
+        )
 
     def got(self, batches: Any, idle: bool) -> None:
         if batches.numbers:
@@ -310,6 +313,7 @@ class World:
         shards = [self.shard_class(self, shard) for shard in range(self.scenario.shards)]
         for shard in shards:
             shard.machine = self.machine_class(shard.machine.shard)
+            shard.machine.follow(self.epoch, 0)
         return shards
 
     # ---- time and network
@@ -358,10 +362,8 @@ class World:
         self.after(0.5, self.tick)
 
     def on_beat(self, worker: int) -> None:
-        try:
+        with contextlib.suppress(FencedError):
             self.coordinator.member(worker, self.now)
-        except FencedError:
-            pass
 
     def on_report(self, report: Any, epoch: int) -> None:
         if epoch != self.epoch:
@@ -420,7 +422,7 @@ class World:
         self.coordinator.restore(state, MODEL, self.now)
         self._flushed = state["index"]
         for shard in self.shards:
-            shard.machine.restore(state["version"], state["index"])
+            shard.machine.restore(self.epoch, state["version"], state["index"])
             shard.weight = weights[shard.machine.shard]
             shard.history = [tuple(c.key for c in apply.contributions) for apply in self.decided]
 

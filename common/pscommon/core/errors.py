@@ -71,7 +71,7 @@ class TooFewWorkersError(PSError):
 
 
 class Row(NamedTuple):
-    """How a reason travels: exception class, canonical gRPC status name, and whether the same call may succeed later."""
+    """How a reason travels: exception class, canonical gRPC status, and whether the same call may succeed later."""
 
     error: type[PSError]
     status: str
@@ -82,15 +82,15 @@ class Row(NamedTuple):
 REASONS: dict[str, Row] = {
     "INTERNAL": Row(PSError, "INTERNAL", False, "a bug of this system; please report the log"),
     "INVALID_REQUEST": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the call does not fit the job"),
-    "UNKNOWN_TENSOR": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the job's model has no tensor of that name"),
-    "WRONG_SHAPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "a tensor has another shape than registered"),
-    "WRONG_DTYPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "a tensor has another dtype than registered"),
+    "UNKNOWN_TENSOR": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the model has no such tensor"),
+    "WRONG_SHAPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "another shape than registered"),
+    "WRONG_DTYPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "another dtype than registered"),
     "UNSUPPORTED_OPTIMIZER": Row(UnsupportedOptimizerError, "INVALID_ARGUMENT", False, "use one of the listed ones"),
     "TAKEN": Row(TakenError, "ALREADY_EXISTS", False, "choose another port or directory, or stop its holder"),
     "SHARD_TAKEN": Row(MismatchError, "ALREADY_EXISTS", False, "another server already is this shard"),
-    "SHARD_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "the addresses are not one complete set"),
+    "SHARD_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "not one complete set of servers"),
     "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "the servers run another job by now"),
-    "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "all workers must train the same model"),
+    "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must train the same model"),
     "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker"),
     "NO_SNAPSHOT": Row(SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"),
     "NON_FINITE": Row(NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"),

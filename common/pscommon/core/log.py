@@ -97,9 +97,10 @@ Entry = Begin | Apply | Reject | Evict | Cut
 class Report:
     """What a shard knows, whole, so that a lost, repeated or late report does no harm.
 
-    index: the last log entry that the shard has carried out.
+    epoch: which start of the job's log this is about; index: the last entry of it that the shard has carried out.
     """
 
     shard: int
+    epoch: int
     index: int
     staged: tuple[Staged, ...]

@@ -70,7 +70,7 @@ class Plan:
     def order(self) -> tuple[int, ...]:
         """Indices into spec.tensors in tape order."""
         tensors = self.spec.tensors
-        return tuple(sorted(range(len(tensors)), key=lambda i: _tape_key(tensors[i]) + (i,)))
+        return tuple(sorted(range(len(tensors)), key=lambda i: (*_tape_key(tensors[i]), i)))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

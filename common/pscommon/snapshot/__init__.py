@@ -8,7 +8,7 @@ The format, version 1:
         shard-1-of-2-fedcba9876543210.safetensors       (parts of servers with a disk of their own lie there instead)
 
 MANIFEST.json is ASCII JSON, exactly as Python's json.dumps(..., indent=1) prints it: first "sha256", the SHA-256 of the
-whole file as it would be with "" there, then "format" (1), "job", "version", "index" (place in the job's log), "shards",
+file as it would be with "" there, then "format" (1), "job", "version", "index" (place in the job's log), "shards",
 "created" (ISO 8601), "model" (tensors: name, shape, dtype, role, group; optimizer: name, groups), "parts" (by shard:
 file, nbytes, sha256 of the whole file), "elsewhere" (parts that were not in this folder when it was written),
 "coordinator" (its own JSON: data position, pushes already counted) and "libraries".

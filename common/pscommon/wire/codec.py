@@ -17,6 +17,7 @@ from pscommon.core.log import (
     Report,
     Staged,
 )
+from pscommon.core.loop import LoopSpec
 from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
@@ -65,6 +66,18 @@ def batches_from_proto(messages: Iterable[ps.Batch]) -> tuple[BatchKey, ...]:
     return tuple(BatchKey(message.loop, message.number) for message in messages)
 
 
+def loop_to_proto(spec: LoopSpec) -> co.LoopSpec:
+    return co.LoopSpec(**{field.name: getattr(spec, field.name) for field in co.LoopSpec.DESCRIPTOR.fields})
+
+
+def loop_from_proto(message: co.LoopSpec) -> LoopSpec:
+    """InvalidRequestError for numbers that make no loop."""
+    try:
+        return LoopSpec(**{field.name: getattr(message, field.name) for field in co.LoopSpec.DESCRIPTOR.fields})
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
 def key_to_proto(key: PushKey) -> co.PushKey:
     return co.PushKey(worker=key.worker, seq=key.seq)
 
@@ -95,11 +108,11 @@ def staged_from_proto(message: co.Staged) -> Staged:
 
 def report_to_proto(report: Report) -> co.Report:
     """The shard's number travels beside it, in LinkShardRequest."""
-    return co.Report(index=report.index, staged=map(staged_to_proto, report.staged))
+    return co.Report(epoch=report.epoch, index=report.index, staged=map(staged_to_proto, report.staged))
 
 
 def report_from_proto(shard: int, message: co.Report) -> Report:
-    return Report(shard, message.index, tuple(map(staged_from_proto, message.staged)))
+    return Report(shard, message.epoch, message.index, tuple(map(staged_from_proto, message.staged)))
 
 
 def entry_to_proto(entry: Entry) -> co.Entry:

@@ -5,7 +5,7 @@ servers. Both have `header = 1` and `data = 2` in a oneof, so one tag byte tells
 (unknown fields, odd order) is legal protobuf too, and is left to the generated classes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -106,7 +106,7 @@ def add_parameter_server_to_server(servicer: Any, server: grpc.Server) -> None:
     servicer.Exchange: iterator of bytes (decode_request reads them) and context to iterator of bytes.
     """
     exchange: Behaviour = servicer.Exchange
-    handlers: "dict[str, grpc.RpcMethodHandler[Any, Any]]" = {
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Describe": _unary(servicer.Describe, pb.DescribeRequest),
         "Introduce": _unary(servicer.Introduce, pb.IntroduceRequest),
         "Exchange": grpc.stream_stream_rpc_method_handler(exchange),
@@ -163,14 +163,3 @@ def _parsed(raw: bytes, kind: Any) -> Any:
             return memoryview(frame.data)
         case _:
             raise InvalidRequestError("an Exchange frame with neither header nor data")
-
-
-def receive_into(views: Sequence[memoryview], frames: Iterable[memoryview | Header]) -> None:
-    """Fills `views` from data frames. InvalidRequestError for another header, too many or too few bytes."""
-    filler = Filler(views)
-    for frame in frames:
-        if not isinstance(frame, memoryview):
-            raise InvalidRequestError("a second header in one stream")
-        filler.fill(frame)
-    if not filler.complete:
-        raise InvalidRequestError(f"the stream ended {filler.missing} bytes early")

@@ -263,6 +263,7 @@ class LoopSpec(google.protobuf.message.Message):
     DROP_LAST_FIELD_NUMBER: builtins.int
     SHUFFLE_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    FIRST_EPOCH_FIELD_NUMBER: builtins.int
     loop: builtins.int
     size: builtins.int
     batch_size: builtins.int
@@ -271,6 +272,8 @@ class LoopSpec(google.protobuf.message.Message):
     shuffle: builtins.bool
     """only compared, so that all workers shuffle alike"""
     seed: builtins.int
+    first_epoch: builtins.int
+    """number of this loop's first epoch, for the shuffle"""
     def __init__(
         self,
         *,
@@ -281,8 +284,9 @@ class LoopSpec(google.protobuf.message.Message):
         drop_last: builtins.bool = ...,
         shuffle: builtins.bool = ...,
         seed: builtins.int = ...,
+        first_epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "drop_last", b"drop_last", "epochs", b"epochs", "loop", b"loop", "seed", b"seed", "shuffle", b"shuffle", "size", b"size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "drop_last", b"drop_last", "epochs", b"epochs", "first_epoch", b"first_epoch", "loop", b"loop", "seed", b"seed", "shuffle", b"shuffle", "size", b"size"]) -> None: ...
 
 global___LoopSpec = LoopSpec
 
@@ -588,7 +592,10 @@ class Report(google.protobuf.message.Message):
 
     INDEX_FIELD_NUMBER: builtins.int
     STAGED_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
     index: builtins.int
+    epoch: builtins.int
+    """which start of the log this is about; a report about another one is ignored"""
     @property
     def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]: ...
     def __init__(
@@ -596,8 +603,9 @@ class Report(google.protobuf.message.Message):
         *,
         index: builtins.int = ...,
         staged: collections.abc.Iterable[global___Staged] | None = ...,
+        epoch: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["index", b"index", "staged", b"staged"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "index", b"index", "staged", b"staged"]) -> None: ...
 
 global___Report = Report
 
@@ -691,10 +699,16 @@ class LinkShardResponse(google.protobuf.message.Message):
     ENTRIES_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
     """whom a round waits for at the moment, for people"""
+    epoch: builtins.int
+    """which start of the log the entries belong to; it changes when the job goes back to a snapshot"""
+    base: builtins.int
+    """entries up to here are not kept any more; a shard that is new starts after them"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -717,9 +731,11 @@ class LinkShardResponse(google.protobuf.message.Message):
         entries: collections.abc.Iterable[global___Entry] | None = ...,
         stop: builtins.bool = ...,
         waiting_for: builtins.str = ...,
+        epoch: builtins.int = ...,
+        base: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "entries", b"entries", "job", b"job", "model", b"model", "restore", b"restore", "stop", b"stop", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "entries", b"entries", "epoch", b"epoch", "job", b"job", "model", b"model", "restore", b"restore", "stop", b"stop", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
 

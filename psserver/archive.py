@@ -1,0 +1,221 @@
+"""A server's snapshots: which one to start from, writing parts in the background, making a snapshot of the parts."""
+
+import importlib.metadata
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+import torch
+
+from pscommon.core.errors import SnapshotError
+from pscommon.core.model import ROLES, ModelSpec
+from pscommon.core.tape import Plan
+from pscommon.optimizers import groups_to_json
+from pscommon.snapshot import Manifest, Part, Snapshots, TapeReader
+from psserver.core.cuts import Cutting, PartReport
+from psserver.engine import Engine
+from psserver.metrics import ServerMetrics
+from psserver.store import Store
+
+log = structlog.stdlib.get_logger("psserver")
+
+
+class Archive:
+    """Snapshots of one shard; on shard 0 of the whole job. Without a data directory there are none.
+
+    on_part is called from the writing thread with what became of each part.
+    """
+
+    def __init__(self, data_dir: Path | None, shard: int, shards: int, keep: int, metrics: ServerMetrics) -> None:
+        self.enabled = data_dir is not None
+        self.on_part: Callable[[PartReport], None] = lambda part: None
+        self.newest_version: int | None = None
+        self.newest_time: float | None = None
+        self.problem = ""
+        self.generation = -1  # the first start makes it 0
+        self._shard, self._shards, self._keep, self._metrics = shard, shards, keep, metrics
+        self._data_dir = data_dir
+        self._snapshots = Snapshots(data_dir) if data_dir else None
+        self._memory: dict[str, torch.Tensor] = {}
+        self._writer: threading.Thread | None = None
+        if self._snapshots is not None:
+            for path in self._snapshots.sweep(shard):
+                log.warning("removed what a crash left half-written", path=str(path))
+
+    # ---- starting ---------------------------------------------------------------------------------------------------
+
+    def next_generation(self) -> None:
+        """Count this start of the job, durably, so that no worker's number is ever given twice."""
+        if self._data_dir is None:
+            self.generation += 1
+            return
+        path = self._data_dir / "generation"
+        self.generation = int(path.read_text()) + 1 if path.exists() else 0
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w") as file:
+            file.write(str(self.generation))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def to_resume(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
+        """The snapshot to start from. SnapshotError where one was asked for, or lies there, and none is valid."""
+        if self._snapshots is None:
+            return None
+        versions = self._snapshots.versions()
+        if resume == "never":
+            self._set_aside(-1)
+            return None
+        if isinstance(resume, int):
+            return self._exactly(resume)
+        manifest, skipped = self._snapshots.newest_valid()
+        for problem in skipped:
+            log.error("skipped a damaged snapshot", problem=problem)
+        if manifest is None and versions:
+            raise SnapshotError(f"none of the snapshots in {self._snapshots.folder} is valid: {'; '.join(skipped)}")
+        return self._chosen(manifest) if manifest else None
+
+    def _exactly(self, version: int) -> Manifest:
+        assert self._snapshots is not None
+        if version not in self._snapshots.versions():
+            raise SnapshotError(
+                f"no snapshot of version {version} in {self._snapshots.folder}; there are {self._snapshots.versions()}",
+                "NO_SNAPSHOT",
+            )
+        if problems := self._snapshots.verify(version):
+            raise SnapshotError("; ".join(problems))
+        return self._chosen(self._snapshots.manifest(version))
+
+    def _chosen(self, manifest: Manifest) -> Manifest:
+        """Newer ones belong to a history that is over."""
+        self._set_aside(manifest.version)
+        self.newest_version = manifest.version
+        self.newest_time = datetime.fromisoformat(manifest.created).timestamp()
+        return manifest
+
+    def _set_aside(self, version: int) -> None:
+        assert self._snapshots is not None
+        for path in self._snapshots.set_aside(version):
+            log.warning("set a snapshot aside: the job starts from before it", path=str(path))
+
+    def newest(self) -> Manifest | None:
+        """The newest valid snapshot of this job, if there is one."""
+        if self._snapshots is None:
+            return None
+        manifest, _ = self._snapshots.newest_valid()
+        return self._chosen(manifest) if manifest else None
+
+    def before(self, version: int) -> Manifest | None:
+        """The newest valid one that is older than `version`, which some shard could not load."""
+        assert self._snapshots is not None
+        for older in reversed([v for v in self._snapshots.versions() if v < version]):
+            if not self._snapshots.verify(older):
+                return self._chosen(self._snapshots.manifest(older))
+        return None
+
+    def path(self, version: int) -> str:
+        """Where a version lies."""
+        return str(self._snapshots.path(version)) if self._snapshots else ""
+
+    def load_into(self, engine: Engine, epoch: int, manifest: Manifest) -> str:
+        """Put this shard's part of a snapshot in place; empty, or what is wrong."""
+        if self._snapshots is None:
+            return f"shard {self._shard} has no --data-dir"
+        plan = Plan(manifest.model, self._shards)
+        needed = [plan.range(self._shard, role) for role in ROLES]
+        try:
+            engine.restore(epoch, manifest, TapeReader(self._snapshots, manifest, needed))
+        except SnapshotError as error:
+            return str(error)
+        self.newest_version = manifest.version
+        return ""
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def cut(self, version: int, store: Store) -> None:
+        """Copy the numbers now, write them in the background. Called while nothing is applied."""
+        if self._snapshots is None:
+            return
+        if self._writer is not None:
+            self._writer.join()
+        self._memory = store.export(self._memory)
+        steps, groups = store.steps(), groups_to_json(store.groups())
+        self._writer = threading.Thread(target=self._write, args=(version, steps, groups), name="snapshot", daemon=True)
+        self._writer.start()
+
+    def _write(self, version: int, steps: dict[int, int], groups: str) -> None:
+        assert self._snapshots is not None
+        began = time.monotonic()
+        try:
+            part = self._snapshots.write_part(version, self._shard, self._shards, self._memory, steps, groups)
+        except SnapshotError as error:
+            self._failed(error)
+            self.on_part(PartReport(version, "", 0, "", str(error)))
+            return
+        self._metrics.snapshot(time.monotonic() - began, part.nbytes)
+        self.on_part(PartReport(version, part.file, part.nbytes, part.sha256))
+
+    def _failed(self, error: SnapshotError) -> None:
+        self.problem = str(error)
+        cause = error.__cause__
+        self._metrics.snapshot_failed(os.strerror(cause.errno or 0) if isinstance(cause, OSError) else "other")
+        log.error("snapshot failed; training goes on", problem=self.problem)
+
+    def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> None:
+        """All shards have written, or failed to: the manifest makes it a snapshot, older ones go."""
+        assert self._snapshots is not None
+        if cutting.problem:
+            self.problem = cutting.problem
+            self._metrics.snapshot_failed("incomplete")
+            log.error("snapshot failed; training goes on", version=cutting.version, problem=cutting.problem)
+            return
+        try:
+            self._snapshots.commit(self._manifest(cutting, job, model))
+            self._snapshots.prune(self._keep)
+        except SnapshotError as error:
+            self._failed(error)
+            return
+        self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
+        log.info("snapshot written", version=cutting.version)
+
+    def _manifest(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest:
+        parts = [cutting.parts[shard] for shard in range(self._shards)]
+        return Manifest(
+            job=job,
+            version=cutting.version,
+            index=cutting.index,
+            shards=self._shards,
+            created=datetime.now(UTC).isoformat(),
+            model=model,
+            parts=tuple(Part(p.file, p.nbytes, p.sha256) for p in parts),
+            coordinator=cutting.state,
+            libraries={name: importlib.metadata.version(name) for name in ("paramserver", "torch", "numpy")},
+        )
+
+    def list(self) -> Iterator[dict[str, Any]]:
+        """The snapshots that are there, for status; empty on servers other than shard 0."""
+        if self._snapshots is None:
+            return
+        for version in self._snapshots.versions():
+            try:
+                manifest = self._snapshots.manifest(version)
+            except SnapshotError:
+                continue
+            age = time.time() - datetime.fromisoformat(manifest.created).timestamp()
+            path = str(self._snapshots.path(version))
+            yield {"version": version, "path": path, "nbytes": manifest.nbytes, "seconds": round(age, 3)}
+
+    def close(self) -> None:
+        """Wait for the part that is being written."""
+        if self._writer is not None:
+            self._writer.join()
+
+
+def groups_of(store: Store | None) -> str:
+    """The hyper-parameters as they stand, as JSON; empty before there are any."""
+    return groups_to_json(store.groups()) if store is not None else ""

@@ -1,0 +1,211 @@
+"""Requests to calls on the hub, answers back (proto/psproto/v1/coordinator.proto). No decisions here."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec
+from pscommon.optimizers import validate
+from pscommon.wire.codec import batches_from_proto, entry_to_proto, model_from_proto, model_to_proto, report_from_proto
+from pscommon.wire.status import answering
+from psproto.v1 import coordinator_pb2 as pb
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
+from psserver.archive import groups_of
+from psserver.core.cuts import PartReport
+from psserver.hub import Hub, Server, Told
+
+STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
+LINK_BEAT = 1.0
+
+
+class Coordinator(CoordinatorServiceServicer):
+    """The control plane, on shard 0."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinResponse:
+        with answering(context):
+            rank = request.rank if request.HasField("rank") else None
+            member = self._hub.join(request.job, rank, request.host, request.pid, request.device)
+            return pb.JoinResponse(
+                job=self._hub.job,
+                worker=member.worker,
+                addresses=self._hub.addresses,
+                lease_ms=round(self._hub.config.lease * 1000),
+                policy=self._hub.config.policy,
+            )
+
+    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            if request.observe:
+                return self._observed()
+            spec = model_from_proto(request.model)
+            spec = ModelSpec(spec.tensors, validate(spec.optimizer))
+            state = self._hub.register(request.worker, spec, request.wait_ms / 1000)
+            if state not in STATES:
+                waiting = self._hub.waiting_for
+                return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
+            return self._registered(STATES[state])
+
+    def _observed(self) -> pb.RegisterResponse:
+        """For those who only look: the model, once there are weights."""
+        if not self._hub.begun:
+            waiting = self._hub.waiting_for
+            return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
+        return self._registered(pb.RegisterResponse.STATE_READY)
+
+    def _registered(self, state: pb.RegisterResponse.State.ValueType) -> pb.RegisterResponse:
+        plan = self._hub.plan
+        return pb.RegisterResponse(
+            state=state,
+            model=model_to_proto(plan.spec),
+            plan_digest=plan.digest,
+            version=self._hub.version,
+            groups_json=groups_of(self._hub.engine.store),
+        )
+
+    def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            stopping = self._hub.beat(request.worker, request.step_seconds, request.samples_per_second, request.phase)
+            return pb.HeartbeatResponse(version=self._hub.version, stopping=stopping)
+
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            self._hub.leave(request.worker, request.reason)
+            return pb.LeaveResponse()
+
+    def NextBatch(self, request: pb.NextBatchRequest, context: grpc.ServicerContext) -> pb.NextBatchResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            batches = self._hub.next_batches(
+                request.worker, _loop(request.loop), request.received, max(1, request.count), request.idle,
+                request.wait_ms / 1000,
+            )  # fmt: skip
+            if batches is None:
+                return pb.NextBatchResponse(waiting_for=self._hub.waiting_for, version=self._hub.version)
+            return pb.NextBatchResponse(numbers=batches.numbers, end=batches.end, version=self._hub.version)
+
+    def ReturnBatches(
+        self, request: pb.ReturnBatchesRequest, context: grpc.ServicerContext
+    ) -> pb.ReturnBatchesResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            self._hub.return_batches(request.worker, batches_from_proto(request.batches))
+            return pb.ReturnBatchesResponse()
+
+    def ReportMetrics(
+        self, request: pb.ReportMetricsRequest, context: grpc.ServicerContext
+    ) -> pb.ReportMetricsResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            self._hub.report_metrics(request.worker, dict(request.metrics))
+            return pb.ReportMetricsResponse()
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:
+        with answering(context):
+            return pb.GetStatusResponse(status_json=json.dumps(self._hub.status()))
+
+    def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: grpc.ServicerContext) -> pb.SaveSnapshotResponse:
+        with answering(context):
+            version = self._hub.save(request.wait_ms / 1000)
+            return pb.SaveSnapshotResponse(version=version, path=self._hub.archive.path(version))
+
+    def StopJob(self, request: pb.StopJobRequest, context: grpc.ServicerContext) -> pb.StopJobResponse:
+        with answering(context):
+            self._hub.stop(request.reason)
+            return pb.StopJobResponse()
+
+    # ---- other shards -----------------------------------------------------------------------------------------------
+
+    def LinkShard(
+        self, requests: Iterator[pb.LinkShardRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.LinkShardResponse]:
+        with answering(context):
+            first = next(requests)
+            server = self._hub.shard_up(first.shard, first.shards, first.address, first.instance)
+            try:
+                yield from self._follow(server, first, requests, context)
+            finally:
+                self._hub.shard_down(server, first.instance)
+
+    def _follow(
+        self,
+        server: Server,
+        first: pb.LinkShardRequest,
+        requests: Iterator[pb.LinkShardRequest],
+        context: grpc.ServicerContext,
+    ) -> Iterator[pb.LinkShardResponse]:
+        """Tell a shard what is new, while another thread listens to it."""
+        listener = _Listener(self._hub, server, requests)
+        listener.hear(first)
+        listener.start()
+        told, model = Told(first.report.epoch, first.report.index) if first.job == self._hub.job else Told(), ""
+        while context.is_active() and listener.is_alive():
+            response, told, model = self._tell(told, model)
+            yield response
+            if response.stop:
+                return
+            self._hub.wait_for_news(told, LINK_BEAT)
+
+    def _tell(self, told: Told, model: str) -> tuple[pb.LinkShardResponse, Told, str]:
+        """The next response; how far the shard is told with it; the fingerprint of the model that it knows then."""
+        hub, news = self._hub, self._hub.news(told)
+        response = pb.LinkShardResponse(
+            job=hub.job,
+            addresses=hub.addresses,
+            waiting_for=hub.waiting_for,
+            stop=hub.stopped.is_set(),
+            epoch=news.told.epoch,
+            base=news.base,
+            entries=[entry_to_proto(entry) for entry in news.entries],
+        )
+        if news.restore is not None:
+            response.restore.version, response.restore.index = news.restore.version, news.restore.index
+            response.restore.manifest_json = news.restore.as_json()
+        if news.model is not None and news.model.fingerprint() != model:
+            model = news.model.fingerprint()
+            response.model.CopyFrom(model_to_proto(news.model))
+        return response, news.told, model
+
+
+class _Listener(threading.Thread):
+    """Hears one shard until its link ends."""
+
+    def __init__(self, hub: Hub, server: Server, requests: Iterator[pb.LinkShardRequest]) -> None:
+        super().__init__(name=f"listen-to-shard-{server.shard}", daemon=True)
+        self._hub = hub
+        self._server = server
+        self._requests = requests
+
+    def run(self) -> None:
+        # RpcError: the shard went away; its next link starts over
+        with contextlib.suppress(grpc.RpcError):
+            for request in self._requests:
+                self.hear(request)
+
+    def hear(self, request: pb.LinkShardRequest) -> None:
+        hub, shard = self._hub, self._server.shard
+        if request.stats_json:
+            self._server.stats = json.loads(request.stats_json)
+        if request.HasField("restored"):
+            hub.restored(shard, request.restored.version, request.restored.problem)
+        if request.HasField("snapshot_part"):
+            part = request.snapshot_part
+            hub.snapshot_part(shard, PartReport(part.version, part.file, part.nbytes, part.sha256, part.problem))
+        if request.HasField("report") and request.job == hub.job:
+            hub.report(report_from_proto(shard, request.report))
+
+
+def _loop(message: pb.LoopSpec) -> LoopSpec:
+    return LoopSpec(
+        message.loop, message.size, message.batch_size, message.epochs, message.drop_last, message.shuffle,
+        message.seed, message.first_epoch,
+    )  # fmt: skip

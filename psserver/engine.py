@@ -1,0 +1,248 @@
+"""One shard at work: its machine (core/shard.py), its numbers (store.py), and the waiting of those who ask.
+
+Threads. Every call has one. `_changed` guards the machine and wakes whoever waits; it is never held during work on
+numbers. `_carrying` makes one thread at a time carry out log entries, in order: whoever brings entries does it, so no
+hand-over to another thread costs time. Receiving a push needs neither lock.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pscommon.core.errors import UnreachableError
+from pscommon.core.log import Apply, Begin, Cut, Entry, PushKey, Reject, Report, Staged
+from pscommon.core.model import ITEMSIZE, ROLES, ModelSpec, OptimizerSpec, Scalar
+from pscommon.core.tape import Plan
+from pscommon.optimizers import groups_from_json, validate
+from pscommon.snapshot import Manifest
+from pscommon.wire.frames import chunks
+from psserver.core.shard import LogError, Outcome, Shard
+from psserver.metrics import ServerMetrics
+from psserver.staging import Staging
+from psserver.store import Store, TapeReader
+
+
+@dataclass(slots=True)
+class Kept:
+    """A staged push's numbers, and when they were complete (monotonic seconds)."""
+
+    staging: Staging
+    since: float
+
+
+class Engine:
+    """A shard's owner. `report` is called, outside all locks, whenever there is something new to tell the coordinator.
+
+    cut(version, store) is called, while nothing is applied, to start a snapshot of exactly this version.
+    """
+
+    def __init__(self, shard: int, shards: int, metrics: ServerMetrics, cut: Callable[[int, Store], None]) -> None:
+        self.shards = shards
+        self.metrics = metrics
+        self.report: Callable[[], None] = lambda: None
+        self.waiting_for: Callable[[], str] = lambda: ""
+        self.apply_seconds = 0.0
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.duplicates = 0
+        self._cut = cut
+        self._machine = Shard(shard)
+        self._changed = threading.Condition()
+        self._carrying = threading.RLock()
+        self._kept: dict[PushKey, Kept] = {}
+        self._model: ModelSpec | None = None
+        self._store: Store | None = None
+        self._like: OptimizerSpec | None = None
+        self._frames: dict[bool, list[bytes]] = {}
+        self._stopping = ""
+
+    # ---- the model --------------------------------------------------------------------------------------------------
+
+    @property
+    def shard(self) -> int:
+        return self._machine.shard
+
+    @property
+    def version(self) -> int:
+        return self._machine.version
+
+    @property
+    def begun(self) -> bool:
+        return self._machine.begun
+
+    @property
+    def store(self) -> Store | None:
+        return self._store
+
+    def set_model(self, spec: ModelSpec) -> None:
+        """The job's model is known: make room for this shard's part. Repeating it is harmless."""
+        if self._machine.begun or (self._model is not None and self._model.fingerprint() == spec.fingerprint()):
+            return
+        store = Store(Plan(spec, self.shards), self.shard)
+        with self._carrying, self._changed:
+            self._install(spec, store)
+
+    def _install(self, spec: ModelSpec, store: Store) -> None:
+        self._model, self._store, self._like = spec, store, validate(spec.optimizer)
+        self._frames.clear()
+        self._changed.notify_all()
+        plan = Plan(spec, self.shards)
+        held = [s for role in ROLES for s in plan.slices(plan.range(self.shard, role))]
+        numbers = sum((s.stop - s.start) // ITEMSIZE[spec.tensors[s.tensor].dtype] for s in held)
+        self.metrics.model(numbers, store.nbytes)
+
+    def follow(self, epoch: int, base: int) -> None:
+        """The log to follow (see Shard.follow); a log of another epoch is void, unless a restore comes with it."""
+        with self._carrying, self._changed:
+            if not self._machine.begun:
+                self._machine.follow(epoch, base)
+
+    def restore(self, epoch: int, manifest: Manifest, reader: TapeReader) -> None:
+        """Everything from a snapshot; what was staged before is void."""
+        store = Store(Plan(manifest.model, self.shards), self.shard)
+        store.restore(reader)
+        with self._carrying, self._changed:
+            self._release(list(self._kept))
+            self._machine = Shard(self.shard)
+            self._machine.restore(epoch, manifest.version, manifest.index)
+            self._install(manifest.model, store)
+        self.metrics.version(manifest.version)
+
+    def wait_for_store(self, seconds: float) -> Store:
+        """The numbers, once the model is known; a worker may be quicker here than the coordinator's word."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._store is not None or self._stopping, seconds)
+        if self._store is None:
+            raise UnreachableError(f"shard {self.shard} does not know the job's model yet", "NOT_READY")
+        return self._store
+
+    def groups(self, text: str) -> tuple[Mapping[str, Scalar], ...]:
+        """A push's hyper-parameters, checked against the job's optimizer."""
+        assert self._like is not None
+        return groups_from_json(text, self._like)
+
+    # ---- pushes -----------------------------------------------------------------------------------------------------
+
+    def stage(self, staged: Staged, staging: Staging) -> bool:
+        """A push has come, whole. False: it had been decided before, and its bytes were for nothing."""
+        assert self._store is not None
+        if tensor := self._store.find_non_finite(staging):
+            staged = Staged(staged.key, staged.samples, staged.base, staged.batches, f"NON_FINITE: tensor {tensor}")
+        with self._changed:
+            decided = self._machine.outcome(staged.key) is not None
+            fresh = self._machine.offer(staged)
+            self.duplicates += decided
+            if fresh:
+                self._kept[staged.key] = Kept(staging, time.monotonic())
+        self.received_bytes += staging.nbytes
+        self.metrics.moved(received=staging.nbytes)
+        if fresh:
+            self.report()
+        else:
+            self._store.release(staging)
+        if decided:
+            self.metrics.pushed("duplicate")
+        return not decided
+
+    def outcome(self, key: PushKey) -> Outcome | None:
+        with self._changed:
+            return self._machine.outcome(key)
+
+    def wait(self, key: PushKey | None, version: int, seconds: float, alive: Callable[[], bool]) -> Outcome | None:
+        """Until the push is decided and `version` is here. None: not within `seconds`."""
+        deadline = time.monotonic() + seconds
+
+        def ready() -> bool:
+            machine = self._machine
+            rejected = key is not None and (outcome := machine.outcome(key)) is not None and outcome.status != "applied"
+            decided = key is None or key.seq == 0 or machine.outcome(key) is not None
+            return bool(self._stopping) or rejected or (decided and machine.begun and machine.version >= version)
+
+        with self._changed:
+            while not ready() and alive() and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, 1.0))
+            if self._stopping:
+                raise UnreachableError(f"shard {self.shard} is stopping: {self._stopping}", "STOPPING")
+            if key is None or not ready():
+                return None
+            return self._machine.outcome(key) or Outcome("applied", self._machine.version)
+
+    # ---- pulls ------------------------------------------------------------------------------------------------------
+
+    def read(self, everything: bool) -> tuple[int, list[bytes], int]:
+        """(version, data frames, bytes of weights in them); readers of the same version share the frames."""
+        with self._carrying:
+            if not self._machine.begun or self._store is None:
+                raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
+            if everything not in self._frames:
+                self._frames[everything] = list(chunks(self._store.views(everything)))
+            nbytes = sum(view.nbytes for view in self._store.views(everything))
+            return self._machine.version, self._frames[everything], nbytes
+
+    def sent(self, nbytes: int) -> None:
+        self.sent_bytes += nbytes
+        self.metrics.moved(sent=nbytes)
+
+    # ---- the log ----------------------------------------------------------------------------------------------------
+
+    def deliver(self, epoch: int, entries: Iterable[Entry]) -> None:
+        """Carry out what is next in the log. Entries may come twice, early, or from a log that is void."""
+        with self._carrying:
+            with self._changed:
+                ready = self._machine.accept(epoch, entries)
+            for entry in ready:
+                self._carry_out(entry)
+                with self._changed:
+                    self._machine.done(entry)
+                    self._release([key for key in self._kept if key not in self._machine.staged])
+                    self._changed.notify_all()
+        if ready:
+            self.report()
+
+    def make_report(self) -> Report:
+        with self._changed:
+            return self._machine.report()
+
+    def stop(self, reason: str) -> None:
+        """Answer everyone who waits."""
+        with self._changed:
+            self._stopping = reason or "the job ends"
+            self._changed.notify_all()
+
+    def _carry_out(self, entry: Entry) -> None:
+        match entry:
+            case Begin():
+                self._frames.clear()
+                self._numbers.begin(self._kept[PushKey(entry.worker, 0)].staging)
+            case Apply():
+                self._apply(entry, self._numbers)
+            case Reject():
+                self.metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
+            case Cut():
+                self._cut(entry.version, self._numbers)
+
+    @property
+    def _numbers(self) -> Store:
+        if self._store is None:
+            raise LogError(f"shard {self.shard}: the log speaks of weights before there is a model")
+        return self._store
+
+    def _apply(self, entry: Apply, store: Store) -> None:
+        began = time.monotonic()
+        kept = [self._kept[c.key] for c in entry.contributions]
+        self._frames.clear()
+        store.apply([k.staging for k in kept], [c.samples for c in entry.contributions])
+        seconds = time.monotonic() - began
+        self.apply_seconds += seconds
+        self.metrics.applied(seconds, len(kept))
+        self.metrics.version(entry.version)
+        for contribution, each in zip(entry.contributions, kept, strict=True):
+            self.metrics.pushed("applied", entry.version - 1 - contribution.base)
+            self.metrics.waited(began - each.since)
+
+    def _release(self, keys: Sequence[PushKey]) -> None:
+        for key in keys:
+            kept = self._kept.pop(key)
+            if self._store is not None:
+                self._store.release(kept.staging)

@@ -1,0 +1,435 @@
+"""The coordinator at work, on shard 0: its machine, its clock, its snapshots' manifests, and everybody's waiting.
+
+Threads. Each request has one; `_changed` guards the machine, and whoever changes it wakes those who wait, who then ask
+the machine again. New log entries go to this process's own shard in the thread that made them, outside the lock, and to
+the other shards through `entries_after`, which their links wait on.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
+
+from pscommon.core.errors import (
+    MismatchError,
+    PSError,
+    SnapshotError,
+    TooFewWorkersError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from pscommon.core.log import BatchKey, Entry, Report
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec
+from pscommon.core.tape import Plan
+from pscommon.snapshot import Manifest
+from psserver.archive import Archive
+from psserver.config import ServerConfig
+from psserver.core.coordinator import Batches, Coordinator
+from psserver.core.cuts import Cutting, Every, PartReport
+from psserver.core.policy import policy
+from psserver.core.roster import Member, State
+from psserver.engine import Engine
+from psserver.metrics import ServerMetrics
+from psserver.status import describe, statistics
+
+TICK = 0.2
+T = TypeVar("T")
+
+
+class Told(NamedTuple):
+    """How far a shard has been told the log."""
+
+    epoch: int = -1
+    reached: int = 0
+
+
+class News(NamedTuple):
+    """What to tell a shard, and how far it has then been told."""
+
+    told: Told
+    base: int
+    model: ModelSpec | None
+    restore: Manifest | None
+    entries: list[Entry]
+
+
+log = structlog.stdlib.get_logger("psserver")
+
+
+@dataclass(slots=True)
+class Server:
+    """What the coordinator knows of a shard's process."""
+
+    shard: int
+    address: str = ""
+    instance: str = ""
+    connected: bool = False
+    restored: int | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Hub:
+    """Owner of the Coordinator. All methods may be called from any thread."""
+
+    def __init__(
+        self, config: ServerConfig, job: str, engine: Engine, archive: Archive, metrics: ServerMetrics
+    ) -> None:
+        self.config = config
+        self.job = job
+        self.engine = engine
+        self.archive = archive
+        self.metrics = metrics
+        self.servers = [Server(shard) for shard in range(config.shards)]
+        self.stop_reason: str | None = None
+        self.failure: PSError | None = None  # why the job had to end, if it did not end well
+        self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
+        self._began = time.monotonic()
+        self._changed = threading.Condition()
+        self._restore: Manifest | None = None
+        self._coordinator = self._new_coordinator()
+        self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
+
+    def _new_coordinator(self) -> Coordinator:
+        config, every = self.config, self.config.snapshot_every
+        row = policy(config.policy, config.staleness, config.max_staleness)
+        cuts = Every(every.seconds, every.steps) if every else Every()
+        return Coordinator(config.shards, row, config.min_workers, config.lease, cuts, self.archive.generation)
+
+    def start(self) -> None:
+        """Resume if there is something to resume from, then let time pass."""
+        self.engine.report = lambda: self.report(self.engine.make_report())
+        self.engine.waiting_for = lambda: self.waiting_for
+        manifest = self.archive.to_resume(self.config.resume)
+        self.engine.follow(self._coordinator.epoch, 0)
+        if manifest is not None:
+            self._resume(manifest)
+        self._ticker.start()
+
+    # ---- waiting ----------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting_for(self) -> str:
+        """Whom the job waits for just now, in words."""
+        with self._changed:
+            return self._missing_servers() or self._coordinator.waiting_for(time.monotonic())
+
+    def _missing_servers(self) -> str:
+        missing = [f"shard {s.shard}" for s in self.servers if not s.connected]
+        if missing:
+            return ", ".join(missing) + " of " + str(self.config.shards) + " to connect"
+        if self._restore is not None:
+            late = [f"shard {s.shard}" for s in self.servers if s.restored != self._restore.version]
+            return ", ".join(late) + f" to load snapshot {self._restore.version}" if late else ""
+        return ""
+
+    def _step(self, action: Callable[[Coordinator, float], T]) -> T:
+        """One event for the machine; then carry out and tell what came of it."""
+        with self._changed:
+            before = self._coordinator.last_index
+            result = action(self._coordinator, time.monotonic())
+            entries, epoch = self._coordinator.entries_after(before), self._coordinator.epoch
+            self._changed.notify_all()
+        if entries:
+            self.engine.deliver(epoch, entries)
+        return result
+
+    def _until(self, action: Callable[[Coordinator, float], T | None], seconds: float) -> T | None:
+        """The machine's answer as soon as it has one; None: not within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            answer = self._step(action) if not self._missing_servers() else None
+            left = deadline - time.monotonic()
+            if answer is not None or left <= 0 or self.stop_reason is not None:
+                return answer
+            with self._changed:
+                self._changed.wait(min(left, TICK))
+
+    # ---- workers ----------------------------------------------------------------------------------------------------
+
+    def join(self, job: str, rank: int | None, host: str, pid: int, device: str) -> Member:
+        self.check_job(job)
+        if self.stop_reason is not None:
+            raise UnreachableError(f"the job is stopping: {self.stop_reason}", "STOPPING")
+        member = self._step(lambda c, now: c.join(now, rank, host, pid, device))
+        log.info("worker joined", worker=member.worker, rank=member.rank, host=host, pid=pid)
+        return member
+
+    def check_job(self, job: str) -> None:
+        if job and job != self.job:
+            raise MismatchError(f"these servers run job {self.job}, not {job}", "JOB_MISMATCH")
+
+    def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
+        """ready, upload or pending; waits while there is nothing to do but wait."""
+
+        def ask(coordinator: Coordinator, now: float) -> str | None:
+            state = coordinator.register(worker, spec, now)
+            return None if state == "pending" else state
+
+        answer = self._until(ask, seconds)
+        if self._coordinator.model is not None:
+            self.engine.set_model(self._coordinator.model)
+        return answer or "pending"
+
+    def beat(self, worker: int, step_seconds: float, samples_per_second: float, phase: str) -> bool:
+        """A sign of life; True: the job is ending."""
+        member = self._step(lambda c, now: c.member(worker, now))
+        member.step_seconds, member.samples_per_second, member.phase = step_seconds, samples_per_second, phase
+        return self.stop_reason is not None
+
+    def leave(self, worker: int, reason: str) -> None:
+        self._step(lambda c, now: c.leave(worker, reason, now))
+        self.metrics.gone(worker)
+        log.info("worker left", worker=worker, reason=reason or "done")
+
+    def next_batches(
+        self, worker: int, spec: LoopSpec, received: int, count: int, idle: bool, seconds: float
+    ) -> Batches | None:
+        """Data, or its end; None: not within `seconds`. A stopping job has no more data."""
+        answer = self._until(lambda c, now: c.next_batches(worker, spec, received, count, idle, now), seconds)
+        if answer is None and self.stop_reason is not None:
+            return Batches(end=True)
+        self._check_enough_workers()
+        return answer
+
+    def _check_enough_workers(self) -> None:
+        waited = time.monotonic() - self._began
+        if self._coordinator.begun and not self._coordinator.started and waited > self.config.join_timeout:
+            raise TooFewWorkersError(f"after {waited:.0f} s: {self.waiting_for}")
+
+    def return_batches(self, worker: int, batches: Iterable[BatchKey]) -> None:
+        keys = list(batches)
+        self._step(lambda c, now: c.return_batches(worker, keys, now))
+
+    def report_metrics(self, worker: int, metrics: dict[str, float]) -> None:
+        self._step(lambda c, now: c.report_metrics(worker, metrics, now))
+
+    @property
+    def model(self) -> ModelSpec | None:
+        return self._coordinator.model
+
+    @property
+    def begun(self) -> bool:
+        """Are there weights, on every shard?"""
+        return self._coordinator.begun and not self._missing_servers()
+
+    @property
+    def version(self) -> int:
+        return self._coordinator.version
+
+    @property
+    def plan(self) -> Plan:
+        if self._coordinator.model is None:
+            raise UnreachableError("no worker has registered a model yet", "NOT_READY")
+        return Plan(self._coordinator.model, self.config.shards)
+
+    # ---- shards -----------------------------------------------------------------------------------------------------
+
+    def shard_up(self, shard: int, shards: int, address: str, instance: str) -> Server:
+        """A shard's process says that it is there. MismatchError where its place is taken or does not exist."""
+        if shards != self.config.shards or not 0 < shard < shards:
+            raise MismatchError(
+                f"shard {shard}/{shards} does not belong to this job of {self.config.shards} shards", "SHARD_MISMATCH"
+            )
+        server = self.servers[shard]
+        with self._changed:
+            if server.connected and server.instance != instance:
+                raise MismatchError(f"shard {shard} is already served by {server.address}", "SHARD_TAKEN")
+            reborn = bool(server.instance) and server.instance != instance
+            server.address, server.instance, server.connected = address, instance, True
+            self._changed.notify_all()
+        log.info("shard connected", shard=shard, address=address)
+        if reborn and self._coordinator.begun:
+            self._roll_back(f"shard {shard} was restarted")
+        elif reborn:
+            self._step(lambda c, now: c.shard_lost(shard))
+        return server
+
+    def shard_down(self, server: Server, instance: str) -> None:
+        with self._changed:
+            if server.instance == instance:
+                server.connected = False
+            self._changed.notify_all()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.address for server in self.servers]
+
+    def report(self, report: Report) -> None:
+        """A shard's word on what it holds."""
+        self._step(lambda c, now: c.report(report, now))
+
+    def news(self, told: Told) -> News:
+        """What a shard that has been told so much does not know yet."""
+        with self._changed:
+            coordinator = self._coordinator
+            epoch, index = coordinator.epoch, told.reached if told.epoch == coordinator.epoch else coordinator.base
+            restore = self._restore if told.epoch != epoch else None
+            entries = coordinator.entries_after(index)
+            news = Told(epoch, max(index, coordinator.last_index))
+            return News(news, coordinator.base, coordinator.model, restore, entries)
+
+    def wait_for_news(self, told: Told, seconds: float) -> None:
+        """Until there is a log entry that the shard has not been told, or something else may be new."""
+        with self._changed:
+            if self._coordinator.epoch == told.epoch and self._coordinator.last_index <= told.reached:
+                self._changed.wait(seconds)
+
+    def snapshot_part(self, shard: int, part: PartReport) -> None:
+        self._step(lambda c, now: c.cuts.part(shard, part))
+
+    # ---- snapshots --------------------------------------------------------------------------------------------------
+
+    def _resume(self, manifest: Manifest) -> None:
+        """Take a snapshot as the state of the job; the shards are told to load it."""
+        with self._changed:
+            self._coordinator = self._new_coordinator()
+            self._coordinator.restore(dict(manifest.coordinator), manifest.model, time.monotonic())
+            self._restore = manifest
+            for server in self.servers:
+                server.restored = None
+            self._changed.notify_all()
+        log.info("resuming", version=manifest.version)
+        self.restored(0, manifest.version, self.archive.load_into(self.engine, self._coordinator.epoch, manifest))
+
+    def restored(self, shard: int, version: int, problem: str) -> None:
+        """A shard has loaded the snapshot, or could not: then everybody goes back to the one before."""
+        with self._changed:
+            wanted = self._restore
+            if wanted is None or version != wanted.version:
+                return
+            if not problem:
+                self.servers[shard].restored = version
+                self._changed.notify_all()
+                return
+        log.error("a snapshot cannot be loaded; trying the one before", version=version, problem=problem)
+        older = self.archive.before(version)
+        if older is None:
+            self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
+        else:
+            self._resume(older)
+
+    def _roll_back(self, why: str) -> None:
+        """A shard lost its numbers: all shards return to the newest snapshot, or the job ends."""
+        manifest = self.archive.newest()
+        if manifest is None:
+            self._fail(SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT"))
+            return
+        lost = self._coordinator.version - manifest.version
+        log.error("rolling back to a snapshot", why=why, version=manifest.version, updates_lost=lost)
+        self.archive.next_generation()
+        self._resume(manifest)
+
+    def _fail(self, error: PSError) -> None:
+        self.failure = error
+        self.stop(str(error))
+
+    def save(self, seconds: float) -> int:
+        """A snapshot of the version that stands, written everywhere; its version."""
+        if not self.archive.enabled:
+            raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
+        wanted = self._until(lambda c, now: c.version if c.begun else None, seconds)
+        if wanted is None:
+            raise UnreachableError(f"nothing to save yet: the job waits for {self.waiting_for}", "NOT_READY")
+
+        def written(coordinator: Coordinator, now: float) -> int | None:
+            newest = self.archive.newest_version
+            if newest is not None and newest >= wanted:
+                return newest
+            coordinator.cut(now)
+            return None
+
+        version = self._until(written, seconds)
+        if version is None:
+            raise WaitTimeoutError(f"no snapshot after {seconds:.0f} s: {self.archive.problem or 'still writing'}")
+        return version
+
+    def _finish_cut(self, cutting: Cutting) -> None:
+        """All parts are there: the manifest makes them a snapshot."""
+        self.archive.commit(cutting, self.job, self.plan.spec)
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- time -------------------------------------------------------------------------------------------------------
+
+    def _tick_forever(self) -> None:
+        try:
+            while not self.stopped.wait(TICK):
+                self._tick()
+        except Exception as bug:
+            log.exception("the coordinator cannot go on")
+            self.failure = PSError(f"a bug: {bug!r}")
+            self.stopped.set()
+
+    def _tick(self) -> None:
+        for member in self._step(lambda c, now: c.tick(now)):
+            log.warning("worker lost", worker=member.worker, reason=member.reason)
+            self.metrics.gone(member.worker)
+        with self._changed:
+            cutting, self._coordinator.cuts.finished = self._coordinator.cuts.finished, None
+            roster = list(self._coordinator.roster)
+        if cutting is not None:
+            self._finish_cut(cutting)
+        self.servers[0].stats = statistics(self.engine)
+        self.metrics.workers({state: sum(m.state == state for m in roster) for state in State})
+        for member in roster:
+            if member.alive and member.registered:
+                self.metrics.worker(member.worker, member.clock)
+        if self.config.exit_when_done and self.everybody_done:
+            self.stop("all workers are done")
+
+    @property
+    def everybody_done(self) -> bool:
+        """Those who took part have left, done, and nobody is there."""
+        members = list(self._coordinator.roster)
+        done = sum(m.state is State.LEFT and not m.reason and m.steps > 0 for m in members)
+        return done >= self.config.min_workers and not any(m.alive for m in members)
+
+    def stop(self, reason: str) -> None:
+        """End the job: a last snapshot where there can be one, then every server goes. Returns at once."""
+        with self._changed:
+            if self.stop_reason is not None:
+                return
+            self.stop_reason = reason or "asked to"
+            self._changed.notify_all()
+        log.info("stopping", reason=self.stop_reason)
+        threading.Thread(target=self._last_snapshot, name="last-snapshot", daemon=True).start()
+
+    def _last_snapshot(self) -> None:
+        try:
+            if self.archive.enabled and self._coordinator.begun and not self._missing_servers():
+                self.save_now(30.0)
+        finally:
+            self.stopped.set()
+            with self._changed:
+                self._changed.notify_all()
+
+    def save_now(self, seconds: float) -> None:
+        """As `save`, while stopping: waits without the help of the stopped waiters."""
+        deadline = time.monotonic() + seconds
+        wanted = self._coordinator.version
+        while time.monotonic() < deadline and (self.archive.newest_version or -1) < wanted:
+            self._step(lambda c, now: c.cut(now))
+            self._tick()
+            with self._changed:
+                self._changed.wait(TICK)
+
+    def close(self) -> None:
+        """No more time passes. The other shards get a moment to hear that the job is over."""
+        self.stopped.set()
+        deadline = time.monotonic() + 2.0
+        with self._changed:
+            self._changed.notify_all()
+            while any(s.connected for s in self.servers[1:]) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+        if self._ticker.is_alive():
+            self._ticker.join()
+
+    def status(self) -> dict[str, Any]:
+        """What GetStatus answers (see psserver/status.py)."""
+        snapshots = list(self.archive.list())
+        with self._changed:
+            return describe(self, self._coordinator, snapshots, time.monotonic(), self._began)

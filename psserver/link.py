@@ -1,0 +1,162 @@
+"""A shard's line to the coordinator: whole reports out, log entries in, again and again until the job ends."""
+
+import contextlib
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import grpc
+import structlog
+
+from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.snapshot import Manifest
+from pscommon.wire.channel import open_channel
+from pscommon.wire.codec import entry_from_proto, model_from_proto, report_to_proto
+from pscommon.wire.status import error_from
+from psproto.v1 import coordinator_pb2 as pb
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psserver.archive import Archive
+from psserver.core.cuts import PartReport
+from psserver.engine import Engine
+from psserver.identity import Identity
+
+BEAT = 1.0
+"""Seconds between reports when nothing happens."""
+PAUSE = 0.2
+"""Seconds before the next try when the line is cut."""
+
+log = structlog.stdlib.get_logger("psserver")
+
+
+class Link:
+    """Keeps the line up in a thread of its own. `ended` is set when the coordinator says stop, or refuses this shard.
+
+    statistics: called for what the coordinator shows in its status. failure: why it was refused.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        engine: Engine,
+        archive: Archive,
+        statistics: Callable[[], dict[str, object]],
+        patience: float,
+    ) -> None:
+        self.ended = threading.Event()
+        self.failure: PSError | None = None
+        self._identity, self._engine, self._archive = identity, engine, archive
+        self._statistics = statistics
+        self._patience = patience
+        self._waiting_for = "shard 0"
+        self._news = threading.Event()
+        self._outbox: deque[pb.LinkShardRequest] = deque()
+        self._call: object = None
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    def start(self) -> None:
+        self._engine.report = self._news.set
+        self._engine.waiting_for = lambda: self._waiting_for
+        self._archive.on_part = self._part
+        self._thread.start()
+
+    def close(self) -> None:
+        self.ended.set()
+        self._news.set()
+        if isinstance(self._call, grpc.Call):
+            self._call.cancel()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._keep_up()
+        except Exception as bug:
+            log.exception("this shard cannot go on")
+            self._fail(PSError(f"a bug: {bug!r}"))
+
+    def _keep_up(self) -> None:
+        address = ""
+        while not address and not self.ended.is_set():
+            address = self._identity.wait_for_coordinator(BEAT)
+        silent = 0.0
+        while not self.ended.is_set():
+            try:
+                if self._talk(address):
+                    silent = 0.0
+            except PSError as error:
+                if isinstance(error, MismatchError):
+                    self._fail(error)
+                    return
+                silent += PAUSE
+                if silent >= self._patience:
+                    text = f"shard 0 at {address}: nothing for {self._patience:.0f} s: {error}"
+                    self._fail(UnreachableError(text))
+            self._waiting_for = f"shard 0 at {address}"
+            self.ended.wait(PAUSE)
+
+    def _fail(self, error: PSError) -> None:
+        self.failure = error
+        self.ended.set()
+
+    def _talk(self, address: str) -> bool:
+        """One line, from connecting to its end. True: it did connect."""
+        connected = False
+        with contextlib.closing(open_channel(address)) as channel:
+            call = CoordinatorServiceStub(channel).LinkShard(self._requests())
+            self._call = call
+            try:
+                for response in call:
+                    if not connected:
+                        log.info("connected to the coordinator", coordinator=address, job=response.job)
+                    connected = True
+                    self._hear(response)
+            except grpc.RpcError as failure:
+                if not connected and not self.ended.is_set():
+                    raise error_from(failure, f"shard 0 at {address}") from failure
+        return connected
+
+    def _requests(self) -> Iterator[pb.LinkShardRequest]:
+        """A report now, then whenever there is something new, and at every beat."""
+        while not self.ended.is_set():
+            self._news.clear()
+            while self._outbox:
+                yield self._request(self._outbox.popleft())
+            request = pb.LinkShardRequest(stats_json=json.dumps(self._statistics()))
+            request.report.CopyFrom(report_to_proto(self._engine.make_report()))
+            yield self._request(request)
+            self._news.wait(BEAT)
+
+    def _request(self, request: pb.LinkShardRequest) -> pb.LinkShardRequest:
+        identity = self._identity
+        request.shard, request.shards, request.address = identity.shard, identity.shards, identity.address
+        request.instance, request.job = identity.instance, identity.job
+        return request
+
+    def _part(self, part: PartReport) -> None:
+        message = pb.SnapshotPart(
+            version=part.version, file=part.file, nbytes=part.nbytes, sha256=part.sha256, problem=part.problem
+        )
+        self._outbox.append(pb.LinkShardRequest(snapshot_part=message))
+        self._news.set()
+
+    def _hear(self, response: pb.LinkShardResponse) -> None:
+        self._identity.learn(response.job, response.addresses)
+        self._waiting_for = response.waiting_for
+        if response.HasField("restore"):
+            self._restore(response.epoch, response.restore)
+        else:
+            self._engine.follow(response.epoch, response.base)
+        if response.HasField("model"):
+            self._engine.set_model(model_from_proto(response.model))
+        if response.entries:
+            self._engine.deliver(response.epoch, [entry_from_proto(entry) for entry in response.entries])
+        if response.stop:
+            self.ended.set()
+            self._news.set()
+
+    def _restore(self, epoch: int, restore: pb.Restore) -> None:
+        manifest = Manifest.from_json(restore.manifest_json)
+        problem = self._archive.load_into(self._engine, epoch, manifest)
+        result = pb.RestoreResult(version=restore.version, problem=problem)
+        self._outbox.append(pb.LinkShardRequest(restored=result))
+        self._news.set()

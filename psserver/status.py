@@ -1,0 +1,110 @@
+"""The answer to GetStatus: everything about the job in one JSON object. Its keys are promised in the README."""
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from psserver.core.coordinator import Coordinator
+from psserver.engine import Engine
+
+if TYPE_CHECKING:
+    from psserver.hub import Hub
+
+
+def describe(
+    hub: "Hub", coordinator: Coordinator, snapshots: list[dict[str, Any]], now: float, began: float
+) -> dict[str, Any]:
+    """Called with the coordinator at rest."""
+    policy, archive = coordinator.policy, hub.archive
+    return {
+        "job": hub.job,
+        "policy": policy.name,
+        "staleness": policy.bound if policy.name == "ssp" else None,
+        "max_staleness": policy.max_staleness,
+        "state": state(hub, coordinator),
+        "version": coordinator.version,
+        "steps": coordinator.counts["applied"],
+        "samples": coordinator.samples,
+        "seconds": round(now - began, 3),
+        "waiting_for": hub.waiting_for,
+        "min_workers": coordinator.min_workers,
+        "servers": servers(hub),
+        "workers": workers(coordinator, now),
+        "data": data(coordinator),
+        "snapshots": snapshots,
+        "snapshot_age_seconds": round(time.time() - archive.newest_time, 3) if archive.newest_time else None,
+        "snapshot_problem": archive.problem,
+        "pushes": coordinator.counts | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in hub.servers)},
+        "metrics": {name: value for name, (_, value) in sorted(coordinator.metrics.items())},
+        "model": model(hub, coordinator),
+        "finished": sum(m.state == "left" and not m.reason and m.steps > 0 for m in coordinator.roster),
+    }
+
+
+def state(hub: "Hub", coordinator: Coordinator) -> str:
+    if hub.stop_reason is not None:
+        return "stopping"
+    if not all(server.connected for server in hub.servers):
+        return "waiting for servers"
+    if not coordinator.begun:
+        return "waiting for a model"
+    return "running" if coordinator.started else "waiting for workers"
+
+
+def servers(hub: "Hub") -> list[dict[str, Any]]:
+    return [
+        {"shard": s.shard, "address": s.address, "connected": s.connected, **s.stats}
+        for s in hub.servers
+    ]  # fmt: skip
+
+
+def statistics(engine: Engine) -> dict[str, Any]:
+    """What a shard tells about itself."""
+    store = engine.store
+    return {
+        "version": engine.version,
+        "parameter_bytes": store.nbytes if store else 0,
+        "state_bytes": store.state_nbytes if store else 0,
+        "received_bytes": engine.received_bytes,
+        "sent_bytes": engine.sent_bytes,
+        "apply_seconds": round(engine.apply_seconds, 6),
+        "duplicates": engine.duplicates,
+        "pid": os.getpid(),
+    }
+
+
+def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "worker": m.worker, "rank": m.rank, "host": m.host, "pid": m.pid, "device": m.device,
+            "state": str(m.state), "clock": m.clock, "steps": m.steps, "step_seconds": m.step_seconds,
+            "samples_per_second": m.samples_per_second, "phase": m.phase,
+            "silent_seconds": round(now - m.last_seen, 3) if m.alive else None, "reason": m.reason,
+        }
+        for m in coordinator.roster
+    ]  # fmt: skip
+
+
+def data(coordinator: Coordinator) -> list[dict[str, Any]]:
+    return [
+        {
+            "loop": loop.spec.loop, "size": loop.spec.size, "batch_size": loop.spec.batch_size,
+            "epochs": loop.spec.epochs, "epoch": loop.committed // max(1, loop.spec.batches_in_epoch),
+            "committed": loop.committed, "leased": loop.leased, "dropped": loop.dropped, "total": loop.spec.total,
+            "ended": loop.ended,
+        }
+        for loop in coordinator.ledger.loops.values()
+    ]  # fmt: skip
+
+
+def model(hub: "Hub", coordinator: Coordinator) -> dict[str, Any] | None:
+    spec = coordinator.model
+    if spec is None:
+        return None
+    return {
+        "tensors": len(spec.tensors),
+        "parameters": sum(t.size for t in spec.tensors),
+        "bytes": sum(t.nbytes for t in spec.tensors),
+        "plan_digest": hub.plan.digest,
+        "optimizer": spec.optimizer.name,
+    }

@@ -1,0 +1,180 @@
+"""All numbers of one shard: weights, optimizer state, and the pushes that wait to be counted."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pscommon.core.errors import SnapshotError
+from pscommon.core.model import ROLES, Scalar
+from pscommon.core.tape import Plan, Segment
+from pscommon.optimizers import groups_from_json, validate
+from psserver.flat_optimizer import FlatOptimizer, StateReader
+from psserver.mean import mean_of_values, sum_gradients
+from psserver.staging import Staging, StagingPool
+from psserver.stretch import DTYPES, Stretch, raw
+
+
+class TapeReader(StateReader, Protocol):
+    """A snapshot, as the store reads it; "weight" is the kind of the weights themselves."""
+
+    def groups_json(self) -> str: ...
+
+
+class Store:
+    """One shard's part of the tape and what happens to it. Only `staging`, `find_non_finite` and `release` are
+    thread-safe.
+
+    Memory: the weights, the optimizer's state from the first step on, and the stagings in use; means are made in place.
+    Raises UnsupportedOptimizerError or InvalidRequestError for an optimizer that cannot be run.
+    """
+
+    def __init__(self, plan: Plan, shard: int) -> None:
+        self._stretch = Stretch(plan, shard)
+        self._weights = torch.zeros(self._stretch.nbytes, dtype=torch.uint8)
+        self._pool = StagingPool(self._stretch)
+        self._like = validate(plan.spec.optimizer)
+        self._optimizer = FlatOptimizer(self._stretch, self._weights, self._like)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights."""
+        return self._stretch.nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of optimizer state."""
+        return self._optimizer.nbytes
+
+    def staging(self, absent: Collection[int] = (), initial: bool = False) -> Staging:
+        """Room for a push without the tensors in `absent`, or (initial) for all weights. Give it back with `release`.
+
+        Raises InvalidRequestError where `absent` has an index that is not a trainable tensor's.
+        """
+        return self._pool.take(absent, initial)
+
+    def release(self, staging: Staging) -> None:
+        """The staging's memory may be used again; nobody may write to its views any more."""
+        self._pool.give(staging)
+
+    def find_non_finite(self, staging: Staging) -> str:
+        """The first tensor with NaN or Inf among the gradients and floating buffers, by name; empty: there is none.
+
+        A buffer may hold such a value where the model's own buffer does (an attention mask's -inf). Of initial weights
+        only the trainable ones are looked at.
+        """
+        memory = _memory(staging)
+        for piece in self._stretch.pieces((self._missing(staging),)):
+            if not _is_finite(self._stretch.view(memory, piece.dtype, piece.start, piece.stop)):
+                for held in self._stretch.slices(piece.start, piece.stop):
+                    if not _is_finite(self._stretch.view(memory, piece.dtype, held.start, held.stop)):
+                        return self._stretch.name(held.tensor)
+        return "" if staging.initial else self._find_in_buffers(memory)
+
+    def begin(self, staging: Staging) -> None:
+        """The initial weights."""
+        self._weights.copy_(_memory(staging))
+
+    def apply(self, stagings: Sequence[Staging], samples: Sequence[int]) -> None:
+        """One optimizer step with the mean of the pushes, weighted by samples (each at least 1), summed in this order.
+
+        A tensor without a gradient in some pushes counts as zero there; one without a gradient in all of them is not
+        touched. Uses the groups of the first staging that has them. The stagings' contents are used up.
+        """
+        if not stagings or min(samples) < 1:
+            raise ValueError(f"cannot average {len(stagings)} pushes with samples {list(samples)}")
+        factors = [count / sum(samples) for count in samples]
+        memories = [_memory(staging) for staging in stagings]
+        absent = tuple(self._missing(staging) for staging in stagings)
+        self._optimizer.groups = next((s.groups for s in stagings if s.groups is not None), self._optimizer.groups)
+        self._sum_gradients(memories, absent, factors)
+        self._optimizer.step(memories[0], frozenset.intersection(*absent))
+        for segment in self._stretch.segments["buffer"]:
+            values = [self._view(memory, segment) for memory in memories]
+            mean_of_values(self._view(self._weights, segment), values, factors)
+
+    def views(self, everything: bool) -> list[memoryview]:
+        """The current weights' bytes in the order of the wire, read-only: trainable and buffers, or (everything) frozen
+        ones too. They show what later steps write."""
+        nbytes = self._stretch.nbytes if everything else self._stretch.step_nbytes
+        return [raw(self._weights[:nbytes]).toreadonly()] if nbytes else []
+
+    def groups(self) -> tuple[Mapping[str, Scalar], ...]:
+        """Hyper-parameters of each parameter group as they stand."""
+        return self._optimizer.groups
+
+    def steps(self) -> dict[int, int]:
+        """Optimizer steps of each trainable tensor on this shard, by index into the model's tensors.
+
+        Tensors without a gradient lag behind; SGD without momentum, which keeps no state, counts none.
+        """
+        return self._optimizer.steps()
+
+    def export(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Copies of everything, one-dimensional and typed, by "<kind>@<start on the tape>".
+
+        kind is "weight" or torch's name of an optimizer state. Memory of `into`, an earlier export, is used again.
+        """
+        into, copies = into or {}, {}
+        for key, tensor in self._tensors():
+            kept = into.get(key)
+            copies[key] = kept.copy_(tensor) if kept is not None and kept.shape == tensor.shape else tensor.clone()
+        return copies
+
+    def restore(self, reader: TapeReader) -> None:
+        """Go on from a snapshot that any number of shards wrote. Raises SnapshotError if weights are missing."""
+        self._optimizer.groups = groups_from_json(reader.groups_json(), self._like)
+        for segment in self._segments():
+            start, stop = segment.start, segment.stop
+            if not reader.read("weight", start, stop, raw(self._view(self._weights, segment))):
+                raise SnapshotError(f"the snapshot does not hold all weights in bytes {start} to {stop} of the tape")
+        self._optimizer.restore(reader)
+
+    def _missing(self, staging: Staging) -> frozenset[int]:
+        """Absent tensors that matter on this shard."""
+        return staging.absent & self._stretch.trainable
+
+    def _sum_gradients(self, memories: list[Tensor], absent: tuple[frozenset[int], ...], factors: list[float]) -> None:
+        """Into the first push's memory, which has room for every tensor, its own or not."""
+        for piece in self._stretch.pieces(absent):
+            target, *_ = views = [
+                self._stretch.view(memory, piece.dtype, piece.start, piece.stop) for memory in memories
+            ]
+            parts = [views[push] for push in piece.holders]
+            sum_gradients(target, parts, [factors[push] for push in piece.holders])
+
+    def _find_in_buffers(self, memory: Tensor) -> str:
+        for segment in self._stretch.segments["buffer"]:
+            dtype = DTYPES[segment.dtype]
+            if not dtype.is_floating_point or _is_finite(self._view(memory, segment)):
+                continue
+            for held in self._stretch.slices(segment.start, segment.stop):
+                new, old = (self._stretch.view(m, dtype, held.start, held.stop) for m in (memory, self._weights))
+                if bool((old.isfinite() & ~new.isfinite()).any()):
+                    return self._stretch.name(held.tensor)
+        return ""
+
+    def _view(self, memory: Tensor, segment: Segment) -> Tensor:
+        return self._stretch.view(memory, DTYPES[segment.dtype], segment.start, segment.stop)
+
+    def _segments(self) -> Iterator[Segment]:
+        for role in ROLES:
+            yield from self._stretch.segments[role]
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for segment in self._segments():
+            yield f"weight@{segment.start}", self._view(self._weights, segment)
+        for kind, start, tensor in self._optimizer.state():
+            yield f"{kind}@{start}", tensor
+
+
+def _memory(staging: Staging) -> Tensor:
+    if staging.memory is None:
+        raise ValueError("this staging was released")
+    return staging.memory
+
+
+def _is_finite(flat: Tensor) -> bool:
+    """NaN and Inf survive a sum, which takes one fast pass; a sum that overflowed is told apart by the extremes."""
+    return bool(flat.sum().isfinite()) or all(bool(extreme.isfinite()) for extreme in torch.aminmax(flat))

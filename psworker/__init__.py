@@ -1,0 +1,75 @@
+"""Training on a parameter server, seen from a worker.
+
+`connect` gives a PyTorch script its job; `Client` moves numpy arrays for anything else. Importing this package loads
+neither torch nor gRPC: each comes with the first use of what needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pscommon.core import model
+from pscommon.core.errors import (
+    FencedError,
+    InvalidRequestError,
+    MismatchError,
+    NonFiniteError,
+    PSError,
+    SnapshotError,
+    TakenError,
+    TooFewWorkersError,
+    UnreachableError,
+    UnsupportedOptimizerError,
+    WaitTimeoutError,
+)
+from psworker.connect import connect
+
+if TYPE_CHECKING:
+    from psworker.client import Client
+    from psworker.job import Job
+    from psworker.results import PushResult
+    from psworker.training import DistributedTraining
+
+__all__ = [
+    "Client",
+    "DistributedTraining",
+    "FencedError",
+    "InvalidRequestError",
+    "Job",
+    "MismatchError",
+    "NonFiniteError",
+    "OptimizerSpec",
+    "PSError",
+    "PushResult",
+    "SnapshotError",
+    "TakenError",
+    "TooFewWorkersError",
+    "UnreachableError",
+    "UnsupportedOptimizerError",
+    "WaitTimeoutError",
+    "connect",
+]
+
+_LAZY = {
+    "Client": "psworker.client",
+    "DistributedTraining": "psworker.training",
+    "Job": "psworker.job",
+    "PushResult": "psworker.results",
+}
+
+
+def OptimizerSpec(name: str, **hyper: model.Scalar) -> model.OptimizerSpec:
+    """An optimizer for `Client.register`: OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99)).
+
+    name: sgd, adam, adamw, adagrad or rmsprop. What is left out is torch's default. Checked by `Client.register`.
+    """
+    return model.OptimizerSpec(name, (hyper,))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,285 @@
+"""The framework-free client: a model as numpy arrays (register, pull, push) or as a tape (agree, start, exchange)."""
+
+import json
+import os
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec, OptimizerSpec
+from pscommon.core.tape import Plan
+from psproto.v1 import coordinator_pb2 as co
+from psworker.arrays import Array, Arrays, ArrayTape, spec_of
+from psworker.connection import CALL_SECONDS, Connection
+from psworker.discovery import addresses_of, discover
+from psworker.lane import GrpcLane, Lane
+from psworker.lease import Place, Progress
+from psworker.model import SharedModel
+from psworker.patience import Limits
+from psworker.results import Lease, PushResult
+from psworker.share import DataShare
+
+
+class Client:
+    """A worker's connection to all servers of a job.
+
+    servers: "HOST:PORT,..." or a sequence of them; one is enough where the servers know each other. None: PS_SERVERS,
+    and then PS_JOB and PS_WORKER_RANK count as well. rank: place in a round's sum among workers that start together.
+    observe: look only (status, pull), take no part. connect_timeout: seconds that a server may be silent.
+    wait_timeout: seconds to wait for what others have to do. lane: instead of servers; a simulation passes its own.
+
+    Calls of several threads are carried out one after another. A forked process has to make a Client of its own.
+
+    Any call may raise UnreachableError, WaitTimeoutError (both name whom it waited for), FencedError once the job went
+    on without this worker, MismatchError for servers that are not one job's complete set or run another job, and
+    InvalidRequestError for bad arguments.
+    """
+
+    def __init__(
+        self,
+        servers: str | Sequence[str] | None = None,
+        *,
+        rank: int | None = None,
+        device: str = "cpu",
+        observe: bool = False,
+        connect_timeout: float = 60.0,
+        wait_timeout: float = 600.0,
+        lane: Lane | None = None,
+    ) -> None:
+        environment = os.environ if servers is None and lane is None else {}
+        self._connection = _connected(servers, lane, environment, Limits(connect_timeout, wait_timeout))
+        # an unclosed client must neither live on in its threads nor keep the interpreter from ending
+        self._finalizer = weakref.finalize(self, self._connection.close, "its process ended without close()")
+        self._observes = observe
+        self._model = SharedModel(self._connection, observe)
+        self._data = DataShare(self._connection, self._model)
+        self._weights: ArrayTape | None = None
+        self._gradients: ArrayTape | None = None
+        if not observe:
+            self._join(_rank(rank, environment), device)
+
+    def _join(self, rank: int | None, device: str) -> None:
+        try:
+            self._connection.join(rank, device)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    @property
+    def job(self) -> str:
+        return self._connection.place.job
+
+    @property
+    def worker(self) -> int:
+        """This worker's number, new at every connect; 0 for an observer."""
+        return self._connection.place.worker
+
+    @property
+    def policy(self) -> str:
+        return self._connection.policy
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the servers, by shard."""
+        return self._connection.lane.addresses
+
+    @property
+    def plan(self) -> Plan:
+        """Where the model's bytes live; InvalidRequestError before a model is registered."""
+        return self._model.plan
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were pulled last, the smallest over the shards."""
+        return self._model.version
+
+    @property
+    def groups_json(self) -> str:
+        """The optimizer's parameter groups as they stood when the model was registered."""
+        return self._model.groups_json
+
+    @property
+    def stopping(self) -> bool:
+        """The job is being ended: finish the step, then close."""
+        return self._connection.place.stopping
+
+    # ---- numpy arrays -----------------------------------------------------------------------------------------------
+
+    def register(
+        self, params: Arrays, optimizer: OptimizerSpec, *, buffers: Arrays | None = None, frozen: Arrays | None = None
+    ) -> None:
+        """States the model; the first worker's values are the job's initial weights, others' only have to match.
+
+        params get gradients. buffers (running statistics) travel by value with each push and are averaged. frozen
+        never change. Keys are names; dtypes are numpy's floats, for buffers and frozen also integers and bool.
+        Raises MismatchError with the differences by tensor, UnsupportedOptimizerError, NonFiniteError.
+        """
+        with self._model.turn:
+            arrays = {**params, **(buffers or {}), **(frozen or {})}
+            plan = self.agree(spec_of(params, buffers or {}, frozen or {}, optimizer))
+            weights = ArrayTape(plan)
+            weights.write(arrays)
+            self.start(weights.memory)
+            self._weights, self._gradients = weights, ArrayTape(plan)
+
+    def pull(self, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """The newest weights, buffers and frozen tensors by name, in new arrays or in those of `out`, which it returns.
+
+        They are at least as new as this client's last push. The bits of a bfloat16 tensor come as uint16.
+        """
+        with self._model.turn:
+            tape = self._known_weights()
+            tape.check_out(out or {})
+            self.exchange(gradients=None, weights=tape.memory)
+            return tape.read(out)
+
+    def push(self, grads: Arrays, samples: int = 1) -> PushResult:
+        """Sends gradients by name and waits until the policy has decided on them. Returns how it ended.
+
+        A tensor that is missing or None got no gradient: its optimizer state stays as it is. Buffers may be among
+        them, with their new values. samples: the weight in a round's average. Raises InvalidRequestError (reason
+        UNKNOWN_TENSOR, WRONG_SHAPE, WRONG_DTYPE) before anything is sent; NaN and Inf make the result "rejected".
+
+        After an UnreachableError or WaitTimeoutError nobody knows whether the push counted: calling again with the
+        same arguments counts it once.
+        """
+        return self._push(grads, samples, pull=False)
+
+    def push_pull(self, grads: Arrays, out: Mapping[str, Array] | None = None, samples: int = 1) -> PushResult:
+        """As push, then pull, in one round trip. The weights come into `out`, or stay in `weights`."""
+        with self._model.turn:
+            self._known_weights().check_out(out or {})
+            result = self._push(grads, samples, pull=True)
+            if out is not None:
+                self._known_weights().read(out)
+            return result
+
+    @property
+    def weights(self) -> dict[str, Array]:
+        """What was pulled last, by name, without a copy: the next pull changes it."""
+        return dict(self._known_weights().tensors)
+
+    def _push(self, grads: Arrays, samples: int, pull: bool) -> PushResult:
+        with self._model.turn:
+            weights = self._known_weights()
+            if self._gradients is None:
+                raise InvalidRequestError("an observer cannot push")
+            absent = self._gradients.write_gradients(grads, weights)
+            return self.exchange(
+                gradients=self._gradients.memory,
+                weights=weights.memory if pull else None,
+                absent=absent,
+                samples=samples,
+            )
+
+    def _known_weights(self) -> ArrayTape:
+        if self._weights is None and self._observes:
+            weights = ArrayTape(self._model.agree(None))
+            self.start(weights.memory)
+            self._weights = weights
+        if self._weights is None:
+            raise InvalidRequestError("no model yet: call register first")
+        return self._weights
+
+    # ---- tapes ------------------------------------------------------------------------------------------------------
+
+    def agree(self, spec: ModelSpec) -> Plan:
+        """States the model and returns where the job keeps it: the job's order of tensors decides.
+
+        Waits for the first worker's weights, unless this is the first. MismatchError shows differences by tensor.
+        """
+        return self._model.agree(spec)
+
+    def start(self, tape: memoryview) -> None:
+        """Uploads the tape if this worker is the job's first; in any case fills it with the job's weights."""
+        self._model.start(tape)
+
+    def exchange(
+        self,
+        *,
+        gradients: memoryview | None,
+        weights: memoryview | None,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+    ) -> PushResult:
+        """A push, a pull, or both at once, on whole tapes of plan.nbytes bytes; None: no push, no pull.
+
+        The trainable and buffer stretches are used. absent: trainable tensors, by index into plan.spec.tensors, that
+        got no gradient. samples: at least 1, the weight in a round's average. batches: what the push uses up.
+        groups_json: the optimizer's parameter groups if they may have changed. After an error, `weights` may hold a
+        mixture of versions: pull again.
+        """
+        return self._model.exchange(gradients, weights, absent, samples, batches, groups_json)
+
+    # ---- data and membership ----------------------------------------------------------------------------------------
+
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
+        """Up to `count` batches of a loop. idle: nothing is in hand, so wait for some or the loop's end.
+
+        Waiting means to sit out of rounds meanwhile. Without `idle` it answers at once, perhaps with nothing.
+        """
+        return self._data.take(loop, count, idle)
+
+    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+        """These will not be pushed: others may have them."""
+        self._data.give_back(batches)
+
+    def report(self, **metrics: float) -> None:
+        """Values for the job's summary, metrics and logs."""
+        values = {name: float(value) for name, value in metrics.items()}
+        request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=values)
+        lane = self._connection.lane
+        self._connection.call("reporting", lambda: lane.report(request, CALL_SECONDS))
+
+    def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None:
+        """What the next heartbeat tells people: steps made, seconds a step, and "compute", "push", "data" or "idle"."""
+        self._connection.show(Progress(steps, step_seconds, samples_per_second, phase))
+
+    def status(self) -> dict[str, Any]:
+        """The job as `ps-ctl status --output json` shows it."""
+        lane = self._connection.lane
+        answer = self._connection.call(
+            "asking for the status", lambda: lane.status(co.GetStatusRequest(), CALL_SECONDS)
+        )
+        found: dict[str, Any] = json.loads(answer.status_json)
+        return found
+
+    def leave(self, reason: str = "") -> None:
+        """Nobody waits for this worker any more. reason: empty when it is done. Harmless to repeat."""
+        self._connection.leave(reason)
+
+    def close(self) -> None:
+        """Leaves the job, done, and frees threads and connections. Harmless to repeat."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.leave(f"failed: {kind.__name__}")
+        self.close()
+
+
+def _connected(
+    servers: str | Sequence[str] | None, lane: Lane | None, environment: Mapping[str, str], limits: Limits
+) -> Connection:
+    """To the lane that was given, or over gRPC to the job that was found."""
+    job = environment.get("PS_JOB", "")
+    if lane is not None:
+        return Connection(lane, limits, Place(job, 0))
+    cluster = discover(addresses_of(servers), limits.connect)
+    return Connection(GrpcLane(cluster.addresses), limits, Place(job or cluster.job, 0))
+
+
+def _rank(rank: int | None, environment: Mapping[str, str]) -> int | None:
+    given = environment.get("PS_WORKER_RANK", "")
+    return int(given) if rank is None and given else rank

@@ -1,0 +1,76 @@
+"""How a script gets its job: from its environment, unless it says otherwise."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pscommon.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import torch
+
+    from psworker.job import Job
+
+
+def connect(
+    servers: str | Sequence[str] | None = None,
+    *,
+    rank: int | None = None,
+    device: str | None = None,
+    connect_timeout: float = 60.0,
+    wait_timeout: float = 600.0,
+) -> "Job":
+    """Joins the job that the servers run; the script's first call.
+
+    servers: "HOST:PORT,..." of any of the servers; default PS_SERVERS. rank: default PS_WORKER_RANK. device: auto, cpu,
+    cuda or cuda:K; default PS_DEVICE, then auto. ps-worker and ps-run set all three.
+    connect_timeout: seconds until the servers must have answered. wait_timeout: seconds that a step or a request for
+    data may wait for other workers.
+
+    With PS_LOCAL=1 in the environment there are no servers: the script trains alone, in this process, for debugging.
+
+    Raises InvalidRequestError where the environment says nothing, UnreachableError, MismatchError.
+    """
+    rank = _rank() if rank is None else rank
+    place = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)
+    from psworker.job import Job
+
+    if os.environ.get("PS_LOCAL", "0") not in ("", "0"):
+        from psworker.local import LocalClient
+
+        return Job(LocalClient(), rank or 0, place)
+    servers = servers or os.environ.get("PS_SERVERS")
+    if not servers:
+        raise InvalidRequestError(
+            "no servers to train with: start the script with `ps-run ... SCRIPT` (a whole job on this machine) or "
+            "`ps-worker --ps HOST:PORT SCRIPT` (one worker), set PS_SERVERS=HOST:PORT, or set PS_LOCAL=1 to train alone"
+        )
+    from psworker.client import Client
+
+    client = Client(servers or None, rank=rank, device=str(place), connect_timeout=connect_timeout, wait_timeout=wait_timeout)
+    return Job(client, client.worker - 1 if rank is None else rank, place)
+
+
+def choose_device(wanted: str, rank: int) -> "torch.device":
+    """The torch device of that name; "auto" spreads workers over the GPUs, or is the CPU where there are none."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return torch.device("cuda", rank % count) if count else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise InvalidRequestError(f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidRequestError(f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise InvalidRequestError(f"device {wanted}: torch {torch.__version__} sees {count} GPUs on this machine")
+    return device
+
+
+def _rank() -> int | None:
+    text = os.environ.get("PS_WORKER_RANK", "")
+    if text and not text.isdecimal():
+        raise InvalidRequestError(f"PS_WORKER_RANK must be 0, 1, 2 ..., not {text!r}")
+    return int(text) if text else None

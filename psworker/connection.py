@@ -1,0 +1,120 @@
+"""One worker's connection to a job: its lane, its place, and the threads that keep them."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from pscommon.core.errors import InvalidRequestError, PSError
+from psproto.v1 import coordinator_pb2 as co
+from psworker.crew import Crew
+from psworker.exchange import ShardExchange, combined, in_turn
+from psworker.lane import Cancellation, Lane
+from psworker.lease import Heartbeat, Place, Progress
+from psworker.patience import Limits, Patience
+from psworker.results import PushResult
+
+CALL_SECONDS = 10.0
+"""Deadline of a call that the coordinator answers at once."""
+
+LEAVE_SECONDS = 2.0
+
+T = TypeVar("T")
+
+log = logging.getLogger("psworker")
+
+
+class Connection:
+    """Open until `close`. limits: how long requests may go on; place: worker 0, an observer's, until `join`."""
+
+    def __init__(self, lane: Lane, limits: Limits, place: Place) -> None:
+        self.lane = lane
+        self.place = place
+        self.policy = ""
+        self._limits = limits
+        self._crew = Crew("psworker-shard")
+        self._heartbeat: Heartbeat | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._left = True
+
+    def join(self, rank: int | None, device: str) -> None:
+        """Gets a place in the job and keeps it. MismatchError if another job than the place's runs here."""
+        request = co.JoinRequest(job=self.place.job, host=socket.gethostname(), pid=os.getpid(), device=device)
+        if rank is not None:
+            request.rank = rank
+        answer = self.call("joining the job", lambda: self.lane.join(request, CALL_SECONDS))
+        self.place, self.policy, self._left = Place(answer.job, answer.worker), answer.policy, False
+        if not self.lane.direct:
+            self._heartbeat = Heartbeat(self.place, self.lane, answer.lease_ms / 1000)
+
+    def call(self, what: str, call: Callable[[], T]) -> T:
+        """The answer to a request of the coordinator, which is repeated while nobody answers."""
+        return self.patience(what).ask(call)
+
+    def patience(self, what: str) -> Patience:
+        """For a request that may have to wait."""
+        self.check()
+        return Patience(what, self.lane.clock, self._watched(lambda: None))
+
+    def exchange(self, parts: Callable[[Limits, Cancellation], Sequence[ShardExchange]]) -> PushResult:
+        """Carries out the shards' parts, at the same time where the lane allows it."""
+        self.check()
+        cancellation = Cancellation()
+        exchanges = parts(self._watched(cancellation.check), cancellation)
+        if self.lane.direct:
+            in_turn(exchanges)
+        else:
+            self._crew.run([part.run for part in exchanges], cancellation)
+        return combined(exchanges)
+
+    def check(self) -> None:
+        """Raises if this connection cannot be used (any more)."""
+        if self._pid != os.getpid():
+            raise InvalidRequestError(
+                f"this Client belongs to process {self._pid}; a forked process has to make one of its own"
+            )
+        if self._closed:
+            raise InvalidRequestError("this Client is closed")
+        self.place.check()
+        if self._left and self.place.worker:
+            raise InvalidRequestError("this Client has left the job")
+
+    def show(self, progress: Progress) -> None:
+        """What the next heartbeat says; where no thread sends any, this is one."""
+        self.place.progress = progress
+        if self.lane.direct:
+            self.place.beat(self.lane, CALL_SECONDS)
+
+    def leave(self, reason: str) -> None:
+        """Tells the job that nobody has to wait for this worker. Silence does no harm: the lease ends."""
+        if self._left or self._pid != os.getpid():
+            return
+        self._left = True
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        request = co.LeaveRequest(job=self.place.job, worker=self.place.worker, reason=reason)
+        try:
+            self.lane.leave(request, LEAVE_SECONDS)
+        except PSError as error:
+            log.debug("worker %d could not say that it leaves: %s", self.place.worker, error)
+
+    def close(self, reason: str = "") -> None:
+        """Leaves, ends the threads, closes the channels. Harmless to repeat, and in a forked process."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self.leave(reason)
+        self._closed = True
+        self._crew.close()
+        self.lane.close()
+
+    def _watched(self, check: Callable[[], None]) -> Limits:
+        place = self.place
+
+        def both() -> None:
+            check()
+            place.check()
+
+        return replace(self._limits, check=both, hurry=lambda: place.stopping)

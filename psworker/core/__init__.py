@@ -1,0 +1,1 @@
+"""The worker's decisions as pure machines."""

@@ -1,0 +1,142 @@
+"""ps-ctl: the commands."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from pscommon import options
+from pscommon.config import run_command
+from psworker.ctl import explain as explaining
+from psworker.ctl import views
+from psworker.ctl.doctor import doctor
+from psworker.ctl.output import Table, show
+from psworker.ctl.settings import Settings, pass_settings, shared, with_environment
+from psworker.ctl.snapshot import snapshot
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of ps-ctl; returns the exit code."""
+    try:
+        code = run_command(ps_ctl, lambda ctx: 0, args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `ps-ctl status | head`: nobody reads on, and Python must not try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+@click.group(
+    "ps-ctl",
+    epilog="""\b
+Examples:
+  ps-ctl --ps host0:50051 status
+  ps-ctl --ps host0:50051 workers --output json
+  ps-ctl snapshot verify /data/job
+  ps-ctl doctor
+  ps-ctl explain 12
+
+The environment has PS_SERVERS (or PS_PS), PS_OUTPUT and PS_TIMEOUT for the options.""",
+)
+@with_environment
+@click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
+def ps_ctl() -> None:
+    """Look at a job, its servers, workers and snapshots, and end it."""
+
+
+@ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 status --output json")
+@shared
+@pass_settings
+def status(settings: Settings) -> None:
+    """Show everything about the job at a glance."""
+    with settings.servers() as servers:
+        document = servers.status()
+    show(settings.output, document, views.status(document))
+
+
+@ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 workers")
+@shared
+@pass_settings
+def workers(settings: Settings) -> None:
+    """Show all workers that ever joined."""
+    with settings.servers() as servers:
+        document = servers.status()
+    show(settings.output, document["workers"], [views.workers(document)])
+
+
+@ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 plan")
+@shared
+@pass_settings
+def plan(settings: Settings) -> None:
+    """Show which tensor lies on which shard."""
+    with settings.servers() as servers:
+        placed = servers.plan()
+        addresses = [server["address"] for server in servers.status()["servers"]]
+    document = views.plan_document(placed, addresses)
+    show(settings.output, document, views.plan(document))
+
+
+@ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 stop --reason 'accurate enough'")
+@click.option("--reason", default="ps-ctl stop", show_default=True, help="For the logs of servers and workers.")
+@shared
+@pass_settings
+def stop(settings: Settings, reason: str) -> None:
+    """End the job.
+
+    Where there is a data directory a last snapshot is taken; then every server exits.
+    """
+    with settings.servers() as servers:
+        servers.stop(reason)
+    document = {"job": servers.described.job, "state": "stopping"}
+    show(settings.output, document, [Table("", (), list(document.items()))])
+
+
+@ps_ctl.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  ps-ctl config
+  ps-ctl config --config cluster.toml --shard 1/2 --policy async
+  PS_LEASE=10s ps-ctl config --for run --output json""",
+)
+@click.option(
+    "--for",
+    "table",
+    type=click.Choice(list(options.TABLES)),
+    default="server",
+    show_default=True,
+    help="Which command's.",
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF THAT ps_ctl]...")
+@click.option("--output", type=click.Choice(["table", "json"]), help="Form of the result [default: table].")
+@pass_settings
+def config(settings: Settings, table: str, flags: tuple[str, ...], output: str | None) -> None:
+    """Show the settings ps-server would get here, and their sources."""
+    merged = options.merged(table, flags)
+    rows = [{"key": key, "value": _plain(value), "source": source} for key, value, source in merged]
+    cells = [(row["key"], "(unset)" if row["value"] is None else row["value"], row["source"]) for row in rows]
+    show(output or settings.output, rows, [Table("", ("key", "value", "from"), cells)])
+
+
+@ps_ctl.command(epilog="\b\nExamples:\n  ps-ctl explain 20\n  ps-ctl explain NON_FINITE")
+@click.argument("code", metavar="CODE|REASON")
+@shared
+@pass_settings
+def explain(settings: Settings, code: str) -> None:
+    """Say what an exit code or error reason means."""
+    document = explaining.explanation(code)
+    show(settings.output, document, [explaining.table(document)])
+
+
+ps_ctl.add_command(doctor)
+ps_ctl.add_command(snapshot)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

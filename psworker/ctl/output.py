@@ -1,0 +1,95 @@
+"""What ps-ctl prints: tables for people, drawn on a terminal and plain when piped, or one JSON document."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under headings; without headings, a list of names and values."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[Sequence[object]]
+
+
+def show(form: str, document: object, tables: Sequence[Table]) -> None:
+    """Prints the tables, or the document when `form` is "json". Empty tables and empty columns are left out."""
+    if form == "json":
+        print(json.dumps(document, indent=2, default=str))
+        return
+    shown = [_without_empty_columns(table) for table in tables if table.rows]
+    if sys.stdout.isatty():
+        _draw(shown)
+    else:
+        print("\n\n".join(_plain(table) for table in shown))
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes as people read them: "12.3 MB"."""
+    if nbytes is None:
+        return ""
+    step = 0
+    while nbytes >= 999.5 and step < len(UNITS) - 1:
+        nbytes, step = nbytes / 1000, step + 1
+    return f"{nbytes:.0f} {UNITS[step]}" if step == 0 else f"{nbytes:.3g} {UNITS[step]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people read them: "0.25 s", "3 m 20 s", "2 h 5 m"."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} m {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} m"
+
+
+def number(value: float | None) -> str:
+    """Up to four digits that matter; whole numbers whole."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _without_empty_columns(table: Table) -> Table:
+    rows = [[_text(cell) for cell in row] for row in table.rows]
+    kept = [place for place, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    headings = tuple(table.headings[place] for place in kept) if table.headings else ()
+    return Table(table.title, headings, [[row[place] for place in kept] for row in rows])
+
+
+def _plain(table: Table) -> str:
+    lines = [list(map(str, row)) for row in ([table.headings, *table.rows] if table.headings else table.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    body = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([table.title, *body] if table.title else body)
+
+
+def _draw(tables: Sequence[Table]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Drawing
+    from rich.text import Text
+
+    console = Console()
+    for table in tables:
+        drawing = Drawing(
+            title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.headings)
+        )
+        for heading in table.headings or [""] * len(table.rows[0]):
+            drawing.add_column(heading, overflow="fold")
+        for row in table.rows:
+            drawing.add_row(*[Text(str(cell)) for cell in row])  # Text: a name in brackets is no markup
+        console.print(drawing)
+
+
+def _text(cell: Any) -> str:
+    """One line without control characters: names come from other people's scripts."""
+    text = {None: "", True: "yes", False: "no"}[cell] if cell is None or isinstance(cell, bool) else str(cell)
+    return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\n", " "))

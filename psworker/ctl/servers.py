@@ -1,0 +1,84 @@
+"""The servers of a job, asked by somebody who only looks: any one address leads to shard 0, which knows everything."""
+
+import json
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from pscommon.core.errors import UnreachableError
+from pscommon.core.tape import Plan
+from pscommon.wire.channel import open_channel
+from pscommon.wire.codec import model_from_proto
+from pscommon.wire.status import translated
+from psproto.v1 import coordinator_pb2 as pb
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psworker.core.search import Described
+from psworker.discovery import describe
+
+
+class Servers:
+    """A connection to shard 0. Takes no part in the job, so works in every state of it.
+
+    timeout: seconds that each call may take. Raises UnreachableError where nobody answers in time, and what the
+    servers answer.
+    """
+
+    def __init__(self, addresses: Sequence[str], timeout: float) -> None:
+        self._timeout = timeout
+        self.address, self.described = _find_coordinator(addresses, timeout)
+        self._channel = open_channel(self.address)
+        self._stub = CoordinatorServiceStub(self._channel)
+        self._who = f"shard 0 at {self.address}"
+
+    def status(self) -> dict[str, Any]:
+        """Everything that the coordinator tells (its keys are in the README)."""
+        with translated(self._who):
+            answer = self._stub.GetStatus(pb.GetStatusRequest(), timeout=self._timeout)
+        document = json.loads(answer.status_json)
+        return dict(document)
+
+    def plan(self) -> Plan:
+        """Where every tensor lies. UnreachableError (NOT_READY) before the first worker has brought the model."""
+        request = pb.RegisterRequest(job=self.described.job, observe=True)
+        with translated(self._who):
+            answer = self._stub.Register(request, timeout=self._timeout)
+        if answer.state != pb.RegisterResponse.STATE_READY:
+            raise UnreachableError(f"there is no model yet: the job waits for {answer.waiting_for}", "NOT_READY")
+        return Plan(model_from_proto(answer.model), self.described.shards)
+
+    def save(self, wait: float) -> tuple[int, str]:
+        """Takes a snapshot and waits up to `wait` seconds until it is written; its version and folder."""
+        request = pb.SaveSnapshotRequest(wait_ms=round(wait * 1000))
+        with translated(self._who):
+            answer = self._stub.SaveSnapshot(request, timeout=wait + self._timeout)
+        return answer.version, answer.path
+
+    def stop(self, reason: str) -> None:
+        """Ends the job; every server exits once a last snapshot is written."""
+        with translated(self._who):
+            self._stub.StopJob(pb.StopJobRequest(reason=reason), timeout=self._timeout)
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+
+def _find_coordinator(addresses: Sequence[str], timeout: float) -> tuple[str, Described]:
+    """Where shard 0 is, by the first of these servers that knows, and what that one said."""
+    problems: list[str] = []
+    for address in addresses:
+        try:
+            described = describe(address, timeout)
+        except UnreachableError as error:
+            problems.append(str(error))
+            continue
+        if described.shard == 0:
+            return address, described
+        if described.coordinator:
+            return described.coordinator, described
+        problems.append(f"{address} is shard {described.shard} and does not know yet where shard 0 is")
+    raise UnreachableError("; ".join(problems), "UNREACHABLE")

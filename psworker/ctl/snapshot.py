@@ -1,0 +1,157 @@
+"""`ps-ctl snapshot ...`: of a running job, or offline of a data directory."""
+
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pscommon.core.errors import SnapshotError
+from pscommon.options import SECONDS
+from psworker.ctl import views
+from psworker.ctl.output import Table, show, size
+from psworker.ctl.settings import Settings, pass_settings, shared
+
+if TYPE_CHECKING:
+    from pscommon.snapshot import Snapshots
+
+DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  ps-ctl --ps host0:50051 snapshot save
+  ps-ctl snapshot list /data/job
+  ps-ctl snapshot verify /data/job
+  ps-ctl snapshot export /data/job model.safetensors --version 1200
+
+DIR is what servers get as --data-dir. verify, export and list DIR need no servers."""
+)
+def snapshot() -> None:
+    """Save, list, verify and export snapshots."""
+
+
+@snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot save --wait 10m")
+@click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
+@shared
+@pass_settings
+def save(settings: Settings, wait: float) -> None:
+    """Take a snapshot now and wait until it is on disk."""
+    with settings.servers() as servers:
+        version, path = servers.save(wait)
+    document = {"version": version, "path": path}
+    show(settings.output, document, [Table("", (), list(document.items()))])
+
+
+@snapshot.command(
+    "list", epilog="\b\nExamples:\n  ps-ctl --ps host0:50051 snapshot list\n  ps-ctl snapshot list /data/job"
+)
+@click.argument("directory", metavar="[DIR]", type=DIRECTORY, required=False)
+@shared
+@pass_settings
+def list_(settings: Settings, directory: Path | None) -> None:
+    """List snapshots of DIR or of the job.
+
+    Their parts are not read; `verify` does that.
+    """
+    if directory is not None:
+        rows = _rows(_snapshots(directory))
+    else:
+        with settings.servers() as servers:
+            rows = [{"state": "complete", **row} for row in servers.status()["snapshots"]]
+    show(settings.output, rows, [views.snapshots(rows)])
+
+
+@snapshot.command(
+    epilog="\b\nExamples:\n  ps-ctl snapshot verify /data/job\n  ps-ctl snapshot verify /data/job --version 1200"
+)
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.option("--version", type=click.IntRange(min=0), help="Only this one [default: all].")
+@shared
+@pass_settings
+def verify(settings: Settings, directory: Path, version: int | None) -> int:
+    """Check every byte of the snapshots in DIR.
+
+    Exit code 12 if any of them is damaged.
+    """
+    snapshots = _snapshots(directory)
+    versions = [version] if version is not None else snapshots.versions()
+    rows = [_verified(snapshots, each) for each in versions]
+    problems = [(row["version"], problem) for row in rows for problem in row["problems"]]
+    tables = [views.snapshots(rows), Table("Problems", ("version", "problem"), problems)]
+    show(settings.output, rows, tables)
+    return SnapshotError.exit_code if problems else 0
+
+
+@snapshot.command(epilog="\b\nExample:\n  ps-ctl snapshot export /data/job model.safetensors")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--version", type=click.IntRange(min=0), help="Which one [default: the newest valid].")
+@shared
+@pass_settings
+def export(settings: Settings, directory: Path, file: Path, version: int | None) -> None:
+    """Write weights as a safetensors FILE.
+
+    Plain torch loads it: model.load_state_dict(safetensors.torch.load_file(FILE)).
+    """
+    from pscommon import snapshot as snapshot_package
+
+    snapshots = _snapshots(directory)
+    if version is None:
+        version = _newest(snapshots)
+    snapshot_package.export(snapshots, version, file)
+    nbytes = file.stat().st_size
+    document = {"version": version, "file": str(file), "nbytes": nbytes}
+    show(settings.output, document, [Table("", (), [*list(document.items())[:2], ("bytes", size(nbytes))])])
+
+
+def _snapshots(directory: Path) -> "Snapshots":
+    """SnapshotError where there is none, which says what DIR should be."""
+    from pscommon.snapshot import Snapshots
+
+    snapshots = Snapshots(directory)
+    if not snapshots.versions():
+        raise SnapshotError(f"no snapshots in {snapshots.folder}; DIR is what the servers got as --data-dir")
+    return snapshots
+
+
+def _newest(snapshots: "Snapshots") -> int:
+    newest = snapshots.newest_valid()
+    for reason in newest.skipped:
+        click.echo(f"ps-ctl: skipped a damaged snapshot: {reason}", err=True)
+    if newest.manifest is None:
+        raise SnapshotError(f"none of the snapshots in {snapshots.folder} is valid")
+    return newest.manifest.version
+
+
+def _rows(snapshots: "Snapshots") -> list[dict[str, Any]]:
+    return [_row(snapshots, version) for version in snapshots.versions()]
+
+
+def _row(snapshots: "Snapshots", version: int) -> dict[str, Any]:
+    path = str(snapshots.path(version))
+    try:
+        manifest = snapshots.manifest(version)
+    except SnapshotError as error:
+        return {"version": version, "path": path, "state": "damaged", "problem": str(error)}
+    absent = [part.file for part in snapshots.absent(manifest)]
+    return {
+        "version": version,
+        "path": path,
+        "state": "complete" if not absent else f"{len(absent)} of {manifest.shards} parts elsewhere",
+        "nbytes": manifest.nbytes,
+        "seconds": time.time() - datetime.fromisoformat(manifest.created).timestamp(),
+        "job": manifest.job,
+        "shards": manifest.shards,
+        "created": manifest.created,
+        "absent": absent,
+    }
+
+
+def _verified(snapshots: "Snapshots", version: int) -> dict[str, Any]:
+    problems = snapshots.verify(version)
+    row = _row(snapshots, version)
+    state = "damaged" if problems else row["state"].replace("complete", "sound")
+    return {**row, "state": state, "problems": problems}

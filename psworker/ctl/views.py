@@ -1,0 +1,176 @@
+"""Answers of the servers as tables. Status may come from a newer or an older server: what is not there stays empty."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pscommon.core.model import ROLES
+from pscommon.core.tape import Plan
+from psworker.ctl.output import Table, duration, number, size
+
+Json = Mapping[str, Any]
+
+
+def status(document: Json) -> list[Table]:
+    return [
+        Table("", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]),
+        servers(document),
+        workers(document),
+        _data(document),
+        Table("Metrics", (), [(name, number(value)) for name, value in document.get("metrics", {}).items()]),
+    ]
+
+
+def _summary(document: Json) -> list[tuple[str, object]]:
+    seconds, steps = document.get("seconds") or 0.0, document.get("steps") or 0
+    return [
+        ("job", document.get("job")),
+        ("state", document.get("state")),
+        ("waits for", document.get("waiting_for")),
+        ("policy", _policy(document)),
+        ("model", _model(document.get("model"))),
+        ("version", document.get("version")),
+        ("running for", duration(seconds)),
+        ("steps", f"{steps} ({steps / seconds:.3g}/s)" if seconds > 0 else steps),
+        ("samples", document.get("samples")),
+        ("pushes", ", ".join(f"{count} {outcome}" for outcome, count in document.get("pushes", {}).items() if count)),
+        ("workers done", document.get("finished")),
+        ("snapshots", _snapshots(document)),
+        ("snapshot problem", document.get("snapshot_problem")),
+    ]
+
+
+def _policy(document: Json) -> str:
+    bound = document.get("staleness")
+    return f"{document.get('policy')}" + (f", at most {bound} steps apart" if bound is not None else "")
+
+
+def _model(model: Json | None) -> str:
+    if not model:
+        return ""
+    return (
+        f"{model.get('tensors')} tensors, {model.get('parameters')} parameters, {size(model.get('bytes'))}, "
+        f"{model.get('optimizer')}"
+    )
+
+
+def _snapshots(document: Json) -> str:
+    age, count = document.get("snapshot_age_seconds"), len(document.get("snapshots", ()))
+    return f"{count}, the newest {duration(age)} old" if age is not None else str(count or "")
+
+
+def servers(document: Json) -> Table:
+    rows = [
+        (
+            server.get("shard"),
+            server.get("address"),
+            server.get("connected"),
+            server.get("version"),
+            size(server.get("parameter_bytes")),
+            size(server.get("state_bytes")),
+            size(server.get("received_bytes")),
+            size(server.get("sent_bytes")),
+            server.get("pid"),
+        )
+        for server in document.get("servers", ())
+    ]
+    headings = ("shard", "address", "connected", "version", "weights", "optimizer", "received", "sent", "pid")
+    return Table("Servers", headings, rows)
+
+
+def workers(document: Json) -> Table:
+    rows = [
+        (
+            worker.get("worker"),
+            worker.get("rank"),
+            f"{worker.get('host')}:{worker.get('pid')}",
+            worker.get("device"),
+            worker.get("state"),
+            worker.get("clock"),
+            worker.get("steps"),
+            duration(worker.get("step_seconds")),
+            number(worker.get("samples_per_second")),
+            worker.get("phase"),
+            duration(worker.get("silent_seconds")),
+            worker.get("reason"),
+        )
+        for worker in document.get("workers", ())
+    ]
+    headings = (
+        "worker", "rank", "host:pid", "device", "state", "clock", "steps",
+        "step", "samples/s", "phase", "silent", "reason",
+    )  # fmt: skip
+    return Table("Workers", headings, rows)
+
+
+def _data(document: Json) -> Table:
+    rows = [
+        (
+            loop.get("loop"),
+            loop.get("size"),
+            loop.get("batch_size"),
+            f"{loop.get('epoch')} of {loop.get('epochs')}",
+            f"{loop.get('committed')} of {loop.get('total')}",
+            loop.get("leased"),
+        )
+        for loop in document.get("data", ())
+    ]
+    return Table("Data", ("loop", "samples", "batch size", "epochs done", "batches done", "handed out"), rows)
+
+
+def snapshots(rows: Sequence[Json]) -> Table:
+    headings = ("version", "bytes", "age", "state", "path")
+    cells = [(r["version"], size(r.get("nbytes")), duration(r.get("seconds")), r["state"], r["path"]) for r in rows]
+    return Table("", headings, cells)
+
+
+def plan_document(plan: Plan, addresses: Sequence[str]) -> dict[str, Any]:
+    """Placement as JSON: for each shard its ranges of the tape by role, for each tensor where it lies."""
+    return {
+        "plan_digest": plan.digest,
+        "bytes": plan.nbytes,
+        "shards": [
+            {
+                "shard": shard,
+                "address": addresses[shard] if shard < len(addresses) else "",
+                "bytes": plan.shard_nbytes(shard),
+                "ranges": {role: list(plan.range(shard, role)) for role in ROLES},
+            }
+            for shard in range(plan.shards)
+        ],
+        "tensors": [_placed(plan, index) for index in range(len(plan.spec.tensors))],
+    }
+
+
+def _placed(plan: Plan, index: int) -> dict[str, Any]:
+    tensor, (start, stop) = plan.spec.tensors[index], plan.extent(index)
+    ranges = ((shard, plan.range(shard, tensor.role)) for shard in range(plan.shards))
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "role": tensor.role,
+        "group": tensor.group,
+        "bytes": tensor.nbytes,
+        "start": start,
+        "shards": [shard for shard, span in ranges if max(start, span.start) < min(stop, span.stop)],
+    }
+
+
+def plan(document: Json) -> list[Table]:
+    shards = [
+        (
+            row["shard"],
+            row["address"],
+            size(row["bytes"]),
+            *(size(stop - start) for start, stop in row["ranges"].values()),
+        )
+        for row in document["shards"]
+    ]
+    tensors = [
+        (t["name"], f"{t['dtype']}{t['shape']}", t["role"], size(t["bytes"]), ", ".join(map(str, t["shards"])))
+        for t in document["tensors"]
+    ]
+    return [
+        Table("Shards", ("shard", "address", "bytes", *ROLES), shards),
+        Table("Tensors", ("name", "type", "role", "bytes", "on shards"), tensors),
+    ]

@@ -1,0 +1,118 @@
+"""Finding the servers: from the addresses that the user gave to one address for each shard."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.wire.channel import open_channel
+from pscommon.wire.status import error_from, translated
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psworker.core.search import Cluster, Described, Search
+from psworker.patience import Announcer
+
+GRACE_SECONDS = 5.0
+CALL_SECONDS = 2.0
+PAUSE_SECONDS = 0.1
+
+ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[^\s\[\]:,/]+):([0-9]{1,5})")
+
+Doors = Callable[[str], ParameterServerServiceStub]
+
+
+def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
+    """ "HOST:PORT,HOST:PORT", or a sequence of them, or None for the environment's PS_SERVERS, as a tuple.
+
+    InvalidRequestError for something else, MismatchError for an address that is there twice.
+    """
+    if servers is None:
+        servers = os.environ.get("PS_SERVERS", "")
+        if not servers.strip():
+            raise InvalidRequestError(
+                "no servers given: run the script with ps-worker or ps-run, set PS_SERVERS, or pass HOST:PORT"
+            )
+    listed = servers.split(",") if isinstance(servers, str) else list(servers)
+    found = tuple(address.strip() for address in listed if address.strip())
+    for address in found:
+        match = ADDRESS.fullmatch(address)
+        if not match or not 0 < int(match[1]) < 65536:
+            raise InvalidRequestError(f"{address!r} is not an address of the form HOST:PORT")
+        if found.count(address) > 1:
+            raise MismatchError(f"{address} is listed twice: every server is to be listed once", "SHARD_MISMATCH")
+    if not found:
+        raise InvalidRequestError("the list of servers is empty")
+    return found
+
+
+def discover(given: Sequence[str], connect_timeout: float = 60.0, grace: float = GRACE_SECONDS) -> Cluster:
+    """All servers of the job that `given` belong to; one of them is enough if it follows shard 0 or is it.
+
+    Servers that were started without --join are told where shard 0 is, if all are listed. UnreachableError after
+    connect_timeout seconds, MismatchError for addresses that are not one set.
+    """
+    started = time.monotonic()
+    search, announcer = Search(given, started, grace), Announcer(started)
+    with _doors() as door:
+        while True:
+            _ask(search, door, min(CALL_SECONDS, max(0.1, connect_timeout)))
+            if search.complete:
+                return search.cluster()
+            _introduce(search, door)
+            now = time.monotonic()
+            search.check(now)
+            if now - started >= connect_timeout:
+                raise search.gave_up(now - started)
+            announcer.say(now, f"still looking for the servers: {search.gave_up(now - started)}")
+            time.sleep(PAUSE_SECONDS)
+
+
+def describe(address: str, timeout: float = 5.0) -> Described:
+    """What one server says of itself. UnreachableError if it does not answer."""
+    with open_channel(address) as channel, translated(f"the server at {address}"):
+        return _described(ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=timeout))
+
+
+@contextlib.contextmanager
+def _doors() -> Iterator[Doors]:
+    """Stubs by address; their channels are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        stubs: dict[str, ParameterServerServiceStub] = {}
+
+        def door(address: str) -> ParameterServerServiceStub:
+            if address not in stubs:
+                stubs[address] = ParameterServerServiceStub(stack.enter_context(open_channel(address)))
+            return stubs[address]
+
+        yield door
+
+
+def _ask(search: Search, door: Doors, timeout: float) -> None:
+    """Asks all at once: one that hangs does not keep the others waiting."""
+    calls = {
+        address: door(address).Describe.future(ps.DescribeRequest(), timeout=timeout) for address in search.to_ask()
+    }
+    for address, call in calls.items():
+        try:
+            answer = _described(call.result())
+        except grpc.RpcError as failure:
+            error = error_from(failure, f"the server at {address}")
+            if not isinstance(error, UnreachableError):
+                raise error from failure
+            search.failed(address, str(error))
+        else:
+            search.answered(address, answer, time.monotonic())
+
+
+def _introduce(search: Search, door: Doors) -> None:
+    for address, leader in search.introductions():
+        with contextlib.suppress(UnreachableError), translated(f"the server at {address} (Introduce)"):
+            door(address).Introduce(ps.IntroduceRequest(coordinator=leader), timeout=CALL_SECONDS)
+
+
+def _described(message: ps.DescribeResponse) -> Described:
+    return Described(message.job, message.shard, message.shards, tuple(message.addresses), message.coordinator)

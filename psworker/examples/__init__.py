@@ -1,0 +1,1 @@
+"""Small trainings to run and to read: digits (a CNN), charlm (a transformer), linear (numpy only)."""

@@ -1,0 +1,81 @@
+"""A convolutional network learns handwritten digits: 1797 images of 8x8 pixels that come with scikit-learn.
+
+    ps-run --servers 2 --workers 2 -m psworker.examples.digits
+    PS_LOCAL=1 python -m psworker.examples.digits                 # the same training without servers
+"""
+
+import argparse
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import psworker
+
+log = logging.getLogger("digits")
+
+TEST_IMAGES = 360
+
+
+def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Training set and test set, always split alike: images float32[n, 1, 8, 8] in 0..1 and labels int64[n]."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise SystemExit("this example needs scikit-learn: pip install 'paramserver[examples]'") from None
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.RandomState(0).permutation(len(labels))
+    x = torch.tensor(images[order] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
+    y = torch.tensor(labels[order], dtype=torch.int64)
+    return (x[TEST_IMAGES:], y[TEST_IMAGES:]), (x[:TEST_IMAGES], y[:TEST_IMAGES])
+
+
+def network() -> nn.Module:
+    """39 thousand weights, with the things that are hard to distribute: BatchNorm's statistics and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Dropout(0.25), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    model.eval()
+    return (model(images).argmax(1) == labels).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch-size", type=int, default=32, help="per worker")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+
+    torch.manual_seed(args.seed)
+    with psworker.connect() as job:
+        training_set, (images, labels) = load()
+        model = network().to(job.device)
+        optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), model)
+
+        for batch in job.batches(training_set, args.batch_size, epochs=args.epochs, seed=args.seed):
+            x, y = (tensor.to(job.device) for tensor in batch)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.stats.steps % 50 == 0:
+                log.info("step %d, version %d: loss %.3f", job.stats.steps, job.version, loss.item())
+                job.report(loss=loss.item())
+
+        correct = accuracy(model, images.to(job.device), labels.to(job.device))
+        log.info("test accuracy %.4f after %d versions", correct, job.version)
+        job.report(accuracy=correct)
+
+
+if __name__ == "__main__":
+    main()

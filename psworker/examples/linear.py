@@ -1,0 +1,42 @@
+"""Least squares with numpy alone: what `psworker.Client` offers to any framework, or to none.
+
+    ps-run --servers 2 --workers 2 -m psworker.examples.linear
+"""
+
+import argparse
+
+import numpy as np
+
+import psworker
+
+FEATURES = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="per worker")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.1)
+    args = parser.parse_args()
+    truth = np.random.default_rng(0).normal(size=FEATURES)
+
+    with psworker.Client() as client:
+        initial = {"w": np.zeros(FEATURES), "b": np.zeros(())}
+        client.register(initial, psworker.OptimizerSpec("sgd", lr=args.lr))
+        params = client.pull()
+
+        rng = np.random.default_rng(client.worker)  # every worker sees other data
+        for _ in range(args.steps):
+            x = rng.normal(size=(args.batch_size, FEATURES))
+            y = x @ truth + 3 + rng.normal(scale=0.01, size=args.batch_size)
+            error = x @ params["w"] + params["b"] - y
+            grads = {"w": x.T @ error / args.batch_size, "b": error.mean()}
+            client.push_pull(grads, out=params, samples=args.batch_size)
+
+        distance = float(np.hypot(np.linalg.norm(params["w"] - truth), params["b"] - 3))
+        client.report(distance=distance)
+        print(f"worker {client.worker}, version {client.version}: distance to the true weights {distance:.5f}")
+
+
+if __name__ == "__main__":
+    main()

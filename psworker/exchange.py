@@ -1,0 +1,169 @@
+"""One push and pull against all shards: each shard's part until it is decided, then one result of all."""
+
+from collections.abc import Sequence
+
+from pscommon.core.errors import PSError, UnreachableError, WaitTimeoutError, error_for
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.lane import Answer, Cancellation, Lane
+from psworker.patience import Limits, Patience
+from psworker.results import PushResult, Status
+
+SLICE_SECONDS = 5.0
+"""How long a server may hold a call before it says whom it waits for."""
+
+SPARE_SECONDS = 30.0
+SLOWEST_BYTES_PER_SECOND = 10e6
+
+STATUS: dict[int, Status] = {
+    ps.OUTCOME_NONE: "none",
+    ps.OUTCOME_APPLIED: "applied",
+    ps.OUTCOME_DUPLICATE: "duplicate",
+    ps.OUTCOME_STALE: "stale",
+    ps.OUTCOME_REJECTED: "rejected",
+}
+
+
+class ShardExchange:
+    """One shard's part: a machine that makes one attempt a step until the push is decided and the weights are here.
+
+    send and receive are the shard's ranges of the caller's tapes; repeats: an earlier call may have sent this push.
+    Once finished: result (how the push ended), version (of what was received, else of the shard), status, seconds.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receive: Sequence[memoryview],
+        limits: Limits,
+        cancellation: Cancellation,
+        repeats: bool = False,
+    ) -> None:
+        self.result = ps.ExchangeResult()
+        self.version = 0
+        self._lane = lane
+        self._shard = shard
+        self._header = header
+        self._send = send
+        self._receive = receive
+        self._cancellation = cancellation
+        self._repeats = repeats
+        # a push has data on every shard, be it no bytes: each must know of it
+        self._pushes = header.has_data = header.initial or header.seq > 0
+        self._patience = Patience(self._what(), lane.clock, limits)
+        self._started = self._ended = lane.clock.now()
+        self._pull_seconds = 0.0
+        self._attempts = 0
+        self._was_pending = False
+
+    @property
+    def status(self) -> Status:
+        """A "duplicate" of what this call itself sent, its answer lost or not there yet, is a push that counted."""
+        status = STATUS[self.result.outcome]
+        of_this_call = self._was_pending or (self._attempts > 1 and not self._repeats)
+        return "applied" if status == "duplicate" and of_this_call else status
+
+    @property
+    def reason(self) -> str:
+        return f"{self.result.reason}: {self.result.detail}" if self.result.reason else ""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time went, as PushResult.seconds; what nobody accounts for was sending."""
+        wait, apply = self.result.wait_seconds, self.result.apply_seconds
+        push = self._ended - self._started - wait - apply - self._pull_seconds
+        return {"push": max(0.0, push), "wait": wait, "apply": apply, "pull": self._pull_seconds}
+
+    def run(self) -> None:
+        """All steps, in the calling thread."""
+        while not self.step(SLICE_SECONDS):
+            pass
+
+    def step(self, slice_seconds: float) -> bool:
+        """One attempt, in which the server may hold the call for so long. True: finished."""
+        try:
+            answer = self._attempt(self._patience.left(slice_seconds))
+        except WaitTimeoutError as error:
+            self._patience.waited(str(error))
+        except UnreachableError as error:
+            # it may have died with what it held: send everything again, it knows what has counted
+            self._header.has_data = self._pushes
+            self._patience.failed(error)
+        else:
+            return self._take(answer)
+        return False
+
+    def _attempt(self, wait: float) -> Answer:
+        self._attempts += self._pushes
+        self._header.wait_ms = round(wait * 1000)
+        moved = sum(view.nbytes for view in (*self._send, *self._receive))
+        timeout = wait + SPARE_SECONDS + moved / SLOWEST_BYTES_PER_SECOND
+        return self._lane.exchange(self._shard, self._header, self._send, self._receive, timeout, self._cancellation)
+
+    def _take(self, answer: Answer) -> bool:
+        result = answer.result
+        if result.outcome == ps.OUTCOME_PENDING:
+            self._header.has_data, self._was_pending = False, self._pushes
+            self._patience.waited(result.waiting_for)
+            return False
+        if result.outcome not in STATUS:
+            raise PSError(f"{self._who()} answered with outcome {result.outcome}, which this version does not know")
+        if self._pushes or not self.result.outcome:
+            self.result = result
+        self.version = result.version
+        self._ended = self._lane.clock.now()
+        self._pull_seconds += answer.receive_seconds
+        return result.nbytes > 0 or not any(view.nbytes for view in self._receive) or self._pull_alone()
+
+    def _pull_alone(self) -> bool:
+        """The push is decided, but no weights came with the answer: ask for them."""
+        if not self._pushes:
+            raise PSError(f"{self._who()} sent no weights")
+        before = self._header
+        self._header = ps.PushPullHeader(
+            job=before.job, worker=before.worker, pull=before.pull, min_version=before.min_version
+        )
+        self._pushes = False
+        return False
+
+    def _what(self) -> str:
+        header = self._header
+        name = "the initial weights" if header.initial else f"push {header.seq}" if header.seq else "a pull"
+        return f"{name} of worker {header.worker} on {self._who()}"
+
+    def _who(self) -> str:
+        return f"shard {self._shard} at {self._lane.addresses[self._shard]}"
+
+
+def in_turn(exchanges: Sequence[ShardExchange]) -> None:
+    """All of them in the calling thread. Only the last open one may wait: a push is decided once all shards have it."""
+    left = list(exchanges)
+    while left:
+        last = left[-1]
+        left = [part for part in left if not part.step(SLICE_SECONDS if part is last else 0.0)]
+
+
+def combined(parts: Sequence[ShardExchange]) -> PushResult:
+    """One result of all shards. They follow one log and so decide alike, but one may have forgotten the reason.
+
+    FencedError or MismatchError where the push was rejected because this worker or job is not the job's.
+    """
+    unfit = next((part for part in parts if part.status in ("rejected", "stale")), None)
+    if unfit is not None and unfit.status == "rejected":
+        _raise_if_out(unfit)
+    status = unfit.status if unfit else "applied" if any(p.status == "applied" for p in parts) else parts[0].status
+    seconds = [part.seconds for part in parts]
+    return PushResult(
+        status=status,
+        version=min(part.version for part in parts),
+        staleness=max(part.result.staleness for part in parts),
+        reason=unfit.reason if unfit else "",
+        seconds={key: max(row[key] for row in seconds) for key in seconds[0]},
+    )
+
+
+def _raise_if_out(part: ShardExchange) -> None:
+    if part.result.reason in ("FENCED", "JOB_MISMATCH", "MODEL_MISMATCH", "SHARD_MISMATCH"):
+        raise error_for(part.result.reason, part.result.detail or part.result.reason)

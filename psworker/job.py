@@ -1,0 +1,203 @@
+"""A training job as a script sees it: its optimizer, its share of the data, its place in time."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.loop import LoopSpec
+from psworker import metrics
+from psworker.batches import Batches, Fetcher, Leases, Usage, map_style
+from psworker.local import JobClient
+from psworker.optimizer import ServerOptimizer
+from psworker.results import PushResult
+from psworker.stats import Stats
+
+log = logging.getLogger("psworker")
+
+
+class Job:
+    """Made by `psworker.connect`. Use it as a context manager, or call `close` at the end.
+
+    client: the connection underneath. rank: 0, 1, ... among the workers that started together, for logs and tests.
+    device: where the operator wants this worker to compute; `model.to(job.device)` before `job.optimizer`.
+    stats: where the time of the steps goes.
+    """
+
+    def __init__(self, client: JobClient, rank: int = 0, device: torch.device | None = None) -> None:
+        self.client = client
+        self.rank = rank
+        self.device = device or torch.device("cpu")
+        self.stats = Stats()
+        self.usage = Usage()
+        self.first_version = 0
+        self._optimizer: ServerOptimizer | None = None
+        self._loops = 0
+        self._epochs: dict[tuple[int, int], int] = {}
+        self._open: list[Leases] = []
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        """How many updates the job's weights have had, as far as this worker knows."""
+        return self.client.version
+
+    @property
+    def policy(self) -> str:
+        """How the servers let steps count: sync, async or ssp; "local" without servers."""
+        return self.client.policy
+
+    @property
+    def last(self) -> PushResult | None:
+        """What became of the last step; None before the first."""
+        return self._optimizer.result if self._optimizer else None
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> ServerOptimizer:
+        """Hands the model to the servers, once a job; returns what takes the optimizer's place in the script.
+
+        optimizer: torch.optim's SGD, Adam, AdamW, Adagrad or RMSprop, fresh, over parameters of `model`. Those that it
+        lacks are frozen; list all that will ever train and switch requires_grad to train some of them later.
+        model: on the device where it will compute. Afterwards its weights are the job's (the first worker's, or those
+        of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
+        weights into it later changes only this worker's copy, until the next step.
+
+        Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains another model.
+        """
+        if self._optimizer is not None:
+            raise InvalidRequestError("job.optimizer was called before; a job has one model and one optimizer")
+        self._optimizer = ServerOptimizer(optimizer, model, self)
+        self.first_version = self.version
+        return self._optimizer
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        reseed: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **loader: Any,
+    ) -> Batches:
+        """This worker's share of `epochs` passes over the data, as batches for one `for` loop.
+
+        All workers together see each sample once an epoch (drop_last leaves the remainder out), shuffled by
+        (seed, epoch); epochs go on counting over the calls of a script, so calling with epochs=1 again and again
+        shuffles anew each time. Every worker makes the same calls in the same order.
+
+        dataset: map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
+        batch_size: samples a batch and worker. collate_fn and other keywords (num_workers, pin_memory,
+        worker_init_fn ...) are torch.utils.data.DataLoader's.
+        reseed: before each batch is fetched and before it is given out, set the global generators of torch, numpy and
+        random from (seed, epoch, place in the epoch), so that augmentation and dropout are the same whoever computes
+        the batch.
+
+        A batch counts as done with the next `optimizer.step()`. Leaving the loop early gives unused batches back. When
+        the loop ends, the model holds the job's newest weights. Under torch.no_grad() a batch weighs nothing.
+        """
+        data = map_style(dataset)
+        spec = self._next_loop(len(data), batch_size, epochs, drop_last, shuffle, seed)
+        return Batches(self, spec, Fetcher(data, collate_fn or default_collate, reseed), reseed, loader)
+
+    def _next_loop(
+        self, size: int, batch_size: int, epochs: int, drop_last: bool, shuffle: bool, seed: int
+    ) -> LoopSpec:
+        before = self._epochs.get((size, seed), 0)
+        try:
+            spec = LoopSpec(self._loops, size, batch_size, epochs, drop_last, shuffle, seed, first_epoch=before)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+        self._loops += 1
+        self._epochs[size, seed] = before + epochs
+        return spec
+
+    def pull(self) -> None:
+        """The job's newest weights into the model, without a step."""
+        if self._optimizer is None:
+            raise InvalidRequestError("call job.optimizer first: before it there is no model to train")
+        self.enter("pull")
+        self._optimizer.pull()
+
+    def report(self, **values: float) -> None:
+        """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""
+        numbers = {name: float(value) for name, value in values.items()}
+        self.client.report(**numbers)
+        for name, value in numbers.items():
+            metrics.reported(name, value)
+
+    def resume(self, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int | None = None) -> None:
+        """Fast-forwards a fresh scheduler to where the job stood when this worker came.
+
+        steps: how often to step it; by default the job's version at `job.optimizer`. That is right under sync for a
+        scheduler that is stepped with every step. Under async and ssp a version is one step of one worker, so divide
+        by the number of workers; for a scheduler stepped once an epoch give the epochs. A new job's version is 0.
+        """
+        with warnings.catch_warnings():
+            # torch misses the optimizer's steps, which earlier workers have made
+            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+            for _ in range(self.first_version if steps is None else steps):
+                scheduler.step()
+
+    def enter(self, phase: str) -> None:
+        """The worker does something else now: times it, and lets `ps-ctl workers` show it."""
+        self.stats.enter(phase)
+        self.client.progress(
+            steps=self.stats.steps,
+            step_seconds=self.stats.step_seconds,
+            samples_per_second=self.stats.samples_per_second,
+            phase=phase,
+        )
+
+    def finish_step(self, result: PushResult, samples: int) -> None:
+        """Counts a step and where its time went."""
+        self.stats.finish_step(samples, result.seconds)
+        self.stats.stale += result.status == "stale"
+        metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
+        self.enter("compute")
+
+    @contextmanager
+    def looping(self, leases: Leases) -> Iterator[None]:
+        """While a loop runs: what it holds goes back when it ends, or with the job."""
+        if self._optimizer is None:
+            raise InvalidRequestError("call job.optimizer before going through job.batches")
+        self._open.append(leases)
+        try:
+            yield
+        finally:
+            self._open.remove(leases)
+            if not self._closed:
+                leases.give_back()
+
+    def close(self, reason: str = "") -> None:
+        """Leaves the job: others go on without this worker. reason: why, when it is not done. Again: does nothing.
+
+        Leaving gives back all batches that were leased and not pushed.
+        """
+        if not self._closed:
+            self._closed = True
+            self.client.leave(reason)
+            self.client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return self.close()
+        try:
+            self.close(reason=f"{type(error).__name__}: {error}")
+        except PSError as trouble:
+            log.warning("could not leave the job: %s", trouble)  # `error` is what the user must see
+        return None

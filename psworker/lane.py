@@ -1,0 +1,245 @@
+"""How a worker's requests get to the servers. Everything above a lane is the same over gRPC and in a simulation."""
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import grpc
+
+from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.wire.channel import open_channel
+from pscommon.wire.frames import ExchangeStub, Filler, chunks, decode_response, encode_header
+from pscommon.wire.status import translated
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psworker.patience import Clock
+
+T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """A server's answer to one Exchange; seconds until its header came, and from then until the last byte."""
+
+    result: ps.ExchangeResult
+    header_seconds: float
+    receive_seconds: float
+
+
+class Cancellation:
+    """Ends the calls of one request that are in flight, on all shards, and keeps new ones from starting."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: set[Any] = set()
+        self.cause: BaseException | None = None
+
+    def cancel(self, cause: BaseException) -> None:
+        """The first cause is the one that counts."""
+        with self._lock:
+            self.cause = self.cause or cause
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+    def attach(self, call: Any) -> None:
+        with self._lock:
+            self._calls.add(call)
+            cancelled = self.cause is not None
+        if cancelled:
+            call.cancel()
+
+    def detach(self, call: Any) -> None:
+        with self._lock:
+            self._calls.discard(call)
+
+    def check(self) -> None:
+        """Raises if the request was given up."""
+        if self.cause is not None:
+            raise PSError(f"given up, because another shard failed: {self.cause}")
+
+
+class Lane(Protocol):
+    """Requests to the coordinator and to each shard. All raise PSErrors; `timeout` is in seconds and covers one call.
+
+    direct: calls run in the caller's thread, so there are no threads beside it and nobody sends heartbeats.
+    addresses: by shard, for people. clock: all time and all pauses of the client.
+    """
+
+    direct: bool
+    addresses: Sequence[str]
+    clock: Clock
+
+    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
+    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse: ...
+    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse: ...
+    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse: ...
+    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse: ...
+    def return_batches(self, request: co.ReturnBatchesRequest, timeout: float) -> co.ReturnBatchesResponse: ...
+    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse: ...
+    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse: ...
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receive: Sequence[memoryview],
+        timeout: float,
+        cancellation: Cancellation,
+    ) -> Answer:
+        """One Exchange: sends the bytes of `send` if header.has_data, writes those of the answer into `receive`.
+
+        The answer's nbytes is 0 or all that `receive` takes. After an error `receive` may be half written.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class GrpcLane:
+    """Over gRPC. Channels are opened when first used; a forked child may not use those of its parent (nor does it).
+
+    The coordinator has a channel of its own: heartbeats do not queue behind gradients.
+    """
+
+    direct = False
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.addresses = tuple(addresses)
+        self.clock = Clock(time.monotonic, time.sleep)
+        self._lock = threading.Lock()
+        self._channels: list[grpc.Channel] = []
+        self._shards: dict[int, ExchangeStub] = {}
+        self._coordinator: CoordinatorServiceStub | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        _lanes.add(self)
+
+    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
+        return self._ask("Join", lambda stub: stub.Join(request, timeout=timeout))
+
+    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
+        return self._ask("Register", lambda stub: stub.Register(request, timeout=timeout))
+
+    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
+        return self._ask("Heartbeat", lambda stub: stub.Heartbeat(request, timeout=timeout))
+
+    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
+        return self._ask("Leave", lambda stub: stub.Leave(request, timeout=timeout))
+
+    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
+        return self._ask("NextBatch", lambda stub: stub.NextBatch(request, timeout=timeout))
+
+    def return_batches(self, request: co.ReturnBatchesRequest, timeout: float) -> co.ReturnBatchesResponse:
+        return self._ask("ReturnBatches", lambda stub: stub.ReturnBatches(request, timeout=timeout))
+
+    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
+        return self._ask("ReportMetrics", lambda stub: stub.ReportMetrics(request, timeout=timeout))
+
+    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
+        return self._ask("GetStatus", lambda stub: stub.GetStatus(request, timeout=timeout))
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receive: Sequence[memoryview],
+        timeout: float,
+        cancellation: Cancellation,
+    ) -> Answer:
+        with translated(f"shard {shard} at {self.addresses[shard]} (Exchange)"):
+            stub, started = self._shard(shard), time.monotonic()
+            call = (
+                stub.stream(_frames(header, send), timeout=timeout)
+                if header.has_data
+                else stub.ask(encode_header(header), timeout=timeout)
+            )
+            cancellation.attach(call)
+            try:
+                result = _header(call)
+                answered = time.monotonic()
+                _receive(call, receive if result.nbytes else ())
+                return Answer(result, answered - started, time.monotonic() - answered)
+            finally:
+                cancellation.detach(call)
+                call.cancel()
+
+    def close(self) -> None:
+        """Harmless to repeat, and in a forked child."""
+        with self._lock:
+            self._closed = True
+            channels, self._channels = self._channels, []
+            self._shards, self._coordinator = {}, None
+        for channel in channels:
+            channel.close()
+
+    def _ask(self, method: str, call: Callable[[CoordinatorServiceStub], T]) -> T:
+        with translated(f"shard 0 at {self.addresses[0]} ({method})"):
+            with self._lock:
+                if self._coordinator is None:
+                    self._coordinator = CoordinatorServiceStub(self._open(0))
+                stub = self._coordinator
+            return call(stub)
+
+    def _shard(self, shard: int) -> ExchangeStub:
+        with self._lock:
+            if shard not in self._shards:
+                self._shards[shard] = ExchangeStub(self._open(shard))
+            return self._shards[shard]
+
+    def _open(self, shard: int) -> grpc.Channel:
+        if self._closed:
+            raise InvalidRequestError("this connection is closed")
+        if self._pid != os.getpid():
+            raise InvalidRequestError(f"this connection belongs to process {self._pid}; connect again in this one")
+        self._channels.append(open_channel(self.addresses[shard]))
+        return self._channels[-1]
+
+    def forget(self) -> None:
+        """In a forked child: let go of the parent's channels without closing them, which could hang."""
+        _inherited.extend(self._channels)
+        self._lock = threading.Lock()
+        self._channels, self._shards, self._coordinator = [], {}, None
+
+
+_lanes: "weakref.WeakSet[GrpcLane]" = weakref.WeakSet()
+_inherited: list[Any] = []
+
+
+def _after_fork() -> None:
+    for lane in list(_lanes):
+        lane.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _frames(header: ps.PushPullHeader, send: Sequence[memoryview]) -> Iterator[bytes]:
+    yield encode_header(header)
+    yield from chunks(send)
+
+
+def _header(call: Iterator[bytes]) -> ps.ExchangeResult:
+    for raw in call:
+        frame = decode_response(raw)
+        if isinstance(frame, memoryview):
+            raise PSError("the server sent data before a header")
+        return frame
+    raise PSError("the server ended the call without an answer")
+
+
+def _receive(call: Iterator[bytes], views: Sequence[memoryview]) -> None:
+    """Reads to the end of the call, which brings its status."""
+    filler = Filler(views)
+    for raw in call:
+        frame = decode_response(raw)
+        if not isinstance(frame, memoryview):
+            raise PSError("the server sent a second header")
+        filler.fill(frame)
+    if not filler.complete:
+        raise PSError(f"the server sent {filler.missing} bytes too few")

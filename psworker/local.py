@@ -1,0 +1,158 @@
+"""Training without servers (PS_LOCAL=1): the same steps in the same order, with the optimizer in this process."""
+
+import heapq
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec
+from pscommon.core.tape import Plan
+from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, validate
+from psworker.results import Lease, PushResult, Status
+
+log = logging.getLogger("psworker")
+
+
+class JobClient(Protocol):
+    """What a Job needs of its client: `psworker.Client` over the network, `LocalClient` without."""
+
+    job: str
+    worker: int
+    policy: str
+    version: int
+
+    @property
+    def stopping(self) -> bool: ...
+    def agree(self, spec: ModelSpec) -> Plan: ...
+    def start(self, tape: memoryview) -> None: ...
+    def exchange(
+        self,
+        *,
+        gradients: memoryview | None,
+        weights: memoryview | None,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+    ) -> PushResult: ...
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease: ...
+    def return_batches(self, batches: Sequence[BatchKey]) -> None: ...
+    def report(self, **metrics: float) -> None: ...
+    def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None: ...
+    def leave(self, reason: str = "") -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalClient:
+    """A job of one worker and no servers, with the interface of `psworker.Client` that a Job uses.
+
+    Weights are stepped by the torch optimizer that the model's spec names, one tensor at a time, as a plain script
+    would; batches are dealt in the order of their numbers. Nothing waits, nothing is stale.
+    """
+
+    job = "local"
+    worker = 1
+    policy = "local"
+    stopping = False
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.groups_json = ""
+        self.metrics: dict[str, float] = {}
+        self._free: dict[int, list[int]] = {}
+
+    def agree(self, spec: ModelSpec) -> Plan:
+        self._optimizer_spec = validate(spec.optimizer)
+        self.groups_json = groups_to_json(self._optimizer_spec.groups)
+        self.plan = Plan(spec, shards=1)
+        return self.plan
+
+    def start(self, tape: memoryview) -> None:
+        """The worker's weights are the job's."""
+        self._tape = _tensor(tape).clone()
+        self._weights = [_view(self._tape, self.plan, index) for index in range(len(self.plan.spec.tensors))]
+        members: list[list[Tensor]] = [[] for _ in self._optimizer_spec.groups]
+        for spec, weight in zip(self.plan.spec.tensors, self._weights, strict=True):
+            if spec.role == "trainable":
+                members[spec.group].append(weight)
+        groups = zip(members, self._optimizer_spec.groups, strict=True)
+        make: Any = SUPPORTED[self._optimizer_spec.name].torch_class
+        self._optimizer = make([{**group, "params": params} for params, group in groups])
+
+    def exchange(
+        self,
+        *,
+        gradients: memoryview | None,
+        weights: memoryview | None,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+    ) -> PushResult:
+        began, problem = time.perf_counter(), ""
+        if gradients is not None:
+            problem = self._step(_tensor(gradients), absent, groups_json)
+        if weights is not None:
+            _tensor(weights).copy_(self._tape)
+        status: Status = "none" if gradients is None else "rejected" if problem else "applied"
+        return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
+
+    def _step(self, tape: Tensor, absent: Collection[int], groups_json: str) -> str:
+        """One optimizer step, or why there cannot be one."""
+        for index, spec in enumerate(self.plan.spec.tensors):
+            pushed = _view(tape, self.plan, index)
+            if spec.role == "trainable":
+                self._weights[index].grad = None if index in absent else pushed
+                if index not in absent and not pushed.isfinite().all():
+                    return f"NON_FINITE: NaN or Inf in the gradient of {spec.name}"
+        self._take_buffers(tape)
+        self._take_groups(groups_json)
+        self._optimizer.step()
+        self.version += 1
+        return ""
+
+    def _take_buffers(self, tape: Tensor) -> None:
+        start, stop = self.plan.section("buffer")
+        self._tape[start:stop] = tape[start:stop]
+
+    def _take_groups(self, groups_json: str) -> None:
+        if groups_json:
+            groups: Sequence[Mapping[str, Any]] = groups_from_json(groups_json, self._optimizer_spec)
+            for mine, new in zip(self._optimizer.param_groups, groups, strict=True):
+                mine.update(new)
+
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
+        free = self._free.setdefault(loop.loop, list(range(loop.total)))
+        numbers = tuple(heapq.heappop(free) for _ in range(min(count, len(free))))
+        return Lease(numbers, end=not numbers, sat_out=False)
+
+    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+        for batch in batches:
+            heapq.heappush(self._free[batch.loop], batch.number)
+
+    def report(self, **metrics: float) -> None:
+        self.metrics.update(metrics)
+
+    def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None:
+        """Nobody watches."""
+
+    def leave(self, reason: str = "") -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _tensor(tape: memoryview) -> Tensor:
+    return torch.frombuffer(tape, dtype=torch.uint8)
+
+
+def _view(tape: Tensor, plan: Plan, index: int) -> Tensor:
+    spec, extent = plan.spec.tensors[index], plan.extent(index)
+    return tape[extent.start : extent.stop].view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -1,0 +1,105 @@
+"""How long one request may go on: repeating it while nobody answers, waiting while somebody else is late."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pscommon.core.errors import UnreachableError, WaitTimeoutError
+
+LOG_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+# once the job is known to end, servers that do not answer are not coming back
+LAST_SECONDS = 2.0
+
+T = TypeVar("T")
+
+log = logging.getLogger("psworker")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where time comes from, in seconds; a simulation has its own."""
+
+    now: Callable[[], float]
+    sleep: Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: connect, of continuous silence of a server; wait, for what others have to do.
+
+    check is called before every repetition and raises if there is no point in going on; hurry says that the job ends.
+    """
+
+    connect: float
+    wait: float
+    check: Callable[[], None] = lambda: None
+    hurry: Callable[[], bool] = lambda: False
+
+
+class Announcer:
+    """Logs what is waited for, every LOG_SECONDS, not before the first are over."""
+
+    def __init__(self, now: float) -> None:
+        self._next = now + LOG_SECONDS
+
+    def say(self, now: float, text: str) -> None:
+        if now >= self._next:
+            log.info(text)
+            self._next = now + LOG_SECONDS
+
+
+class Patience:
+    """For one request, named by `what`: "push 7 to shard 1 at HOST:PORT". Tell it every failure and every answer."""
+
+    def __init__(self, what: str, clock: Clock, limits: Limits) -> None:
+        self._what = what
+        self._clock = clock
+        self._limits = limits
+        self._started = self._heard = clock.now()
+        self._announcer = Announcer(self._started)
+        self._pause = FIRST_PAUSE
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """The answer of `call`, which is repeated while nobody answers."""
+        while True:
+            try:
+                answer = call()
+            except WaitTimeoutError as error:
+                self.waited(str(error))
+            except UnreachableError as error:
+                self.failed(error)
+            else:
+                self._heard = self._clock.now()
+                return answer
+
+    def left(self, slice_seconds: float) -> float:
+        """How long the next attempt may wait for others, at most a slice."""
+        return max(0.0, min(slice_seconds, self._started + self._limits.wait - self._clock.now()))
+
+    def failed(self, error: UnreachableError) -> None:
+        """No answer. Returns after a pause when the request may be repeated, else raises UnreachableError."""
+        self._limits.check()
+        now = self._clock.now()
+        silent, limit = now - self._heard, self._limits.connect
+        if silent >= (min(limit, LAST_SECONDS) if self._limits.hurry() else limit):
+            raise UnreachableError(f"{error} (tried for {silent:.0f} s)", error.reason) from error
+        self._announcer.say(now, f"{self._what}: trying again for {limit - silent:.0f} s: {error}")
+        self._clock.sleep(min(self._pause, LONGEST_PAUSE))
+        self._pause *= 2
+        self._limits.check()
+
+    def waited(self, whom: str) -> None:
+        """An answer: not yet. Returns when the request may be repeated, else raises WaitTimeoutError naming `whom`."""
+        self._limits.check()
+        now = self._heard = self._clock.now()
+        self._pause = FIRST_PAUSE
+        whom = whom or "the others"
+        if now - self._started >= self._limits.wait:
+            raise WaitTimeoutError(f"{self._what} waited {now - self._started:.0f} s for {whom}", "WAIT_TIMEOUT")
+        self._announcer.say(now, f"{self._what} waits for {whom}")
+
+    def progress(self) -> None:
+        """What is waited for has come nearer: the wait counts from now."""
+        self._started = self._clock.now()

@@ -1,0 +1,1 @@
+"""ps-run: a whole cluster on this machine in one command."""

@@ -1,0 +1,162 @@
+"""ps-run: a whole cluster on this machine in one command."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pscommon import options
+from pscommon.config import given, run_command
+from pscommon.core.errors import InvalidRequestError
+from pscommon.values import check_policy
+from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT
+from psworker.run import plan, report
+from psworker.run.display import Display, open_display
+from psworker.run.launch import Ended, Launch
+from psworker.run.messages import Signalled
+from psworker.run.watch import Connect, GrpcObserver
+from psworker.script import Script
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+COMMAND = options.command(
+    "run",
+    "ps-run",
+    arguments=(MODULE, SCRIPT, ARGS),
+    context_settings=UP_TO_THE_SCRIPT,
+    help="Trains with servers and workers that all run on this machine, and leaves nothing behind.",
+    epilog="""\b
+Examples:
+  ps-run --servers 2 --workers 2 train.py --epochs 3
+  ps-run --workers 4 --policy ssp --staleness 3 --data-dir ./snapshots -m my_package.train
+  ps-run --workers 2 --summary result.json --log-dir ./logs train.py
+
+\b
+Processes are called s0, s1, ... and w0, w1, ...; the option --threads is for each of them [default: their share
+of the cores]. With --metrics-bind HOST:PORT s0 takes that port and the others, servers first, the next ones.
+Server and worker logs are text here unless --log-format json is given.""",
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of ps-run; returns the exit code: that of the process that failed first, or 0."""
+    return run_command(COMMAND, start, args)
+
+
+def start(
+    ctx: click.Context,
+    *,
+    server: Sequence[str] = plan.SERVER,
+    worker: Sequence[str] = plan.WORKER,
+    connect: Connect = GrpcObserver,
+) -> int:
+    """Runs the cluster; returns the exit code. The commands and the way to the servers can be replaced, for tests."""
+    settings = ctx.params
+    script = Script(settings["script"], settings["module"], tuple(settings["args"]))
+    check(settings, script)
+    folder = Path(tempfile.mkdtemp(prefix="ps-run-"))
+    keep = False
+    try:
+        cluster = plan.Plan(script, settings, frozenset(given(ctx)), cores(), folder, server, worker, dict(os.environ))
+        ended = launch(cluster, logs_of(settings, folder), connect)
+        keep = ended.outcome.status == "failed" and settings["log_dir"] is None
+    finally:
+        tidy(folder, keep)
+    return conclude(ended, settings)
+
+
+def check(settings: dict[str, Any], script: Script) -> None:
+    """Refuses now what would fail only after the training, or in every process at once (InvalidRequestError)."""
+    try:
+        check_policy(settings["policy"], settings["staleness"])
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+    if settings["min_workers"] > settings["workers"]:
+        raise InvalidRequestError(
+            f"--min-workers {settings['min_workers']} would wait for ever: --workers {settings['workers']}"
+        )
+    if not script.module:
+        script.check()
+    summary: Path | None = settings["summary"]
+    if summary and not os.access(summary.resolve().parent, os.W_OK):
+        raise InvalidRequestError(f"--summary {summary}: its folder does not exist or cannot be written to")
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def logs_of(settings: dict[str, Any], folder: Path) -> Path:
+    """Where the log files go: --log-dir, which is made if need be, or else this run's own folder."""
+    wanted: Path | None = settings["log_dir"]
+    if wanted is None:
+        return folder
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(f"--log-dir {wanted}: {error.strerror}") from error
+    return wanted
+
+
+def launch(cluster: plan.Plan, logs: Path, connect: Connect) -> Ended:
+    """Runs the cluster with a display and our signals in place."""
+    with open_display(sys.stdout, sys.stderr) as display:
+        announce(display, cluster)
+        run = Launch(cluster, logs, connect, display)
+        with signals_to(run):
+            return run.run()
+
+
+def announce(display: Display, cluster: plan.Plan) -> None:
+    """One line about what is about to start, and how the cores are shared out."""
+    shares = cluster.threads("s0"), cluster.threads("w0")
+    threads = (
+        "threads as OMP_NUM_THREADS says" if None in shares else "threads: {} a server, {} a worker".format(*shares)
+    )
+    display.say(f"{cluster.servers} servers, {cluster.workers} workers on {cluster.cores} cores; {threads}")
+
+
+@contextmanager
+def signals_to(run: Launch) -> Iterator[None]:
+    """While this lasts, Ctrl-C and its kin are events of the run; one that was ignored (nohup) stays ignored."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _: run.post(Signalled(received)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def tidy(folder: Path, keep_logs: bool) -> None:
+    """Removes this run's folder, but for the logs if somebody will want to read them."""
+    if not keep_logs:
+        shutil.rmtree(folder)
+        return
+    for path in folder.iterdir():
+        if path.suffix != ".log":
+            path.unlink()
+
+
+def conclude(ended: Ended, settings: dict[str, Any]) -> int:
+    """Tells how it went: the table on stdout, or the box on stderr, and the summary file in any case; the exit code."""
+    content = report.summary(ended.outcome, ended.result, settings, ended.seconds, ended.restarts)
+    if settings["summary"]:
+        report.write_summary(settings["summary"], content)
+    if ended.outcome.status == "done":
+        if ended.result.problem:
+            print(f"[run] the weights could not be read: {ended.result.problem}", file=sys.stderr)
+        print(report.table(content), flush=True)
+    elif ended.outcome.status == "failed":
+        print(ended.box, file=sys.stderr, flush=True)
+    return ended.outcome.code

@@ -1,0 +1,163 @@
+"""What ps-run shows: every process's lines with a prefix, and how far the job is; on a terminal in a live panel."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from psworker.run.processes import Stream
+from psworker.run.watch import Status
+
+LINE_SECONDS = 5.0
+MOST_METRICS = 4
+
+
+class Display(Protocol):
+    """Where ps-run writes to; safe to call from any thread."""
+
+    def line(self, name: str, stream: Stream, text: str) -> None:
+        """A line that process `name` has written."""
+
+    def say(self, text: str) -> None:
+        """A line of ps-run's own."""
+
+    def tick(self, status: Status, now: float) -> None:
+        """Called several times a second with the job's last status, empty while there is none."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+
+class PlainDisplay:
+    """For logs and pipes: lines only, and one about the job's progress every few seconds while there is some."""
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._streams: dict[Stream, TextIO] = {"stdout": out, "stderr": err}
+        self._lock = threading.Lock()
+        self._next = time.monotonic() + LINE_SECONDS
+        self._last = ""
+
+    def line(self, name: str, stream: Stream, text: str) -> None:
+        """See Display."""
+        with self._lock, contextlib.suppress(BrokenPipeError):  # nobody reads any more; the log files have it
+            print(f"[{name}] {text}", file=self._streams[stream], flush=True)
+
+    def say(self, text: str) -> None:
+        """See Display."""
+        self.line("run", "stderr", text)
+
+    def tick(self, status: Status, now: float) -> None:
+        """See Display."""
+        if now >= self._next:
+            self._next = now + LINE_SECONDS
+            text = progress(status)
+            if text and text != self._last:
+                self._last = text
+                self.say(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Nothing to put back."""
+
+
+class LiveDisplay:
+    """For a terminal: the lines scroll by above a panel that stays."""
+
+    def __init__(self, console: Console, out: TextIO) -> None:
+        self._console = console
+        self._out = None if out.isatty() else out
+        self._status: Status = {}
+        self._live = Live(
+            get_renderable=self._panel,
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def line(self, name: str, stream: Stream, text: str) -> None:
+        """See Display."""
+        if stream == "stdout" and self._out is not None:
+            print(f"[{name}] {text}", file=self._out, flush=True)
+            return
+        colour = {"s": "cyan", "w": "green"}.get(name[0], "bold") if name != "run" else "bold"
+        self._console.print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(text)), soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """See Display."""
+        self.line("run", "stderr", text)
+
+    def tick(self, status: Status, now: float) -> None:
+        """See Display."""
+        self._status = status
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Takes the panel away; what has scrolled by stays."""
+        self._live.stop()
+
+    def _panel(self) -> RenderableType:
+        return panel(self._status)
+
+
+def open_display(out: TextIO, err: TextIO) -> Display:
+    """The display that suits these streams."""
+    return LiveDisplay(Console(file=err), out) if err.isatty() else PlainDisplay(out, err)
+
+
+def progress(status: Status) -> str:
+    """One line about the job, "" without a status: 'running: version 120, 7680 samples, 4210 samples/s, 2 workers'."""
+    if not status:
+        return ""
+    parts = [
+        f"version {status.get('version', 0)}",
+        f"{status.get('samples', 0)} samples",
+        f"{_rate(status):.0f} samples/s",
+    ]
+    metrics = sorted(status.get("metrics", {}).items(), key=lambda item: (item[0] != "loss", item[0]))
+    parts += [f"{name} {value:.4g}" for name, value in metrics[:MOST_METRICS]]
+    parts.append(f"{len(_present(status))} workers")
+    if status.get("waiting_for"):
+        parts.append(f"waiting for {status['waiting_for']}")
+    return f"{status.get('state', 'unknown')}: " + ", ".join(parts)
+
+
+def panel(status: Status) -> RenderableType:
+    """The live panel: the job's line, then one line for each worker."""
+    grid = Table.grid(padding=(0, 2))
+    grid.title = progress(status) or "starting"
+    grid.title_justify = "left"
+    for worker in _present(status):
+        grid.add_row(
+            f"w{worker.get('rank', '?')}",
+            str(worker.get("phase", "")),
+            f"{worker.get('steps', 0)} steps",
+            f"{1000 * worker.get('step_seconds', 0.0):.0f} ms",
+            f"{worker.get('samples_per_second', 0.0):.0f} samples/s",
+            str(worker.get("device", "")),
+        )
+    return grid
+
+
+def _present(status: Status) -> list[Mapping[str, Any]]:
+    return [worker for worker in status.get("workers", []) if worker.get("state") not in ("lost", "left")]
+
+
+def _rate(status: Status) -> float:
+    return sum(worker.get("samples_per_second") or 0.0 for worker in _present(status))

@@ -1,0 +1,161 @@
+"""ps-run's shell: carries out what the supervisor decides, with real processes, servers and a terminal."""
+
+import queue
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pscommon.values import host_and_port
+from psworker.run import report
+from psworker.run.display import Display
+from psworker.run.ending import Outcome
+from psworker.run.messages import (
+    Action,
+    Bound,
+    Collect,
+    Collected,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Say,
+    Start,
+    StopAnswered,
+    StopJob,
+    Terminate,
+    Tick,
+)
+from psworker.run.plan import HOST, Plan
+from psworker.run.processes import Process
+from psworker.run.supervise import Supervisor
+from psworker.run.watch import Connect, Result, Watch
+
+TICK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All that is known when nothing runs any more."""
+
+    outcome: Outcome
+    result: Result
+    seconds: float
+    restarts: int
+    log: Path | None
+    box: str
+
+
+class Launch:
+    """One run. Call run() from the main thread; `post` takes events, from signal handlers too."""
+
+    def __init__(self, plan: Plan, logs: Path, connect: Connect, display: Display) -> None:
+        """`logs`: the folder for a log file of each process; `plan.folder` is for what only this run needs."""
+        self._plan = plan
+        self._logs = logs
+        self._display = display
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._watch = Watch(connect, self._take_result, lambda problem: self.post(StopAnswered(problem)))
+        self._supervisor = Supervisor(
+            plan.servers,
+            plan.workers,
+            max_restarts=plan.settings["max_restarts"],
+            durable=plan.settings["data_dir"] is not None,
+            grace=plan.settings["grace"],
+        )
+        self._processes: dict[str, Process] = {}
+        self._addresses: dict[str, str] = {}
+        self._result = Result({})
+        self._outcome: Outcome | None = None
+
+    def post(self, event: Event) -> None:
+        """Hands an event to the loop."""
+        self._events.put(event)
+
+    def run(self) -> Ended:
+        """Runs the cluster to its end. Whatever happens, no process is left."""
+        began = time.monotonic()
+        try:
+            self._carry_out(self._supervisor.start(began))
+            while self._outcome is None:
+                self._look_for_ports()
+                self._carry_out(self._supervisor.step(self._next_event(), time.monotonic()))
+                self._display.tick(self._watch.status, time.monotonic())
+        finally:
+            self._end_all()
+        return self._ended(self._outcome, time.monotonic() - began)
+
+    def _next_event(self) -> Event:
+        try:
+            return self._events.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            return Tick()
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(name, attempt):
+                    self._start(name, attempt)
+                case Terminate(name):
+                    self._processes[name].terminate()
+                case Kill(name):
+                    self._processes[name].kill()
+                case Collect():
+                    self._watch.collect()
+                case StopJob():
+                    self._watch.stop_job()
+                case Say(text):
+                    self._display.say(text)
+                case Finish(outcome):
+                    self._outcome = outcome
+
+    def _start(self, name: str, attempt: int) -> None:
+        log = self._logs / f"{name}.log"
+        if attempt == 0:
+            log.unlink(missing_ok=True)  # of an earlier run
+        self._plan.port_file(name).unlink(missing_ok=True)
+        self._processes[name] = Process(
+            name,
+            self._plan.command(name, self._addresses),
+            self._plan.environment(name),
+            log,
+            traceback_file=self._plan.traceback_file(name),
+            on_line=self._display.line,
+            on_exit=lambda ended, code: self.post(Exited(ended, code)),
+        )
+
+    def _look_for_ports(self) -> None:
+        for name in list(self._supervisor.unbound):
+            address = read_address(self._plan.port_file(name))
+            if address:
+                self._addresses[name] = address
+                self._plan.port_file(name).unlink()
+                self.post(Bound(name))
+                if name == "s0":
+                    self._watch.start(address)
+
+    def _take_result(self, result: Result) -> None:
+        self._result = result
+        self.post(Collected())
+
+    def _end_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        self._watch.close()
+
+    def _ended(self, outcome: Outcome, seconds: float) -> Ended:
+        result = self._result if self._result.status else Result(self._watch.status, None, self._result.problem)
+        culprit = self._processes.get(outcome.culprit)
+        tail, traceback = (list(culprit.tail), culprit.traceback) if culprit else ([], [])
+        log = culprit.log if culprit else None
+        box = report.box(outcome, log, tail, traceback) if outcome.status == "failed" else ""
+        return Ended(outcome, result, seconds, self._supervisor.restarts, log, box)
+
+
+def read_address(path: Path) -> str:
+    """HOST:PORT from a port file, which holds that or the port alone; "" while it is not there or not yet whole."""
+    text = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    if text.isdigit():
+        return f"{HOST}:{text}"
+    return text if ":" in text and host_and_port(text)[1] else ""

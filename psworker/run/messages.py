@@ -1,0 +1,101 @@
+"""What happens to ps-run (events) and what it does about it (actions)."""
+
+from dataclasses import dataclass
+
+from psworker.run.ending import Outcome
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A server listens."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A process ended by itself or otherwise; code is negative for a signal."""
+
+    name: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """ps-run itself got a signal."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The result has been read from the servers, or could not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAnswered:
+    """The servers were asked to stop; `problem` is not empty if that failed."""
+
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Bound | Exited | Signalled | Collected | StopAnswered | Tick
+
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start this process; attempt 0 is the first."""
+
+    name: str
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """SIGTERM."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL, with everything that the process started."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Read the result from the servers; answered by Collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    """Ask the servers to stop; answered by StopAnswered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Nothing runs any more."""
+
+    outcome: Outcome
+
+
+Action = Start | Terminate | Kill | Collect | StopJob | Say | Finish

@@ -1,0 +1,76 @@
+"""What a run came to, for people and programs: the summary as JSON and as a table, and the box about a failure."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pscommon.exits import EXPLANATIONS, Exit
+from psworker.run.ending import Outcome
+from psworker.run.watch import Result
+
+LONGEST_TRACEBACK = 60
+BAR = 100
+
+
+def summary(
+    outcome: Outcome, result: Result, settings: Mapping[str, Any], seconds: float, restarts: int
+) -> dict[str, Any]:
+    """What --summary writes. Values that the servers never told are 0 or null."""
+    content = {
+        "status": outcome.status,
+        "seconds": round(seconds, 3),
+        "steps": result.status.get("steps", 0),
+        "samples": result.status.get("samples", 0),
+        "policy": settings["policy"],
+        "staleness": settings["staleness"],
+        "servers": settings["servers"],
+        "workers": settings["workers"],
+        "restarts": restarts,
+        "weights_sha256": result.sha256,
+        "metrics": dict(result.status.get("metrics", {})),
+    }
+    if outcome.status != "done":
+        content["error"] = {"process": outcome.culprit or None, "exit_code": outcome.code, "reason": outcome.reason}
+    return content
+
+
+def write_summary(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all, whatever happens meanwhile."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The end of a run that went well, for stdout: what the script reported, then what it took."""
+    rows = {name: f"{value:.6g}" for name, value in sorted(content["metrics"].items())}
+    rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
+    rows["seconds"] = f"{content['seconds']:.1f}"
+    rows["policy"] = content["policy"] + (f" {content['staleness']}" if content["staleness"] is not None else "")
+    if content["restarts"]:
+        rows["restarts"] = str(content["restarts"])
+    rows["weights sha256"] = content["weights_sha256"] or "unknown"
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+def box(outcome: Outcome, log: Path | None, tail: Sequence[str], traceback: Sequence[str]) -> str:
+    """The failure in a box: which process was the first, how it ended, where its log is and how that ends."""
+    lines = [outcome.reason]
+    lines += [f"before that, {sentence}" for sentence in outcome.earlier]
+    if outcome.culprit_code is not None and outcome.code in set(Exit) and outcome.code != Exit.BUG:
+        lines.append(f"what to do: {EXPLANATIONS[Exit(outcome.code)][1]}")
+    if log is not None:
+        lines.append(f"log: {log}")
+    lines += ["", *(traceback[-LONGEST_TRACEBACK:] if traceback else tail)]
+    title = f"─ first failure: {outcome.culprit} "
+    return "\n".join([f"╭{title:─<{BAR}}", *(f"│ {line}".rstrip() for line in lines), f"╰{'':─<{BAR}}"])

@@ -1,0 +1,220 @@
+"""What ps-run decides: which process to start, restart or end, and when the run is over. Pure: events in, actions out.
+
+    start ── s0 ── its port is known ──▶ all other servers and all workers              (running)
+    all workers exited with 0 ──▶ Collect ──▶ StopJob ──▶ the servers exit with 0 ──▶ done
+    a process failed, a signal came ──▶ SIGTERM to the workers; when they are gone, to the servers   (ending)
+                                    after `grace`, or at a second signal: SIGKILL
+    the servers were stopped by somebody else ──▶ the workers have STOP_SECONDS to finish  (draining)
+
+Servers outlive workers in every way out, so that workers can say goodbye and servers can take a last snapshot.
+A process is started again only if a second try can help (`ending.is_retryable`), and a server only if snapshots bring
+its weights back; everything else ends the run, and the first process that failed is the culprit.
+"""
+
+from collections.abc import Iterator
+from enum import Enum, auto
+
+from pscommon.exits import Exit
+from psworker.run.ending import Outcome, describe, exit_status, is_retryable, signal_name
+from psworker.run.messages import (
+    Action,
+    Bound,
+    Collect,
+    Collected,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Say,
+    Signalled,
+    Start,
+    StopAnswered,
+    StopJob,
+    Terminate,
+    Tick,
+)
+
+BIND_SECONDS = 120.0
+COLLECT_SECONDS = 600.0
+STOP_SECONDS = 120.0
+
+
+class Phase(Enum):
+    RUNNING = auto()
+    COLLECTING = auto()
+    STOPPING = auto()
+    DRAINING = auto()
+    ENDING = auto()
+    OVER = auto()
+
+
+class Supervisor:
+    """The machine. Call start() once, then step() with every event; carry out the actions in order.
+
+    Names are s0, s1, ... and w0, w1, ...; `now` is in seconds of any monotonic clock.
+    """
+
+    def __init__(self, servers: int, workers: int, *, max_restarts: int, durable: bool, grace: float) -> None:
+        """`durable`: a restarted server finds its weights again, in snapshots."""
+        self.servers = [f"s{index}" for index in range(servers)]
+        self.workers = [f"w{index}" for index in range(workers)]
+        self.max_restarts = max_restarts
+        self.durable = durable
+        self.grace = grace
+        self.phase = Phase.RUNNING
+        self.running: set[str] = set()
+        self.finished: set[str] = set()
+        self.unbound: dict[str, float] = {}
+        self.attempts: dict[str, int] = {}
+        self.asked: set[str] = set()
+        self.earlier: list[str] = []
+        self.outcome = Outcome("done")
+        self.deadline = float("inf")
+
+    @property
+    def restarts(self) -> int:
+        """How many processes were started again so far."""
+        return len(self.earlier)
+
+    def start(self, now: float) -> list[Action]:
+        """The first server, whose port everybody else needs."""
+        return list(self._start([self.servers[0]], now))
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        """What to do about an event."""
+        match event:
+            case Bound(name):
+                return list(self._bound(name, now))
+            case Exited(name, code):
+                return list(self._exited(name, code, now))
+            case Signalled(number):
+                return list(self._signalled(number, now))
+            case Collected():
+                return list(self._collected(now))
+            case StopAnswered(problem):
+                return list(self._stop_answered(problem, now))
+            case Tick():
+                return list(self._tick(now))
+
+    def _start(self, names: list[str], now: float) -> Iterator[Action]:
+        for name in names:
+            self.running.add(name)
+            if name in self.servers:
+                self.unbound[name] = now + BIND_SECONDS
+            yield Start(name, self.attempts.setdefault(name, 0))
+
+    def _bound(self, name: str, now: float) -> Iterator[Action]:
+        self.unbound.pop(name, None)
+        if self.phase is Phase.RUNNING and self.workers[0] not in self.attempts:
+            yield from self._start([*self.servers[1:], *self.workers], now)
+
+    def _exited(self, name: str, code: int, now: float) -> Iterator[Action]:
+        self.running.discard(name)
+        self.unbound.pop(name, None)
+        if self.phase is Phase.ENDING:
+            yield from self._next_wave(now)
+        elif self.phase is Phase.DRAINING and code in (Exit.DONE, Exit.UNREACHABLE):
+            yield from () if self.running else self._next_wave(now)
+        elif code == 0 and name in self.workers:
+            yield from self._worker_done(name, now)
+        elif code == 0:
+            yield from self._server_done(name, now)
+        elif self._may_restart(name, code):
+            yield from self._restart(name, code, now)
+        else:
+            yield from self._fail(name, code, now)
+
+    def _worker_done(self, name: str, now: float) -> Iterator[Action]:
+        self.finished.add(name)
+        if len(self.finished) == len(self.workers):
+            self._enter(Phase.COLLECTING, now + COLLECT_SECONDS)
+            yield Collect()
+
+    def _server_done(self, name: str, now: float) -> Iterator[Action]:
+        """A server ends with 0 only when somebody has stopped the job: we ourselves, or not."""
+        if self.phase is Phase.STOPPING and not self.running:
+            yield from self._next_wave(now)
+        elif self.phase is Phase.RUNNING:
+            yield Say(f"{name} was stopped; waiting for the workers to finish")
+            self._enter(Phase.DRAINING, now + STOP_SECONDS)
+
+    def _may_restart(self, name: str, code: int) -> bool:
+        useful = name in self.workers or self.durable
+        return self.phase is Phase.RUNNING and useful and is_retryable(code) and self.restarts < self.max_restarts
+
+    def _restart(self, name: str, code: int, now: float) -> Iterator[Action]:
+        self.earlier.append(f"{name} {describe(code)} and was started again")
+        self.attempts[name] += 1
+        yield Say(f"{name} {describe(code)}; restart {self.restarts} of at most {self.max_restarts}")
+        yield from self._start([name], now)
+
+    def _fail(self, name: str, code: int | None, now: float, reason: str = "") -> Iterator[Action]:
+        status = Exit.UNREACHABLE if code is None else exit_status(code)
+        reason = reason or f"{name} {describe(code or 0)}"
+        self.outcome = Outcome("failed", status, name, code, reason, tuple(self.earlier))
+        yield from self._end(now)
+
+    def _signalled(self, number: int, now: float) -> Iterator[Action]:
+        if self.phase is Phase.ENDING:
+            yield from (Kill(name) for name in sorted(self.running))
+            return
+        reason = f"interrupted by {signal_name(number)}"
+        self.outcome = Outcome("interrupted", 128 + number, reason=reason, earlier=tuple(self.earlier))
+        yield Say(f"{reason}; ending {len(self.running)} processes (once more kills them)")
+        yield from self._end(now)
+
+    def _collected(self, now: float) -> Iterator[Action]:
+        if self.phase is not Phase.COLLECTING:
+            return
+        self._enter(Phase.STOPPING, now + STOP_SECONDS)
+        if self.running:
+            yield StopJob()
+        else:
+            yield from self._next_wave(now)
+
+    def _stop_answered(self, problem: str, now: float) -> Iterator[Action]:
+        if problem and self.phase is Phase.STOPPING:
+            yield Say(f"the servers could not be asked to stop ({problem}); ending them")
+            yield from self._end(now)
+
+    def _tick(self, now: float) -> Iterator[Action]:
+        late = [name for name, deadline in self.unbound.items() if deadline <= now]
+        if late and self.phase is Phase.RUNNING:
+            yield from self._fail(late[0], None, now, f"{late[0]} did not open its port within {BIND_SECONDS:g} s")
+        elif self.deadline <= now:
+            yield from self._too_late(now)
+
+    def _too_late(self, now: float) -> Iterator[Action]:
+        if self.phase is Phase.COLLECTING:
+            yield Say("the servers did not hand out the result in time; going on without it")
+            yield from self._collected(now)
+        elif self.phase is Phase.STOPPING:
+            name = min(self.running)
+            yield from self._fail(name, None, now, f"{name} did not stop within {STOP_SECONDS:g} s")
+        elif self.phase is Phase.DRAINING:
+            yield from self._end(now)
+        elif self.phase is Phase.ENDING:
+            self.deadline = now + self.grace
+            yield from (Kill(name) for name in self._wave())
+
+    def _end(self, now: float) -> Iterator[Action]:
+        self._enter(Phase.ENDING, float("inf"))
+        yield from self._next_wave(now)
+
+    def _next_wave(self, now: float) -> Iterator[Action]:
+        """SIGTERM to the workers that run; once they are gone, to the servers; then it is over."""
+        wave = self._wave()
+        if not wave:
+            self._enter(Phase.OVER, float("inf"))
+            yield Finish(self.outcome)
+        elif not self.asked.issuperset(wave):
+            self.asked.update(wave)
+            self.deadline = now + self.grace
+            yield from (Terminate(name) for name in wave)
+
+    def _wave(self) -> list[str]:
+        return sorted(self.running.intersection(self.workers)) or sorted(self.running)
+
+    def _enter(self, phase: Phase, deadline: float) -> None:
+        self.phase = phase
+        self.deadline = deadline

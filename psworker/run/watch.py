@@ -1,0 +1,160 @@
+"""ps-run's view of the job: a thread that asks the servers for their status, and for the result at the end."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+POLL_SECONDS = 1.0
+CONNECT_SECONDS = 5.0
+STOP_SECONDS = 30.0
+JOIN_SECONDS = 5.0
+
+Status = Mapping[str, Any]
+
+
+class Observer(Protocol):
+    """Somebody who looks at the job and takes no part in it."""
+
+    def status(self) -> Status:
+        """GetStatus, as documented for `ps-ctl status`. Raises PSError while the servers cannot answer."""
+
+    def weights_sha256(self) -> str:
+        """Over all tensors that the servers hold. Raises PSError if there is no model."""
+
+    def stop(self) -> None:
+        """Asks the servers to end the job. Raises PSError if that does not reach them."""
+
+    def close(self) -> None:
+        """Gives up the connection."""
+
+
+Connect = Callable[[str], Observer]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the servers told at the end; sha256 is None, with the problem in words, if the weights could not be read."""
+
+    status: Status
+    sha256: str | None = None
+    problem: str = ""
+
+
+class GrpcObserver:
+    """The Observer of real servers."""
+
+    def __init__(self, address: str) -> None:
+        from psworker.client import Client  # numpy and gRPC: not for --help
+
+        self._address = address
+        self._client = Client(address, observe=True, connect_timeout=CONNECT_SECONDS)
+
+    def status(self) -> Status:
+        """See Observer."""
+        return self._client.status()
+
+    def weights_sha256(self) -> str:
+        """See Observer."""
+        from pscommon.weights import weights_sha256
+
+        return weights_sha256(self._client.pull())
+
+    def stop(self) -> None:
+        """See Observer."""
+        from pscommon.wire.channel import open_channel
+        from pscommon.wire.status import translated
+        from psproto.v1.coordinator_pb2 import StopJobRequest
+        from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+        with open_channel(self._address) as channel, translated(self._address):
+            CoordinatorServiceStub(channel).StopJob(StopJobRequest(reason="all workers are done"), timeout=STOP_SECONDS)
+
+    def close(self) -> None:
+        """See Observer."""
+        self._client.close()
+
+
+class Watch:
+    """Owns the observer in a thread of its own, so that a slow answer never holds up Ctrl-C.
+
+    `status` is the last one, empty until the servers answer. on_result and on_stopped are called from the thread.
+    """
+
+    def __init__(
+        self, connect: Connect, on_result: Callable[[Result], None], on_stopped: Callable[[str], None]
+    ) -> None:
+        self.status: Status = {}
+        self._connect = connect
+        self._on_result = on_result
+        self._on_stopped = on_stopped
+        self._observer: Observer | None = None
+        self._address = ""
+        self._requests: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self, address: str) -> None:
+        """Begins to watch the job whose shard 0 is here; a later call changes nothing."""
+        if not self._address:
+            self._address = address
+            self._thread.start()
+
+    def collect(self) -> None:
+        """Asks for the result: on_result follows."""
+        self._requests.put(self._collect)
+
+    def stop_job(self) -> None:
+        """Asks the servers to stop: on_stopped follows, with what went wrong or ""."""
+        self._requests.put(self._stop_job)
+
+    def close(self) -> None:
+        """Ends the thread, unless it is stuck in a call: then it ends with the process."""
+        if self._address:
+            self._requests.put(lambda: False)
+            self._thread.join(JOIN_SECONDS)
+
+    def _run(self) -> None:
+        go_on = True
+        while go_on:
+            try:
+                go_on = self._requests.get(timeout=POLL_SECONDS)()
+            except queue.Empty:
+                self._attempt(self._poll)
+        self._attempt(self._disconnect)
+
+    def _attempt(self, call: Callable[[], None]) -> str:
+        """Servers come and go while they start, restart and stop; what went wrong is returned in words.
+
+        Any error counts, not only expected ones: looking on must never end a training run.
+        """
+        try:
+            call()
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def _poll(self) -> None:
+        if self._observer is None:
+            self._observer = self._connect(self._address)
+        self.status = self._observer.status()
+
+    def _collect(self) -> bool:
+        self._attempt(self._poll)
+        found: list[str] = []
+        problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
+        self._on_result(Result(self.status, found[0] if found else None, problem))
+        return True
+
+    def _stop_job(self) -> bool:
+        self._on_stopped(self._attempt(lambda: self._need().stop()))
+        return True
+
+    def _need(self) -> Observer:
+        if self._observer is None:
+            self._observer = self._connect(self._address)
+        return self._observer
+
+    def _disconnect(self) -> None:
+        if self._observer is not None:
+            self._observer.close()

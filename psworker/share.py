@@ -1,0 +1,65 @@
+"""One worker's share of the data: batches leased from the job's ledger."""
+
+import threading
+from collections.abc import Sequence
+
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from pscommon.wire import codec
+from psproto.v1 import coordinator_pb2 as co
+from psworker.connection import CALL_SECONDS, Connection
+from psworker.exchange import SLICE_SECONDS
+from psworker.model import SharedModel
+from psworker.results import Lease
+
+
+class DataShare:
+    """What `Client` offers on data, where the arguments are described."""
+
+    def __init__(self, connection: Connection, model: SharedModel) -> None:
+        self._connection = connection
+        self._model = model
+        self._turn = threading.Lock()
+        self._received: dict[int, int] = {}
+
+    def take(self, loop: LoopSpec, count: int, idle: bool) -> Lease:
+        """Asks at first without sitting out: who gets something at once has missed no round."""
+        with self._turn:
+            answer = self._ask(loop, count)
+            if answer.numbers or answer.end or not idle:
+                return Lease(tuple(answer.numbers), answer.end)
+            answer = self._wait(loop, count)
+            self._model.expect(answer.version)
+            return Lease(tuple(answer.numbers), answer.end, sat_out=answer.version > self._model.version)
+
+    def give_back(self, batches: Sequence[BatchKey]) -> None:
+        lane, place = self._connection.lane, self._connection.place
+        request = co.ReturnBatchesRequest(job=place.job, worker=place.worker, batches=codec.batches_to_proto(batches))
+        self._connection.call("returning batches", lambda: lane.return_batches(request, CALL_SECONDS))
+
+    def _wait(self, loop: LoopSpec, count: int) -> co.NextBatchResponse:
+        """As long as the job makes progress, at most wait_timeout after that."""
+        patience, seen = self._connection.patience(f"the wait for data of loop {loop.loop}"), self._model.version
+        while True:
+            answer = self._ask(loop, count, patience.left(SLICE_SECONDS), idle=True)
+            if answer.numbers or answer.end:
+                return answer
+            if answer.version > seen:
+                seen = answer.version
+                patience.progress()
+            patience.waited(answer.waiting_for)
+
+    def _ask(self, loop: LoopSpec, count: int, wait: float = 0.0, idle: bool = False) -> co.NextBatchResponse:
+        lane, place, received = self._connection.lane, self._connection.place, self._received.get(loop.loop, 0)
+        request = co.NextBatchRequest(
+            job=place.job,
+            worker=place.worker,
+            loop=codec.loop_to_proto(loop),
+            count=count,
+            idle=idle,
+            wait_ms=round(wait * 1000),
+            received=received,
+        )
+        answer = self._connection.call("asking for data", lambda: lane.next_batch(request, wait + CALL_SECONDS))
+        self._received[loop.loop] = received + len(answer.numbers)
+        return answer

@@ -1,0 +1,84 @@
+"""One process per shard and directory; the others are told who it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.errors import InvalidRequestError, TakenError
+from pscommon.snapshot import DataDirLock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from pscommon.snapshot.lock import DataDirLock
+with DataDirLock(Path(sys.argv[1]), 1):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
+    with DataDirLock(tmp_path, 0), pytest.raises(TakenError) as raised, DataDirLock(tmp_path, 0):
+        pass
+
+    assert raised.value.exit_code == 10
+    assert f"data directory {tmp_path}: shard 0 is in use by process {os.getpid()}" in str(raised.value)
+
+
+def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(TakenError, match=f"process {holder.pid}"), DataDirLock(tmp_path, 1):
+                pass
+        finally:
+            holder.kill()
+        holder.wait(30)
+    assert (tmp_path / "shard-1.lock").exists()
+    with DataDirLock(tmp_path, 1):
+        assert (tmp_path / "shard-1.lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_shards_share_a_directory(tmp_path: Path) -> None:
+    with DataDirLock(tmp_path / "new" / "dir", 0), DataDirLock(tmp_path / "new" / "dir", 1):
+        assert sorted(path.name for path in (tmp_path / "new" / "dir").iterdir()) == ["shard-0.lock", "shard-1.lock"]
+
+
+def test_nothing_is_left_and_it_can_be_taken_again(tmp_path: Path) -> None:
+    lock = DataDirLock(tmp_path, 0)
+    for _ in range(2):
+        with lock:
+            assert lock.path.exists()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_that_leaves_while_another_one_waits_does_not_let_two_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has opened the file that the leaving holder removes: a lock on that would be worth nothing."""
+    import fcntl
+
+    first, second = DataDirLock(tmp_path, 0), DataDirLock(tmp_path, 0)
+    first.__enter__()
+    real = fcntl.flock
+
+    def leave_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        first.__exit__(None, None, None)
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", leave_first)
+    with second, pytest.raises(TakenError), DataDirLock(tmp_path, 0):
+        pass
+
+
+def test_a_directory_that_cannot_be_used_is_bad_configuration(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequestError, match=f"cannot use data directory {tmp_path / 'file'}"):
+        DataDirLock(tmp_path / "file", 0).__enter__()

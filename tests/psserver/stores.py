@@ -1,0 +1,137 @@
+"""All shards of a job as plain objects, fed as a client would feed them, and a plain torch process to compare with."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.tape import Plan
+from psserver.staging import Staging
+from psserver.store import Store
+
+Named = Mapping[str, Tensor]
+GARBAGE = 0xFF
+"""What padding is filled with: NaN in every floating dtype. It must never be seen in a result."""
+
+
+class Shards:
+    """`shards` stores of one job. Tensors go in and come out by name, with the shapes of the model."""
+
+    def __init__(self, spec: ModelSpec, shards: int) -> None:
+        self.plan = Plan(spec, shards)
+        self.stores = [Store(self.plan, shard) for shard in range(shards)]
+        self.extents = {t.name: (self.plan.extent(i), t) for i, t in enumerate(spec.tensors)}
+
+    def begin(self, values: Named) -> None:
+        for store, staging in zip(self.stores, self.stage(values, initial=True), strict=True):
+            store.begin(staging)
+            store.release(staging)
+
+    def stage(self, values: Named, groups: Any = None, initial: bool = False) -> list[Staging]:
+        """One worker's push to every shard: gradients and buffers by name; trainable ones left out are absent."""
+        tape = torch.full((self.plan.nbytes,), GARBAGE, dtype=torch.uint8)
+        for name, value in values.items():
+            extent, _ = self.extents[name]
+            tape[extent.start : extent.stop] = value.contiguous().view(-1).view(torch.uint8)
+        tensors = self.plan.spec.tensors
+        absent = [i for i, t in enumerate(tensors) if t.role == "trainable" and t.name not in values]
+        stagings = [store.staging(absent, initial) for store in self.stores]
+        for shard, staging in enumerate(stagings):
+            staging.groups = groups
+            fill(staging.views, self._wire(tape, shard, absent, initial))
+        return stagings
+
+    def apply(self, pushes: Sequence[list[Staging]], samples: Sequence[int]) -> None:
+        for shard, store in enumerate(self.stores):
+            parts = [push[shard] for push in pushes]
+            store.apply(parts, samples)
+            for part in parts:
+                store.release(part)
+
+    def step(self, *pushes: Named, samples: Sequence[int] = (), groups: Any = None) -> None:
+        self.apply([self.stage(push, groups) for push in pushes], samples or [1] * len(pushes))
+
+    def weights(self) -> dict[str, Tensor]:
+        tape = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
+        for shard, store in enumerate(self.stores):
+            wire = b"".join(store.views(everything=True))
+            for role in ("trainable", "buffer", "frozen"):
+                span = self.plan.range(shard, role)
+                part, wire = wire[: span.nbytes], wire[span.nbytes :]
+                tape[span.start : span.stop] = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else 0
+            assert not wire
+        return {
+            name: tape[extent.start : extent.stop].view(getattr(torch, t.dtype)).view(t.shape).clone()
+            for name, (extent, t) in self.extents.items()
+        }
+
+    def steps(self) -> dict[str, int]:
+        merged = {index: count for store in self.stores for index, count in store.steps().items()}
+        return {self.plan.spec.tensors[index].name: count for index, count in merged.items()}
+
+    def _wire(self, tape: Tensor, shard: int, absent: list[int], initial: bool) -> Iterator[bytes]:
+        yield from (
+            tape[span.start : span.stop].numpy().tobytes()
+            for span in self.plan.without(self.plan.range(shard, "trainable"), absent)
+        )
+        for role in ("buffer", "frozen") if initial else ("buffer",):
+            span = self.plan.range(shard, role)
+            yield tape[span.start : span.stop].numpy().tobytes()
+
+
+def fill(views: list[memoryview], wire: Iterator[bytes]) -> None:
+    """The bytes of the wire into the views, one after another; both must end together."""
+    data = b"".join(wire)
+    for view in views:
+        view[:] = data[: len(view)]
+        data = data[len(view) :]
+    assert not data
+
+
+class Plain:
+    """One ordinary torch process with torch's default implementation: what the shards are compared with."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], spec: ModelSpec, values: Named, **arguments: Any) -> None:
+        self.weights = {name: value.clone() for name, value in values.items()}
+        members: list[list[Tensor]] = [[] for _ in spec.optimizer.groups]
+        for tensor in spec.tensors:
+            if tensor.role == "trainable":
+                members[tensor.group].append(self.weights[tensor.name])
+        groups = [{"params": m, **g} for m, g in zip(members, spec.optimizer.groups, strict=True)]
+        self.optimizer = cls(groups, **arguments)
+
+    def step(self, *pushes: Named, samples: Sequence[int] = (), groups: Any = None) -> None:
+        """The mean of the gradients, summed in order; one that is missing counts as zero, if not all are."""
+        counts = samples or [1] * len(pushes)
+        for name, weight in self.weights.items():
+            held = [(push[name], n / sum(counts)) for push, n in zip(pushes, counts, strict=True) if name in push]
+            weight.grad = sum((g * factor for g, factor in held[1:]), held[0][0] * held[0][1]) if held else None
+        for group, changed in zip(self.optimizer.param_groups, groups or [], strict=False):
+            group.update(changed)
+        self.optimizer.step()
+
+
+def model(*tensors: tuple[Any, ...], optimizer: OptimizerSpec) -> ModelSpec:
+    """Tensors as (shape, dtype) or (shape, dtype, role or group), named t0, t1, ..."""
+    specs = []
+    for number, (shape, dtype, *rest) in enumerate(tensors):
+        role = rest[0] if rest and isinstance(rest[0], str) else "trainable"
+        group = rest[0] if rest and isinstance(rest[0], int) else 0
+        specs.append(TensorSpec(f"t{number}", shape, dtype, role, group))
+    return ModelSpec(tuple(specs), optimizer)
+
+
+def noise(spec: ModelSpec, seed: int, scale: float = 1.0, roles: Sequence[str] = ("trainable",)) -> dict[str, Tensor]:
+    """A value for each tensor of these roles, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        t.name: _random(t, generator).mul(scale).to(getattr(torch, t.dtype)) for t in spec.tensors if t.role in roles
+    }
+
+
+def _random(tensor: TensorSpec, generator: torch.Generator) -> Tensor:
+    if tensor.dtype in ("float64", "float32", "float16", "bfloat16"):
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    return torch.randint(0, 2, tensor.shape, generator=generator)

@@ -1,0 +1,97 @@
+"""Servers step exactly as one torch process would that averages the same gradients, however many shards there are."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pscommon.core.model import ModelSpec, OptimizerSpec
+from pscommon.optimizers import SUPPORTED, Groups, validate
+from tests.psserver.stores import Plain, Shards, model, noise
+
+STEPS = 100
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+SHAPES = [(), (1,), (3, 5), (17,), (33, 31), (0, 4), (64,), (257,), (7, 11, 13), (40,)]
+
+DEFAULT: dict[str, list[dict[str, Any]]] = {
+    "sgd": [{"lr": 0.05}],
+    "adam": [{"lr": 1e-3}],
+    "adamw": [{"lr": 1e-3}],
+    "adagrad": [{"lr": 1e-2}],
+    "rmsprop": [{"lr": 1e-3}],
+}
+VARIANTS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("sgd", [{"lr": 0.05, "momentum": 0.9}]),
+    ("sgd", [{"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}]),
+    ("sgd", [{"lr": 0.05, "momentum": 0.8, "dampening": 0.3, "maximize": True}]),
+    ("sgd", [{"lr": 0.05, "momentum": 0.9}, {"lr": 0.01}, {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.1}]),
+    ("adam", [{"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-2}]),
+    ("adam", [{"lr": 1e-3, "amsgrad": True}, {"lr": 2e-3, "maximize": True}]),
+    ("adamw", [{"lr": 1e-3, "weight_decay": 0.1, "amsgrad": True}, {"lr": 2e-3, "weight_decay": 0.0}]),
+    ("adagrad", [{"lr": 1e-2, "lr_decay": 1e-2, "weight_decay": 1e-2, "eps": 1e-8}]),
+    ("adagrad", [{"lr": 1e-2, "initial_accumulator_value": 0.5, "maximize": True}]),
+    ("rmsprop", [{"lr": 1e-3, "alpha": 0.9, "momentum": 0.9, "weight_decay": 1e-2}]),
+    ("rmsprop", [{"lr": 1e-3, "centered": True, "eps": 1e-3}, {"lr": 5e-4, "momentum": 0.5, "maximize": True}]),
+    ("rmsprop", [{"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3}]),
+]
+CASES = [(name, groups, workers) for name, groups in DEFAULT.items() for workers in (1, 2, 3)]
+CASES += [(name, groups, 2) for name, groups in VARIANTS]
+
+
+def mixed(name: str, groups: list[dict[str, Any]], dtypes: tuple[str, ...] = ("float32", "float64")) -> ModelSpec:
+    """Awkward shapes of each dtype, dealt to the parameter groups in turn."""
+    tensors = [(shape, dtype, place % len(groups)) for dtype in dtypes for place, shape in enumerate(SHAPES)]
+    return model(*tensors, optimizer=OptimizerSpec(name, tuple(groups)))
+
+
+def scheduled(groups: Groups, step: int) -> Groups:
+    """What a scheduler makes of the groups: another learning rate at each step."""
+    return tuple({**group, "lr": group["lr"] * (0.5 + 0.05 * (step * 7 % 10))} for group in groups)
+
+
+def gradients(weights: dict[str, Tensor], samples: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Each worker's. They depend on the weights, as gradients do, so what goes wrong in one step shows in the next."""
+    return [{name: weights[name].mul(0.1).add_(value) for name, value in sample.items()} for sample in samples]
+
+
+def difference(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """The largest difference, relative to the largest value of its tensor."""
+    return max(
+        float((ours[name] - value).abs().max() / value.abs().max())
+        for name, value in plain.items()
+        if value.dtype is dtype and value.numel()
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors are slower on several threads than on one, and most of all beside other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("name", "groups", "workers"), CASES)
+def test_a_hundred_steps_are_those_of_one_torch_process(name: str, groups: list[dict[str, Any]], workers: int) -> None:
+    spec = mixed(name, groups)
+    start = noise(spec, seed=7)
+    kind = SUPPORTED[name]
+    plain = Plain(kind.torch_class, spec, start, **{key: groups[0].get(key, 0.0) for key in kind.constructor_only})
+    jobs = [Shards(spec, shards) for shards in (1, 2, 3)]
+    for job in jobs:
+        job.begin(start)
+    for step in range(STEPS):
+        now = scheduled(validate(spec.optimizer).groups, step)
+        samples = [noise(spec, 1000 * step + worker) for worker in range(workers)]
+        plain.step(*gradients(plain.weights, samples), groups=now)
+        for job in jobs:
+            job.step(*gradients(job.weights(), samples), groups=now)
+    results = [job.weights() for job in jobs]
+
+    for dtype, tolerance in TOLERANCE.items():
+        assert difference(results[0], plain.weights, dtype) <= tolerance
+    for other in results[1:]:
+        assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)

@@ -1,0 +1,303 @@
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from psworker.job import Job
+from psworker.local import LocalClient
+from psworker.optimizer import ServerOptimizer
+from psworker.results import Lease, PushResult
+
+
+class Ledger(LocalClient):
+    """A job of one worker that remembers what it dealt, what came back and what was pushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[BatchKey] = []
+        self.pushed: list[tuple[tuple[BatchKey, ...], int]] = []
+        self.pulls = 0
+
+    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+        self.returned += batches
+        super().return_batches(batches)
+
+    def exchange(self, **call: Any) -> PushResult:
+        if call["gradients"] is None:
+            self.pulls += 1
+        else:
+            self.pushed.append((tuple(call["batches"]), call["samples"]))
+        return super().exchange(**call)
+
+
+def started(client: LocalClient | None = None) -> tuple[Job, ServerOptimizer]:
+    job, model = Job(client or LocalClient()), nn.Linear(1, 1)
+    return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+NUMBERS = torch.arange(10.0)
+
+
+class Squares(Dataset[Any]):
+    """Plain Python items."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor(index), "square": index**2, "noise": torch.rand(()), "luck": random.random()}
+
+
+def test_an_epoch_shows_every_sample_once_shuffled_anew_each_epoch() -> None:
+    job, _ = started()
+
+    seen = [batch.tolist() for batch in job.batches(NUMBERS, 4, epochs=2, seed=3)]
+
+    assert [len(batch) for batch in seen] == [4, 4, 2] * 2
+    epochs = [sum(seen[:3], []), sum(seen[3:], [])]
+    assert [sorted(epoch) for epoch in epochs] == [NUMBERS.tolist()] * 2
+    assert epochs[0] != epochs[1]
+    assert NUMBERS.tolist() not in epochs
+
+
+def test_epochs_go_on_counting_over_the_calls_of_a_script() -> None:
+    whole, parts = started()[0], started()[0]
+
+    at_once = [batch.tolist() for batch in whole.batches(NUMBERS, 5, epochs=3)]
+    one_by_one = [batch.tolist() for _ in range(3) for batch in parts.batches(NUMBERS, 5, epochs=1)]
+    loops = [parts.batches(NUMBERS, 5).spec.loop, parts.batches(NUMBERS[:4], 5).spec]
+
+    assert one_by_one == at_once
+    assert loops[0] == 3
+    assert loops[1] == LoopSpec(4, size=4, batch_size=5)
+
+
+def test_drop_last_and_no_shuffle() -> None:
+    job, _ = started()
+
+    assert [b.tolist() for b in job.batches(NUMBERS, 4, shuffle=False, drop_last=True)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("dataset", [(NUMBERS, -NUMBERS), TensorDataset(NUMBERS, -NUMBERS)], ids=["tuple", "dataset"])
+def test_tuples_of_tensors_give_their_rows(dataset: Any) -> None:
+    job, _ = started()
+
+    for x, y in job.batches(dataset, 3):
+        assert torch.equal(x, -y)
+
+
+def test_collate_fn_gets_the_samples() -> None:
+    job, _ = started()
+
+    batches = list(job.batches(Squares(), 5, shuffle=False, collate_fn=lambda samples: [s["square"] for s in samples]))
+
+    assert batches == [[0, 1, 4, 9, 16], [25, 36, 49, 64, 81]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_processes_give_the_same_batches_augmentation_included(workers: int) -> None:
+    job, optimizer = started(client := Ledger())
+    seen = []
+
+    for batch in job.batches(Squares(), 2, epochs=2, num_workers=workers):
+        seen.append({key: value.tolist() for key, value in batch.items()})
+        optimizer.step()
+
+    alone, _ = started()
+    assert seen == [{k: v.tolist() for k, v in batch.items()} for batch in alone.batches(Squares(), 2, epochs=2)]
+    assert [keys for keys, _ in client.pushed] == [(BatchKey(0, number),) for number in range(10)]
+
+
+def draws(job: Job, **options: Any) -> list[tuple[float, float, float]]:
+    """What a script's own randomness, such as dropout, gives at each batch."""
+    return [
+        (torch.rand(()).item(), float(np.random.random()), random.random())
+        for _ in job.batches(NUMBERS, 5, epochs=2, **options)
+    ]
+
+
+def test_randomness_is_a_function_of_the_batch_and_not_of_who_computes_it() -> None:
+    first = draws(started()[0])
+    torch.rand(7), np.random.random(3), random.random()
+    second = draws(started()[0])
+
+    assert first == second
+    assert len(set(first)) == 4
+    assert draws(started()[0], seed=1) != first
+
+
+def test_reseeding_can_be_switched_off() -> None:
+    assert draws(started()[0], reseed=False) != draws(started()[0], reseed=False)
+
+
+def test_a_step_commits_the_batches_since_the_last_one_with_their_samples() -> None:
+    job, optimizer = started(client := Ledger())
+
+    for number, _ in enumerate(job.batches(NUMBERS, 3)):
+        if number % 2 == 1:
+            optimizer.step()
+
+    assert client.pushed == [
+        ((BatchKey(0, 0), BatchKey(0, 1)), 6),
+        ((BatchKey(0, 2), BatchKey(0, 3)), 4),
+    ]
+
+
+def test_batches_left_over_by_accumulation_go_with_the_next_loop_s_first_step() -> None:
+    job, optimizer = started(client := Ledger())
+    for _ in job.batches(NUMBERS, 5):
+        pass
+    for _ in job.batches(NUMBERS, 5):
+        optimizer.step()
+        break
+
+    assert client.pushed == [((BatchKey(0, 0), BatchKey(0, 1), BatchKey(1, 0)), 15)]
+
+
+def test_batches_of_an_evaluation_weigh_nothing() -> None:
+    job, optimizer = started(client := Ledger())
+    with torch.no_grad():
+        for _ in job.batches(NUMBERS, 5):
+            pass
+    for _ in job.batches(NUMBERS, 2):
+        optimizer.step()
+        break
+
+    assert client.pushed[0][1] == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_leaving_a_loop_early_gives_back_what_was_not_used(workers: int) -> None:
+    job, optimizer = started(client := Ledger())
+
+    for _ in job.batches(NUMBERS, 1, num_workers=workers):
+        optimizer.step()
+        break
+
+    dealt = [BatchKey(0, number) for number in range(1, 1 + 2 * workers)]
+    assert client.returned == dealt
+    assert client.next_batches(LoopSpec(0, 10, 1), count=10).numbers == tuple(range(1, 10))
+
+
+def test_an_exception_in_the_loop_gives_back_too_but_not_what_was_used() -> None:
+    job, _ = started(client := Ledger())
+
+    def script() -> None:
+        for _ in job.batches(NUMBERS, 1, num_workers=1):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        script()
+    assert client.returned == [BatchKey(0, 1), BatchKey(0, 2)]
+
+
+class Sparing(Ledger):
+    """Has nothing at times for one who does not wait; who waits gets more, having sat out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
+        self.asked.append(idle)
+        if not idle and len(self.asked) % 3 == 0:
+            return Lease()
+        lease = super().next_batches(loop, count, idle)
+        return Lease(lease.numbers, lease.end, sat_out=idle)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_when_there_is_nothing_it_uses_up_what_it_has_then_sits_out_and_pulls(workers: int) -> None:
+    job, optimizer = started(client := Sparing())
+    seen = []
+
+    for batch in job.batches(NUMBERS, 1, num_workers=workers):
+        seen.append(batch.item())
+        optimizer.step()
+
+    assert sorted(seen) == NUMBERS.tolist()
+    assert any(client.asked)
+    assert client.pulls >= sum(client.asked)
+
+
+class Waiting(Ledger):
+    """The end is only told to who waits, and never to who still holds what could be pushed."""
+
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
+        lease = super().next_batches(loop, count, idle)
+        if lease.numbers:
+            return lease
+        if idle:
+            assert len(self.pushed) == loop.total
+        return Lease((), end=idle, sat_out=idle)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_never_waits_while_it_holds_a_batch(workers: int) -> None:
+    job, optimizer = started(client := Waiting())
+
+    for _ in job.batches(NUMBERS, 2, num_workers=workers):
+        optimizer.step()
+
+    assert len(client.pushed) == 5
+    assert client.pulls == 1
+
+
+def test_a_job_that_is_stopped_ends_the_loop_and_gives_back() -> None:
+    job, optimizer = started(client := Ledger())
+    seen = 0
+
+    for _ in job.batches(NUMBERS, 1, num_workers=1):
+        optimizer.step()
+        seen += 1
+        client.stopping = seen == 2
+
+    assert seen == 2
+    assert client.returned
+    assert len(client.pushed) == 2
+
+
+def test_batches_of_no_data_are_none() -> None:
+    job, _ = started()
+
+    assert list(job.batches(NUMBERS[:0], 4)) == []
+    assert list(job.batches(NUMBERS[:3], 4, drop_last=True)) == []
+
+
+def test_a_loop_is_gone_through_once() -> None:
+    job, _ = started()
+    batches = job.batches(NUMBERS, 4)
+    list(batches)
+
+    with pytest.raises(InvalidRequestError, match="once"):
+        iter(batches)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield NUMBERS
+
+
+@pytest.mark.parametrize("dataset", [Endless(), iter(range(3)), None])
+def test_only_map_style_data_can_be_shared_out(dataset: Any) -> None:
+    job, _ = started()
+
+    with pytest.raises(InvalidRequestError, match="map-style"):
+        job.batches(dataset, 4)
+
+
+def test_nonsense_and_a_missing_optimizer_are_refused() -> None:
+    job, _ = started()
+
+    with pytest.raises(InvalidRequestError, match="batch_size must be at least 1"):
+        job.batches(NUMBERS, 0)
+    with pytest.raises(InvalidRequestError, match=r"job\.optimizer before"):
+        next(iter(Job(LocalClient()).batches(NUMBERS, 4)))

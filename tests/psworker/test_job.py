@@ -1,0 +1,327 @@
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import psworker
+from pscommon.core.loop import LoopSpec
+from psworker.job import Job
+from psworker.local import LocalClient
+from psworker.optimizer import ServerOptimizer
+from psworker.results import PushResult
+
+
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def started(client: LocalClient | None = None, **hyper: Any) -> tuple[Job, nn.Linear, ServerOptimizer]:
+    job, net = Job(client or LocalClient()), model()
+    settings = {"lr": 0.1, "momentum": 0.9} | hyper
+    return job, net, job.optimizer(torch.optim.SGD(net.parameters(), **settings), net)
+
+
+def gradient(net: nn.Module, value: float = 1.0) -> None:
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+class Recording(LocalClient):
+    """Keeps what was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[dict[str, Any]] = []
+        self.reasons: list[str] = []
+        self.phases: list[str] = []
+
+    def exchange(self, **call: Any) -> PushResult:
+        self.sent.append(call)
+        return super().exchange(**call)
+
+    def progress(self, **values: Any) -> None:
+        self.phases.append(values["phase"])
+
+    def leave(self, reason: str = "") -> None:
+        self.reasons.append(reason)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=3, gamma=0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=12),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=8),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 4), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[4]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
+}
+
+
+def schedule(net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int = 10) -> list[float]:
+    rates = []
+    for _ in range(steps):
+        gradient(net)
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_lr_schedulers_work_unchanged(make: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """OneCycleLR cycles the momentum too."""
+    plain = model()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    _, net, mine = started()
+
+    rates = schedule(plain, theirs, make(theirs)), schedule(net, mine, make(mine))
+
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) > 1
+    assert torch.equal(plain.weight, net.weight)
+
+
+def test_it_is_a_torch_optimizer_over_the_same_groups() -> None:
+    job, net = Job(LocalClient()), model()
+    theirs = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    mine = job.optimizer(theirs, net)
+    theirs.param_groups[0]["lr"] = 0.7
+
+    assert isinstance(mine, torch.optim.Optimizer)
+    assert mine.param_groups[0]["lr"] == 0.7
+
+
+def test_hyper_parameters_travel_when_they_changed() -> None:
+    client = Recording()
+    _, net, optimizer = started(client)
+
+    for lr in (0.1, 0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = lr
+        gradient(net)
+        optimizer.step()
+
+    told = [call["groups_json"] for call in client.sent]
+    assert [bool(text) for text in told] == [True, False, True]
+    assert '"lr": 0.2' in told[2]
+
+
+def test_step_evaluates_a_closure_and_returns_its_loss() -> None:
+    _, net, optimizer = started()
+    before = net.weight.clone()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = net(torch.ones(2, 3)).sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+
+    assert loss is not None
+    assert loss.requires_grad
+    assert not torch.equal(net.weight, before)
+
+
+def test_zero_grad_is_torch_s() -> None:
+    _, net, optimizer = started()
+    gradient(net)
+
+    optimizer.zero_grad(set_to_none=False)
+    assert net.weight.grad is not None
+    assert not net.weight.grad.any()
+    optimizer.zero_grad()
+    assert net.weight.grad is None
+
+
+def test_samples_weigh_one_without_batches_and_what_step_is_told_with_them() -> None:
+    client = Recording()
+    _, net, optimizer = started(client)
+    gradient(net)
+
+    optimizer.step()
+    optimizer.step(samples=40)
+
+    assert [call["samples"] for call in client.sent] == [1, 40]
+
+
+def test_state_dict_goes_round_and_says_where_it_comes_from() -> None:
+    _, net, optimizer = started(lr=0.3)
+    gradient(net)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    client = Recording()
+    _, other_net, other = started(client, lr=0.1)
+    other.load_state_dict(saved)
+    gradient(other_net)
+    other.step()
+
+    assert saved["paramserver"] == {"job": "local", "version": 1}
+    assert other.param_groups[0]["lr"] == 0.3
+    assert '"lr": 0.3' in client.sent[0]["groups_json"]
+
+
+def test_a_scheduler_goes_on_from_its_state_dict() -> None:
+    _, net, optimizer = started()
+    scheduler = lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    rates = schedule(net, optimizer, scheduler, 3)
+    saved = optimizer.state_dict(), scheduler.state_dict()
+    rates += schedule(net, optimizer, scheduler, 5)
+
+    _, other_net, other = started()
+    other_scheduler = lr_scheduler.StepLR(other, step_size=2, gamma=0.5)
+    other.load_state_dict(saved[0])
+    other_scheduler.load_state_dict(saved[1])
+
+    assert schedule(other_net, other, other_scheduler, 5) == rates[3:]
+
+
+def used(kind: type[torch.optim.Optimizer], net: nn.Module, steps: int = 1, **hyper: Any) -> torch.optim.Optimizer:
+    optimizer = kind(net.parameters(), **hyper)
+    for _ in range(steps):
+        gradient(net)
+        optimizer.step()
+    return optimizer
+
+
+def test_moments_of_a_plain_optimizer_cannot_be_loaded_silently() -> None:
+    _, net, optimizer = started()
+    state = used(torch.optim.SGD, model(), lr=0.5, momentum=0.9).state_dict()
+
+    with pytest.raises(psworker.InvalidRequestError, match=r"moments cannot be brought.*--resume"):
+        optimizer.load_state_dict(state)
+    optimizer.load_state_dict({**state, "state": {}})
+
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizer_that_has_made_steps_is_refused_and_a_fresh_adagrad_is_not() -> None:
+    net = model()
+
+    with pytest.raises(psworker.InvalidRequestError, match="steps behind it"):
+        Job(LocalClient()).optimizer(used(torch.optim.Adam, net), net)
+    Job(LocalClient()).optimizer(used(torch.optim.Adagrad, net, steps=0), net)
+
+
+def test_a_job_has_one_model_with_fixed_parameters() -> None:
+    job, net, optimizer = started()
+
+    with pytest.raises(psworker.InvalidRequestError, match="one model and one optimizer"):
+        job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
+    with pytest.raises(psworker.InvalidRequestError, match="switch requires_grad"):
+        optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
+
+
+def test_a_nan_is_an_error_that_names_the_tensor_and_changes_nothing() -> None:
+    job, net, optimizer = started()
+    before = net.weight.clone()
+    gradient(net)
+    assert net.bias.grad is not None
+    net.bias.grad[0] = float("nan")
+
+    with pytest.raises(psworker.NonFiniteError, match="bias"):
+        optimizer.step()
+
+    assert torch.equal(net.weight, before)
+    assert job.version == 0
+    gradient(net)
+    optimizer.step()
+    assert job.version == 1
+
+
+class Stale(Recording):
+    """Finds every push too old."""
+
+    def exchange(self, **call: Any) -> PushResult:
+        super().exchange(gradients=None, weights=call["weights"])
+        return PushResult("stale", 7, staleness=4)
+
+
+def test_a_stale_step_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    client = Stale()
+    job, net, optimizer = started(client)
+    data = torch.arange(8.0).reshape(4, 2)
+
+    with caplog.at_level(logging.WARNING, logger="psworker"):
+        for number, _ in enumerate(job.batches(data, 2, shuffle=False)):
+            gradient(net)
+            optimizer.step()
+            if number == 1:
+                break
+    again = client.next_batches(LoopSpec(0, size=4, batch_size=2), count=9)
+
+    assert job.last == PushResult("stale", 7, staleness=4)
+    assert job.stats.stale == 2
+    assert again.numbers == (0, 1)
+    assert "stale by 4 versions" in caplog.text
+
+
+def test_stats_tell_where_a_step_s_time_went() -> None:
+    client = Recording()
+    job, net, optimizer = started(client)
+
+    for _ in job.batches(torch.ones(6, 3), 2):
+        gradient(net)
+        optimizer.step()
+
+    assert (job.stats.steps, job.stats.samples) == (3, 6)
+    assert set(job.stats.last) == {"data", "pull", "compute", "push", "wait", "apply"}
+    assert job.stats.last["apply"] > 0
+    assert job.stats.total["compute"] > job.stats.last["compute"] > 0
+    assert job.stats.samples_per_second > 0
+    assert {"data", "compute", "push", "wait"} <= set(client.phases)
+
+
+def test_resume_brings_a_scheduler_to_where_the_job_stands() -> None:
+    client = LocalClient()
+    client.version = 5
+    job, _, optimizer = started(client)
+    scheduler = lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    job.resume(scheduler)
+
+    assert scheduler.last_epoch == 5
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**5)
+
+
+def test_reports_are_numbers() -> None:
+    client = LocalClient()
+
+    Job(client).report(loss=torch.tensor(0.5), accuracy=1)
+
+    assert client.metrics == {"loss": 0.5, "accuracy": 1.0}
+
+
+def test_leaving_says_why_and_happens_once() -> None:
+    fine, broken = Recording(), Recording()
+
+    with Job(fine) as job:
+        job.close()
+    with pytest.raises(ZeroDivisionError), Job(broken):
+        _ = 1 / 0
+
+    assert fine.reasons == [""]
+    assert broken.reasons == ["ZeroDivisionError: division by zero"]
+
+
+class Unreachable(LocalClient):
+    def leave(self, reason: str = "") -> None:
+        raise psworker.UnreachableError("nobody there")
+
+
+def test_trouble_while_leaving_does_not_hide_the_script_s_error() -> None:
+    with pytest.raises(ZeroDivisionError), Job(Unreachable()):
+        _ = 1 / 0
+    with pytest.raises(psworker.UnreachableError), Job(Unreachable()):
+        pass

@@ -1,0 +1,89 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import psworker
+from psworker.connect import choose_device
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PS_SERVERS", "PS_LOCAL", "PS_DEVICE", "PS_WORKER_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_servers_it_says_what_to_do() -> None:
+    with pytest.raises(psworker.InvalidRequestError) as caught:
+        psworker.connect()
+
+    for way in ("ps-run", "ps-worker", "PS_SERVERS", "PS_LOCAL=1"):
+        assert way in str(caught.value)
+
+
+def test_ps_local_zero_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_LOCAL", "0")
+
+    with pytest.raises(psworker.InvalidRequestError, match="no servers"):
+        psworker.connect()
+
+
+def test_the_environment_gives_rank_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_LOCAL", "1")
+    monkeypatch.setenv("PS_WORKER_RANK", "3")
+    monkeypatch.setenv("PS_DEVICE", "cpu")
+
+    job = psworker.connect()
+
+    assert (job.rank, job.device) == (3, torch.device("cpu"))
+    assert psworker.connect(rank=1).rank == 1
+
+
+def test_a_rank_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_WORKER_RANK", "first")
+
+    with pytest.raises(psworker.InvalidRequestError, match="PS_WORKER_RANK"):
+        psworker.connect()
+
+
+def test_auto_spreads_workers_over_gpus_and_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(choose_device("auto", rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert choose_device("cuda:1", 0) == torch.device("cuda:1")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", 0) == torch.device("cpu")
+    with pytest.raises(psworker.InvalidRequestError, match=r"cuda:1.*sees 0 GPUs"):
+        choose_device("cuda:1", 0)
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x"])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(psworker.InvalidRequestError, match="auto, cpu, cuda"):
+        psworker.connect(device=device)
+
+
+def test_importing_the_package_loads_neither_torch_nor_grpc() -> None:
+    code = "import sys, psworker; sys.exit(len({'torch', 'grpc', 'numpy'} & sys.modules.keys()))"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_public_names_are_there() -> None:
+    from psworker.job import Job
+    from psworker.results import PushResult
+
+    assert psworker.Job is Job
+    assert psworker.PushResult is PushResult
+    assert callable(psworker.connect)
+    assert set(psworker.__all__) <= set(dir(psworker))
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = psworker.Nothing
+
+
+def test_an_optimizer_is_said_in_keywords() -> None:
+    spec = psworker.OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99))
+
+    assert spec.as_json() == '{"groups": [{"betas": [0.9, 0.99], "lr": 0.001}], "name": "adam"}'

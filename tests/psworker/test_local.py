@@ -1,0 +1,50 @@
+"""PS_LOCAL=1 trains like a plain script: same batches, same optimizer, same weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import psworker
+from pscommon.core.loop import LoopSpec
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def test_a_script_trains_as_plain_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_LOCAL", "1")
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    y = x.sum(1, keepdim=True)
+    model, plain = net(), net()
+
+    with psworker.connect() as job:
+        optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+        masks = []
+        for batch_x, batch_y in job.batches((x, y), batch_size=6, epochs=3, seed=5):
+            masks.append(torch.get_rng_state())
+            F.mse_loss(model(batch_x), batch_y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    loop = LoopSpec(0, size=20, batch_size=6, epochs=3, seed=5)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for number in range(loop.total):
+        indices = torch.from_numpy(loop.indices(number).copy())
+        torch.set_rng_state(masks[number])
+        F.mse_loss(plain(x[indices]), y[indices]).backward()
+        theirs.step()
+        theirs.zero_grad()
+
+    assert job.version == loop.total == 12
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_ps_local_wins_over_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_LOCAL", "1")
+
+    job = psworker.connect("127.0.0.1:9")
+
+    assert job.policy == "local"

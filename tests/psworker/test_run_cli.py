@@ -1,0 +1,398 @@
+"""ps-run from outside: real processes and signals, with small stand-ins for the servers and for the way to them."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LIMIT = 60.0
+
+# A server: binds, writes its port, ends with 0 when it is asked to or when the first server is gone.
+SERVER = r"""
+import os, socket, sys
+def flag(name):
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
+print("server", os.getpid(), flag("--shard"), flag("--policy"), flush=True)
+if os.environ.get("BROKEN_SERVER") == flag("--shard"):
+    sys.exit("the data directory is taken") if not os.environ.get("CODE") else os._exit(int(os.environ["CODE"]))
+host, port = flag("--bind").split(":")
+with socket.create_server((host, int(port))) as listener:
+    port = listener.getsockname()[1]
+    print("port", port, flush=True)
+    with open(flag("--port-file") + ".new", "w") as file:
+        file.write(f"{host}:{port}\n")
+    os.replace(flag("--port-file") + ".new", flag("--port-file"))
+    if flag("--join"):
+        first, port = flag("--join").split(":")
+        with socket.create_connection((first, int(port))) as link:
+            link.recv(1)
+        sys.exit(0)
+    links = []
+    while True:
+        links.append(listener.accept()[0])
+        links[-1].settimeout(0.2)
+        try:
+            if links[-1].recv(1) == b"S":
+                sys.exit(0)
+        except TimeoutError:
+            pass
+"""
+
+# A worker: the real way to run a script, without torch.
+WORKER = r"""
+import sys
+from psworker.script import Script, run
+at = sys.argv.index("--")
+sys.exit(run(Script(sys.argv[at + 1], "-m" in sys.argv[:at], tuple(sys.argv[at + 2 :]))))
+"""
+
+# ps-run with both of them.
+RUN = r"""
+import functools, socket, sys
+from pathlib import Path
+from pscommon.config import run_command
+from pscommon.core.errors import UnreachableError
+from psworker.run import cli
+
+here = Path(__file__).parent
+
+class Observer:
+    def __init__(self, address):
+        self.address = address
+    def status(self):
+        return {"state": "running", "version": 7, "steps": 14, "samples": 448, "policy": "sync", "workers": [],
+                "metrics": {"accuracy": 0.97}}
+    def weights_sha256(self):
+        if (here / "no-model").exists():
+            raise UnreachableError("no worker has registered a model")
+        return "ab" * 32
+    def stop(self):
+        host, port = self.address.split(":")
+        with socket.create_connection((host, int(port))) as link:
+            link.sendall(b"S")
+    def close(self):
+        pass
+
+start = functools.partial(
+    cli.start,
+    server=[sys.executable, "-I", "-S", str(here / "server.py")],
+    worker=[sys.executable, "-P", str(here / "worker.py")],
+    connect=Observer,
+)
+sys.exit(run_command(cli.COMMAND, start))
+"""
+
+
+class Bench:
+    """A folder with the stand-ins and scripts, and a TMPDIR of its own that must be empty in the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        for name, code in {"server.py": SERVER, "worker.py": WORKER, "run.py": RUN}.items():
+            (folder / name).write_text(code)
+        self.running: list[subprocess.Popen[str]] = []
+
+    def script(self, code: str, name: str = "train.py") -> str:
+        (self.folder / name).write_text(code)
+        return str(self.folder / name)
+
+    def popen(self, *args: str, **environment: str) -> subprocess.Popen[str]:
+        known = {key: value for key, value in os.environ.items() if not key.startswith("PS_")}
+        process = subprocess.Popen(
+            [sys.executable, str(self.folder / "run.py"), *args],
+            env={**known, "TMPDIR": str(self.temporary), **environment},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.running.append(process)
+        return process
+
+    def run(self, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        process = self.popen(*args, **environment)
+        out, err = process.communicate(timeout=LIMIT)
+        return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    for process in bench.running:
+        process.kill()
+        process.communicate()
+
+
+def pids(text: str) -> list[int]:
+    """Of all processes that have said their number."""
+    return [int(line.split()[2]) for line in text.splitlines() if line.split()[1:2] in (["server"], ["worker"])]
+
+
+def gone(pid: int) -> bool:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], LIMIT)[0])
+    finally:
+        os.close(handle)
+
+
+GOOD = 'import os, sys; print("worker", os.getpid(), os.environ["PS_WORKER_RANK"], sys.argv[1:])'
+WAITING = GOOD + "\nimport signal\nsignal.pause()"
+
+
+def test_a_run_that_goes_well(bench: Bench) -> None:
+    summary = bench.folder / "summary.json"
+
+    result = bench.run("--servers", "2", "--workers", "2", "--summary", str(summary), bench.script(GOOD))
+
+    assert result.returncode == 0, result.stderr
+    content = json.loads(summary.read_text())
+    seconds = content.pop("seconds")
+    assert 0 < seconds < LIMIT
+    assert content == {
+        "status": "done",
+        "steps": 14,
+        "samples": 448,
+        "policy": "sync",
+        "staleness": None,
+        "servers": 2,
+        "workers": 2,
+        "restarts": 0,
+        "weights_sha256": "ab" * 32,
+        "metrics": {"accuracy": 0.97},
+    }
+    assert "accuracy        0.97" in result.stdout
+    assert "ab" * 32 in result.stdout
+    for prefix in ("[s0] server", "[s1] server", "[w0] worker", "[w1] worker"):
+        assert prefix in result.stdout
+    assert len(pids(result.stdout)) == 4
+    assert all(map(gone, pids(result.stdout)))
+    assert list(bench.temporary.iterdir()) == []
+
+
+def test_the_scripts_arguments_are_its_own(bench: Bench) -> None:
+    args = ["--policy", "async", "--", "--help", "-m", "", "--servers=7", "a b"]
+
+    result = bench.run("--policy", "sync", bench.script(GOOD), *args)
+
+    assert result.returncode == 0, result.stderr
+    assert f"0 {args}" in result.stdout
+    assert "0/1 sync" in result.stdout
+
+
+def test_a_module_runs_as_well(bench: Bench) -> None:
+    bench.script(GOOD, "my_train.py")
+
+    result = bench.run("-m", "my_train", "--lr", "1")
+
+    assert result.returncode == 0, result.stderr
+    assert "0 ['--lr', '1']" in result.stdout
+
+
+def test_a_script_that_raises_fails_the_run_and_shows_its_traceback_once(bench: Bench) -> None:
+    script = bench.script(GOOD + "\nraise ValueError('bad data')")
+    summary = bench.folder / "summary.json"
+
+    result = bench.run("--workers", "2", "--summary", str(summary), script)
+
+    output = result.stdout + result.stderr
+    assert result.returncode == 1
+    assert output.count("Traceback (most recent call last)") == 1
+    assert output.count("ValueError: bad data") == 1
+    assert "first failure: w" in output
+    content = json.loads(summary.read_text())
+    assert content["status"] == "failed"
+    assert content["error"]["exit_code"] == 1
+    assert content["error"]["process"] in ("w0", "w1")
+    assert all(map(gone, pids(output)))
+
+
+def test_the_logs_of_a_failed_run_are_kept_and_said_where(bench: Bench) -> None:
+    result = bench.run(bench.script(GOOD + "\nraise ValueError('bad data')"))
+
+    (log,) = [line.split("log: ")[1] for line in result.stderr.splitlines() if "log: " in line]
+    assert "ValueError: bad data" in Path(log).read_text()
+    (folder,) = bench.temporary.iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["s0.log", "w0.log"]
+
+
+def test_log_dir_holds_a_file_for_each_process(bench: Bench) -> None:
+    logs = bench.folder / "a" / "b"
+
+    for _ in range(2):  # the second run replaces the files of the first
+        assert bench.run("--workers", "2", "--log-dir", str(logs), bench.script(GOOD)).returncode == 0
+
+    assert sorted(path.name for path in logs.iterdir()) == ["s0.log", "w0.log", "w1.log"]
+    assert (logs / "w1.log").read_text().count("worker") == 1
+
+
+@pytest.mark.parametrize("code", [10, 12])
+def test_a_server_that_fails_is_named_with_its_code_and_a_remedy(bench: Bench, code: int) -> None:
+    result = bench.run("--servers", "2", bench.script(WAITING), BROKEN_SERVER="1/2", CODE=str(code))
+
+    assert result.returncode == code
+    assert "first failure: s1" in result.stderr
+    assert f"s1 exited with {code}: " in result.stderr
+    assert "what to do: " in result.stderr
+    assert all(map(gone, pids(result.stdout)))
+
+
+def test_a_killed_worker_is_started_again(bench: Bench) -> None:
+    once = "import os, pathlib\nmark = pathlib.Path('mark')\n"
+    once += "if not mark.exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n"
+    summary = bench.folder / "summary.json"
+
+    result = bench.run("--summary", str(summary), bench.script(once + GOOD))
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(summary.read_text())["restarts"] == 1
+    assert "w0 was killed by SIGKILL; restart 1 of at most 3" in result.stderr
+
+
+def test_max_restarts_is_obeyed(bench: Bench) -> None:
+    result = bench.run("--max-restarts", "0", bench.script("import os; os.kill(os.getpid(), 9)"))
+
+    assert result.returncode == 137
+    assert "w0 was killed by SIGKILL" in result.stderr
+
+
+def test_weights_that_cannot_be_read_are_said_so(bench: Bench) -> None:
+    (bench.folder / "no-model").touch()
+
+    result = bench.run(bench.script(GOOD))
+
+    assert result.returncode == 0
+    assert "no worker has registered a model" in result.stderr
+    assert "unknown" in result.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything_and_leaves_nothing(bench: Bench, number: signal.Signals, code: int) -> None:
+    summary = bench.folder / "summary.json"
+    process = bench.popen("--servers", "2", "--workers", "2", "--summary", str(summary), bench.script(WAITING))
+    seen = wait_for_workers(process, 2)
+
+    process.send_signal(number)
+    out, err = process.communicate(timeout=LIMIT)
+
+    assert process.returncode == code
+    everybody = pids(seen + out)
+    assert len(everybody) == 4
+    assert all(map(gone, everybody))
+    assert "Traceback" not in out + err
+    assert json.loads(summary.read_text())["status"] == "interrupted"
+    assert list(bench.temporary.iterdir()) == []
+
+
+def test_a_second_ctrl_c_kills_what_does_not_want_to_end(bench: Bench) -> None:
+    stubborn = "import signal; signal.signal(15, lambda *_: print('worker', 0, 'no', flush=True))\n" + GOOD
+    process = bench.popen("--grace", "1h", bench.script(stubborn + "\nwhile True: signal.pause()"))
+    seen = wait_for_workers(process, 1)
+
+    process.send_signal(signal.SIGINT)
+    wait_for_workers(process, 1)  # it has got the first one
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=LIMIT)
+
+    assert process.returncode == 130
+    assert all(map(gone, pids(seen)))
+    assert list(bench.temporary.iterdir()) == []
+    assert "Traceback" not in out
+
+
+def test_grace_is_how_long_a_stubborn_process_has(bench: Bench) -> None:
+    stubborn = "import signal; signal.signal(15, signal.SIG_IGN)\n" + GOOD + "\nwhile True: signal.pause()"
+    process = bench.popen("--grace", "300ms", bench.script(stubborn))
+    seen = wait_for_workers(process, 1)
+
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT)
+
+    assert process.returncode == 130
+    assert 0.3 <= time.monotonic() - began < LIMIT / 2
+    assert all(map(gone, pids(seen)))
+
+
+def test_nothing_outlives_a_ps_run_that_is_killed(bench: Bench) -> None:
+    process = bench.popen("--servers", "2", "--workers", "2", bench.script(WAITING))
+    seen = wait_for_workers(process, 2)
+
+    process.kill()
+    out, _ = process.communicate(timeout=LIMIT)
+
+    everybody = pids(seen + out)
+    assert len(everybody) == 4
+    assert all(map(gone, everybody))
+
+
+def test_ports_are_free_again(bench: Bench) -> None:
+    process = bench.popen("--servers", "2", bench.script(WAITING))
+    seen = wait_for_workers(process, 1)
+
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=LIMIT)
+
+    ports = [int(line.split()[2]) for line in (seen + out).splitlines() if "] port " in line]
+    assert ports
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+
+USAGE = {
+    "no script": ([], "Missing argument"),
+    "no such script": (["nowhere.py"], "no such script: nowhere.py"),
+    "ssp without a bound": (["--policy", "ssp", "train.py"], "--policy ssp needs --staleness"),
+    "a bound without ssp": (["--staleness", "2", "train.py"], "--staleness bounds --policy ssp"),
+    "no servers": (["--servers", "0", "train.py"], "--servers"),
+    "more needed than there are": (["--min-workers", "3", "--workers", "2", "train.py"], "--min-workers 3"),
+    "summary into nowhere": (["--summary", "no/where.json", "train.py"], "--summary no/where.json"),
+    "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
+    "unknown flag": (["--polcy", "sync", "train.py"], "--policy"),
+}
+
+
+@pytest.mark.parametrize(("args", "text"), USAGE.values(), ids=USAGE.keys())
+def test_bad_usage_is_said_before_anything_starts(bench: Bench, args: list[str], text: str) -> None:
+    bench.script(GOOD)
+
+    result = bench.run(*args)
+
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert list(bench.temporary.iterdir()) == []
+
+
+def test_help_shows_examples(bench: Bench) -> None:
+    result = bench.run("--help")
+
+    assert result.returncode == 0
+    assert "ps-run --servers 2 --workers 2 train.py" in result.stdout
+
+
+def wait_for_workers(process: subprocess.Popen[str], count: int) -> str:
+    """Reads what ps-run shows until so many workers have said that they run."""
+    assert process.stdout is not None
+    seen = ""
+    while len([line for line in seen.splitlines() if "] worker " in line]) < count:
+        line = process.stdout.readline()
+        assert line, f"ps-run ended early: {process.stderr.read() if process.stderr else ''}"
+        seen += line
+    return seen

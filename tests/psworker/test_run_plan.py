@@ -1,0 +1,163 @@
+"""The command lines and environments that ps-run gives its processes."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from pscommon import options
+from pscommon.config import given
+from psworker.run.cli import COMMAND
+from psworker.run.plan import Plan
+from psworker.script import Script
+
+FOLDER = Path("/tmp/x")
+BOUND = {"s0": "127.0.0.1:4000"}
+
+
+def plan(*args: str, environ: dict[str, str] | None = None, cores: int = 8, module: bool = False) -> Plan:
+    with COMMAND.make_context("ps-run", [*args, "train.py"]) as ctx:
+        script = Script("train.py", module, ("--lr", "1"))
+        return Plan(
+            script, ctx.params, frozenset(given(ctx)), cores, FOLDER, ["server"], ["worker"], environ=environ or {}
+        )
+
+
+def flags(line: list[str]) -> dict[str, str]:
+    """The value after each flag, up to the script."""
+    end = line.index("--") if "--" in line else len(line)
+    return {line[i]: line[i + 1] for i in range(1, end) if line[i].startswith("--")}
+
+
+def test_each_server_gets_its_shard_a_free_port_and_the_way_to_the_first() -> None:
+    cluster = plan("--servers", "2", "--workers", "3")
+
+    first, second = cluster.command("s0", {}), cluster.command("s1", BOUND)
+
+    assert first[0] == "server"
+    assert flags(first)["--shard"] == "0/2"
+    assert flags(second)["--shard"] == "1/2"
+    assert flags(first)["--bind"] == flags(second)["--bind"] == "127.0.0.1:0"
+    assert "--join" not in first
+    assert flags(second)["--join"] == "127.0.0.1:4000"
+    assert flags(second)["--port-file"] == str(cluster.port_file("s1"))
+
+
+def test_a_server_that_is_started_again_keeps_its_port() -> None:
+    assert flags(plan().command("s0", BOUND))["--bind"] == "127.0.0.1:4000"
+
+
+def test_min_workers_is_the_number_of_workers_unless_given() -> None:
+    assert flags(plan("--workers", "3").command("s0", {}))["--min-workers"] == "3"
+    assert flags(plan("--workers", "3", "--min-workers", "2").command("s0", {}))["--min-workers"] == "2"
+
+
+SERVER_VALUES = {
+    "policy": "ssp",
+    "staleness": "3",
+    "max_staleness": "7",
+    "min_workers": "1",
+    "lease": "2.5",
+    "job": "otter",
+    "data_dir": "/data",
+    "snapshot_every": "5steps",
+    "snapshot_keep": "9",
+    "resume": "17",
+}
+
+
+@pytest.mark.parametrize("option", options.FORWARDED_TO_SERVERS, ids=lambda option: str(option.key))
+def test_server_flags_are_passed_on_to_every_server(option: Any) -> None:
+    value = SERVER_VALUES[option.key]
+    cluster = plan("--servers", "2", option.flag, value)
+
+    for name in ("s0", "s1"):
+        assert flags(cluster.command(name, BOUND))[option.flag] == value
+
+
+def test_what_nobody_chose_is_left_to_the_servers() -> None:
+    assert "--policy" not in plan().command("s0", {})
+
+
+def test_every_server_flag_is_either_passed_on_or_decided_here() -> None:
+    passed_on = {*options.FORWARDED_TO_SERVERS, options.THREADS, options.METRICS_BIND, *options.LOGGING}
+    decided_here = {*options.PLACEMENT, options.EXIT_WHEN_DONE}
+
+    assert set(options.SERVER) == passed_on | decided_here
+
+
+def test_workers_get_one_address_their_rank_and_the_script() -> None:
+    cluster = plan("--workers", "2", "--device", "cpu")
+
+    line = cluster.command("w1", BOUND)
+
+    assert line[0] == "worker"
+    assert flags(line)["--ps"] == "127.0.0.1:4000"
+    assert flags(line)["--device"] == "cpu"
+    assert line[line.index("--") :] == ["--", "train.py", "--lr", "1"]
+    assert cluster.environment("w1")["PS_WORKER_RANK"] == "1"
+
+
+def test_a_module_is_marked_before_the_script() -> None:
+    line = plan(module=True).command("w0", BOUND)
+
+    assert line[-5:] == ["-m", "--", "train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "server", "worker"),
+    [
+        (("--servers", "2", "--workers", "4"), {}, "4", "2"),
+        (("--servers", "9", "--workers", "16"), {}, "1", "1"),
+        (("--threads", "5"), {}, "5", "5"),
+        (("--threads", "5"), {"OMP_NUM_THREADS": "3"}, "5", "5"),
+        ((), {"OMP_NUM_THREADS": "3"}, None, None),
+    ],
+)
+def test_cores_are_shared_out(args: tuple[str, ...], environ: dict[str, str], server: str, worker: str) -> None:
+    cluster = plan(*args, environ=environ)
+
+    assert flags(cluster.command("s0", {})).get("--threads") == server
+    assert flags(cluster.command("w0", BOUND)).get("--threads") == worker
+    assert cluster.environment("w0")["OMP_NUM_THREADS"] == (worker or environ["OMP_NUM_THREADS"])
+
+
+def test_metrics_ports_count_up_over_all_processes() -> None:
+    cluster = plan("--servers", "2", "--workers", "2", "--metrics-bind", "127.0.0.1:9000")
+
+    ports = [flags(cluster.command(name, BOUND))["--metrics-bind"] for name in ("s0", "s1", "w0", "w1")]
+
+    assert ports == [f"127.0.0.1:{port}" for port in (9000, 9001, 9002, 9003)]
+
+
+def test_metrics_ports_stay_free_ones_if_asked_for() -> None:
+    assert flags(plan("--metrics-bind", "127.0.0.1:0").command("w0", BOUND))["--metrics-bind"] == "127.0.0.1:0"
+
+
+def test_settings_in_our_environment_travel_as_flags_only() -> None:
+    environ = {"PS_POLICY": "async", "PS_CONFIG": "x.toml", "PS_SERVERS": "2", "PATH": "/bin", "PS_LOCAL": "1"}
+
+    environment = plan(environ=environ).environment("s0")
+
+    assert environment == {"PATH": "/bin", "PS_LOCAL": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "8"}
+
+
+@pytest.mark.parametrize(("wanted", "passed"), [("auto", "text"), ("text", "text"), ("json", "json")])
+def test_children_write_text_since_we_show_their_lines(wanted: str, passed: str) -> None:
+    cluster = plan("--log-format", wanted, "--log-level", "debug")
+
+    assert flags(cluster.command("s0", {}))["--log-format"] == passed
+    assert flags(cluster.command("w0", BOUND))["--log-level"] == "debug"
+
+
+def test_what_is_passed_on_parses_again() -> None:
+    cluster = plan("--lease", "250ms", "--data-dir", "/data", "--snapshot-every", "10m", "--resume", "never")
+
+    with options.command("server", "ps-server").make_context("ps-server", cluster.command("s0", {})[1:]) as ctx:
+        settings: dict[str, Any] = ctx.params
+    assert isinstance(ctx, click.Context)
+
+    assert settings["lease"] == 0.25
+    assert str(settings["snapshot_every"]) == "600s"
+    assert settings["resume"] == "never"

@@ -1,0 +1,314 @@
+"""The supervisor's decisions, as transcripts: what happens on the left, what ps-run does about it on the right."""
+
+import pytest
+
+from psworker.run.ending import Outcome
+from psworker.run.messages import (
+    Action,
+    Bound,
+    Collect,
+    Collected,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Say,
+    Signalled,
+    Start,
+    StopAnswered,
+    StopJob,
+    Terminate,
+    Tick,
+)
+from psworker.run.supervise import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
+
+WELL = """
+begin        | start s0
+bound s0     | start s1, start w0, start w1
+bound s1     |
+exit w1 0    |
+exit w0 0    | collect
+collected    | stop job
+stop ok      |
+exit s1 0    |
+exit s0 0    | finish done 0
+"""
+
+STARTED = """
+begin        | start s0
+bound s0     | start s1, start w0, start w1
+bound s1     |
+"""
+
+TRANSCRIPTS = {
+    "well": WELL,
+    "a script that raises ends the run, workers first": STARTED
+    + """
+exit w0 1    | term w1
+exit w1 143  | term s0, term s1
+exit s1 0    |
+exit s0 0    | finish failed 1 w0
+""",
+    "a worker killed by a signal is started again": STARTED
+    + """
+exit w1 -9   | say, start w1 again
+exit w0 0    |
+exit w1 0    | collect
+""",
+    "lost servers are worth another try, a mismatch is not": STARTED
+    + """
+exit w1 20   | say, start w1 again
+exit w1 11   | term w0
+exit w0 0    | term s0, term s1
+exit s0 0    |
+exit s1 0    | finish failed 11 w1
+""",
+    "restarts are counted over all processes": STARTED
+    + """
+exit w0 -11  | say, start w0 again
+exit w1 143  | say, start w1 again
+exit w0 137  | term w1
+exit w1 143  | term s0, term s1
+exit s0 0    |
+exit s1 0    | finish failed 137 w0
+""",
+    "a server that dies takes its weights along": STARTED
+    + """
+exit s1 -9   | term w0, term w1
+exit w0 20   |
+exit w1 20   | term s0
+exit s0 0    | finish failed 137 s1
+""",
+    "a server that cannot start is the culprit": """
+begin        | start s0
+exit s0 10   | finish failed 10 s0
+""",
+    "another server that cannot start": """
+begin        | start s0
+bound s0     | start s1, start w0, start w1
+exit s1 12   | term w0, term w1
+exit w0 143  |
+exit w1 143  | term s0
+exit s0 143  | finish failed 12 s1
+""",
+    "Ctrl-C": STARTED
+    + """
+signal 2     | say, term w0, term w1
+exit w0 143  |
+exit w1 0    | term s0, term s1
+exit s0 0    |
+exit s1 0    | finish interrupted 130
+""",
+    "SIGTERM before anything is bound": """
+begin        | start s0
+signal 15    | say, term s0
+exit s0 -15  | finish interrupted 143
+""",
+    "a second Ctrl-C kills at once": STARTED
+    + """
+signal 2     | say, term w0, term w1
+signal 2     | kill s0, kill s1, kill w0, kill w1
+exit w0 -9   |
+exit w1 -9   | term s0, term s1
+exit s0 -9   |
+exit s1 -9   | finish interrupted 130
+""",
+    "who does not end within the grace is killed": STARTED
+    + """
+signal 15    | say, term w0, term w1
+exit w0 143  |
+after 4.9    |
+after 0.1    | kill w1
+exit w1 -9   | term s0, term s1
+after 4.9    |
+after 0.1    | kill s0, kill s1
+exit s0 -9   |
+exit s1 -9   | finish interrupted 143
+""",
+    "a server that never opens its port": f"""
+begin        | start s0
+after {BIND_SECONDS}  | term s0
+exit s0 -15  | finish failed 20 s0
+""",
+    "the job is stopped by somebody else": STARTED
+    + """
+exit s0 0    | say
+exit s1 0    |
+exit w0 0    |
+exit w1 20   | finish done 0
+""",
+    "workers that do not notice that the job was stopped": STARTED
+    + f"""
+exit s1 0    | say
+after {STOP_SECONDS} | term w0, term w1
+exit w0 143  |
+exit w1 143  | term s0
+exit s0 0    | finish done 0
+""",
+    "a script that raises while the job is being stopped": STARTED
+    + """
+exit s1 0    | say
+exit w0 1    | term w1
+exit w1 0    | term s0
+exit s0 0    | finish failed 1 w0
+""",
+    "a server dies after the training, before its weights were read": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+exit s1 -9   | term s0
+exit s0 0    | finish failed 137 s1
+collected    |
+""",
+    "the servers ended before they were asked for the result": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+exit s0 0    |
+exit s1 0    |
+collected    | finish done 0
+""",
+    "reading the result takes too long": STARTED
+    + f"""
+exit w0 0    |
+exit w1 0    | collect
+after {COLLECT_SECONDS} | say, stop job
+collected    |
+exit s0 0    |
+exit s1 0    | finish done 0
+""",
+    "the stop call fails": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+collected    | stop job
+stop refused | say, term s0, term s1
+exit s0 0    |
+exit s1 0    | finish done 0
+""",
+    "a server that does not stop": STARTED
+    + f"""
+exit w0 0    |
+exit w1 0    | collect
+collected    | stop job
+stop ok      |
+exit s0 0    |
+after {STOP_SECONDS} | term s1
+exit s1 -15  | finish failed 20 s1
+""",
+    "a last snapshot that fails": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+collected    | stop job
+exit s1 12   | term s0
+exit s0 0    | finish failed 12 s1
+""",
+    "Ctrl-C while the result is read": STARTED
+    + """
+exit w0 0    |
+exit w1 0    | collect
+signal 2     | say, term s0, term s1
+collected    |
+exit s0 0    |
+exit s1 0    | finish interrupted 130
+""",
+}
+
+DURABLE = {
+    "with snapshots a killed server is started again": STARTED
+    + """
+exit s0 -9   | say, start s0 again
+bound s0     |
+exit w0 0    |
+exit w1 0    | collect
+""",
+    "but not one whose data directory is taken": STARTED
+    + """
+exit s0 10   | term w0, term w1
+""",
+    "a server killed while it starts": """
+begin        | start s0
+exit s0 -9   | say, start s0 again
+bound s0     | start s1, start w0, start w1
+""",
+}
+
+
+@pytest.mark.parametrize("transcript", TRANSCRIPTS.values(), ids=TRANSCRIPTS.keys())
+def test_transcript(transcript: str) -> None:
+    play(transcript, durable=False)
+
+
+@pytest.mark.parametrize("transcript", DURABLE.values(), ids=DURABLE.keys())
+def test_transcript_with_snapshots(transcript: str) -> None:
+    play(transcript, durable=True)
+
+
+def test_the_outcome_names_the_first_failure_and_what_came_before() -> None:
+    outcome = play(TRANSCRIPTS["restarts are counted over all processes"], durable=False)
+
+    assert outcome == Outcome(
+        "failed",
+        137,
+        "w0",
+        137,
+        "w0 exited with 137: as if killed by SIGKILL",
+        (
+            "w0 was killed by SIGSEGV and was started again",
+            "w1 exited with 143: terminated (SIGTERM) and was started again",
+        ),
+    )
+
+
+def play(transcript: str, *, durable: bool) -> Outcome | None:
+    """Feeds the events on the left; the actions must be those on the right. Returns the outcome, if it came to one."""
+    machine = Supervisor(2, 2, max_restarts=2, durable=durable, grace=5.0)
+    now, outcome = 1000.0, None
+    for line in transcript.strip().splitlines():
+        if not line:
+            continue
+        what, expected = (part.strip() for part in line.split("|"))
+        if what.startswith("after"):
+            now += float(what.split()[1])
+        actions = machine.start(now) if what == "begin" else machine.step(event(what), now)
+
+        assert ", ".join(map(show, actions)) == expected, f"after {what!r}"
+
+        outcome = next((action.outcome for action in actions if isinstance(action, Finish)), outcome)
+    return outcome
+
+
+def event(text: str) -> Event:
+    match text.split():
+        case ["bound", name]:
+            return Bound(name)
+        case ["exit", name, code]:
+            return Exited(name, int(code))
+        case ["signal", number]:
+            return Signalled(int(number))
+        case ["collected"]:
+            return Collected()
+        case ["stop", answer]:
+            return StopAnswered("" if answer == "ok" else answer)
+        case ["after", _]:
+            return Tick()
+    raise ValueError(text)
+
+
+def show(action: Action) -> str:
+    match action:
+        case Start(name, attempt):
+            return f"start {name}" + (" again" if attempt else "")
+        case Terminate(name):
+            return f"term {name}"
+        case Kill(name):
+            return f"kill {name}"
+        case Collect():
+            return "collect"
+        case StopJob():
+            return "stop job"
+        case Say():
+            return "say"
+        case Finish(outcome):
+            return f"finish {outcome.status} {outcome.code} {outcome.culprit}".strip()
