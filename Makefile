@@ -30,5 +30,8 @@ check: lint test
 proto: # regenerate common/psproto from proto/ with the pinned old generator
 	PYTHON=$(PYTHON) proto/generate
 
+test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
+	deploy/test-compose
+
 clean:
 	rm -rf $(VENV) dist build

@@ -1,5 +1,6 @@
 """One server process: everything is made, started and stopped here, in this order."""
 
+import logging
 import secrets
 import signal
 import threading
@@ -8,7 +9,6 @@ from contextlib import ExitStack
 from types import FrameType
 
 import grpc
-import structlog
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -45,7 +45,7 @@ SERVICES = (
     coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name,
 )
 
-log = structlog.stdlib.get_logger("psserver")
+log = logging.getLogger("psserver")
 
 
 class Server:
@@ -98,8 +98,7 @@ class Server:
 
     def _make_hub(self) -> Hub:
         self.archive.next_generation()
-        hub = Hub(self.config, self.identity.job, self.engine, self.archive, self.metrics)
-        hub.servers[0].address, hub.servers[0].connected = self.identity.address, True
+        hub = Hub(self.config, self.identity, self.engine, self.archive, self.metrics)
         self.archive.on_part = lambda part: hub.snapshot_part(0, part)
         return hub
 
@@ -119,7 +118,6 @@ class Server:
         """Resume if told to, then answer calls."""
         if self.hub is not None:
             self.hub.start()
-            self.identity.learn(self.hub.job, self.hub.addresses)
         else:
             assert self.link is not None
             self.link.start()
@@ -131,7 +129,9 @@ class Server:
             temporary = self.config.port_file.with_suffix(".tmp")
             temporary.write_text(self.address.rpartition(":")[2] + "\n")
             temporary.replace(self.config.port_file)
-        log.info("listening", address=self.address, shards=self.config.shards, policy=self.config.policy)
+        log.info(
+            "listening", extra={"address": self.address, "shards": self.config.shards, "policy": self.config.policy}
+        )
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: can workers train here?"""

@@ -1,6 +1,7 @@
 """A server's snapshots: which one to start from, writing parts in the background, making a snapshot of the parts."""
 
 import importlib.metadata
+import logging
 import os
 import threading
 import time
@@ -9,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import structlog
 import torch
 
 from pscommon.core.errors import SnapshotError
@@ -22,7 +22,7 @@ from psserver.engine import Engine
 from psserver.metrics import ServerMetrics
 from psserver.store import Store
 
-log = structlog.stdlib.get_logger("psserver")
+log = logging.getLogger("psserver")
 
 
 class Archive:
@@ -45,7 +45,7 @@ class Archive:
         self._writer: threading.Thread | None = None
         if self._snapshots is not None:
             for path in self._snapshots.sweep(shard):
-                log.warning("removed what a crash left half-written", path=str(path))
+                log.warning("removed what a crash left half-written", extra={"path": str(path)})
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Archive:
             return self._exactly(resume)
         manifest, skipped = self._snapshots.newest_valid()
         for problem in skipped:
-            log.error("skipped a damaged snapshot", problem=problem)
+            log.error("skipped a damaged snapshot", extra={"problem": problem})
         if manifest is None and versions:
             raise SnapshotError(f"none of the snapshots in {self._snapshots.folder} is valid: {'; '.join(skipped)}")
         return self._chosen(manifest) if manifest else None
@@ -101,7 +101,7 @@ class Archive:
     def _set_aside(self, version: int) -> None:
         assert self._snapshots is not None
         for path in self._snapshots.set_aside(version):
-            log.warning("set a snapshot aside: the job starts from before it", path=str(path))
+            log.warning("set a snapshot aside: the job starts from before it", extra={"path": str(path)})
 
     def newest(self) -> Manifest | None:
         """The newest valid snapshot of this job, if there is one."""
@@ -164,7 +164,7 @@ class Archive:
         self.problem = str(error)
         cause = error.__cause__
         self._metrics.snapshot_failed(os.strerror(cause.errno or 0) if isinstance(cause, OSError) else "other")
-        log.error("snapshot failed; training goes on", problem=self.problem)
+        log.error("snapshot failed; training goes on", extra={"problem": self.problem})
 
     def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> None:
         """All shards have written, or failed to: the manifest makes it a snapshot, older ones go."""
@@ -172,7 +172,9 @@ class Archive:
         if cutting.problem:
             self.problem = cutting.problem
             self._metrics.snapshot_failed("incomplete")
-            log.error("snapshot failed; training goes on", version=cutting.version, problem=cutting.problem)
+            log.error(
+                "snapshot failed; training goes on", extra={"version": cutting.version, "problem": cutting.problem}
+            )
             return
         try:
             self._snapshots.commit(self._manifest(cutting, job, model))
@@ -181,7 +183,7 @@ class Archive:
             self._failed(error)
             return
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
-        log.info("snapshot written", version=cutting.version)
+        log.info("snapshot written", extra={"version": cutting.version})
 
     def _manifest(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest:
         parts = [cutting.parts[shard] for shard in range(self._shards)]

@@ -7,10 +7,16 @@ from collections.abc import Iterator
 
 import grpc
 
-from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec
 from pscommon.optimizers import validate
-from pscommon.wire.codec import batches_from_proto, entry_to_proto, model_from_proto, model_to_proto, report_from_proto
+from pscommon.wire.codec import (
+    batches_from_proto,
+    entry_to_proto,
+    loop_from_proto,
+    model_from_proto,
+    model_to_proto,
+    report_from_proto,
+)
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
@@ -21,6 +27,8 @@ from psserver.hub import Hub, Server, Told
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
 LINK_BEAT = 1.0
 
+Context = grpc.ServicerContext | None  # None: called in this process, errors are raised as they are
+
 
 class Coordinator(CoordinatorServiceServicer):
     """The control plane, on shard 0."""
@@ -28,7 +36,7 @@ class Coordinator(CoordinatorServiceServicer):
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
 
-    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinResponse:
+    def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         with answering(context):
             rank = request.rank if request.HasField("rank") else None
             member = self._hub.join(request.job, rank, request.host, request.pid, request.device)
@@ -40,7 +48,7 @@ class Coordinator(CoordinatorServiceServicer):
                 policy=self._hub.config.policy,
             )
 
-    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterResponse:
+    def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         with answering(context):
             self._hub.check_job(request.job)
             if request.observe:
@@ -70,23 +78,23 @@ class Coordinator(CoordinatorServiceServicer):
             groups_json=groups_of(self._hub.engine.store),
         )
 
-    def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatResponse:
+    def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         with answering(context):
             self._hub.check_job(request.job)
             stopping = self._hub.beat(request.worker, request.step_seconds, request.samples_per_second, request.phase)
             return pb.HeartbeatResponse(version=self._hub.version, stopping=stopping)
 
-    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveResponse:
+    def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
             self._hub.check_job(request.job)
             self._hub.leave(request.worker, request.reason)
             return pb.LeaveResponse()
 
-    def NextBatch(self, request: pb.NextBatchRequest, context: grpc.ServicerContext) -> pb.NextBatchResponse:
+    def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:
         with answering(context):
             self._hub.check_job(request.job)
             batches = self._hub.next_batches(
-                request.worker, _loop(request.loop), request.received, max(1, request.count), request.idle,
+                request.worker, loop_from_proto(request.loop), request.received, max(1, request.count), request.idle,
                 request.wait_ms / 1000,
             )  # fmt: skip
             if batches is None:
@@ -109,16 +117,16 @@ class Coordinator(CoordinatorServiceServicer):
             self._hub.report_metrics(request.worker, dict(request.metrics))
             return pb.ReportMetricsResponse()
 
-    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:
+    def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         with answering(context):
             return pb.GetStatusResponse(status_json=json.dumps(self._hub.status()))
 
-    def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: grpc.ServicerContext) -> pb.SaveSnapshotResponse:
+    def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: Context) -> pb.SaveSnapshotResponse:
         with answering(context):
             version = self._hub.save(request.wait_ms / 1000)
             return pb.SaveSnapshotResponse(version=version, path=self._hub.archive.path(version))
 
-    def StopJob(self, request: pb.StopJobRequest, context: grpc.ServicerContext) -> pb.StopJobResponse:
+    def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
         with answering(context):
             self._hub.stop(request.reason)
             return pb.StopJobResponse()
@@ -202,10 +210,3 @@ class _Listener(threading.Thread):
             hub.snapshot_part(shard, PartReport(part.version, part.file, part.nbytes, part.sha256, part.problem))
         if request.HasField("report") and request.job == hub.job:
             hub.report(report_from_proto(shard, request.report))
-
-
-def _loop(message: pb.LoopSpec) -> LoopSpec:
-    return LoopSpec(
-        message.loop, message.size, message.batch_size, message.epochs, message.drop_last, message.shuffle,
-        message.seed, message.first_epoch,
-    )  # fmt: skip

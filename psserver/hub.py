@@ -5,13 +5,12 @@ the machine again. New log entries go to this process's own shard in the thread 
 the other shards through `entries_after`, which their links wait on.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
-
-import structlog
 
 from pscommon.core.errors import (
     MismatchError,
@@ -33,6 +32,7 @@ from psserver.core.cuts import Cutting, Every, PartReport
 from psserver.core.policy import policy
 from psserver.core.roster import Member, State
 from psserver.engine import Engine
+from psserver.identity import Identity
 from psserver.metrics import ServerMetrics
 from psserver.status import describe, statistics
 
@@ -57,7 +57,7 @@ class News(NamedTuple):
     entries: list[Entry]
 
 
-log = structlog.stdlib.get_logger("psserver")
+log = logging.getLogger("psserver")
 
 
 @dataclass(slots=True)
@@ -76,14 +76,16 @@ class Hub:
     """Owner of the Coordinator. All methods may be called from any thread."""
 
     def __init__(
-        self, config: ServerConfig, job: str, engine: Engine, archive: Archive, metrics: ServerMetrics
+        self, config: ServerConfig, identity: Identity, engine: Engine, archive: Archive, metrics: ServerMetrics
     ) -> None:
         self.config = config
-        self.job = job
+        self.job = identity.job
         self.engine = engine
         self.archive = archive
         self.metrics = metrics
         self.servers = [Server(shard) for shard in range(config.shards)]
+        self.servers[0].address = identity.address
+        self._identity = identity
         self.stop_reason: str | None = None
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
@@ -99,15 +101,17 @@ class Hub:
         cuts = Every(every.seconds, every.steps) if every else Every()
         return Coordinator(config.shards, row, config.min_workers, config.lease, cuts, self.archive.generation)
 
-    def start(self) -> None:
-        """Resume if there is something to resume from, then let time pass."""
+    def start(self, ticking: bool = True) -> None:
+        """Resume if there is something to resume from, then let time pass (in a simulation it does not)."""
         self.engine.report = lambda: self.report(self.engine.make_report())
         self.engine.waiting_for = lambda: self.waiting_for
         manifest = self.archive.to_resume(self.config.resume)
         self.engine.follow(self._coordinator.epoch, 0)
         if manifest is not None:
             self._resume(manifest)
-        self._ticker.start()
+        self.servers[0].connected = True
+        if ticking:
+            self._ticker.start()
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Hub:
         if self.stop_reason is not None:
             raise UnreachableError(f"the job is stopping: {self.stop_reason}", "STOPPING")
         member = self._step(lambda c, now: c.join(now, rank, host, pid, device))
-        log.info("worker joined", worker=member.worker, rank=member.rank, host=host, pid=pid)
+        log.info("worker joined", extra={"worker": member.worker, "rank": member.rank, "host": host, "pid": pid})
         return member
 
     def check_job(self, job: str) -> None:
@@ -183,7 +187,7 @@ class Hub:
     def leave(self, worker: int, reason: str) -> None:
         self._step(lambda c, now: c.leave(worker, reason, now))
         self.metrics.gone(worker)
-        log.info("worker left", worker=worker, reason=reason or "done")
+        log.info("worker left", extra={"worker": worker, "reason": reason or "done"})
 
     def next_batches(
         self, worker: int, spec: LoopSpec, received: int, count: int, idle: bool, seconds: float
@@ -240,8 +244,9 @@ class Hub:
                 raise MismatchError(f"shard {shard} is already served by {server.address}", "SHARD_TAKEN")
             reborn = bool(server.instance) and server.instance != instance
             server.address, server.instance, server.connected = address, instance, True
+            self._identity.learn(self.job, self.addresses)
             self._changed.notify_all()
-        log.info("shard connected", shard=shard, address=address)
+        log.info("shard connected", extra={"shard": shard, "address": address})
         if reborn and self._coordinator.begun:
             self._roll_back(f"shard {shard} was restarted")
         elif reborn:
@@ -292,7 +297,7 @@ class Hub:
             for server in self.servers:
                 server.restored = None
             self._changed.notify_all()
-        log.info("resuming", version=manifest.version)
+        log.info("resuming", extra={"version": manifest.version})
         self.restored(0, manifest.version, self.archive.load_into(self.engine, self._coordinator.epoch, manifest))
 
     def restored(self, shard: int, version: int, problem: str) -> None:
@@ -305,7 +310,7 @@ class Hub:
                 self.servers[shard].restored = version
                 self._changed.notify_all()
                 return
-        log.error("a snapshot cannot be loaded; trying the one before", version=version, problem=problem)
+        log.error("a snapshot cannot be loaded; trying the one before", extra={"version": version, "problem": problem})
         older = self.archive.before(version)
         if older is None:
             self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
@@ -319,7 +324,7 @@ class Hub:
             self._fail(SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT"))
             return
         lost = self._coordinator.version - manifest.version
-        log.error("rolling back to a snapshot", why=why, version=manifest.version, updates_lost=lost)
+        log.error("rolling back to a snapshot", extra={"why": why, "version": manifest.version, "updates_lost": lost})
         self.archive.next_generation()
         self._resume(manifest)
 
@@ -366,7 +371,7 @@ class Hub:
 
     def _tick(self) -> None:
         for member in self._step(lambda c, now: c.tick(now)):
-            log.warning("worker lost", worker=member.worker, reason=member.reason)
+            log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
             self.metrics.gone(member.worker)
         with self._changed:
             cutting, self._coordinator.cuts.finished = self._coordinator.cuts.finished, None
@@ -395,7 +400,7 @@ class Hub:
                 return
             self.stop_reason = reason or "asked to"
             self._changed.notify_all()
-        log.info("stopping", reason=self.stop_reason)
+        log.info("stopping", extra={"reason": self.stop_reason})
         threading.Thread(target=self._last_snapshot, name="last-snapshot", daemon=True).start()
 
     def _last_snapshot(self) -> None:

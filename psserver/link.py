@@ -2,12 +2,12 @@
 
 import contextlib
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import grpc
-import structlog
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.snapshot import Manifest
@@ -26,7 +26,7 @@ BEAT = 1.0
 PAUSE = 0.2
 """Seconds before the next try when the line is cut."""
 
-log = structlog.stdlib.get_logger("psserver")
+log = logging.getLogger("psserver")
 
 
 class Link:
@@ -107,7 +107,7 @@ class Link:
             try:
                 for response in call:
                     if not connected:
-                        log.info("connected to the coordinator", coordinator=address, job=response.job)
+                        log.info("connected to the coordinator", extra={"coordinator": address, "job": response.job})
                     connected = True
                     self._hear(response)
             except grpc.RpcError as failure:

@@ -44,22 +44,20 @@ class ParameterServer:
 
     def Exchange(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with answering(context):
-            first = next(frames, None)
-            header = decode_request(first) if first is not None else None
-            if not isinstance(header, pb.PushPullHeader):
-                raise InvalidRequestError("an Exchange starts with its header")
-            yield from self._exchange(header, frames, context)
+            yield from self.exchange(frames, context.is_active)
 
-    def _exchange(
-        self, header: pb.PushPullHeader, frames: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def exchange(self, frames: Iterator[bytes], alive: Any) -> Iterator[bytes]:
+        """The answer's frames; alive() tells whether anybody still waits for them."""
+        first = next(frames, None)
+        header = decode_request(first) if first is not None else None
+        if not isinstance(header, pb.PushPullHeader):
+            raise InvalidRequestError("an Exchange starts with its header")
         if header.job != self._identity.job:
             mine = self._identity.job or "none yet"
             raise MismatchError(f"this server's job is {mine}, not {header.job}", "JOB_MISMATCH")
         pushing = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if pushing else None
         again = key is not None and header.has_data and self._receive(key, header, frames)
-        alive: Any = context.is_active
         outcome = self._engine.wait(key, header.min_version, header.wait_ms / 1000, alive)
         yield from self._answer(header, key, outcome, again)
 

@@ -7,7 +7,6 @@ neither torch nor gRPC: each comes with the first use of what needs it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pscommon.core import model
 from pscommon.core.errors import (
     FencedError,
     InvalidRequestError,
@@ -21,6 +20,8 @@ from pscommon.core.errors import (
     UnsupportedOptimizerError,
     WaitTimeoutError,
 )
+from pscommon.core.model import OptimizerSpec as _OptimizerSpec
+from pscommon.core.model import Scalar
 from psworker.connect import connect
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ _LAZY = {
 }
 
 
-def OptimizerSpec(name: str, **hyper: model.Scalar) -> model.OptimizerSpec:
+def OptimizerSpec(name: str, **hyper: Scalar) -> _OptimizerSpec:
     """An optimizer for `Client.register`: OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99)).
 
     name: sgd, adam, adamw, adagrad or rmsprop. What is left out is torch's default. Checked by `Client.register`.
     """
-    return model.OptimizerSpec(name, (hyper,))
+    return _OptimizerSpec(name, (hyper,))
 
 
 def __getattr__(name: str) -> Any:

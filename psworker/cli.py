@@ -11,6 +11,7 @@ import click
 from pscommon import logs, options
 from pscommon.config import run_command
 from pscommon.core.errors import InvalidRequestError
+from psworker.connect import choose_device
 from psworker.script import Script, run
 
 MODULE = click.Option(["-m", "module"], is_flag=True, help="SCRIPT is a module's name, as in python -m.")
@@ -45,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def start(ctx: click.Context) -> int:
     """Prepares this process and runs the script in it; returns the exit code."""
     settings = ctx.params
-    if not settings["ps"] and not os.environ.get("PS_LOCAL"):
+    if not settings["ps"] and os.environ.get("PS_LOCAL", "0") in ("", "0"):
         raise InvalidRequestError(
             "--ps HOST:PORT is missing: the address of any server (or set PS_LOCAL=1 to train without)"
         )
@@ -61,7 +62,10 @@ def start(ctx: click.Context) -> int:
 
 
 def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
-    """Puts what the script and the client ask for into its environment; what is not known stays as it is."""
+    """Puts what the script and the client ask for into its environment; what is not known stays as it is.
+
+    Errors: InvalidRequestError for a GPU that torch does not see.
+    """
     told = {
         "PS_SERVERS": settings["ps"],
         "PS_JOB": settings["job"],
@@ -69,23 +73,6 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
         "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
     }
     environ.update({name: str(value) for name, value in told.items() if value is not None})
-
-
-def choose_device(wanted: str, rank: int) -> str:
-    """The torch device of this worker: "auto" spreads workers over the GPUs there are, or is "cpu" without any.
-
-    Errors: InvalidRequestError for a GPU that torch does not see.
-    """
-    if wanted == "cpu":
-        return wanted
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto":
-        return f"cuda:{rank % count}" if count else "cpu"
-    if int(wanted.partition(":")[2] or 0) >= count:
-        raise InvalidRequestError(f"--device {wanted}: torch {torch.__version__} sees {count} GPUs on this machine")
-    return wanted
 
 
 def _import_first(threads: int | None) -> None:

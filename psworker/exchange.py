@@ -62,6 +62,8 @@ class ShardExchange:
     def status(self) -> Status:
         """A "duplicate" of what this call itself sent, its answer lost or not there yet, is a push that counted."""
         status = STATUS[self.result.outcome]
+        if status == "duplicate" and self.result.reason:  # of a push that was decided against
+            return "stale" if self.result.reason == "STALE" else "rejected"
         of_this_call = self._was_pending or (self._attempts > 1 and not self._repeats)
         return "applied" if status == "duplicate" and of_this_call else status
 

@@ -155,7 +155,7 @@ class Job:
             steps=self.stats.steps,
             step_seconds=self.stats.step_seconds,
             samples_per_second=self.stats.samples_per_second,
-            phase=phase,
+            phase="idle" if phase == "wait" else phase,
         )
 
     def finish_step(self, result: PushResult, samples: int) -> None:

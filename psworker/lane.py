@@ -109,7 +109,7 @@ class GrpcLane:
     direct = False
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self.addresses = tuple(addresses)
+        self.addresses: Sequence[str] = tuple(addresses)
         self.clock = Clock(time.monotonic, time.sleep)
         self._lock = threading.Lock()
         self._channels: list[grpc.Channel] = []

@@ -22,11 +22,14 @@ log = logging.getLogger("psworker")
 class JobClient(Protocol):
     """What a Job needs of its client: `psworker.Client` over the network, `LocalClient` without."""
 
-    job: str
-    worker: int
-    policy: str
-    version: int
-
+    @property
+    def job(self) -> str: ...
+    @property
+    def worker(self) -> int: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def version(self) -> int: ...
     @property
     def stopping(self) -> bool: ...
     def agree(self, spec: ModelSpec) -> Plan: ...

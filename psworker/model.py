@@ -80,20 +80,24 @@ class SharedModel:
         groups_json: str,
     ) -> PushResult:
         move = Move(self.plan, gradients, weights, frozenset(absent))
-        header = ps.PushPullHeader(pull=ps.PULL_NONE if weights is None else ps.PULL_STEP)
+        pull = ps.PULL_NONE if weights is None else ps.PULL_STEP
         with self.turn:
             if gradients is None:
-                return self._exchange(move, header)
+                return self._exchange(move, ps.PushPullHeader(pull=pull))
             if self._observes or samples < 1:
                 raise InvalidRequestError("an observer cannot push" if self._observes else f"samples={samples} < 1")
-            header.samples, header.groups_json = samples, groups_json
-            header.batches.extend(codec.batches_to_proto(batches))
-            header.absent.extend(sorted(absent))
-            return self._push_once(move, header)
+            header = ps.PushPullHeader(
+                samples=samples,
+                batches=codec.batches_to_proto(batches),
+                absent=sorted(absent),
+                groups_json=groups_json,
+            )
+            return self._push_once(move, header, pull)
 
-    def _push_once(self, move: Move, header: ps.PushPullHeader) -> PushResult:
+    def _push_once(self, move: Move, header: ps.PushPullHeader, pull: "ps.Pull.ValueType") -> PushResult:
         """A push that got no answer and is now repeated keeps its number, so that it counts once."""
         content = header.SerializeToString(deterministic=True)
+        header.pull = pull
         header.seq, repeats = self._pushes.open(digest_of(move, content) if self._pushes.in_doubt else b"")
         header.base = self.version
         try:
@@ -128,7 +132,7 @@ class SharedModel:
         request = co.RegisterRequest(
             job=connection.place.job,
             worker=connection.place.worker,
-            model=self._spec and codec.model_to_proto(self._spec),
+            model=codec.model_to_proto(self._spec) if self._spec else None,
             observe=self._observes,
         )
         while True:

@@ -57,7 +57,8 @@ class Patience:
         self._what = what
         self._clock = clock
         self._limits = limits
-        self._started = self._heard = clock.now()
+        self._started = self._heard = self._asked = clock.now()
+        self._slice = 0.0
         self._announcer = Announcer(self._started)
         self._pause = FIRST_PAUSE
 
@@ -75,8 +76,10 @@ class Patience:
                 return answer
 
     def left(self, slice_seconds: float) -> float:
-        """How long the next attempt may wait for others, at most a slice."""
-        return max(0.0, min(slice_seconds, self._started + self._limits.wait - self._clock.now()))
+        """How long the attempt that is now made may wait for others, at most a slice."""
+        self._asked = self._clock.now()
+        self._slice = max(0.0, min(slice_seconds, self._started + self._limits.wait - self._asked))
+        return self._slice
 
     def failed(self, error: UnreachableError) -> None:
         """No answer. Returns after a pause when the request may be repeated, else raises UnreachableError."""
@@ -99,6 +102,8 @@ class Patience:
         if now - self._started >= self._limits.wait:
             raise WaitTimeoutError(f"{self._what} waited {now - self._started:.0f} s for {whom}", "WAIT_TIMEOUT")
         self._announcer.say(now, f"{self._what} waits for {whom}")
+        if now - self._asked < min(self._slice, FIRST_PAUSE):  # a server that does not wait is not to be flooded
+            self._clock.sleep(FIRST_PAUSE)
 
     def progress(self) -> None:
         """What is waited for has come nearer: the wait counts from now."""

@@ -33,6 +33,8 @@ class Script:
             _check_module(self.target)
         elif not Path(self.target).exists():
             raise InvalidRequestError(f"no such script: {self.target}")
+        elif Path(self.target).is_dir() and not Path(self.target, "__main__.py").exists():
+            raise InvalidRequestError(f"{self.target} has no __main__.py")
 
     @property
     def folder(self) -> str:
@@ -131,7 +133,7 @@ def _show(error: BaseException) -> None:
 
 
 def _from_script(frames: TracebackType | None) -> TracebackType | None:
-    ours = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+    ours = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib.util>", "<frozen importlib._bootstrap>")
     while frames is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return frames

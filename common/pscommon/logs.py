@@ -3,6 +3,7 @@
 Readable on a terminal, JSON when piped. Times are UTC, RFC 3339. A user's own logging flows through the same handler.
 """
 
+import io
 import logging
 import os
 import sys
@@ -20,7 +21,9 @@ Format = Literal["auto", "text", "json"]
 _fields: dict[str, Any] = {}
 
 
-def set_up(level: str = "info", log_format: Format = "auto", stream: TextIO | None = None, **fields: Any) -> None:
+def set_up(
+    level: str = "info", log_format: Format = "auto", stream: TextIO | io.TextIOBase | None = None, **fields: Any
+) -> None:
     """Sends everything that is logged to `stream` (stderr); `fields` (shard=, worker=) go with every event.
 
     May be called again: the last call counts. "auto" is text on a terminal and JSON elsewhere; text is coloured on a
@@ -87,19 +90,23 @@ def _formatter(as_json: bool, colors: bool) -> logging.Formatter:
     if as_json:
         renderers += [
             structlog.processors.format_exc_info,
-            structlog.processors.EventRenamer("event"),
             structlog.processors.JSONRenderer(default=str),
         ]
     else:
         renderers.append(
             structlog.dev.ConsoleRenderer(
-                colors=colors, timestamp_key="time", pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+                colors=colors,
+                timestamp_key="time",
+                pad_event_to=0,
+                pad_level=False,
+                exception_formatter=structlog.dev.plain_traceback,
             )
         )
-    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=_shared(), processors=renderers)
+    pre = [*_shared(), structlog.stdlib.ExtraAdder()]  # what the standard library calls extra= are our fields
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=pre, processors=renderers)
 
 
-def _coloured(stream: TextIO) -> bool:
+def _coloured(stream: TextIO | io.TextIOBase) -> bool:
     if os.environ.get("NO_COLOR"):
         return False
     return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))

@@ -161,7 +161,7 @@ def groups_from_json(text: str, like: OptimizerSpec) -> Groups:
     """
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"parameter groups are not JSON: {error}") from None
     if not isinstance(raw, list) or not all(isinstance(group, dict) for group in raw):
         raise InvalidRequestError("parameter groups should be a JSON list of objects")

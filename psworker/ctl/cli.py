@@ -1,6 +1,5 @@
 """ps-ctl: the commands."""
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +18,7 @@ from psworker.ctl.snapshot import snapshot
 
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of ps-ctl; returns the exit code."""
-    try:
-        code = run_command(ps_ctl, lambda ctx: 0, args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `ps-ctl status | head`: nobody reads on, and Python must not try again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+    return run_command(ps_ctl, lambda ctx: 0, args)
 
 
 @click.group(

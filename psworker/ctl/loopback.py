@@ -19,10 +19,6 @@ FRAMES = 128
 CALL_SECONDS = 20.0
 
 
-Tiny = grpc.UnaryUnaryMultiCallable[bytes, bytes]
-Stream = grpc.StreamStreamMultiCallable[bytes, bytes]
-
-
 class Speed(NamedTuple):
     """round_trip: milliseconds of a tiny call, the median; rate: 1e6 bytes a second of a stream that is sent back."""
 
@@ -61,7 +57,7 @@ class _Echo(grpc.GenericRpcHandler):
 
 
 def _round_trip(channel: grpc.Channel) -> float:
-    call: Tiny = channel.unary_unary(ECHO)
+    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ECHO)
     call(b"", timeout=CALL_SECONDS)  # connects
     times = []
     for _ in range(CALLS):
@@ -78,7 +74,7 @@ def _rate(channel: grpc.Channel) -> float:
         for _ in range(FRAMES):
             yield frame
 
-    stream: Stream = channel.stream_stream(STREAM)
+    stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(STREAM)
     began = time.perf_counter()
     received = sum(map(len, stream(frames(), timeout=CALL_SECONDS)))
     return received / (time.perf_counter() - began) / 1e6

@@ -1,10 +1,14 @@
 """What ps-ctl prints: tables for people, drawn on a terminal and plain when piped, or one JSON document."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table as Drawing
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -20,14 +24,13 @@ class Table:
 
 def show(form: str, document: object, tables: Sequence[Table]) -> None:
     """Prints the tables, or the document when `form` is "json". Empty tables and empty columns are left out."""
-    if form == "json":
-        print(json.dumps(document, indent=2, default=str))
-        return
-    shown = [_without_empty_columns(table) for table in tables if table.rows]
-    if sys.stdout.isatty():
-        _draw(shown)
-    else:
-        print("\n\n".join(_plain(table) for table in shown))
+    try:
+        if form == "json":
+            print(json.dumps(document, indent=2, default=str), flush=True)
+        else:
+            _show([_without_empty_columns(table) for table in tables if table.rows])
+    except BrokenPipeError:  # `ps-ctl status | head`: nobody reads on, and Python must not try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def size(nbytes: float | None) -> str:
@@ -71,25 +74,45 @@ def _plain(table: Table) -> str:
     return "\n".join([table.title, *body] if table.title else body)
 
 
+def _show(tables: Sequence[Table]) -> None:
+    if sys.stdout.isatty():
+        _draw(tables)
+    else:
+        print("\n\n".join(_plain(table) for table in tables), flush=True)
+
+
 def _draw(tables: Sequence[Table]) -> None:
-    from rich import box
     from rich.console import Console
+
+    console = Console()
+    for number, table in enumerate(tables):
+        drawing = _drawing(table)
+        # a table that is too wide is left to the terminal to wrap: squeezed columns cannot be read or copied
+        needed = console.measure(drawing, options=console.options.update(width=10_000)).maximum
+        print(end="\n" if number else "", flush=True)
+        Console(width=max(console.width, needed)).print(drawing)
+
+
+def _drawing(table: Table) -> "Drawing":
+    from rich import box
     from rich.table import Table as Drawing
     from rich.text import Text
 
-    console = Console()
-    for table in tables:
-        drawing = Drawing(
-            title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, show_header=bool(table.headings)
-        )
-        for heading in table.headings or [""] * len(table.rows[0]):
-            drawing.add_column(heading, overflow="fold")
-        for row in table.rows:
-            drawing.add_row(*[Text(str(cell)) for cell in row])  # Text: a name in brackets is no markup
-        console.print(drawing)
+    title = Text(table.title, "bold") if table.title else None
+    drawing = Drawing(
+        title=title, title_justify="left", show_header=bool(table.headings),
+        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for heading in table.headings or [""] * len(table.rows[0]):
+        drawing.add_column(heading, no_wrap=True)
+    for row in table.rows:
+        drawing.add_row(*[Text(str(cell)) for cell in row])  # Text: a name in brackets is no markup
+    return drawing
 
 
-def _text(cell: Any) -> str:
+def _text(cell: object) -> str:
     """One line without control characters: names come from other people's scripts."""
-    text = {None: "", True: "yes", False: "no"}[cell] if cell is None or isinstance(cell, bool) else str(cell)
+    if cell is None:
+        return ""
+    text = ("no", "yes")[cell] if isinstance(cell, bool) else str(cell)
     return "".join(letter if letter.isprintable() else "?" for letter in text.replace("\n", " "))

@@ -14,14 +14,13 @@ def status(document: Json) -> list[Table]:
     return [
         Table("", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]),
         servers(document),
-        workers(document),
+        _workers_in_short(document),
         _data(document),
         Table("Metrics", (), [(name, number(value)) for name, value in document.get("metrics", {}).items()]),
     ]
 
 
 def _summary(document: Json) -> list[tuple[str, object]]:
-    seconds, steps = document.get("seconds") or 0.0, document.get("steps") or 0
     return [
         ("job", document.get("job")),
         ("state", document.get("state")),
@@ -29,8 +28,8 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("policy", _policy(document)),
         ("model", _model(document.get("model"))),
         ("version", document.get("version")),
-        ("running for", duration(seconds)),
-        ("steps", f"{steps} ({steps / seconds:.3g}/s)" if seconds > 0 else steps),
+        ("running for", duration(document.get("seconds"))),
+        ("steps", document.get("steps")),
         ("samples", document.get("samples")),
         ("pushes", ", ".join(f"{count} {outcome}" for outcome, count in document.get("pushes", {}).items() if count)),
         ("workers done", document.get("finished")),
@@ -69,12 +68,28 @@ def servers(document: Json) -> Table:
             size(server.get("state_bytes")),
             size(server.get("received_bytes")),
             size(server.get("sent_bytes")),
-            server.get("pid"),
         )
         for server in document.get("servers", ())
     ]
-    headings = ("shard", "address", "connected", "version", "weights", "optimizer", "received", "sent", "pid")
-    return Table("Servers", headings, rows)
+    return Table("Servers", ("shard", "address", "up", "version", "weights", "optimizer", "received", "sent"), rows)
+
+
+def _workers_in_short(document: Json) -> Table:
+    """What fits a narrow terminal; `ps-ctl workers` has the rest."""
+    rows = [
+        (
+            worker.get("worker"),
+            f"{worker.get('host')}:{worker.get('pid')}",
+            worker.get("device"),
+            worker.get("state"),
+            worker.get("steps"),
+            number(worker.get("samples_per_second")),
+            worker.get("phase"),
+            worker.get("reason"),
+        )
+        for worker in document.get("workers", ())
+    ]
+    return Table("Workers", ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason"), rows)
 
 
 def workers(document: Json) -> Table:

@@ -4,6 +4,8 @@
     PS_LOCAL=1 python -m psworker.examples.charlm                 # the same training without servers
 """
 
+# mypy: allow-untyped-calls
+
 import argparse
 import logging
 import sysconfig
@@ -49,7 +51,8 @@ class Transformer(nn.Module):
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.out = nn.Linear(width, 256, bias=False)
         self.out.weight = self.letter.weight
-        nn.init.normal_(self.letter.weight, std=0.05)
+        for embedding in (self.letter, self.place):
+            nn.init.normal_(embedding.weight, std=0.1)
         self.register_buffer("future", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

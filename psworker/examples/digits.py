@@ -4,6 +4,8 @@
     PS_LOCAL=1 python -m psworker.examples.digits                 # the same training without servers
 """
 
+# mypy: allow-untyped-calls
+
 import argparse
 import logging
 
@@ -44,7 +46,7 @@ def network() -> nn.Module:
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     model.eval()
-    return (model(images).argmax(1) == labels).float().mean().item()
+    return float((model(images).argmax(1) == labels).float().mean())
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ def main() -> None:
     truth = np.random.default_rng(0).normal(size=FEATURES)
 
     with psworker.Client() as client:
-        initial = {"w": np.zeros(FEATURES), "b": np.zeros(())}
-        client.register(initial, psworker.OptimizerSpec("sgd", lr=args.lr))
-        params = client.pull()
+        params = {"w": np.zeros(FEATURES), "b": np.zeros(())}
+        client.register(params, psworker.OptimizerSpec("sgd", lr=args.lr))
+        client.pull(out=params)
 
         rng = np.random.default_rng(client.worker)  # every worker sees other data
         for _ in range(args.steps):

@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 
-from pscommon import options
+from pscommon import logs, options
 from pscommon.config import given, run_command
 from pscommon.core.errors import InvalidRequestError
 from pscommon.values import check_policy
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT
 from psworker.run import plan, report
-from psworker.run.display import Display, open_display
+from psworker.run.display import Display, Spoken, open_display
 from psworker.run.launch import Ended, Launch
 from psworker.run.messages import Signalled
 from psworker.run.watch import Connect, GrpcObserver
@@ -65,7 +65,7 @@ def start(
     keep = False
     try:
         cluster = plan.Plan(script, settings, frozenset(given(ctx)), cores(), folder, server, worker, dict(os.environ))
-        ended = launch(cluster, logs_of(settings, folder), connect)
+        ended = launch(cluster, log_folder(settings, folder), connect)
         keep = ended.outcome.status == "failed" and settings["log_dir"] is None
     finally:
         tidy(folder, keep)
@@ -94,7 +94,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def logs_of(settings: dict[str, Any], folder: Path) -> Path:
+def log_folder(settings: dict[str, Any], folder: Path) -> Path:
     """Where the log files go: --log-dir, which is made if need be, or else this run's own folder."""
     wanted: Path | None = settings["log_dir"]
     if wanted is None:
@@ -106,11 +106,14 @@ def logs_of(settings: dict[str, Any], folder: Path) -> Path:
     return wanted
 
 
-def launch(cluster: plan.Plan, logs: Path, connect: Connect) -> Ended:
-    """Runs the cluster with a display and our signals in place."""
+def launch(cluster: plan.Plan, folder: Path, connect: Connect) -> Ended:
+    """Runs the cluster with a display and our signals in place; log files go to `folder`."""
     with open_display(sys.stdout, sys.stderr) as display:
+        # what the servers say is passed on as it is; our own view of them is only worth a line when it is in trouble
+        level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
+        logs.set_up(level, "text", stream=Spoken(display))
         announce(display, cluster)
-        run = Launch(cluster, logs, connect, display)
+        run = Launch(cluster, folder, connect, display)
         with signals_to(run):
             return run.run()
 

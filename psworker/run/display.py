@@ -1,13 +1,14 @@
 """What ps-run shows: every process's lines with a prefix, and how far the job is; on a terminal in a live panel."""
 
 import contextlib
+import io
 import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -116,13 +117,26 @@ class LiveDisplay:
         return panel(self._status)
 
 
+class Spoken(io.TextIOBase):
+    """A stream that says what is written to it, for log lines of ps-run itself."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def write(self, text: str) -> int:
+        """Whole lines, as logging writes them."""
+        for line in text.splitlines():
+            self._display.say(line)
+        return len(text)
+
+
 def open_display(out: TextIO, err: TextIO) -> Display:
     """The display that suits these streams."""
     return LiveDisplay(Console(file=err), out) if err.isatty() else PlainDisplay(out, err)
 
 
 def progress(status: Status) -> str:
-    """One line about the job, "" without a status: 'running: version 120, 7680 samples, 4210 samples/s, 2 workers'."""
+    """One line about the job, "" without a status: 'running: version 120, 7680 samples, 4210 samples/s, workers 2'."""
     if not status:
         return ""
     parts = [
@@ -132,7 +146,7 @@ def progress(status: Status) -> str:
     ]
     metrics = sorted(status.get("metrics", {}).items(), key=lambda item: (item[0] != "loss", item[0]))
     parts += [f"{name} {value:.4g}" for name, value in metrics[:MOST_METRICS]]
-    parts.append(f"{len(_present(status))} workers")
+    parts.append(f"workers {len(_present(status))}")
     if status.get("waiting_for"):
         parts.append(f"waiting for {status['waiting_for']}")
     return f"{status.get('state', 'unknown')}: " + ", ".join(parts)
@@ -141,8 +155,6 @@ def progress(status: Status) -> str:
 def panel(status: Status) -> RenderableType:
     """The live panel: the job's line, then one line for each worker."""
     grid = Table.grid(padding=(0, 2))
-    grid.title = progress(status) or "starting"
-    grid.title_justify = "left"
     for worker in _present(status):
         grid.add_row(
             f"w{worker.get('rank', '?')}",
@@ -152,7 +164,8 @@ def panel(status: Status) -> RenderableType:
             f"{worker.get('samples_per_second', 0.0):.0f} samples/s",
             str(worker.get("device", "")),
         )
-    return grid
+    headline = Text(progress(status) or "starting", style="bold", no_wrap=True, overflow="ellipsis")
+    return Group(headline, grid) if grid.row_count else headline
 
 
 def _present(status: Status) -> list[Mapping[str, Any]]:

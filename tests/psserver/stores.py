@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +15,15 @@ from psserver.store import Store
 Named = Mapping[str, Tensor]
 GARBAGE = 0xFF
 """What padding is filled with: NaN in every floating dtype. It must never be seen in a result."""
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors are slower on several threads than on one, and most of all beside other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Shards:

@@ -1,6 +1,5 @@
 """Servers step exactly as one torch process would that averages the same gradients, however many shards there are."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,9 @@ from torch import Tensor
 
 from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.optimizers import SUPPORTED, Groups, validate
-from tests.psserver.stores import Plain, Shards, model, noise
+from tests.psserver.stores import Plain, Shards, model, noise, one_thread  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 100
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -65,15 +66,6 @@ def difference(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.d
     )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors are slower on several threads than on one, and most of all beside other tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(("name", "groups", "workers"), CASES)
 def test_a_hundred_steps_are_those_of_one_torch_process(name: str, groups: list[dict[str, Any]], workers: int) -> None:
     spec = mixed(name, groups)
@@ -93,5 +85,52 @@ def test_a_hundred_steps_are_those_of_one_torch_process(name: str, groups: list[
 
     for dtype, tolerance in TOLERANCE.items():
         assert difference(results[0], plain.weights, dtype) <= tolerance
+    for other in results[1:]:
+        assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
+
+
+HALF_VARIANTS = [(name, group[0]) for name, group in DEFAULT.items()]
+HALF_VARIANTS += [("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True}), ("rmsprop", VARIANTS[-1][1][0])]
+
+
+@pytest.mark.parametrize(("name", "group"), HALF_VARIANTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_weights_follow_a_double_precision_process(name: str, group: dict[str, Any], dtype: str) -> None:
+    group = group | {"eps": 1e-3} if "eps" in SUPPORTED[name].defaults else group
+    spec = mixed(name, [group], (dtype,))
+    start = noise(spec, seed=7)
+    plain = Plain(SUPPORTED[name].torch_class, spec, {name: value.double() for name, value in start.items()})
+    jobs = [Shards(spec, shards) for shards in (1, 2, 3)]
+    for job in jobs:
+        job.begin(start)
+    for step in range(10):
+        samples = [noise(spec, 1000 * step + worker) for worker in range(3)]
+        plain.step(*({name: value.double() for name, value in sample.items()} for sample in samples))
+        for job in jobs:
+            job.step(*samples)
+    results = [job.weights() for job in jobs]
+
+    ours = {name: value.double() for name, value in results[0].items()}
+    assert difference(ours, plain.weights, torch.float64) <= 10 * torch.finfo(getattr(torch, dtype)).eps
+    assert difference(ours, {name: value.double() for name, value in start.items()}, torch.float64) > 1e-2
+    for other in results[1:]:
+        assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
+
+
+@pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), *VARIANTS[-2:]])
+def test_the_number_of_threads_does_not_show(name: str, groups: list[dict[str, Any]]) -> None:
+    """Long enough for torch to split its work, into parts of odd length."""
+    spec = model(
+        ((90_001,), "float32"), ((70, 1001), "float64"), ((5,), "float32"), optimizer=OptimizerSpec(name, (groups[0],))
+    )
+    results = []
+    for threads, shards in ((1, 1), (3, 1), (2, 3)):
+        torch.set_num_threads(threads)
+        job = Shards(spec, shards)
+        job.begin(noise(spec, seed=7))
+        for step in range(3):
+            job.step(*(noise(spec, 10 * step + worker) for worker in range(3)), samples=[1, 2, 4])
+        results.append(job.weights())
+
     for other in results[1:]:
         assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)

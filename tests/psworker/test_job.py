@@ -280,7 +280,7 @@ def test_stats_tell_where_a_step_s_time_went() -> None:
     assert job.stats.last["apply"] > 0
     assert job.stats.total["compute"] > job.stats.last["compute"] > 0
     assert job.stats.samples_per_second > 0
-    assert {"data", "compute", "push", "wait"} <= set(client.phases)
+    assert {"data", "compute", "push", "idle"} <= set(client.phases)
 
 
 def test_resume_brings_a_scheduler_to_where_the_job_stands() -> None:

@@ -68,8 +68,14 @@ def translated(who: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def answering(context: grpc.ServicerContext) -> Iterator[None]:
-    """Server side, around a method's body: a PSError goes to the client, anything else is logged as a bug first."""
+def answering(context: grpc.ServicerContext | None) -> Iterator[None]:
+    """Server side, around a method's body: a PSError goes to the client, anything else is logged as a bug first.
+
+    Without a context the method was called in this process, and its errors are raised as they are.
+    """
+    if context is None:
+        yield
+        return
     try:
         yield
     except PSError as error:

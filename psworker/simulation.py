@@ -1,0 +1,193 @@
+"""The real servers and workers in this one process, one step at a time in a fixed order (simulate=True).
+
+Everything that decides is the product's own code: the shards' engines, the coordinator, the client. Only the network is
+missing: a DirectLane calls the servers' methods. Workers are threads of which one runs at a time, and each hands the
+turn to the next when it has made a step or has to wait. So a run is the same every time, in every policy.
+
+This is the one module of psworker that knows psserver.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pscommon.core.errors import PSError
+from pscommon.wire.frames import Filler, chunks, decode_response, encode_header
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
+from psserver.archive import Archive
+from psserver.config import ServerConfig
+from psserver.coordinator_servicer import Coordinator
+from psserver.engine import Engine
+from psserver.hub import Hub, Told
+from psserver.identity import Identity
+from psserver.metrics import ServerMetrics
+from psserver.servicer import ParameterServer
+from psworker.lane import Answer, Cancellation
+from psworker.patience import Clock
+
+TICK = 0.01
+"""Simulated seconds that one turn takes."""
+
+
+class Turns:
+    """Lets one of `count` threads run at a time, in a circle."""
+
+    def __init__(self, count: int) -> None:
+        self.made = 0
+        self._changed = threading.Condition()
+        self._left = list(range(count))
+        self._turn = 0
+
+    def enter(self, number: int) -> None:
+        """Wait for the turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == number)
+
+    def hand_on(self, number: int) -> None:
+        """Let the others go first."""
+        with self._changed:
+            self._next(number)
+            self._changed.wait_for(lambda: self._turn == number)
+
+    def leave(self, number: int) -> None:
+        """This thread is done."""
+        with self._changed:
+            if len(self._left) > 1:
+                self._next(number)
+            self._left.remove(number)
+
+    def _next(self, number: int) -> None:
+        self.made += 1
+        self._turn = self._left[(self._left.index(number) + 1) % len(self._left)]
+        self._changed.notify_all()
+
+
+class SimulatedCluster:
+    """The servers of a job. config: of shard 0; its addresses and folders are not used."""
+
+    def __init__(self, config: ServerConfig, workers: int) -> None:
+        self.turns = Turns(workers)
+        self._engines = [self._engine(shard, config.shards) for shard in range(config.shards)]
+        archive = Archive(None, 0, config.shards, 1, self._engines[0].metrics)
+        archive.next_generation()
+        leader = Identity(0, config.shards, "simulated-0", job="simulated")
+        self.hub = Hub(config, leader, self._engines[0], archive, self._engines[0].metrics)
+        self.hub.start(ticking=False)
+        self._told = [Told() for _ in self._engines]
+        self.coordinator = Coordinator(self.hub)
+        self.servers = [self._server(engine) for engine in self._engines]
+        self.deliver()
+
+    def _engine(self, shard: int, shards: int) -> Engine:
+        return Engine(shard, shards, ServerMetrics(CollectorRegistry(), shard=shard), lambda version, store: None)
+
+    def _server(self, engine: Engine) -> ParameterServer:
+        shard = engine.shard
+        if shard > 0:
+            self.hub.shard_up(shard, len(self._engines), f"simulated-{shard}", "simulated")
+            engine.report = lambda: self.hub.report(engine.make_report())
+            engine.waiting_for = lambda: self.hub.waiting_for
+        return ParameterServer(engine, Identity(shard, len(self._engines), f"simulated-{shard}", job=self.hub.job))
+
+    def deliver(self) -> None:
+        """Tell every shard all the news, until there are none: what the links do between processes."""
+        quiet = False
+        while not quiet:
+            quiet = True
+            for shard, engine in enumerate(self._engines[1:], start=1):
+                news = self.hub.news(self._told[shard])
+                quiet = quiet and news.told == self._told[shard]
+                self._told[shard] = news.told
+                engine.follow(news.told.epoch, news.base)
+                if news.model is not None:
+                    engine.set_model(news.model)
+                engine.deliver(news.told.epoch, news.entries)
+
+    def lane(self, worker: int) -> "DirectLane":
+        """For the worker that takes the `worker`-th turn."""
+        return DirectLane(self, worker)
+
+
+class DirectLane:
+    """A worker's requests as plain calls (psworker.lane.Lane). What has to wait hands the turn on."""
+
+    direct = True
+
+    def __init__(self, cluster: SimulatedCluster, number: int) -> None:
+        self.addresses: Sequence[str] = [f"simulated-{shard}" for shard in range(len(cluster.servers))]
+        self._cluster = cluster
+        self._number = number
+        self.clock = Clock(lambda: cluster.turns.made * TICK, lambda seconds: self._hand_on())
+
+    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
+        return self._ask(self._cluster.coordinator.Join, request)
+
+    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
+        request.wait_ms = 0
+        answer: co.RegisterResponse = self._ask(self._cluster.coordinator.Register, request)
+        if answer.state == co.RegisterResponse.STATE_PENDING:
+            self._hand_on()
+        return answer
+
+    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
+        return self._ask(self._cluster.coordinator.Heartbeat, request)
+
+    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
+        return self._ask(self._cluster.coordinator.Leave, request)
+
+    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
+        request.wait_ms = 0
+        answer: co.NextBatchResponse = self._ask(self._cluster.coordinator.NextBatch, request)
+        if not answer.numbers and not answer.end and request.idle:
+            self._hand_on()
+        return answer
+
+    def return_batches(self, request: co.ReturnBatchesRequest, timeout: float) -> co.ReturnBatchesResponse:
+        return self._ask(self._cluster.coordinator.ReturnBatches, request)
+
+    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
+        return self._ask(self._cluster.coordinator.ReportMetrics, request)
+
+    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
+        return self._ask(self._cluster.coordinator.GetStatus, request)
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receive: Sequence[memoryview],
+        timeout: float,
+        cancellation: Cancellation,
+    ) -> Answer:
+        may_wait, header.wait_ms = header.wait_ms > 0, 0
+        frames = [encode_header(header), *(chunks(send) if header.has_data else ())]
+        result, *data = map(decode_response, self._cluster.servers[shard].exchange(iter(frames), lambda: True))
+        self._cluster.deliver()
+        if not isinstance(result, ps.ExchangeResult):
+            raise PSError("the server sent data before a header")
+        _fill(receive if result.nbytes else (), data)
+        pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1
+        if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):
+            self._hand_on()
+        return Answer(result, 0.0, 0.0)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _ask(self, method: Callable[[Any, None], Any], request: Any) -> Any:
+        answer = method(request, None)
+        self._cluster.deliver()
+        return answer
+
+    def _hand_on(self) -> None:
+        self._cluster.turns.hand_on(self._number)
+
+
+def _fill(views: Sequence[memoryview], data: Sequence[Any]) -> None:
+    filler = Filler(views)
+    for view in data:
+        filler.fill(view)

@@ -1,0 +1,229 @@
+"""The small API: `DistributedTraining().train_distributed(model, data, nodes=3)` trains on a cluster of its own."""
+
+import contextlib
+import copy
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pscommon.core.errors import InvalidRequestError
+from psworker.client import Client
+from psworker.connect import choose_device
+from psworker.job import Job
+from psworker.local_servers import LocalServers
+
+log = logging.getLogger("psworker")
+
+Loss = Callable[[Any, Any], Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+LOG_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Node:
+    """What one worker brings back."""
+
+    steps: int = 0
+    samples: int = 0
+    loss: float = float("nan")
+    state: dict[str, Tensor] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+class DistributedTraining:
+    """Trains a model on several workers and servers with one call.
+
+    servers: how many shards hold the weights. policy, staleness: as of ps-server. ps: "HOST:PORT" of servers that run
+    already, instead of starting some on this machine for the time of the call.
+    """
+
+    def __init__(
+        self, servers: int = 1, policy: str = "sync", staleness: int | None = None, ps: str | None = None
+    ) -> None:
+        self.servers = servers
+        self.policy = policy
+        self.staleness = staleness
+        self.ps = ps
+
+    def train_distributed(
+        self,
+        model: nn.Module | str,
+        data: Any,
+        nodes: int = 3,
+        use_gpus: bool = False,
+        epochs: int = 1,
+        batch_size: int = 64,
+        loss: Loss | None = None,
+        optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        simulate: bool = False,
+    ) -> dict[str, Any]:
+        """Trains, and returns model_name, nodes_used, device, status, steps, samples, seconds, final_loss, state_dict.
+
+        model: a module, which ends up with the trained weights, or "package.module:function" that makes one.
+        data: a map-style dataset of (input, target), or a pair of tensors. Every sample is used once an epoch, by one
+        of the `nodes` workers; batch_size is per worker. Each worker is a thread of this process with a copy of the
+        model and connections of its own; the servers are processes. loss(output, target): by default cross entropy for
+        integer targets, mean squared error for others. optimizer: makes one from parameters, or is one whose settings
+        are taken over; by default Adam. final_loss: mean over the workers' last batches. use_gpus: workers compute on
+        CUDA devices in turn; InvalidRequestError where there is none.
+
+        simulate: the same workers, servers and policies one step at a time in this process, the same every time.
+        """
+        if nodes < 1:
+            raise InvalidRequestError(f"nodes={nodes}: at least one worker has to train")
+        module = _make(model)
+        task = _Task(data, epochs, batch_size, loss or _default_loss, _maker(optimizer, module), shuffle, seed)
+        devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
+        began = time.monotonic()
+        run = self._simulated if simulate else self._real
+        with run(nodes) as cluster:
+            results = _train_all(cluster, task, module, devices)
+        module.load_state_dict(results[0].state)
+        return {
+            "model_name": type(module).__name__,
+            "nodes_used": nodes,
+            "device": str(devices[0]),
+            "status": "done",
+            "steps": sum(node.steps for node in results),
+            "samples": sum(node.samples for node in results),
+            "seconds": time.monotonic() - began,
+            "final_loss": sum(node.loss for node in results if node.steps)
+            / max(1, sum(bool(n.steps) for n in results)),
+            "state_dict": results[0].state,
+        }
+
+    @contextlib.contextmanager
+    def _real(self, nodes: int) -> Iterator["Cluster"]:
+        if self.ps is not None:
+            yield Cluster(lambda node: Client(self.ps, rank=node))
+            return
+        with LocalServers(self.servers, nodes, self.policy, self.staleness) as servers:
+            yield Cluster(lambda node: Client(servers.address, rank=node))
+
+    @contextlib.contextmanager
+    def _simulated(self, nodes: int) -> Iterator["Cluster"]:
+        from psserver.config import ServerConfig
+        from psworker.simulation import SimulatedCluster
+
+        config = ServerConfig(
+            shards=self.servers, policy=self.policy, staleness=self.staleness, min_workers=nodes, lease=1e6
+        )
+        cluster = SimulatedCluster(config, nodes)
+        yield Cluster(lambda node: Client(lane=cluster.lane(node), rank=node), cluster.turns.enter, cluster.turns.leave)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """How a node connects, and what it does before and after (a simulation's turns)."""
+
+    connect: Callable[[int], Client]
+    enter: Callable[[int], None] = lambda node: None
+    leave: Callable[[int], None] = lambda node: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What every node trains."""
+
+    data: Any
+    epochs: int
+    batch_size: int
+    loss: Loss
+    make_optimizer: MakeOptimizer
+    shuffle: bool
+    seed: int
+
+
+def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[torch.device]) -> list[Node]:
+    """All nodes to the end. The first error is raised once every node has stopped."""
+    results = [Node() for _ in devices]
+    threads = [
+        threading.Thread(target=_node, args=(cluster, task, copy.deepcopy(module), device, number, results[number]))
+        for number, device in enumerate(devices)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results
+
+
+def _node(cluster: Cluster, task: _Task, model: nn.Module, device: torch.device, number: int, result: Node) -> None:
+    cluster.enter(number)
+    try:
+        with Job(cluster.connect(number), number, device) as job:
+            _train(job, task, model.to(device), result)
+    except BaseException as error:
+        result.error = error
+    finally:
+        cluster.leave(number)
+
+
+def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
+    """A worker's whole life: what a user's script would say."""
+    optimizer = job.optimizer(task.make_optimizer(model.parameters()), model)
+    told = time.monotonic()
+    for inputs, target in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
+        loss = task.loss(model(inputs.to(job.device)), target.to(job.device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result.steps, result.samples, result.loss = result.steps + 1, result.samples + len(target), loss.item()
+        if time.monotonic() - told >= LOG_SECONDS:
+            told = time.monotonic()
+            log.info("worker %d: step %d, loss %.4f", job.rank, result.steps, result.loss)
+    log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
+    result.state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def _make(model: nn.Module | str) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    name, _, function = model.partition(":")
+    try:
+        made = getattr(importlib.import_module(name), function)()
+    except (ImportError, AttributeError) as error:
+        raise InvalidRequestError(f'model {model!r} is not "package.module:function": {error}') from error
+    if not isinstance(made, nn.Module):
+        raise InvalidRequestError(f"{model} made a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def _maker(optimizer: MakeOptimizer | torch.optim.Optimizer | None, module: nn.Module) -> MakeOptimizer:
+    """From what the user gave to a function that makes a node's optimizer."""
+    if optimizer is None:
+        return torch.optim.Adam
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+    groups = [
+        ({key: value for key, value in group.items() if key != "params"}, [places.get(id(p)) for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    if any(place is None for _, members in groups for place in members):
+        raise InvalidRequestError("the optimizer has parameters that are not the model's")
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        mine = list(parameters)
+        return type(optimizer)([settings | {"params": [mine[p] for p in members]} for settings, members in groups])  # type: ignore[index]
+
+    return make
+
+
+def _default_loss(output: Tensor, target: Tensor) -> Tensor:
+    if target.is_floating_point():
+        return nn.functional.mse_loss(output, target)
+    return nn.functional.cross_entropy(output, target)

@@ -1,0 +1,81 @@
+"""deploy/docker-compose.yml and Dockerfile agree with the commands that they run and with one another.
+
+What needs an engine is deploy/test-compose; this needs none.
+"""
+
+import re
+from importlib.util import find_spec
+
+import click
+import pytest
+
+from psserver.cli import COMMAND as SERVER
+from psserver.config import ServerConfig
+from psworker.cli import COMMAND as WORKER
+from tests.deploy.queries import DEPLOY
+
+COMPOSE = (DEPLOY / "docker-compose.yml").read_text()
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+
+
+def service(name: str) -> str:
+    """The text of one service (no YAML parser is among the dependencies)."""
+    found = re.search(rf"^  {name}:\n((?:(?: {{4}}.*)?\n)+)", COMPOSE, re.M)
+    assert found, name
+    return found[1]
+
+
+def server(shard: int) -> ServerConfig:
+    flags = re.findall(r"^ +- (--\S+)$", service(f"server-{shard}"), re.M)
+    return ServerConfig.from_settings(SERVER.make_context("ps-server", flags).params)
+
+
+def test_servers_are_one_complete_set() -> None:
+    """Every flag is accepted; both follow server-0, share the data directory and end with the job."""
+    servers = [server(0), server(1)]
+
+    assert [(each.shard, each.shards) for each in servers] == [(0, 2), (1, 2)]
+    assert [each.advertise for each in servers] == ["server-0:50051", "server-1:50051"]
+    assert servers[1].join == servers[0].advertise
+    assert servers[0].data_dir == servers[1].data_dir
+    assert all(each.exit_when_done for each in servers)
+    assert servers[0].min_workers == 2
+
+
+def test_workers_train_a_module_that_exists() -> None:
+    """The arguments are accepted and name the servers and an example of ours."""
+    command = re.search(r"command: &train \[(.*)\]", service("worker-0"))
+    assert command
+    args = [arg.strip('"') for arg in re.findall(r'"[^"]*"|[^\s,"]+', command[1])]
+    settings = WORKER.make_context("ps-worker", args).params
+
+    assert re.search("command: [*]train", service("worker-1"))
+    assert settings["ps"] == ",".join(str(server(shard).advertise) for shard in (0, 1))
+    assert settings["module"]
+    assert find_spec(settings["script"])
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\bPS_\w+(?=[:=])", COMPOSE + DOCKERFILE))))
+def test_environment_is_read_by_a_command(name: str) -> None:
+    """A misspelt variable would be ignored in silence."""
+    options = [each for each in (*SERVER.params, *WORKER.params) if isinstance(each, click.Option)]
+
+    assert name in {variable for option in options for variable in (option.envvar or ())}
+
+
+def test_prometheus_scrapes_every_container() -> None:
+    """All four by name, at the port that the image serves and probes."""
+    bind = re.search(r"PS_METRICS_BIND=[\d.]+:(\d+)", DOCKERFILE)
+    assert bind
+    targets = re.findall(r'"([\w-]+):(\d+)"', (DEPLOY / "prometheus.yml").read_text())
+
+    assert targets == [(name, bind[1]) for name in ("server-0", "server-1", "worker-0", "worker-1")]
+    assert f"http://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
+
+
+def test_processes_in_the_image_are_nobody() -> None:
+    """No root at run time, and signals reach the command itself."""
+    runtime = DOCKERFILE.partition(" AS runtime")[2]
+
+    assert re.findall(r"^USER (.*)$", runtime, re.M) == ["10001:10001"]
+    assert re.findall(r"^ENTRYPOINT (.*)$", runtime, re.M) == ['["ps-worker"]', '["ps-server"]']

@@ -1,0 +1,354 @@
+"""Settings: flag, environment, file, default, and every way to get them wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from pscommon import options, values
+from pscommon.config import Option, given, pick, run_command, sources
+from pscommon.core.errors import MismatchError, TakenError
+from pscommon.values import Shard, SnapshotEvery
+
+ALL = [(table, option) for table, members in options.TABLES.items() for option in members]
+
+
+@pytest.fixture(autouse=True)
+def no_settings_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, option in ALL:
+        for variable in option.variables:
+            monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("PS_CONFIG", raising=False)
+
+
+def file(folder: Path, text: str) -> str:
+    path = folder / "cluster.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def parse(table: str, *args: str) -> dict[str, tuple[Any, str]]:
+    return {setting.key: (setting.value, setting.source) for setting in options.merged(table, args)}
+
+
+def refusal(table: str, *args: str) -> str:
+    with pytest.raises(click.UsageError) as caught:
+        parse(table, *args)
+    assert caught.value.exit_code == 2
+    return caught.value.format_message()
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_LEASE", "7")
+    monkeypatch.setenv("PS_SNAPSHOT_KEEP", "7")
+    config = file(tmp_path, "lease = 8\nsnapshot-keep = 8\nmin_workers = 8\n")
+
+    found = parse("server", "--config", config, "--lease", "6")
+
+    assert found["lease"] == (6.0, "flag")
+    assert found["snapshot_keep"] == (7, "environment")
+    assert found["min_workers"] == (8, "file")
+    assert found["join_timeout"] == (300.0, "default")
+
+
+# a value for every option that is not its default, as text and as TOML
+SAMPLES: dict[str, tuple[str, str]] = {
+    "shard": ("1/2", '"1/2"'),
+    "bind": ("127.0.0.1:0", '"127.0.0.1:0"'),
+    "advertise": ("host:1", '"host:1"'),
+    "join": ("host:1", '"host:1"'),
+    "join_timeout": ("9", "9"),
+    "port_file": ("port", '"port"'),
+    "policy": ("ssp", '"ssp"'),
+    "staleness": ("3", "3"),
+    "max_staleness": ("3", "3"),
+    "min_workers": ("3", "3"),
+    "lease": ("0.25", "0.25"),
+    "job": ("otter", '"otter"'),
+    "exit_when_done": ("true", "true"),
+    "data_dir": ("data", '"data"'),
+    "snapshot_every": ("5steps", '"5steps"'),
+    "snapshot_keep": ("9", "9"),
+    "resume": ("17", "17"),
+    "metrics_bind": ("127.0.0.1:0", '"127.0.0.1:0"'),
+    "threads": ("3", "3"),
+    "log_level": ("debug", '"debug"'),
+    "log_format": ("json", '"json"'),
+    "ps": ("a:1,b:2", '["a:1", "b:2"]'),
+    "worker_rank": ("3", "3"),
+    "device": ("cuda:1", '"cuda:1"'),
+    "servers": ("3", "3"),
+    "workers": ("3", "3"),
+    "max_restarts": ("9", "9"),
+    "grace": ("2m", '"2m"'),
+    "log_dir": ("logs", '"logs"'),
+    "summary": ("s.json", '"s.json"'),
+}
+
+
+@pytest.mark.parametrize(("table", "option"), ALL, ids=lambda value: getattr(value, "flag", value))
+def test_every_flag_has_its_twin_and_its_key(
+    table: str, option: Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, toml = SAMPLES[option.key]
+    flag = [option.flag] if option.is_flag else [option.flag, text]
+
+    by_flag = parse(table, *flag)[option.key]
+    by_file = parse(table, "--config", file(tmp_path, f"{option.key} = {toml}"))[option.key]
+    by_table = parse(table, "--config", file(tmp_path, f"[{table}]\n{option.flag[2:]} = {toml}"))[option.key]
+    monkeypatch.setenv("PS_" + option.flag[2:].replace("-", "_").upper(), text)
+    by_environment = parse(table)[option.key]
+
+    assert by_flag == (by_flag[0], "flag")
+    assert by_environment == (by_flag[0], "environment")
+    assert by_file == by_table == (by_flag[0], "file")
+    assert by_flag[0] != {setting.key: setting.value for setting in defaults(table)}[option.key]
+
+
+def defaults(table: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for _, option in ALL:
+            for variable in option.variables:
+                patch.delenv(variable, raising=False)
+        return options.merged(table)
+
+
+def test_addresses_also_come_from_what_launchers_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_SERVERS", "a:1")
+    assert parse("worker")["ps"] == ("a:1", "environment")
+
+    monkeypatch.setenv("PS_PS", "b:1")
+    assert parse("worker")["ps"] == ("b:1", "environment")
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_CONFIG", file(tmp_path, "policy = 'async'"))
+
+    assert parse("server")["policy"] == ("async", "file")
+
+
+def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_JOB", "")
+
+    assert parse("server")["job"] == (None, "default")
+
+
+def test_one_file_serves_the_whole_cluster(tmp_path: Path) -> None:
+    config = file(
+        tmp_path,
+        """
+        policy = "ssp"
+        staleness = 2
+        job = "otter"
+        ps = "a:1"
+        servers = 2
+        [server]
+        lease = 9
+        log-level = "debug"
+        [worker]
+        device = "cpu"
+        [run]
+        max_restarts = 0
+        """,
+    )
+
+    server, worker, run = (parse(table, "--config", config) for table in ("server", "worker", "run"))
+
+    assert (server["policy"][0], server["lease"][0], server["log_level"][0]) == ("ssp", 9.0, "debug")
+    assert (worker["ps"][0], worker["device"][0], worker["job"][0], worker["log_level"][0]) == (
+        "a:1",
+        "cpu",
+        "otter",
+        "info",
+    )
+    assert (run["servers"][0], run["lease"][0], run["device"][0], run["max_restarts"][0]) == (2, 9.0, "cpu", 0)
+
+
+def test_given_holds_what_somebody_chose(tmp_path: Path) -> None:
+    command = options.command("server", "ps-server")
+
+    with command.make_context("ps-server", ["--config", file(tmp_path, "lease = 9"), "--policy", "async"]) as ctx:
+        assert given(ctx) == {"lease": 9.0, "policy": "async"}
+        assert len(sources(ctx)) == len(options.SERVER)
+
+
+TABLES = {
+    "server": {"lease", "threads", "bind"},
+    "worker": {"device", "threads"},
+    "run": {"lease", "device", "threads"},
+}
+
+
+def chosen(document: dict[str, Any]) -> dict[str, Any]:
+    return pick(document, TABLES, ("server", "worker", "run"), TABLES["run"])
+
+
+def test_pick_takes_what_is_for_this_command() -> None:
+    document = {"lease": 1, "bind": "x", "server": {"lease": 2, "bind": "y"}, "worker": {"device": "cpu"}}
+
+    assert chosen(document) == {"lease": 2, "device": "cpu"}
+
+
+def test_pick_settles_tables_that_disagree_by_the_commands_own() -> None:
+    document = {"server": {"threads": 1}, "worker": {"threads": 2}}
+
+    with pytest.raises(ValueError, match=r"disagree on threads; settle it in \[run\]"):
+        chosen(document)
+    assert chosen({**document, "run": {"threads": 3}}) == {"threads": 3}
+    assert chosen({"server": {"threads": 2}, "worker": {"threads": 2}}) == {"threads": 2}
+
+
+BAD_FILES = {
+    "a typo": ("polcy = 'sync'", "unknown key 'polcy'; did you mean 'policy'?"),
+    "a typo in a table": ("[worker]\ndevise = 'cpu'", "unknown key 'devise' in [worker]; did you mean 'device'?"),
+    "a key of another command's in a table": ("[worker]\nlease = 3", "unknown key 'lease' in [worker]"),
+    "an unknown table": ("[servers]\nlease = 3", "unknown table [servers]; did you mean 'server'?"),
+    "nothing alike": ("qqq = 1", "unknown key 'qqq'; known are"),
+    "both spellings": ("data-dir = 'a'\ndata_dir = 'b'", "given twice"),
+    "no TOML": ("policy = ", "cluster.toml: "),
+    "a wrong value": ("lease = -1", "'--lease' (from the file)"),
+    "a wrong type": ("min_workers = 'many'", "'--min-workers' (from the file)"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_a_bad_file_is_refused_and_says_why(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refusal("server", "--config", file(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "does not exist" in refusal("server", "--config", str(tmp_path / "no.toml"))
+
+
+def test_a_key_that_only_another_command_has_is_fine_at_the_top(tmp_path: Path) -> None:
+    assert "device" not in parse("server", "--config", file(tmp_path, "device = 'cpu'"))
+
+
+def test_a_bad_value_is_blamed_on_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "'--lease': " in refusal("server", "--lease", "x")
+    monkeypatch.setenv("PS_LEASE", "x")
+    assert "'--lease' (environment PS_LEASE)" in refusal("server")
+    monkeypatch.setenv("PS_SERVERS", "nowhere")
+    assert "'--ps' (environment PS_SERVERS)" in refusal("worker")
+
+
+def test_a_flag_with_a_typo_gets_a_suggestion() -> None:
+    assert "--policy" in refusal("server", "--polcy", "sync")
+
+
+BAD_VALUES = [
+    ("server", "--shard", "2/2", "counted from 0"),
+    ("server", "--shard", "0/0", "counted from 0"),
+    ("server", "--shard", "-1/2", "is not I/N"),
+    ("server", "--shard", "1", "is not I/N"),
+    ("server", "--bind", "localhost", "is not HOST:PORT"),
+    ("server", "--bind", ":50051", "is not HOST:PORT"),
+    ("server", "--bind", "host:65536", "from 0 to 65535"),
+    ("server", "--bind", "::1:80", "is not HOST:PORT"),
+    ("server", "--bind", "http://host:80", "is not HOST:PORT"),
+    ("server", "--join", "host:0", "from 1 to 65535"),
+    ("server", "--advertise", "host:", "from 1 to 65535"),
+    ("server", "--snapshot-every", "60", "neither a time"),
+    ("server", "--snapshot-every", "0steps", "neither a time"),
+    ("server", "--snapshot-every", "0s", "neither a time"),
+    ("server", "--snapshot-every", "", "neither a time"),
+    ("server", "--lease", "0", "above zero"),
+    ("server", "--lease", "1.2.3", "above zero"),
+    ("server", "--resume", "latest", "auto, never or a version"),
+    ("server", "--min-workers", "0", "x>=1"),
+    ("server", "--snapshot-keep", "0", "x>=1"),
+    ("server", "--staleness", "-1", "x>=0"),
+    ("server", "--policy", "bsp", "'sync', 'async', 'ssp'"),
+    ("worker", "--ps", "a:1,a:1", "twice"),
+    ("worker", "--ps", ",", "no address"),
+    ("worker", "--ps", "a:1,b", "is not HOST:PORT"),
+    ("worker", "--device", "gpu", "auto, cpu, cuda"),
+    ("run", "--workers", "0", "x>=1"),
+    ("run", "--max-restarts", "-1", "x>=0"),
+]
+
+
+@pytest.mark.parametrize(("table", "flag", "value", "expected"), BAD_VALUES)
+def test_bad_values(table: str, flag: str, value: str, expected: str) -> None:
+    assert expected in refusal(table, flag, value)
+
+
+def test_values() -> None:
+    assert values.shard("1/3") == Shard(1, 3)
+    assert str(Shard(1, 3)) == "1/3"
+    assert values.snapshot_every("10m") == SnapshotEvery(seconds=600.0)
+    assert values.snapshot_every("1.5s") == SnapshotEvery(seconds=1.5)
+    assert values.snapshot_every("500steps") == SnapshotEvery(steps=500)
+    assert [str(SnapshotEvery(seconds=60.0)), str(SnapshotEvery(steps=5))] == ["60s", "5steps"]
+    assert [values.seconds(text) for text in ("5", "5s", "250ms", "2m", "1h", ".5")] == [5, 5, 0.25, 120, 3600, 0.5]
+    assert [values.resume(text) for text in ("auto", "never", "17")] == ["auto", "never", 17]
+    assert values.addresses("a:1, b:2") == "a:1,b:2"
+    assert values.listening("[::1]:0") == "[::1]:0"
+    assert values.host_and_port("[::1]:80") == ("[::1]", 80)
+
+
+COMMAND = options.command("server", "ps-server", help="Some help.", epilog="Examples: one")
+
+
+def test_run_command_gives_the_context_and_returns_the_code() -> None:
+    assert run_command(COMMAND, lambda ctx: int(ctx.params["lease"]), ["--lease", "3"]) == 3
+
+
+def test_help_has_sections_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(COMMAND, lambda _: 1, ["--help"]) == 0
+
+    text = capsys.readouterr().out
+    assert text.index("Place:") < text.index("Job:") < text.index("Snapshots:") < text.index("General options:")
+    assert "Examples: one" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(COMMAND, lambda _: 1, ["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ps-server 0.")
+
+
+def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(COMMAND, lambda _: 0, ["--lease", "x"]) == 2
+    assert "Error: Invalid value for '--lease'" in capsys.readouterr().err
+
+
+def fail(error: BaseException) -> Any:
+    def start(_: click.Context) -> int:
+        raise error
+
+    return start
+
+
+def test_expected_errors_are_one_line_and_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(COMMAND, fail(TakenError("port 50051 is taken")), []) == 10
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "ps-server: TAKEN: port 50051 is taken (exit code 10; ps-ctl explain TAKEN)\n"
+
+
+def test_their_traceback_comes_along_when_debugging(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(COMMAND, fail(MismatchError("other model")), ["--log-level", "debug"]) == 11
+
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith("ps-server: ")
+
+
+def test_ctrl_c_is_130_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(COMMAND, fail(KeyboardInterrupt()), []) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_bugs_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(COMMAND, fail(ZeroDivisionError()), [])
+
+
+def test_merged_values_can_be_shown() -> None:
+    shown = {setting.key: str(setting.value) for setting in options.merged("server", ["--snapshot-every", "10m"])}
+
+    assert json.loads(json.dumps(shown))["snapshot_every"] == "600s"
+    assert shown["shard"] == "0/1"

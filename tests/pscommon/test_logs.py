@@ -1,0 +1,191 @@
+"""Logs: one handler for everything, readable or JSON, with the fields of the process and of the context."""
+
+import io
+import json
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from pscommon import logs
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    yield
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+    logs.bind(job=None, shard=None, worker=None)
+    structlog.reset_defaults()
+
+
+def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_piped_logs_are_json_one_event_a_line() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream, shard=1)
+
+    structlog.get_logger("psserver").info("listening", address="127.0.0.1:1", text="two\nlines")
+
+    (event,) = json_lines(stream)
+    time = event.pop("time")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", time)
+    assert event == {
+        "event": "listening",
+        "level": "info",
+        "logger": "psserver",
+        "address": "127.0.0.1:1",
+        "text": "two\nlines",
+        "shard": 1,
+    }
+
+
+def test_the_users_own_logging_flows_through() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream, worker=0)
+
+    logging.getLogger("user.code").warning("loss is %.1f", 0.5, extra={"ignored": 1})
+
+    (event,) = json_lines(stream)
+    assert (event["event"], event["level"], event["logger"], event["worker"]) == (
+        "loss is 0.5",
+        "warning",
+        "user.code",
+        0,
+    )
+
+
+def test_the_users_basic_config_does_not_double_the_lines() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream)
+
+    logging.basicConfig(level="DEBUG")
+    logging.getLogger("user").info("once")
+
+    assert len(json_lines(stream)) == 1
+
+
+def test_exceptions_stay_on_the_line_of_their_event() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream)
+
+    for log in (structlog.get_logger("a"), logging.getLogger("b")):
+        try:
+            raise ValueError("bad data")
+        except ValueError:
+            log.exception("failed")
+
+    first, second = json_lines(stream)
+    assert "ValueError: bad data" in first["exception"]
+    assert "ValueError: bad data" in second["exception"]
+
+
+def test_a_terminal_gets_text() -> None:
+    stream = Terminal()
+    logs.set_up(stream=stream, job="otter")
+
+    structlog.get_logger("psserver").warning("shard lost", address="host:1")
+
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert plain != stream.getvalue()
+    assert re.fullmatch(r"\S+Z \[warning\] shard lost +\[psserver\] address=host:1 job=otter\n", plain)
+
+
+@pytest.mark.parametrize(
+    ("variable", "stream", "coloured"),
+    [(None, Terminal(), True), ("NO_COLOR", Terminal(), False), ("FORCE_COLOR", io.StringIO(), True)],
+)
+def test_colours(variable: str | None, stream: io.StringIO, coloured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    logs.set_up(log_format="text", stream=stream)
+
+    logging.getLogger().warning("text")
+
+    assert ("\x1b[" in stream.getvalue()) is coloured
+
+
+@pytest.mark.parametrize(("log_format", "stream", "first"), [("json", Terminal(), "{"), ("text", io.StringIO(), "2")])
+def test_the_format_can_be_chosen(log_format: logs.Format, stream: io.StringIO, first: str) -> None:
+    logs.set_up(log_format=log_format, stream=stream)
+
+    logging.getLogger().warning("text")
+
+    assert stream.getvalue()[0] == first
+
+
+@pytest.mark.parametrize(("level", "seen"), [("debug", 3), ("info", 2), ("error", 0)])
+def test_level(level: str, seen: int) -> None:
+    stream = io.StringIO()
+    logs.set_up(level, stream=stream)
+
+    logging.getLogger("a").info("text")
+    structlog.get_logger("b").info("text")
+    structlog.get_logger("c").debug("text")
+
+    assert len(json_lines(stream)) == seen
+
+
+def test_loggers_made_before_set_up_follow_it() -> None:
+    log = structlog.stdlib.get_logger("early")
+    log.bind(x=1)
+    stream = io.StringIO()
+
+    logs.set_up(stream=stream)
+    log.info("text")
+
+    assert len(json_lines(stream)) == 1
+
+
+def test_fields_of_the_process_reach_every_thread() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream, shard=0)
+    logs.bind(job="otter")
+
+    thread = threading.Thread(target=structlog.get_logger("a").info, args=("text",))
+    thread.start()
+    thread.join()
+    logs.bind(job=None)
+    structlog.get_logger("a").info("text")
+
+    first, second = json_lines(stream)
+    assert (first["shard"], first["job"]) == (0, "otter")
+    assert "job" not in second
+
+
+def test_fields_of_a_context_and_of_an_event_win() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream, shard=0)
+
+    with logs.bound(shard=1):
+        structlog.get_logger("a").info("text")
+        structlog.get_logger("a").info("text", shard=2)
+    structlog.get_logger("a").info("text")
+
+    assert [event["shard"] for event in json_lines(stream)] == [1, 2, 0]
+
+
+def test_the_last_set_up_counts() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    logs.set_up(stream=first, shard=1)
+    logs.set_up(stream=second)
+
+    logging.getLogger().warning("text")
+
+    assert first.getvalue() == ""
+    assert "shard" not in json_lines(second)[0]

@@ -1,0 +1,260 @@
+"""The table of optimizers is torch's, and nothing but names and numbers gets through it."""
+
+import inspect
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
+from pscommon.core.model import OptimizerSpec
+from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, spec_of, validate
+
+IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+
+
+def weights(count: int = 1) -> list[torch.Tensor]:
+    return [torch.nn.Parameter(torch.zeros(3)) for _ in range(count)]
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_defaults_are_those_of_torch(name: str) -> None:
+    kind = SUPPORTED[name]
+    arguments = inspect.signature(kind.torch_class).parameters
+    theirs = {key: argument.default for key, argument in arguments.items() if key not in IMPLEMENTATION}
+
+    assert validate(OptimizerSpec(name)).groups == (theirs,)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        *((name, {}) for name in SUPPORTED),
+        ("sgd", {"momentum": 0.9}),
+        ("adam", {"amsgrad": True}),
+        ("adamw", {"amsgrad": True}),
+        ("rmsprop", {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_states_are_those_that_torch_keeps(name: str, group: dict[str, Any]) -> None:
+    kind = SUPPORTED[name]
+    (weight,) = weights()
+    weight.grad = torch.ones(3)
+    optimizer = kind.torch_class([weight], **group)
+    optimizer.step()
+    kept = {key for key, value in optimizer.state[weight].items() if torch.is_tensor(value) and value.dim()}
+
+    assert {state.name for state in kind.states_of({**kind.defaults, **group})} == kept
+
+
+# ---- validate -----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_become_floats_so_that_equal_ones_compare_equal() -> None:
+    one = validate(OptimizerSpec("adam", ({"lr": 1, "betas": [0, 0.5]}, {"weight_decay": np.float32(0.5)})))  # type: ignore[dict-item]
+    two = validate(OptimizerSpec("adam", ({"lr": 1.0, "betas": (0.0, 0.5)}, {"weight_decay": 0.5})))
+
+    assert one == two
+    assert one.as_json() == two.as_json()
+    assert validate(one) == one
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "SGD", "", "os.system"])
+def test_an_unknown_name_is_answered_with_those_known(name: str) -> None:
+    with pytest.raises(UnsupportedOptimizerError, match="is not one of sgd, adam, adamw, adagrad, rmsprop"):
+        validate(OptimizerSpec(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "complaint"),
+    [
+        ("sgd", {"lr": -0.1}, "group 1: Invalid learning rate"),
+        ("sgd", {"lr": math.nan}, "lr is nan, not a finite number"),
+        ("sgd", {"lr": math.inf}, "not a finite number"),
+        ("sgd", {"lr": 10**400}, "not a finite number"),
+        ("sgd", {"lr": "0.1"}, "lr is '0.1', not a finite number"),
+        ("sgd", {"lr": None}, "not a finite number"),
+        ("sgd", {"lr": True}, "not a finite number"),
+        ("sgd", {"lr": 1j}, "not a finite number"),
+        ("sgd", {"nesterov": True}, "Nesterov momentum requires"),
+        ("sgd", {"nesterov": 1}, "nesterov is 1, not true or false"),
+        ("sgd", {"betas": (0.9, 0.99)}, "unknown hyper-parameter 'betas'; known are lr, momentum"),
+        ("adam", {"betas": (0.9,)}, "not 2 numbers"),
+        ("adam", {"betas": 0.9}, "not 2 numbers"),
+        ("adam", {"betas": (0.9, 1.0)}, "Invalid beta"),
+        ("adam", {"fused": True}, "unknown hyper-parameter 'fused'"),
+        ("adamw", {"eps": -1.0}, "Invalid epsilon"),
+        ("adagrad", {"lr_decay": -1.0}, "Invalid lr_decay"),
+        ("rmsprop", {"alpha": -1.0}, "Invalid alpha"),
+    ],
+)  # fmt: skip
+def test_a_bad_hyper_parameter_is_named_with_its_group(name: str, group: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint) as caught:
+        validate(OptimizerSpec(name, ({}, group)))
+
+    assert str(caught.value).startswith(f"{name}, group 1")
+
+
+def test_an_optimizer_needs_a_group() -> None:
+    with pytest.raises(InvalidRequestError, match="at least one parameter group"):
+        validate(OptimizerSpec("sgd", ()))
+
+
+# ---- spec_of ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "group"),
+    [
+        (lambda w: torch.optim.SGD(w, 0.1, 0.9, nesterov=True, weight_decay=1e-4), "sgd",
+         {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}),
+        (lambda w: torch.optim.Adam(w, betas=(0.8, 0.9), amsgrad=True, foreach=True), "adam",
+         {"betas": (0.8, 0.9), "amsgrad": True}),
+        (lambda w: torch.optim.AdamW(w, 3e-4, fused=True), "adamw", {"lr": 3e-4}),
+        (lambda w: torch.optim.Adagrad(w, lr_decay=0.1, initial_accumulator_value=0.5), "adagrad",
+         {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+        (lambda w: torch.optim.RMSprop(w, centered=True, momentum=0.5, differentiable=False), "rmsprop",
+         {"centered": True, "momentum": 0.5}),
+        (lambda w: torch.optim.SGD(w, torch.tensor(0.5), nesterov=False), "sgd", {"lr": 0.5}),
+    ],
+)  # fmt: skip
+def test_a_torch_optimizer_is_read(optimizer: Any, name: str, group: dict[str, Any]) -> None:
+    assert spec_of(optimizer(weights())) == validate(OptimizerSpec(name, (group,)))
+
+
+def test_each_parameter_group_is_read() -> None:
+    one, two, three = weights(3)
+    optimizer = torch.optim.AdamW(
+        [{"params": [one], "lr": 0.5}, {"params": [two], "weight_decay": 0.0, "name": "bias"}]
+    )
+    optimizer.add_param_group({"params": [three], "betas": [0.5, 0.6]})
+
+    assert spec_of(optimizer) == validate(
+        OptimizerSpec("adamw", ({"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}))
+    )
+
+
+def test_what_schedulers_add_is_left_out_and_what_they_change_is_seen() -> None:
+    optimizer = torch.optim.SGD(weights(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+    before = spec_of(optimizer).groups[0]
+    optimizer.step()
+    scheduler.step()
+    after = spec_of(optimizer).groups[0]
+
+    assert before.keys() == after.keys() == SUPPORTED["sgd"].defaults.keys()
+    assert before["lr"] != after["lr"]
+    assert before["momentum"] != after["momentum"]
+
+
+def test_a_learning_rate_that_a_scheduler_rounded_below_zero_is_no_error() -> None:
+    optimizer = torch.optim.SGD(weights(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = -1e-20
+
+    assert spec_of(optimizer).groups[0]["lr"] == -1e-20
+
+
+def test_adagrad_starts_from_what_its_constructor_was_given_as_torch_does() -> None:
+    optimizer = torch.optim.Adagrad(
+        [{"params": weights(), "initial_accumulator_value": 7.0}], initial_accumulator_value=0.5
+    )
+
+    assert spec_of(optimizer).groups[0]["initial_accumulator_value"] == 0.5
+
+
+@pytest.mark.skipif(
+    "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters, reason="this torch has no such Adam"
+)
+def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
+    decoupled = torch.optim.Adam(weights(), decoupled_weight_decay=True)
+    coupled = torch.optim.AdamW([{"params": weights(), "decoupled_weight_decay": False}])
+    both = torch.optim.AdamW([{"params": weights(), "decoupled_weight_decay": False}, {"params": weights()}])
+
+    assert spec_of(decoupled) == validate(OptimizerSpec("adamw", ({"weight_decay": 0.0},)))
+    assert spec_of(coupled) == validate(OptimizerSpec("adam", ({"weight_decay": 0.01},)))
+    with pytest.raises(UnsupportedOptimizerError, match="differ in decoupled_weight_decay"):
+        spec_of(both)
+
+
+class MySGD(torch.optim.SGD):
+    """Might compute anything in step()."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        (MySGD, "MySGD"),
+        (torch.optim.LBFGS, "torch.optim.lbfgs.LBFGS"),
+        (torch.optim.Adamax, "Adamax"),
+    ],
+)
+def test_other_classes_and_subclasses_are_refused_by_name(optimizer: type[torch.optim.Optimizer], name: str) -> None:
+    with pytest.raises(UnsupportedOptimizerError, match="SGD, Adam, AdamW, Adagrad, RMSprop") as caught:
+        spec_of(optimizer(weights()))
+
+    assert name in str(caught.value)
+
+
+def test_a_hyper_parameter_of_a_newer_torch_is_refused_unless_it_is_at_its_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def newer(self: Any, params: Any, lr: float = 0.1, cautious: bool = False, **rest: Any) -> None: ...
+
+    still, changed = torch.optim.SGD(weights()), torch.optim.SGD(weights())
+    still.param_groups[0]["cautious"], changed.param_groups[0]["cautious"] = False, True
+    monkeypatch.setattr(torch.optim.SGD, "__init__", newer)
+
+    assert spec_of(still).name == "sgd"
+    with pytest.raises(UnsupportedOptimizerError, match=r"do not know cautious=True of torch\.optim\.SGD"):
+        spec_of(changed)
+
+
+# ---- JSON ---------------------------------------------------------------------------------------------------------
+
+LIKE = validate(OptimizerSpec("adam", ({"lr": 0.1}, {"lr": 1 / 3, "betas": (0.1, 0.7)})))
+
+
+def test_groups_survive_json_bit_by_bit() -> None:
+    assert groups_from_json(groups_to_json(LIKE.groups), LIKE) == LIKE.groups
+
+
+def test_what_json_leaves_out_is_as_the_job_has_it() -> None:
+    one, two = groups_from_json('[{"lr": 2}, {}]', LIKE)
+
+    assert one == {**LIKE.groups[0], "lr": 2.0}
+    assert two == LIKE.groups[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "not JSON"),
+        ("nonsense", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("{}", "a JSON list of objects"),
+        ("[1, 2]", "a JSON list of objects"),
+        ("[{}]", "adam: 1 parameter groups, the job has 2"),
+        ('[{}, {"lr": NaN}]', "adam, group 1: lr is nan"),
+        ('[{}, {"lr": "x"}]', "not a finite number"),
+        ('[{}, {"__class__": "x"}]', "unknown hyper-parameter '__class__'"),
+        ('[{}, {"betas": [0.1, [0.2]]}]', "not a finite number"),
+    ],
+)
+def test_json_is_checked(text: str, complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        groups_from_json(text, LIKE)
+
+
+def test_what_is_not_a_number_cannot_be_sent() -> None:
+    with pytest.raises(ValueError, match="Out of range float"):
+        groups_to_json(({"lr": math.inf},))
+
+
+def test_json_is_plain() -> None:
+    assert json.loads(groups_to_json(({"lr": 0.1, "betas": (0.9, 0.99)},))) == [{"lr": 0.1, "betas": [0.9, 0.99]}]

@@ -1,0 +1,176 @@
+"""ps-server's command line and the settings that it makes of it."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscommon import options
+from pscommon.core.errors import InvalidRequestError, TakenError
+from pscommon.values import SnapshotEvery
+from psserver import cli
+from psserver.config import ServerConfig
+
+LIMIT = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_settings_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in options.SERVER:
+        monkeypatch.delenv(option.variables[0], raising=False)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """Stands in for the server itself: collects the configurations it would run with, and exits with 0."""
+    configs: list[ServerConfig] = []
+    app: Any = types.ModuleType("psserver.app")
+    app.run = lambda config: configs.append(config) or 0
+    monkeypatch.setitem(sys.modules, "psserver.app", app)
+    monkeypatch.setattr("psserver.app", app, raising=False)
+    monkeypatch.setattr("pscommon.logs.set_up", lambda *_, **__: None)
+    return configs
+
+
+def test_defaults(started: list[ServerConfig]) -> None:
+    assert cli.main([]) == 0
+
+    (config,) = started
+    assert config == ServerConfig()
+    assert (config.shard, config.shards, config.bind, config.policy) == (0, 1, "127.0.0.1:50051", "sync")
+    assert (config.join, config.data_dir, config.snapshot_every, config.resume) == (None, None, None, "auto")
+
+
+def test_every_setting_arrives(started: list[ServerConfig]) -> None:
+    line = (
+        "--shard 1/3 --bind 0.0.0.0:7 --advertise me:7 --join first:9 --join-timeout 11 --policy ssp --staleness 2 "
+        "--max-staleness 5 --min-workers 4 --lease 2s --job otter --exit-when-done --data-dir data "
+        "--snapshot-every 500steps --snapshot-keep 6 --resume 12 --metrics-bind 127.0.0.1:0 --port-file port "
+        "--threads 3 --log-level debug --log-format json"
+    )
+
+    assert cli.main(line.split()) == 0
+
+    assert started == [
+        ServerConfig(
+            shard=1,
+            shards=3,
+            bind="0.0.0.0:7",
+            advertise="me:7",
+            join="first:9",
+            join_timeout=11.0,
+            policy="ssp",
+            staleness=2,
+            max_staleness=5,
+            min_workers=4,
+            lease=2.0,
+            job="otter",
+            exit_when_done=True,
+            data_dir=Path("data"),
+            snapshot_every=SnapshotEvery(steps=500),
+            snapshot_keep=6,
+            resume=12,
+            metrics_bind="127.0.0.1:0",
+            port_file=Path("port"),
+            threads=3,
+            log_level="debug",
+            log_format="json",
+        )
+    ]
+
+
+def test_every_field_is_an_option_and_the_other_way_round() -> None:
+    fields = set(ServerConfig.__dataclass_fields__) - {"shards"}
+
+    assert fields == {option.key for option in options.SERVER}
+
+
+def test_defaults_that_depend_on_other_settings() -> None:
+    assert ServerConfig(shard=2, shards=3, join="first:1").bind == "127.0.0.1:50053"
+    assert ServerConfig(data_dir=Path("d")).snapshot_every == SnapshotEvery(seconds=60.0)
+    assert ServerConfig(join="me:1").join is None
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "shard out of range": ({"shard": 2, "shards": 2}, "--shard 2/2"),
+    "negative shard": ({"shard": -1}, "--shard -1/1"),
+    "no way to shard 0": ({"shard": 1, "shards": 2}, "needs --join"),
+    "ssp without a bound": ({"policy": "ssp"}, "ssp needs --staleness"),
+    "sync with a bound": ({"policy": "sync", "staleness": 1}, "sync has no bound"),
+    "async with a bound": ({"policy": "async", "staleness": 0}, "async has no bound"),
+    "negative bound": ({"policy": "ssp", "staleness": -1}, "--staleness -1"),
+    "negative age": ({"max_staleness": -1}, "--max-staleness -1"),
+    "no workers": ({"min_workers": 0}, "--min-workers 0"),
+    "no lease": ({"lease": 0.0}, "--lease 0.0"),
+    "no time to join": ({"join_timeout": -1.0}, "--join-timeout -1.0"),
+    "keeping nothing": ({"snapshot_keep": 0}, "--snapshot-keep 0"),
+    "no threads": ({"threads": 0}, "--threads 0"),
+    "listening everywhere without an address": ({"bind": "0.0.0.0:1"}, "--advertise"),
+    "and in IPv6": ({"bind": "[::]:1"}, "--advertise"),
+    "snapshots into nowhere": ({"snapshot_every": SnapshotEvery(steps=1)}, "needs --data-dir"),
+    "a version of nothing": ({"resume": 3}, "--resume 3 needs --data-dir"),
+}
+
+
+@pytest.mark.parametrize(("settings", "text"), BAD.values(), ids=BAD.keys())
+def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ServerConfig(**settings)
+
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--shard 2/2", "--shard"),
+        ("--shard 1/2", "needs --join"),
+        ("--policy ssp", "--staleness"),
+        ("--snapshot-every 5", "--snapshot-every"),
+        ("--polcy sync", "--policy"),
+        ("surplus", "surplus"),
+    ],
+)
+def test_bad_usage_exits_with_2_and_starts_nothing(
+    line: str, text: str, started: list[ServerConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(line.split()) == 2
+
+    assert text in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_server_that_cannot_start_says_so_in_one_line(
+    started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: ServerConfig) -> int:
+        raise TakenError("127.0.0.1:50051 is in use")
+
+    monkeypatch.setattr("psserver.app.run", run)
+
+    assert cli.main([]) == 10
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "127.0.0.1:50051 is in use" in line
+
+
+def test_the_exit_code_is_the_servers(started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psserver.app.run", lambda _: 143)
+
+    assert cli.main([]) == 143
+
+
+def test_python_m_psserver_is_the_same_and_help_loads_no_torch() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['psserver', '--help']\n"
+        "try: runpy.run_module('psserver', run_name='__main__')\n"
+        "finally: print('torch' in sys.modules)"
+    )
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False)
+
+    assert result.returncode == 0
+    assert "ps-server --shard 1/2" in result.stdout
+    assert result.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,142 @@
+"""Two servers that speak the real wire but have no job behind them: what they answer is written down here."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from pscommon.core.errors import PSError
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.wire.channel import SERVER_OPTIONS
+from pscommon.wire.codec import model_to_proto
+from pscommon.wire.status import answering
+from psproto.v1 import coordinator_pb2 as pb
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
+from psproto.v1.parameter_server_pb2_grpc import (
+    ParameterServerServiceServicer,
+    add_ParameterServerServiceServicer_to_server,
+)
+
+MODEL = ModelSpec(
+    (
+        TensorSpec("net.weight", (300, 4), "float32"),
+        TensorSpec("net.seen", (), "int64", "buffer"),
+    ),
+    OptimizerSpec("adam", ({"lr": 0.1},)),
+)
+
+STATUS: dict[str, Any] = {
+    "job": "job-7",
+    "policy": "ssp",
+    "staleness": 3,
+    "state": "running",
+    "version": 120,
+    "steps": 240,
+    "samples": 7680,
+    "seconds": 200.0,
+    "waiting_for": "worker 2 (host-b, pid 17)",
+    "min_workers": 2,
+    "servers": [
+        {
+            "shard": shard, "address": f"10.0.0.{shard}:50051", "connected": not shard, "version": 120,
+            "parameter_bytes": 2432, "state_bytes": 4864, "received_bytes": 12_345_678, "sent_bytes": 5,
+            "apply_seconds": 0.5, "pid": 40 + shard,
+        }
+        for shard in range(2)
+    ],
+    "workers": [
+        {
+            "worker": 1, "rank": 0, "host": "host-a", "pid": 16, "device": "cuda:0", "state": "active", "clock": 121,
+            "steps": 121, "step_seconds": 0.25, "samples_per_second": 128.0, "phase": "compute", "silent_seconds": 0.5,
+            "reason": "",
+        },
+        {
+            "worker": 2, "rank": 1, "host": "host-b", "pid": 17, "device": "cpu", "state": "lost", "clock": 119,
+            "steps": 119, "step_seconds": 90.0, "samples_per_second": 0.1, "phase": "", "silent_seconds": None,
+            "reason": "lease ended",
+        },
+    ],
+    "data": [
+        {
+            "loop": 0, "size": 1000, "batch_size": 32, "epochs": 3, "epoch": 1, "committed": 40, "leased": 2,
+            "total": 94,
+        }
+    ],
+    "snapshots": [{"version": 100, "path": "/data/snapshots/000000000100", "nbytes": 7300, "seconds": 61.0}],
+    "snapshot_age_seconds": 61.0,
+    "pushes": {"applied": 240, "duplicate": 0, "stale": 1, "rejected": 0},
+    "metrics": {"accuracy\x1b[31m": 0.97},
+    "model": {"tensors": 2, "parameters": 1201, "bytes": 4808, "plan_digest": "d", "optimizer": "adam"},
+    "finished": 0,
+}  # fmt: skip
+
+
+@dataclass
+class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
+    """Shard 0 of 2, and what it was asked to do. `error`: what every call of the coordinator answers instead."""
+
+    shard: int = 0
+    coordinator: str = ""
+    status: dict[str, Any] = field(default_factory=lambda: dict(STATUS))
+    model: ModelSpec | None = MODEL
+    error: PSError | None = None
+    hang: threading.Event = field(default_factory=threading.Event)
+    stopped: list[str] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        self.hang.set()
+
+    def Describe(self, request: ps.DescribeRequest, context: grpc.ServicerContext) -> ps.DescribeResponse:
+        self.hang.wait(30)
+        return ps.DescribeResponse(job="job-7", shard=self.shard, shards=2, coordinator=self.coordinator)
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:
+        with self._answering(context):
+            return pb.GetStatusResponse(status_json=json.dumps(self.status))
+
+    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterResponse:
+        with self._answering(context):
+            assert request.observe
+            if self.model is None:
+                return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for="the first worker")
+            return pb.RegisterResponse(state=pb.RegisterResponse.STATE_READY, model=model_to_proto(self.model))
+
+    def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: grpc.ServicerContext) -> pb.SaveSnapshotResponse:
+        with self._answering(context):
+            self.waits.append(request.wait_ms)
+            return pb.SaveSnapshotResponse(version=121, path="/data/snapshots/000000000121")
+
+    def StopJob(self, request: pb.StopJobRequest, context: grpc.ServicerContext) -> pb.StopJobResponse:
+        with self._answering(context):
+            self.stopped.append(request.reason)
+            return pb.StopJobResponse()
+
+    @contextlib.contextmanager
+    def _answering(self, context: grpc.ServicerContext) -> Iterator[None]:
+        with answering(context):
+            if self.error is not None:
+                raise self.error
+            yield
+
+
+@contextlib.contextmanager
+def serving(cluster: Cluster) -> Iterator[Cluster]:
+    """On a free port of 127.0.0.1 while inside; cluster.address says where."""
+    server = grpc.server(ThreadPoolExecutor(4), options=SERVER_OPTIONS)
+    add_CoordinatorServiceServicer_to_server(cluster, server)
+    add_ParameterServerServiceServicer_to_server(cluster, server)
+    cluster.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield cluster
+    finally:
+        cluster.hang.set()
+        server.stop(None).wait(10)

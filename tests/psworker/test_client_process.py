@@ -1,0 +1,136 @@
+"""Clients and the life of their process: forks, endings without close, Ctrl-C. Each in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.psworker.fake_server import FakeCluster
+
+ROOT = Path(__file__).parents[2]
+START = """
+import os, signal, sys, threading
+import numpy as np
+from pscommon.core.model import OptimizerSpec
+from psworker.client import Client
+client = Client(sys.argv[1].split(","), wait_timeout=60)
+params = {"w": np.ones(1000, np.float32)}
+client.register(params, OptimizerSpec("sgd", ({"lr": 0.5},)))
+"""
+FORKS = """
+for _ in range(20):
+    pid = os.fork()
+    if not pid:
+        ENDING
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, status
+    assert client.push(params).status == "applied"
+client.close()
+print("done")
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(shards=2, lease=0.05) as cluster:
+        yield cluster
+
+
+def start(cluster: FakeCluster, program: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", START + program, ",".join(cluster.addresses)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}"},
+    )
+
+
+def run(cluster: FakeCluster, program: str) -> tuple[int, str, str]:
+    with start(cluster, program) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["os._exit(0)", "sys.exit(0)", "import gc; del client; gc.collect(); os._exit(0)", "client.close(); sys.exit(0)"],
+)
+def test_forked_child_ends_and_the_parent_goes_on(cluster: FakeCluster, ending: str) -> None:
+    code, out, err = run(cluster, FORKS.replace("ENDING", ending))
+
+    assert (code, out, err) == (0, "done\n", "")
+    assert cluster.version == 20
+    assert cluster.left == {1: ""}
+
+
+def test_client_in_a_forked_child_says_so(cluster: FakeCluster) -> None:
+    program = """
+if not os.fork():
+    try:
+        client.push(params)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+os.wait()
+client.close()
+"""
+    code, out, _ = run(cluster, program)
+
+    assert code == 0
+    assert out.startswith("InvalidRequestError this Client belongs to process")
+    assert cluster.version == 0
+
+
+def test_forked_child_may_have_a_client_of_its_own(cluster: FakeCluster) -> None:
+    program = """
+if not os.fork():
+    with Client(sys.argv[1]) as own:
+        own.register(params, OptimizerSpec("sgd", ({"lr": 0.5},)))
+        print(own.worker, own.push(params).status, flush=True)
+    os._exit(0)
+os.wait()
+print(client.worker, client.push(params).status)
+client.close()
+"""
+    code, out, err = run(cluster, program)
+
+    assert (code, out, err) == (0, "2 applied\n1 applied\n", "")
+
+
+@pytest.mark.parametrize("ending", ["", "del client", "sys.exit(3)", "raise KeyError('oops')"])
+def test_unclosed_client_does_not_keep_its_process(cluster: FakeCluster, ending: str) -> None:
+    code, _, err = run(cluster, "client.push(params)\n" + ending)
+
+    assert code == {"sys.exit(3)": 3, "raise KeyError('oops')": 1}.get(ending, 0)
+    assert "oops" in err or not err
+    assert cluster.left == {1: "its process ended without close()"}
+
+
+def test_ctrl_c_ends_a_wait(cluster: FakeCluster) -> None:
+    cluster.waits_for = "worker 2"
+    program = """
+try:
+    client.push(params)
+except KeyboardInterrupt:
+    client.close()
+    print("interrupted", {t.name for t in threading.enumerate() if t.name.startswith(("heart", "psworker"))})
+"""
+    with start(cluster, program) as process:
+        try:
+            cluster.wait_until(lambda: sum(header.seq for header in cluster.received) > 4)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+
+    assert (out, err) == ("interrupted set()\n", "")
+    assert cluster.left == {1: ""}

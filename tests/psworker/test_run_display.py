@@ -1,0 +1,182 @@
+"""What ps-run shows, on a terminal and elsewhere; and the thread that asks the servers."""
+
+import io
+import queue
+from typing import Any
+
+from rich.console import Console
+
+from pscommon.core.errors import UnreachableError
+from psworker.run.display import LINE_SECONDS, LiveDisplay, PlainDisplay, Spoken, open_display, panel, progress
+from psworker.run.watch import Result, Watch
+
+LIMIT = 30.0
+STATUS: dict[str, Any] = {
+    "state": "running",
+    "version": 120,
+    "samples": 7680,
+    "waiting_for": "",
+    "metrics": {"accuracy": 0.5, "loss": 0.4123},
+    "workers": [
+        {
+            "rank": 0,
+            "state": "active",
+            "phase": "compute",
+            "steps": 60,
+            "step_seconds": 0.05,
+            "samples_per_second": 640,
+        },
+        {"rank": 1, "state": "lost", "phase": "push", "steps": 9, "step_seconds": 0.05, "samples_per_second": 999},
+    ],
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_in_one_line() -> None:
+    assert progress(STATUS) == "running: version 120, 7680 samples, 640 samples/s, loss 0.4123, accuracy 0.5, workers 1"
+    assert progress({**STATUS, "waiting_for": "worker 3"}).endswith("waiting for worker 3")
+    assert progress({}) == ""
+
+
+def test_lines_have_the_name_of_their_process_and_keep_their_stream() -> None:
+    out, err = io.StringIO(), io.StringIO()
+
+    with open_display(out, err) as display:
+        display.line("w0", "stdout", "result")
+        display.line("s0", "stderr", "event")
+        display.say("hello")
+
+    assert out.getvalue() == "[w0] result\n"
+    assert err.getvalue() == "[s0] event\n[run] hello\n"
+
+
+def test_logs_of_our_own_are_said() -> None:
+    err = io.StringIO()
+
+    print("one\ntwo", file=Spoken(PlainDisplay(io.StringIO(), err)))
+
+    assert err.getvalue() == "[run] one\n[run] two\n"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
+    err = io.StringIO()
+    display = PlainDisplay(io.StringIO(), err)
+    later = 1e9
+
+    display.tick({}, later)
+    display.tick(STATUS, later + LINE_SECONDS)
+    display.tick({**STATUS, "version": 121}, later + LINE_SECONDS + 0.1)
+    display.tick(STATUS, later + 2 * LINE_SECONDS)
+    display.tick({**STATUS, "version": 122}, later + 3 * LINE_SECONDS)
+
+    assert [line.split(",")[0] for line in err.getvalue().splitlines()] == [
+        "[run] running: version 120",
+        "[run] running: version 122",
+    ]
+
+
+def test_a_reader_that_has_gone_away_does_not_end_the_run() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    PlainDisplay(Closed(), Closed()).line("w0", "stdout", "text")
+
+
+def test_a_terminal_gets_a_live_panel_and_lines_above_it() -> None:
+    out, err = io.StringIO(), Terminal()
+    console = Console(file=err, force_terminal=True, width=200)
+
+    with LiveDisplay(console, out) as display:
+        display.tick(STATUS, 0.0)
+        display.line("w0", "stderr", "[not] markup " + "x" * 300)
+        display.line("w0", "stdout", "result")
+
+    assert "[not] markup " + "x" * 300 in err.getvalue().replace("\x1b[0m", "")
+    assert "running: version 120" in err.getvalue()
+    assert out.getvalue() == "[w0] result\n"
+
+
+def test_open_display_chooses_by_the_terminal() -> None:
+    assert isinstance(open_display(io.StringIO(), Terminal()), LiveDisplay)
+    assert isinstance(open_display(Terminal(), io.StringIO()), PlainDisplay)
+
+
+def test_panel_has_a_row_for_each_worker_that_is_there() -> None:
+    console = Console(file=io.StringIO(), width=120, record=True)
+
+    console.print(panel(STATUS))
+
+    text = console.export_text()
+    assert text.splitlines()[0].startswith("running: version 120")
+    assert "w0" in text
+    assert "640 samples/s" in text
+    assert "w1" not in text
+    assert "compute" in text
+
+
+def test_panel_before_the_servers_answer() -> None:
+    console = Console(file=io.StringIO(), width=80, record=True)
+
+    console.print(panel({}))
+
+    assert console.export_text().strip() == "starting"
+
+
+class Observer:
+    """Servers that answer as told; each answer that is an error is raised."""
+
+    def __init__(self, status: Any = STATUS, sha: Any = "f" * 64, stop: Any = None) -> None:
+        self.answers = {"status": status, "sha": sha, "stop": stop}
+        self.closed = False
+
+    def _answer(self, name: str) -> Any:
+        if isinstance(self.answers[name], Exception):
+            raise self.answers[name]
+        return self.answers[name]
+
+    def status(self) -> Any:
+        return self._answer("status")
+
+    def weights_sha256(self) -> Any:
+        return self._answer("sha")
+
+    def stop(self) -> None:
+        self._answer("stop")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def ask(observer: Observer) -> tuple[Result, str]:
+    results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+    stops: queue.SimpleQueue[str] = queue.SimpleQueue()
+    watch = Watch(lambda address: observer, results.put, stops.put)
+    watch.start("127.0.0.1:1")
+    watch.collect()
+    watch.stop_job()
+    answers = results.get(timeout=LIMIT), stops.get(timeout=LIMIT)
+    watch.close()
+    assert observer.closed
+    return answers
+
+
+def test_watch_hands_out_the_result_and_stops_the_job() -> None:
+    assert ask(Observer()) == (Result(STATUS, "f" * 64, ""), "")
+
+
+def test_watch_says_why_there_are_no_weights() -> None:
+    result, _ = ask(Observer(sha=UnreachableError("no model")))
+
+    assert result == Result(STATUS, None, "no model")
+
+
+def test_watch_survives_servers_that_do_not_answer() -> None:
+    result, problem = ask(Observer(status=UnreachableError("starting"), stop=UnreachableError("refused")))
+
+    assert result == Result({}, "f" * 64, "")
+    assert problem == "refused"

@@ -1,0 +1,125 @@
+"""Summary, table and box: what a run came to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psworker.run import report
+from psworker.run.ending import Outcome, describe, exit_status, is_retryable
+from psworker.run.watch import Result
+
+SETTINGS: dict[str, Any] = {"policy": "ssp", "staleness": 3, "servers": 2, "workers": 4}
+RESULT = Result({"steps": 10, "samples": 320, "metrics": {"loss": 0.25, "accuracy": 0.987654321}}, "f" * 64)
+
+
+def test_summary_of_a_run_that_went_well() -> None:
+    assert report.summary(Outcome("done"), RESULT, SETTINGS, 1.23456, 2) == {
+        "status": "done",
+        "seconds": 1.235,
+        "steps": 10,
+        "samples": 320,
+        "policy": "ssp",
+        "staleness": 3,
+        "servers": 2,
+        "workers": 4,
+        "restarts": 2,
+        "weights_sha256": "f" * 64,
+        "metrics": {"loss": 0.25, "accuracy": 0.987654321},
+    }
+
+
+def test_summary_of_a_run_that_never_got_to_training() -> None:
+    content = report.summary(Outcome("failed", 10, "s0", 10, "s0 exited"), Result({}), SETTINGS, 1.0, 0)
+
+    assert (content["steps"], content["samples"], content["metrics"], content["weights_sha256"]) == (0, 0, {}, None)
+    assert content["error"] == {"process": "s0", "exit_code": 10, "reason": "s0 exited"}
+
+
+def test_summary_file_is_whole_json(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    report.write_summary(path, {"status": "done"})
+
+    assert json.loads(path.read_text()) == {"status": "done"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    with pytest.raises(TypeError):
+        report.write_summary(path, {"status": object()})
+
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_table() -> None:
+    content = report.summary(Outcome("done"), RESULT, SETTINGS, 12.3, 1)
+
+    assert report.table(content).splitlines() == [
+        "  accuracy        0.987654",
+        "  loss            0.25",
+        "  steps           10  (320 samples)",
+        "  seconds         12.3",
+        "  policy          ssp 3",
+        "  restarts        1",
+        "  weights sha256  " + "f" * 64,
+    ]
+
+
+def test_box_names_process_code_remedy_log_and_the_end_of_it() -> None:
+    outcome = Outcome("failed", 10, "s1", 10, "s1 exited with 10: taken", ("w0 was killed by SIGKILL",))
+
+    lines = report.box(outcome, Path("/logs/s1.log"), ["last words"], []).splitlines()
+
+    assert "first failure: s1" in lines[0]
+    assert lines[1:-1] == [
+        "│ s1 exited with 10: taken",
+        "│ before that, w0 was killed by SIGKILL",
+        "│ what to do: choose another (port 0 picks a free one), or stop its holder",
+        "│ log: /logs/s1.log",
+        "│",
+        "│ last words",
+    ]
+
+
+def test_box_shows_a_traceback_instead_of_the_tail() -> None:
+    lines = report.box(Outcome("failed", 1, "w0", 1, "w0 exited with 1"), None, ["tail"], ["Traceback", "ValueError"])
+
+    assert "│ ValueError" in lines
+    assert "tail" not in lines
+
+
+def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
+    traceback = [f"line {number}" for number in range(1000)]
+
+    lines = report.box(Outcome("failed", 1, "w0", 1, "x"), None, [], traceback).splitlines()
+
+    assert lines[-2] == "│ line 999"
+    assert len(lines) < 100
+
+
+@pytest.mark.parametrize(
+    ("code", "retryable", "status", "text"),
+    [
+        (-9, True, 137, "was killed by SIGKILL"),
+        (-11, True, 139, "was killed by SIGSEGV"),
+        (20, True, 20, "exited with 20: the servers were unreachable for too long"),
+        (21, True, 21, "exited with 21: too few workers"),
+        (137, True, 137, "exited with 137: as if killed by SIGKILL"),
+        (143, True, 143, "exited with 143: terminated (SIGTERM)"),
+        (1, False, 1, "exited with 1: a bug, in this system or in the training script"),
+        (2, False, 2, "exited with 2: bad usage or configuration"),
+        (10, False, 10, "exited with 10: a port or data directory is taken"),
+        (14, False, 14, "exited with 14: a gradient held NaN or Inf"),
+        (130, False, 130, "exited with 130: interrupted (Ctrl-C)"),
+        (3, False, 3, "exited with 3"),
+    ],
+)
+def test_what_a_code_means(code: int, retryable: bool, status: int, text: str) -> None:
+    assert (is_retryable(code), exit_status(code), describe(code)) == (retryable, status, text)

@@ -1,0 +1,242 @@
+"""Running a script in a worker: like plain Python, and every end has its exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT = 60.0
+
+# No torch and no servers: only what runs the script.
+RUN = """
+import sys
+from psworker.script import Script, run
+sys.exit(run(Script(sys.argv[2], sys.argv[1] == "module", tuple(sys.argv[4:])), debug=sys.argv[3] == "debug"))
+"""
+
+
+def popen(
+    target: str, *args: str, folder: Path, module: bool = False, debug: bool = False, **environment: str
+) -> subprocess.Popen[str]:
+    how = ["module" if module else "file", target, "debug" if debug else ""]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", RUN, *how, *args],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(
+    code: str, *args: str, folder: Path, debug: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(code)
+    return finish(popen("train.py", *args, folder=folder, debug=debug, **environment))
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    with process:
+        out, err = process.communicate(timeout=LIMIT)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def test_a_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "neighbour.py").write_text("WORD = 'found'")
+    (inner / "train.py").write_text(
+        "import sys, neighbour; print(__name__, __file__, sys.argv, neighbour.WORD, sys.path[0])"
+    )
+
+    result = finish(popen("inner/train.py", "--ps", "--", "-m", folder=tmp_path))
+
+    arguments = ["inner/train.py", "--ps", "--", "-m"]
+    assert result.stdout.strip() == f"__main__ inner/train.py {arguments} found {inner}"
+    assert result.returncode == 0
+
+
+def test_a_module_is_main_with_the_current_folder_first(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text("import sys; print(__name__, __spec__.name, sys.argv[1:], sys.path[0])")
+
+    result = finish(popen("pack.train", "--lr", "1", folder=tmp_path, module=True))
+
+    assert result.stdout.strip() == f"__main__ pack.train ['--lr', '1'] {tmp_path}"
+
+
+def test_classes_of_the_script_can_be_pickled(tmp_path: Path) -> None:
+    result = run(
+        "import pickle\nclass Sample: pass\nprint(type(pickle.loads(pickle.dumps(Sample()))) is Sample)",
+        folder=tmp_path,
+    )
+
+    assert result.stdout == "True\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "err"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no data')", 1, "no data\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_how_a_script_ends_is_passed_on(tmp_path: Path, code: str, status: int, err: str) -> None:
+    result = run(code, folder=tmp_path)
+
+    assert (result.returncode, result.stderr) == (status, err)
+
+
+def test_an_exception_shows_the_scripts_own_frames_once(tmp_path: Path) -> None:
+    result = run("def load():\n    raise ValueError('bad data')\nload()\n", folder=tmp_path)
+
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[0] == "Traceback (most recent call last):"
+    assert 'train.py", line 3, in <module>' in result.stderr.splitlines()[1]
+    assert result.stderr.splitlines()[-1] == "ValueError: bad data"
+    assert result.stderr.count("Traceback") == 1
+    assert "runpy" not in result.stderr
+
+
+def test_a_syntax_error_points_into_the_script(tmp_path: Path) -> None:
+    result = run("x = = 1\n", folder=tmp_path)
+
+    assert result.returncode == 1
+    assert 'train.py", line 1' in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("SyntaxError")
+
+
+def test_a_launcher_can_take_the_traceback_instead_of_stderr(tmp_path: Path) -> None:
+    file = tmp_path / "traceback"
+
+    result = run("raise ValueError('bad data')", folder=tmp_path, PS_TRACEBACK_FILE=str(file))
+
+    assert (result.returncode, result.stderr) == (1, "")
+    assert file.read_text().splitlines()[-1] == "ValueError: bad data"
+
+
+EXPECTED = "from pscommon.core.errors import MismatchError\nraise MismatchError('conv1 has another shape')"
+
+
+def test_an_expected_error_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
+    result = run(EXPECTED, folder=tmp_path)
+
+    assert result.returncode == 11
+    (line,) = result.stderr.splitlines()
+    assert "conv1 has another shape" in line
+    assert "exit code 11" in line
+
+
+def test_an_expected_error_has_its_traceback_when_debugging(tmp_path: Path) -> None:
+    result = run(EXPECTED, folder=tmp_path, debug=True)
+
+    assert result.returncode == 11
+    assert result.stderr.count("Traceback") == 1
+    assert "conv1 has another shape" in result.stderr.splitlines()[-1]
+
+
+def test_exit_handlers_run_and_find_what_was_raised(tmp_path: Path) -> None:
+    code = "import atexit, sys\natexit.register(lambda: print('handler', repr(sys.last_value)))\nraise ValueError('x')"
+
+    result = run(code, folder=tmp_path)
+
+    assert result.stdout == "handler ValueError('x')\n"
+
+
+def test_sigterm_unwinds_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import signal\ntry:\n    print('up', flush=True); signal.pause()\nfinally:\n    print('left')\n"
+    )
+    process = popen("train.py", folder=tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+
+    process.send_signal(signal.SIGTERM)
+
+    result = finish(process)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "left\n", "")
+
+
+def test_a_script_that_finishes_after_sigterm_is_done(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import signal\nsignal.signal(15, lambda *_: None)\nprint('up', flush=True); signal.pause()\nprint('drained')"
+    )
+    process = popen("train.py", folder=tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    process.send_signal(signal.SIGTERM)
+
+    result = finish(process)
+    assert (result.returncode, result.stdout) == (0, "drained\n")
+
+
+def test_a_second_sigterm_ends_the_process_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import signal\ntry:\n    print('up', flush=True); signal.pause()\n"
+        "finally:\n    print('leaving', flush=True); signal.pause()\n"
+    )
+    process = popen("train.py", folder=tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "leaving\n"
+
+    process.send_signal(signal.SIGTERM)
+
+    assert finish(process).returncode == -signal.SIGTERM
+
+
+def test_ctrl_c_is_130(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import signal\nprint('up', flush=True); signal.pause()")
+    process = popen("train.py", folder=tmp_path)
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    process.send_signal(signal.SIGINT)
+
+    result = finish(process)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "text"),
+    [
+        ("nowhere.py", False, "no such script: nowhere.py"),
+        ("folder", False, "folder has no __main__.py"),
+        ("nowhere", True, "no module named nowhere"),
+        ("pack.nowhere", True, "no module named pack.nowhere"),
+        ("pack", True, "pack is a package without a __main__"),
+    ],
+)
+def test_nothing_to_run_is_bad_usage(tmp_path: Path, target: str, module: bool, text: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+
+    result = finish(popen(target, folder=tmp_path, module=module))
+
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert text in line
+
+
+def test_a_module_whose_package_fails_to_import_shows_why(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("import does_not_exist")
+    (tmp_path / "pack" / "train.py").touch()
+
+    result = finish(popen("pack.train", folder=tmp_path, module=True))
+
+    assert result.returncode == 1
+    assert "does_not_exist" in result.stderr.splitlines()[-1]
+    assert "Traceback" in result.stderr
