@@ -102,7 +102,7 @@ class Coordinator(CoordinatorServiceServicer):
             return pb.NextBatchResponse(numbers=batches.numbers, end=batches.end, version=self._hub.version)
 
     def ReturnBatches(
-        self, request: pb.ReturnBatchesRequest, context: grpc.ServicerContext
+        self, request: pb.ReturnBatchesRequest, context: Context
     ) -> pb.ReturnBatchesResponse:
         with answering(context):
             self._hub.check_job(request.job)
@@ -110,7 +110,7 @@ class Coordinator(CoordinatorServiceServicer):
             return pb.ReturnBatchesResponse()
 
     def ReportMetrics(
-        self, request: pb.ReportMetricsRequest, context: grpc.ServicerContext
+        self, request: pb.ReportMetricsRequest, context: Context
     ) -> pb.ReportMetricsResponse:
         with answering(context):
             self._hub.check_job(request.job)

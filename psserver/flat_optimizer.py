@@ -166,7 +166,7 @@ class _Pass:
         self._stretch = stretch
         self._groups: list[int] = []
         # torch wants a parameter to start with, and Adagrad would allocate state for it; without a gradient it is idle
-        self._optimizer = kind.torch_class([torch.empty(0)])
+        self._optimizer: torch.optim.Optimizer = kind.torch_class([torch.empty(0)])
 
     def add(self, group: int, weights: Tensor, state: Mapping[str, Tensor]) -> None:
         """The next run's weights and state."""

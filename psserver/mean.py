@@ -21,9 +21,13 @@ def sum_gradients(target: Tensor, parts: Sequence[Tensor], factors: Sequence[flo
         if parts[0].data_ptr() != target.data_ptr():
             target.copy_(parts[0])
         return
-    add = _sum_wide if target.dtype in _HALF else _sum
-    for block, *rest in blocks(target, *parts):
-        add(block, rest, factors)
+    if target.dtype in _HALF:
+        for block, *rest in blocks(target, *parts):
+            _sum_in_float32(block, rest, factors)
+        return
+    torch.mul(parts[0], factors[0], out=target)
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        target.add_(part, alpha=factor)
 
 
 def mean_of_values(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> None:
@@ -45,13 +49,7 @@ def mean_of_values(target: Tensor, parts: Sequence[Tensor], factors: Sequence[fl
         block.copy_(mean)
 
 
-def _sum(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> None:
-    torch.mul(parts[0], factors[0], out=target)
-    for part, factor in zip(parts[1:], factors[1:], strict=True):
-        target.add_(part, alpha=factor)
-
-
-def _sum_wide(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> None:
+def _sum_in_float32(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> None:
     total = parts[0].float().mul_(factors[0])
     for part, factor in zip(parts[1:], factors[1:], strict=True):
         total.add_(part.float(), alpha=factor)

@@ -12,7 +12,7 @@ from pscommon.core.tape import ALIGN, Plan, Range, Segment, Slice
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 BLOCK = 1 << 20
-"""Bytes to work on at a time where several passes are made, so that all but the first find them in the core's cache."""
+"""Bytes to work on at a time where intermediate results are needed, so that these are small and stay in the cache."""
 
 
 class Piece(NamedTuple):

@@ -32,7 +32,8 @@ class Client:
     observe: look only (status, pull), take no part. connect_timeout: seconds that a server may be silent.
     wait_timeout: seconds to wait for what others have to do. lane: instead of servers; a simulation passes its own.
 
-    Calls of several threads are carried out one after another. A forked process has to make a Client of its own.
+    Calls of several threads are carried out one after another. Processes forked later (a DataLoader's) may live and
+    end as they like, but neither use this Client nor make one: gRPC does not survive a fork.
 
     Any call may raise UnreachableError, WaitTimeoutError (both name whom it waited for), FencedError once the job went
     on without this worker, MismatchError for servers that are not one job's complete set or run another job, and

@@ -47,7 +47,9 @@ def connect(
         )
     from psworker.client import Client
 
-    client = Client(servers or None, rank=rank, device=str(place), connect_timeout=connect_timeout, wait_timeout=wait_timeout)
+    client = Client(
+        servers or None, rank=rank, device=str(place), connect_timeout=connect_timeout, wait_timeout=wait_timeout
+    )
     return Job(client, client.worker - 1 if rank is None else rank, place)
 
 

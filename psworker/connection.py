@@ -74,7 +74,7 @@ class Connection:
         """Raises if this connection cannot be used (any more)."""
         if self._pid != os.getpid():
             raise InvalidRequestError(
-                f"this Client belongs to process {self._pid}; a forked process has to make one of its own"
+                f"this Client belongs to process {self._pid}, from which this one was forked: use it there"
             )
         if self._closed:
             raise InvalidRequestError("this Client is closed")

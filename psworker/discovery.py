@@ -6,11 +6,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import grpc
-
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from pscommon.wire.channel import open_channel
-from pscommon.wire.status import error_from, translated
+from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.core.search import Cluster, Described, Search
@@ -98,11 +96,9 @@ def _ask(search: Search, door: Doors, timeout: float) -> None:
     }
     for address, call in calls.items():
         try:
-            answer = _described(call.result())
-        except grpc.RpcError as failure:
-            error = error_from(failure, f"the server at {address}")
-            if not isinstance(error, UnreachableError):
-                raise error from failure
+            with translated(f"the server at {address}"):
+                answer = _described(call.result())
+        except UnreachableError as error:
             search.failed(address, str(error))
         else:
             search.answered(address, answer, time.monotonic())

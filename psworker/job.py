@@ -103,7 +103,8 @@ class Job:
         the batch.
 
         A batch counts as done with the next `optimizer.step()`. Leaving the loop early gives unused batches back. When
-        the loop ends, the model holds the job's newest weights. Under torch.no_grad() a batch weighs nothing.
+        the loop ends, the model holds the job's newest weights. Under torch.no_grad() a batch weighs nothing; as
+        no step follows that counts it, one that was evaluated by a worker that leaves may be seen again by another.
         """
         data = map_style(dataset)
         spec = self._next_loop(len(data), batch_size, epochs, drop_last, shuffle, seed)

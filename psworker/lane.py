@@ -5,9 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import grpc
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.wire.channel import open_channel
@@ -17,6 +15,9 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.patience import Clock
+
+if TYPE_CHECKING:  # pscommon.wire.channel is to be the first that imports it
+    import grpc
 
 T = TypeVar("T")
 
@@ -115,7 +116,6 @@ class GrpcLane:
         self._channels: list[grpc.Channel] = []
         self._shards: dict[int, ExchangeStub] = {}
         self._coordinator: CoordinatorServiceStub | None = None
-        self._pid = os.getpid()
         self._closed = False
         _lanes.add(self)
 
@@ -192,11 +192,9 @@ class GrpcLane:
                 self._shards[shard] = ExchangeStub(self._open(shard))
             return self._shards[shard]
 
-    def _open(self, shard: int) -> grpc.Channel:
+    def _open(self, shard: int) -> "grpc.Channel":
         if self._closed:
             raise InvalidRequestError("this connection is closed")
-        if self._pid != os.getpid():
-            raise InvalidRequestError(f"this connection belongs to process {self._pid}; connect again in this one")
         self._channels.append(open_channel(self.addresses[shard]))
         return self._channels[-1]
 

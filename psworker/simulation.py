@@ -9,7 +9,7 @@ This is the one module of psworker that knows psserver.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -27,6 +27,9 @@ from psserver.metrics import ServerMetrics
 from psserver.servicer import ParameterServer
 from psworker.lane import Answer, Cancellation
 from psworker.patience import Clock
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 TICK = 0.01
 """Simulated seconds that one turn takes."""
@@ -127,7 +130,7 @@ class DirectLane:
 
     def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
         request.wait_ms = 0
-        answer: co.RegisterResponse = self._ask(self._cluster.coordinator.Register, request)
+        answer = self._ask(self._cluster.coordinator.Register, request)
         if answer.state == co.RegisterResponse.STATE_PENDING:
             self._hand_on()
         return answer
@@ -140,7 +143,7 @@ class DirectLane:
 
     def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
         request.wait_ms = 0
-        answer: co.NextBatchResponse = self._ask(self._cluster.coordinator.NextBatch, request)
+        answer = self._ask(self._cluster.coordinator.NextBatch, request)
         if not answer.numbers and not answer.end and request.idle:
             self._hand_on()
         return answer
@@ -178,7 +181,7 @@ class DirectLane:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _ask(self, method: Callable[[Any, None], Any], request: Any) -> Any:
+    def _ask(self, method: Callable[[Request, None], Response], request: Request) -> Response:
         answer = method(request, None)
         self._cluster.deliver()
         return answer

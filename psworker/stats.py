@@ -16,12 +16,13 @@ class Stats:
     def __init__(self) -> None:
         self.steps = self.samples = self.stale = self._last_samples = 0
         self.last, self.total, self._current = (dict.fromkeys(PHASES, 0.0) for _ in range(3))
-        self._phase, self._since = "compute", time.perf_counter()
+        self._phase, self._since = "", 0.0  # the clock starts with the first phase
 
     def enter(self, phase: str) -> None:
         """From now on, time counts for this phase."""
         now = time.perf_counter()
-        self._current[self._phase] += now - self._since
+        if self._phase:
+            self._current[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
     def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:

@@ -178,7 +178,7 @@ def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
     told = time.monotonic()
     for inputs, target in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
         loss = task.loss(model(inputs.to(job.device)), target.to(job.device))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         result.steps, result.samples, result.loss = result.steps + 1, result.samples + len(target), loss.item()
@@ -218,7 +218,10 @@ def _maker(optimizer: MakeOptimizer | torch.optim.Optimizer | None, module: nn.M
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         mine = list(parameters)
-        return type(optimizer)([settings | {"params": [mine[p] for p in members]} for settings, members in groups])  # type: ignore[index]
+        make_one: Any = type(optimizer)
+        chosen = [settings | {"params": [mine[p] for p in members if p is not None]} for settings, members in groups]
+        made: torch.optim.Optimizer = make_one(chosen)
+        return made
 
     return make
 

@@ -102,8 +102,8 @@ def _formatter(as_json: bool, colors: bool) -> logging.Formatter:
                 exception_formatter=structlog.dev.plain_traceback,
             )
         )
-    pre = [*_shared(), structlog.stdlib.ExtraAdder()]  # what the standard library calls extra= are our fields
-    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=pre, processors=renderers)
+    foreign: list[Processor] = [*_shared(), structlog.stdlib.ExtraAdder()]  # what logging calls extra= are fields here
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=foreign, processors=renderers)
 
 
 def _coloured(stream: TextIO | io.TextIOBase) -> bool:

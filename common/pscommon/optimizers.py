@@ -38,6 +38,7 @@ class State:
 class Kind:
     """One optimizer of torch.
 
+    torch_class: the class in torch.optim; these have no constructor in common.
     defaults: every hyper-parameter with torch's default, whose type is the type that is asked for.
     fused: the dtypes that torch has a fused CPU kernel for, which passes over the memory once, not once per operation.
     by_step: the step's number enters the formula, so tensors that have stepped unequally often cannot share a call.
@@ -45,7 +46,7 @@ class Kind:
     constructor_only: hyper-parameters that torch reads from the constructor, whatever a parameter group says.
     """
 
-    torch_class: type[torch.optim.Optimizer]
+    torch_class: type[Any]
     defaults: Mapping[str, Scalar]
     states: tuple[State, ...]
     fused: frozenset[torch.dtype]
@@ -121,7 +122,7 @@ def validate(spec: OptimizerSpec) -> OptimizerSpec:
         raise InvalidRequestError(f"{spec.name}: an optimizer has at least one parameter group")
     groups = []
     for index, given in enumerate(spec.groups):
-        group: dict[str, Any] = _complete(f"{spec.name}, group {index}", given, kind.defaults)
+        group = _complete(f"{spec.name}, group {index}", given, kind.defaults)
         try:
             kind.torch_class([torch.empty(0)], **group)
         except ValueError as error:

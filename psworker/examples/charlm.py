@@ -1,7 +1,7 @@
 """A small transformer learns to write Python, letter by letter, from the source text of Python's standard library.
 
-    ps-run --servers 2 --workers 2 -m psworker.examples.charlm
-    PS_LOCAL=1 python -m psworker.examples.charlm                 # the same training without servers
+ps-run --servers 2 --workers 2 -m psworker.examples.charlm
+PS_LOCAL=1 python -m psworker.examples.charlm                 # the same training without servers
 """
 
 # mypy: allow-untyped-calls

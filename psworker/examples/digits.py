@@ -1,7 +1,7 @@
 """A convolutional network learns handwritten digits: 1797 images of 8x8 pixels that come with scikit-learn.
 
-    ps-run --servers 2 --workers 2 -m psworker.examples.digits
-    PS_LOCAL=1 python -m psworker.examples.digits                 # the same training without servers
+ps-run --servers 2 --workers 2 -m psworker.examples.digits
+PS_LOCAL=1 python -m psworker.examples.digits                 # the same training without servers
 """
 
 # mypy: allow-untyped-calls

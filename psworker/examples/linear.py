@@ -1,6 +1,6 @@
 """Least squares with numpy alone: what `psworker.Client` offers to any framework, or to none.
 
-    ps-run --servers 2 --workers 2 -m psworker.examples.linear
+ps-run --servers 2 --workers 2 -m psworker.examples.linear
 """
 
 import argparse

@@ -62,7 +62,7 @@ def test_an_epoch_shows_every_sample_once_shuffled_anew_each_epoch() -> None:
     seen = [batch.tolist() for batch in job.batches(NUMBERS, 4, epochs=2, seed=3)]
 
     assert [len(batch) for batch in seen] == [4, 4, 2] * 2
-    epochs = [sum(seen[:3], []), sum(seen[3:], [])]
+    epochs = [[x for batch in part for x in batch] for part in (seen[:3], seen[3:])]
     assert [sorted(epoch) for epoch in epochs] == [NUMBERS.tolist()] * 2
     assert epochs[0] != epochs[1]
     assert NUMBERS.tolist() not in epochs

@@ -196,7 +196,7 @@ def used(kind: type[torch.optim.Optimizer], net: nn.Module, steps: int = 1, **hy
 
 
 def test_moments_of_a_plain_optimizer_cannot_be_loaded_silently() -> None:
-    _, net, optimizer = started()
+    _, _, optimizer = started()
     state = used(torch.optim.SGD, model(), lr=0.5, momentum=0.9).state_dict()
 
     with pytest.raises(psworker.InvalidRequestError, match=r"moments cannot be brought.*--resume"):

@@ -57,7 +57,7 @@ def test_lines_have_the_name_of_their_process_and_keep_their_stream() -> None:
 def test_logs_of_our_own_are_said() -> None:
     err = io.StringIO()
 
-    print("one\ntwo", file=Spoken(PlainDisplay(io.StringIO(), err)))
+    Spoken(PlainDisplay(io.StringIO(), err)).write("one\ntwo\n")
 
     assert err.getvalue() == "[run] one\n[run] two\n"
 

@@ -6,9 +6,18 @@ Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
 - A server with default settings cuts off clients that ping often, so it has to allow our interval.
 - SO_REUSEPORT is on by default and lets two servers share one port, each getting some of the clients.
 - The default wait before connecting again grows to two minutes; a restarted server must be found within seconds.
+- gRPC's own care for forks, on by default, stops its threads around each fork, which can hang, and writes to stderr.
+  Children that leave gRPC alone (a DataLoader's) need none of it; the others are refused here.
 """
 
+import os
+
+# read when gRPC is imported; who needs it otherwise has set it
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 import grpc
+
+from pscommon.core.errors import InvalidRequestError
 
 FRAME_BYTES = 1 << 20
 """Payload of one data frame; 1 to 2 MiB is fastest, and a frame must stay below MAX_MESSAGE."""
@@ -53,6 +62,15 @@ SERVER_OPTIONS: tuple[Option, ...] = (
 )
 
 
+_users: set[int] = set()
+
+
 def open_channel(address: str) -> grpc.Channel:
-    """A channel to "HOST:PORT". It connects when first used; a process that forks must not take it along."""
+    """A channel to "HOST:PORT", which connects when first used. InvalidRequestError in a fork of one that had any."""
+    _users.add(os.getpid())
+    if len(_users) > 1:
+        raise InvalidRequestError(
+            "gRPC does not work in a process that was forked from one that used it; start this process with "
+            "multiprocessing's spawn or forkserver, or connect in the children only"
+        )
     return grpc.insecure_channel(address, options=CLIENT_OPTIONS)

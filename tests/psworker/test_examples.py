@@ -1,0 +1,130 @@
+"""The examples train. Here without servers; tests that start servers run them under every policy."""
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from psworker.examples import charlm, digits, linear
+from psworker.job import Job
+from psworker.local import LocalClient
+from psworker.results import PushResult
+
+Run = Callable[..., LocalClient]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other in a busy loop are slow beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs an example's main() with arguments, in a job of its own."""
+
+    def run(main: Callable[[], None], *args: str) -> LocalClient:
+        client = LocalClient()
+        monkeypatch.setattr(sys, "argv", ["example", *args])
+        monkeypatch.setattr(psworker, "connect", lambda: Job(client))
+        main()
+        return client
+
+    return run
+
+
+def test_digits_learns_to_read(run: Run) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is an extra")
+
+    client = run(digits.main, "--epochs", "3")
+
+    assert client.version == 3 * 45
+    assert client.metrics["accuracy"] >= 0.95
+
+
+def test_digits_has_a_fixed_test_set_apart() -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is an extra")
+
+    (x, y), (test_x, test_y) = digits.load()
+
+    assert [len(x), len(y), len(test_x), len(test_y)] == [1437, 1437, 360, 360]
+    assert torch.equal(test_x, digits.load()[1][0])
+    assert sorted(set(test_y.tolist())) == list(range(10))
+
+
+def test_digits_without_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("sklearn"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+
+    with pytest.raises(SystemExit, match=r"paramserver\[examples\]"):
+        digits.load()
+
+
+def test_charlm_learns_letters(run: Run) -> None:
+    client = run(charlm.main, "--bytes", "20000", "--batch-size", "8")
+
+    assert client.version == 39
+    assert client.metrics["loss"] < 4.0
+
+
+def test_charlm_reads_the_same_text_each_time() -> None:
+    text = charlm.source_text(5000)
+
+    assert len(text) == 5000
+    assert text == charlm.source_text(9000)[:5000]
+    rows = charlm.windows(text)
+    assert rows.shape == (4999 // charlm.CONTEXT, charlm.CONTEXT + 1)
+    assert bytes(rows[0].tolist()) == text[: charlm.CONTEXT + 1]
+
+
+class NumpyClient:
+    """A server for one worker: plain gradient descent."""
+
+    worker, version = 1, 0
+
+    def __enter__(self) -> "NumpyClient":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def register(self, params: Mapping[str, Any], optimizer: Any) -> None:
+        self.weights = {name: np.array(value) for name, value in params.items()}
+        self.lr = optimizer.groups[0]["lr"]
+
+    def pull(self, out: Mapping[str, Any]) -> None:
+        for name, value in self.weights.items():
+            out[name][...] = value
+
+    def push_pull(self, grads: Mapping[str, Any], out: Mapping[str, Any], samples: int) -> PushResult:
+        for name, gradient in grads.items():
+            self.weights[name] -= self.lr * gradient
+        self.version += 1
+        self.pull(out)
+        return PushResult("applied", self.version)
+
+    def report(self, **metrics: float) -> None:
+        assert metrics["distance"] < 0.02
+
+
+def test_linear_finds_the_true_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["linear", "--steps", "120"])
+    monkeypatch.setattr(psworker, "Client", NumpyClient, raising=False)
+
+    linear.main()
+
+    assert "worker 1, version 120: distance to the true weights 0.00" in capsys.readouterr().out

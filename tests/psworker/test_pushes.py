@@ -1,0 +1,36 @@
+"""Numbers of pushes."""
+
+from psworker.core.pushes import Pushes
+
+
+def test_numbers_count_from_one() -> None:
+    pushes = Pushes()
+    numbers = []
+    for _ in range(3):
+        numbers.append(pushes.open())
+        pushes.close()
+
+    assert numbers == [(1, False), (2, False), (3, False)]
+
+
+def test_same_push_after_a_failure_keeps_its_number() -> None:
+    pushes = Pushes()
+    pushes.open()
+    pushes.fail(b"gradient")
+    assert pushes.in_doubt
+    assert pushes.open(b"gradient") == (1, True)
+    pushes.fail(b"gradient")
+    assert pushes.open(b"gradient") == (1, True)
+    pushes.close()
+
+    assert not pushes.in_doubt
+    assert pushes.open() == (2, False)
+
+
+def test_other_push_after_a_failure_gets_a_new_number() -> None:
+    pushes = Pushes()
+    pushes.open()
+    pushes.fail(b"gradient")
+
+    assert pushes.open(b"another") == (2, False)
+    assert not pushes.in_doubt

@@ -1,0 +1,153 @@
+"""The search for servers as a machine: no socket, no clock."""
+
+import itertools
+
+import pytest
+
+from pscommon.core.errors import MismatchError, UnreachableError
+from psworker.core.search import Described, Search
+
+GRACE = 5.0
+
+
+def described(
+    shard: int, shards: int = 3, job: str = "j", knows: dict[int, str] | None = None, follows: str = "s0:1"
+) -> Described:
+    """The answer of the server s<shard>:1, which knows itself and whom the test says."""
+    known = {shard: f"s{shard}:1"} | (knows or {})
+    return Described(job, shard, shards, tuple(known.get(i, "") for i in range(shards)), follows)
+
+
+EVERYBODY = {i: f"s{i}:1" for i in range(3)}
+
+
+def test_asks_only_what_was_given_at_first() -> None:
+    assert Search(["s1:1", "s2:1"], 0.0, GRACE).to_ask() == ["s1:1", "s2:1"]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_answers_in_any_order_complete_it(order: tuple[int, ...]) -> None:
+    search = Search([f"s{order[0]}:1"], 0.0, GRACE)
+    for shard in order:
+        assert not search.complete
+        search.answered(f"s{shard}:1", described(shard, knows=EVERYBODY), 0.0)
+
+    assert search.complete
+    assert search.to_ask() == []
+    assert search.cluster().addresses == ("s0:1", "s1:1", "s2:1")
+
+
+def test_follower_leads_to_shard_0_and_shard_0_to_all() -> None:
+    search = Search(["s2:1"], 0.0, GRACE)
+    search.answered("s2:1", described(2), 0.0)
+    assert search.to_ask() == ["s0:1", "s2:1"]
+    search.answered("s0:1", described(0, knows=EVERYBODY), 0.0)
+
+    assert search.to_ask() == ["s1:1", "s2:1", "s0:1"]
+
+
+def test_given_address_is_used_where_the_advertised_one_is_another() -> None:
+    search = Search(["localhost:9"], 0.0, GRACE)
+    search.answered("localhost:9", described(0, shards=1), 0.0)
+
+    assert search.cluster().addresses == ("localhost:9",)
+
+
+@pytest.mark.parametrize("nowhere", ["0.0.0.0:1", "[::]:1"])
+def test_address_of_all_interfaces_leads_nowhere(nowhere: str) -> None:
+    search = Search(["s0:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0, knows={1: nowhere}, shards=2), 0.0)
+
+    assert nowhere not in search.to_ask()
+
+
+def test_newer_word_of_shard_0_counts_more_than_hearsay() -> None:
+    search = Search(["s1:1"], 0.0, GRACE)
+    search.answered("s1:1", described(1, knows={2: "old:1"}), 0.0)
+    search.answered("s0:1", described(0, knows=EVERYBODY), 0.0)
+
+    assert "s2:1" in search.to_ask()
+    assert "old:1" not in search.to_ask()
+
+
+def test_introductions_wait_for_all() -> None:
+    search = Search(["s0:1", "s1:1", "s2:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0), 0.0)
+    search.answered("s1:1", described(1, job="", follows=""), 0.0)
+    assert search.introductions() == []
+    search.answered("s2:1", described(2, job="", follows=""), 0.0)
+    assert search.introductions() == [("s1:1", "s0:1"), ("s2:1", "s0:1")]
+    assert not search.complete
+    search.answered("s1:1", described(1, job=""), 0.0)
+
+    assert search.introductions() == [("s2:1", "s0:1")]
+
+
+def test_server_on_all_interfaces_is_introduced_by_the_address_that_works() -> None:
+    search = Search(["a:1", "b:1"], 0.0, GRACE)
+    search.answered("a:1", Described("j", 0, 2, ("0.0.0.0:1", ""), "0.0.0.0:1"), 0.0)
+    search.answered("b:1", Described("", 1, 2, ("", "0.0.0.0:1"), ""), 0.0)
+
+    assert search.introductions() == [("b:1", "a:1")]
+
+
+def test_one_address_that_leads_to_shard_0_may_wait_for_the_rest() -> None:
+    search = Search(["s0:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0), 0.0)
+    search.check(now=1000.0)
+
+    error = search.gave_up(60.0)
+    assert isinstance(error, MismatchError)
+    assert "s0:1 is shard 0; nobody knows where shards 1, 2 of 3 is" in str(error)
+
+
+def test_grace_starts_anew_when_something_is_learned() -> None:
+    search = Search(["s0:1", "s1:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0), 0.0)
+    search.answered("s1:1", described(1, follows=""), 4.0)
+    search.answered("s0:1", described(0), 6.0)
+    search.check(now=8.9)
+    with pytest.raises(MismatchError, match="shard 2 of 3"):
+        search.check(now=9.0)
+
+
+def test_silent_address_might_be_the_missing_shard() -> None:
+    search = Search(["s0:1", "x:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0), 0.0)
+    search.failed("x:1", "refused")
+    search.check(now=1000.0)
+
+    error = search.gave_up(60.0)
+    assert isinstance(error, UnreachableError)
+    assert str(error) == "no answer within 60 s from x:1: refused"
+
+
+def test_shard_0_works_with_another_server() -> None:
+    search = Search(["s0:1", "stray:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0, shards=2, knows={1: "s1:1"}), 0.0)
+    search.answered("stray:1", Described("", 1, 2, ("", "stray:1"), "s0:1"), 0.0)
+    search.check(now=4.9)
+    with pytest.raises(MismatchError, match="stray:1 says that it is shard 1, but shard 0 at s0:1 works with s1:1"):
+        search.check(now=5.0)
+
+
+def test_follower_that_has_not_joined_is_named() -> None:
+    search = Search(["s0:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0, shards=2, knows={1: "s1:1"}), 0.0)
+    search.answered("s1:1", described(1, shards=2, job=""), 0.0)
+
+    assert not search.complete
+    assert "shard 1 at s1:1 has not joined shard 0 at s0:1 within 60 s" in str(search.gave_up(60.0))
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(MismatchError, match="shard 3 of 3"):
+        Search(["a:1"], 0.0, GRACE).answered("a:1", Described("j", 3, 3, (), ""), 0.0)
+
+
+def test_server_may_get_another_job_but_not_another_place() -> None:
+    search = Search(["s0:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0, shards=2), 0.0)
+    search.answered("s0:1", described(0, shards=2, job="restarted"), 0.0)
+    with pytest.raises(MismatchError, match="not servers of one job"):
+        search.answered("s0:1", described(0, shards=4), 0.0)
