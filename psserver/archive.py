@@ -1,11 +1,12 @@
 """A server's snapshots: which one to start from, writing parts in the background, making a snapshot of the parts."""
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,7 @@ class Archive:
         self.newest_version: int | None = None
         self.newest_time: float | None = None
         self.problem = ""
+        self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
         self._shard, self._shards, self._keep, self._metrics = shard, shards, keep, metrics
         self._data_dir = data_dir
@@ -179,6 +181,7 @@ class Archive:
         try:
             self._snapshots.commit(self._manifest(cutting, job, model))
             self._snapshots.prune(self._keep)
+            self.kept = self._snapshots.versions()
         except SnapshotError as error:
             self._failed(error)
             return
@@ -199,7 +202,14 @@ class Archive:
             libraries={name: importlib.metadata.version(name) for name in ("paramserver", "torch", "numpy")},
         )
 
-    def list(self) -> Iterator[dict[str, Any]]:
+    def retain(self, versions: Sequence[int]) -> None:
+        """The coordinator keeps these; a server with a disk of its own has parts of others to remove."""
+        if self._snapshots is not None and list(versions) != self.kept:
+            self.kept = [*versions]
+            with contextlib.suppress(SnapshotError):  # tried again after the next snapshot
+                self._snapshots.retain(versions)
+
+    def listing(self) -> Iterator[dict[str, Any]]:
         """The snapshots that are there, for status; empty on servers other than shard 0."""
         if self._snapshots is None:
             return

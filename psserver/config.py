@@ -25,7 +25,9 @@ class ServerConfig:
     advertise: str | None = None
     """HOST:PORT that others are told to connect to; None: what is bound."""
     join: str | None = None
-    """HOST:PORT of shard 0, for all other shards. Shard 0 ignores it, so that all servers can share one file."""
+    """HOST:PORT of shard 0, for all other shards; None: a worker that lists all servers tells them.
+
+    Shard 0 ignores it, so that all servers can share one file."""
     join_timeout: float = 300.0
     """Seconds that a server waits for the other shards before it gives up."""
     policy: str = "sync"
@@ -87,10 +89,6 @@ class ServerConfig:
             check_policy(self.policy, self.staleness)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
-        if self.shard > 0 and not self.join:
-            raise InvalidRequestError(
-                f"--shard {self.shard}/{self.shards} needs --join HOST:PORT, the address of shard 0"
-            )
         if host_and_port(self.bind)[0] in EVERYWHERE and not self.advertise:
             raise InvalidRequestError(
                 f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where others reach it"

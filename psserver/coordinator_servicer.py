@@ -174,6 +174,7 @@ class Coordinator(CoordinatorServiceServicer):
             epoch=news.told.epoch,
             base=news.base,
             entries=[entry_to_proto(entry) for entry in news.entries],
+            snapshots=news.snapshots,
         )
         if news.restore is not None:
             response.restore.version, response.restore.index = news.restore.version, news.restore.index

@@ -55,6 +55,7 @@ class News(NamedTuple):
     model: ModelSpec | None
     restore: Manifest | None
     entries: list[Entry]
+    snapshots: list[int]
 
 
 log = logging.getLogger("psserver")
@@ -79,7 +80,6 @@ class Hub:
         self, config: ServerConfig, identity: Identity, engine: Engine, archive: Archive, metrics: ServerMetrics
     ) -> None:
         self.config = config
-        self.job = identity.job
         self.engine = engine
         self.archive = archive
         self.metrics = metrics
@@ -108,10 +108,16 @@ class Hub:
         manifest = self.archive.to_resume(self.config.resume)
         self.engine.follow(self._coordinator.epoch, 0)
         if manifest is not None:
+            self._identity.learn(self.config.job or manifest.job, self.addresses)
             self._resume(manifest)
         self.servers[0].connected = True
         if ticking:
             self._ticker.start()
+
+    @property
+    def job(self) -> str:
+        """The job's name."""
+        return self._identity.job
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
@@ -275,7 +281,7 @@ class Hub:
             restore = self._restore if told.epoch != epoch else None
             entries = coordinator.entries_after(index)
             news = Told(epoch, max(index, coordinator.last_index))
-            return News(news, coordinator.base, coordinator.model, restore, entries)
+            return News(news, coordinator.base, coordinator.model, restore, entries, self.archive.kept)
 
     def wait_for_news(self, told: Told, seconds: float) -> None:
         """Until there is a log entry that the shard has not been told, or something else may be new."""
@@ -435,6 +441,6 @@ class Hub:
 
     def status(self) -> dict[str, Any]:
         """What GetStatus answers (see psserver/status.py)."""
-        snapshots = list(self.archive.list())
+        snapshots = list(self.archive.listing())
         with self._changed:
             return describe(self, self._coordinator, snapshots, time.monotonic(), self._began)

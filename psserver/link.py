@@ -150,6 +150,8 @@ class Link:
             self._engine.set_model(model_from_proto(response.model))
         if response.entries:
             self._engine.deliver(response.epoch, [entry_from_proto(entry) for entry in response.entries])
+        if response.snapshots:
+            self._archive.retain(response.snapshots)
         if response.stop:
             self.ended.set()
             self._news.set()

@@ -1,11 +1,13 @@
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import psworker
 from psworker.connect import choose_device
+from psworker.local import LocalClient
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +89,26 @@ def test_an_optimizer_is_said_in_keywords() -> None:
     spec = psworker.OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99))
 
     assert spec.as_json() == '{"groups": [{"betas": [0.9, 0.99], "lr": 0.001}], "name": "adam"}'
+
+
+@pytest.mark.parametrize(("given", "seen"), [("10.0.0.1:5", "10.0.0.1:5"), (None, None)])
+def test_with_servers_the_job_stands_on_a_client(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, seen: str | None
+) -> None:
+    """None is handed on: then the client reads the environment, the job's name included."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+
+    class Connected(LocalClient):
+        worker = 5
+
+        def __init__(self, servers: Any, **options: Any) -> None:
+            super().__init__()
+            calls.append((servers, options))
+
+    monkeypatch.setenv("PS_SERVERS", "10.0.0.2:5")
+    monkeypatch.setattr("psworker.client.Client", Connected)
+
+    job = psworker.connect(given, device="cpu", connect_timeout=3.0, wait_timeout=4.0)
+
+    assert calls == [(seen, {"rank": None, "device": "cpu", "connect_timeout": 3.0, "wait_timeout": 4.0})]
+    assert job.rank == 4

@@ -25,6 +25,11 @@ class Time:
         return Clock(lambda: self.now, self.sleep)
 
 
+def fail_for_ever(patience: Patience) -> None:
+    while True:
+        patience.failed(SILENT)
+
+
 @pytest.fixture
 def time() -> Time:
     return Time()
@@ -33,8 +38,7 @@ def time() -> Time:
 def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) -> None:
     patience = Patience("push 7", time.clock(), Limits(connect=10, wait=5))
     with pytest.raises(UnreachableError, match=r"a:1 does not answer \(tried for 1. s\)") as caught:
-        while True:
-            patience.failed(SILENT)
+        fail_for_ever(patience)
 
     assert type(caught.value) is UnreachableError
     assert 110 <= time.now < 111.1
@@ -115,7 +119,6 @@ def test_no_point_in_going_on(time: Time) -> None:
 def test_job_that_ends_is_not_worth_waiting_for(time: Time) -> None:
     patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000, hurry=lambda: True))
     with pytest.raises(UnreachableError):
-        while True:
-            patience.failed(SILENT)
+        fail_for_ever(patience)
 
     assert time.now < 104

@@ -25,7 +25,7 @@ def test_asks_only_what_was_given_at_first() -> None:
     assert Search(["s1:1", "s2:1"], 0.0, GRACE).to_ask() == ["s1:1", "s2:1"]
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_answers_in_any_order_complete_it(order: tuple[int, ...]) -> None:
     search = Search([f"s{order[0]}:1"], 0.0, GRACE)
     for shard in order:

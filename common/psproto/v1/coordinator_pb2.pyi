@@ -701,6 +701,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     WAITING_FOR_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
+    SNAPSHOTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -721,6 +722,10 @@ class LinkShardResponse(google.protobuf.message.Message):
 
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Entry]: ...
+    @property
+    def snapshots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """versions whose snapshots are kept; a shard with a disk of its own removes older ones"""
+
     def __init__(
         self,
         *,
@@ -733,9 +738,10 @@ class LinkShardResponse(google.protobuf.message.Message):
         waiting_for: builtins.str = ...,
         epoch: builtins.int = ...,
         base: builtins.int = ...,
+        snapshots: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "entries", b"entries", "epoch", b"epoch", "job", b"job", "model", b"model", "restore", b"restore", "stop", b"stop", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "entries", b"entries", "epoch", b"epoch", "job", b"job", "model", b"model", "restore", b"restore", "snapshots", b"snapshots", "stop", b"stop", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
 
