@@ -173,18 +173,23 @@ class Server:
 def run(config: ServerConfig) -> int:
     """Body of the ps-server command. Returns its exit code; PSErrors before anything runs are raised."""
     tune_malloc()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or 1)
     server = Server(config)
     signals = _Signals(server)
     try:
         server.start()
+        threading.Thread(target=_load_optimizers, daemon=True).start()
         server.wait()
     finally:
         server.close()
     if server.failure is not None:
         raise server.failure
     return signals.exit_code
+
+
+def _load_optimizers() -> None:
+    """The first torch.optim object of a process takes a second; better now than when the first worker waits for it."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
 class _Signals:

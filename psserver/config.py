@@ -55,7 +55,8 @@ class ServerConfig:
     port_file: Path | None = None
     """The bound port is written here."""
     threads: int | None = None
-    """Threads that torch applies updates with; None: torch decides."""
+    """Threads that torch applies updates with; None becomes 1: updates run in the threads of calls, each of which would
+    get as many threads of its own."""
     log_level: str = "info"
     log_format: Format = "auto"
 
@@ -65,6 +66,8 @@ class ServerConfig:
             object.__setattr__(self, "bind", f"127.0.0.1:{FIRST_PORT + self.shard}")
         if self.data_dir and self.snapshot_every is None:
             object.__setattr__(self, "snapshot_every", SnapshotEvery(seconds=60.0))
+        if self.threads is None:
+            object.__setattr__(self, "threads", 1)
         if self.shard == 0:
             object.__setattr__(self, "join", None)
         self._check_numbers()

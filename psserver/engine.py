@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pscommon.core.errors import UnreachableError
-from pscommon.core.log import Apply, Begin, Cut, Entry, PushKey, Reject, Report, Staged
+from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
 from pscommon.core.model import ITEMSIZE, ROLES, ModelSpec, OptimizerSpec, Scalar
 from pscommon.core.tape import Plan
 from pscommon.optimizers import groups_from_json, validate
@@ -29,6 +30,14 @@ class Kept:
 
     staging: Staging
     since: float
+
+
+class Timing(NamedTuple):
+    """Seconds that a push waited, staged, for the decision, and that the update took that counted it."""
+
+    seq: int
+    wait: float
+    apply: float
 
 
 class Engine:
@@ -51,6 +60,7 @@ class Engine:
         self._changed = threading.Condition()
         self._carrying = threading.RLock()
         self._kept: dict[PushKey, Kept] = {}
+        self._timings: dict[int, Timing] = {}
         self._model: ModelSpec | None = None
         self._store: Store | None = None
         self._like: OptimizerSpec | None = None
@@ -168,6 +178,11 @@ class Engine:
                 return None
             return self._machine.outcome(key) or Outcome("applied", self._machine.version)
 
+    def timing(self, key: PushKey) -> Timing:
+        """Where a push's time went, as long as it is its worker's newest that counted."""
+        known = self._timings.get(key.worker)
+        return known if known is not None and known.seq == key.seq else Timing(key.seq, 0.0, 0.0)
+
     # ---- pulls ------------------------------------------------------------------------------------------------------
 
     def read(self, everything: bool) -> tuple[int, list[bytes], int]:
@@ -219,6 +234,8 @@ class Engine:
                 self._apply(entry, self._numbers)
             case Reject():
                 self.metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
+            case Evict():
+                self._timings.pop(entry.worker, None)
             case Cut():
                 self._cut(entry.version, self._numbers)
 
@@ -240,6 +257,7 @@ class Engine:
         for contribution, each in zip(entry.contributions, kept, strict=True):
             self.metrics.pushed("applied", entry.version - 1 - contribution.base)
             self.metrics.waited(began - each.since)
+            self._timings[contribution.key.worker] = Timing(contribution.key.seq, began - each.since, seconds)
 
     def _release(self, keys: Sequence[PushKey]) -> None:
         for key in keys:

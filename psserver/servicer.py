@@ -87,6 +87,8 @@ class ParameterServer:
             result.outcome = pb.OUTCOME_DUPLICATE if again else OUTCOMES[outcome.status]
             result.version, result.staleness = outcome.version, outcome.staleness
             result.reason, result.detail = outcome.reason, outcome.detail
+            if key is not None:
+                _, result.wait_seconds, result.apply_seconds = self._engine.timing(key)
         elif key is not None or not self._engine.begun or self._engine.version < header.min_version:
             yield encode_header(
                 pb.ExchangeResult(

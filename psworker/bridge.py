@@ -91,7 +91,7 @@ class Bridge:
 
     def gather(self) -> frozenset[int]:
         """Gradients and buffers onto the gradients' tape. Returns the trainable tensors that have no gradient."""
-        self._reattach()
+        self.reattach()
         present = [place for place in self._places["trainable"] if place.tensor.grad is not None]
         gradients = [_dense_gradient(place) for place in present]
         if present:
@@ -103,11 +103,13 @@ class Bridge:
 
     def scatter(self, everything: bool = False) -> None:
         """What the client wrote to the weights' tape, to the model; frozen tensors only with `everything`."""
-        self._reattach()
         self.weights.from_host(len(self.weights.host) if everything else self._travels)
 
-    def _reattach(self) -> None:
-        """Undoes what scripts and torch may do between steps: give a parameter or buffer other storage."""
+    def reattach(self) -> None:
+        """Undoes what scripts and torch may do between steps: give a parameter or buffer other storage.
+
+        To be called before the client writes to the weights' tape; `gather` does. A buffer's new values are kept.
+        """
         for place in self._places["trainable"]:
             if place.tensor.data_ptr() != place.weight.data_ptr():
                 _check_unchanged(place, place.tensor)

@@ -39,8 +39,7 @@ def connect(
         from psworker.local import LocalClient
 
         return Job(LocalClient(), rank or 0, place)
-    servers = servers or os.environ.get("PS_SERVERS")
-    if not servers:
+    if not servers and not os.environ.get("PS_SERVERS"):
         raise InvalidRequestError(
             "no servers to train with: start the script with `ps-run ... SCRIPT` (a whole job on this machine) or "
             "`ps-worker --ps HOST:PORT SCRIPT` (one worker), set PS_SERVERS=HOST:PORT, or set PS_LOCAL=1 to train alone"

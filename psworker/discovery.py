@@ -66,7 +66,8 @@ def discover(given: Sequence[str], connect_timeout: float = 60.0, grace: float =
             if now - started >= connect_timeout:
                 raise search.gave_up(now - started)
             announcer.say(now, f"still looking for the servers: {search.gave_up(now - started)}")
-            time.sleep(PAUSE_SECONDS)
+            if not search.has_news():
+                time.sleep(PAUSE_SECONDS)
 
 
 def describe(address: str, timeout: float = 5.0) -> Described:

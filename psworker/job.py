@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,7 +41,6 @@ class Job:
         self._optimizer: ServerOptimizer | None = None
         self._loops = 0
         self._epochs: dict[tuple[int, int], int] = {}
-        self._open: list[Leases] = []
         self._closed = False
 
     @property
@@ -126,8 +125,10 @@ class Job:
         """The job's newest weights into the model, without a step."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer first: before it there is no model to train")
+        before = self.stats.phase
         self.enter("pull")
         self._optimizer.pull()
+        self.enter(before)
 
     def report(self, **values: float) -> None:
         """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""
@@ -168,15 +169,14 @@ class Job:
 
     @contextmanager
     def looping(self, leases: Leases) -> Iterator[None]:
-        """While a loop runs: what it holds goes back when it ends, or with the job."""
+        """While a loop runs. What it still holds when it ends goes back."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer before going through job.batches")
-        self._open.append(leases)
         try:
             yield
         finally:
-            self._open.remove(leases)
-            if not self._closed:
+            # whoever cannot reach the job, or is out of it, holds nothing any more
+            with suppress(PSError):
                 leases.give_back()
 
     def close(self, reason: str = "") -> None:

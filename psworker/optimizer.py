@@ -89,6 +89,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def pull(self) -> None:
         """The job's newest weights and buffers into the model, without a step."""
+        self._bridge.reattach()
         self._job.client.exchange(gradients=None, weights=self._bridge.weights.memory)
         self._bridge.scatter()
 

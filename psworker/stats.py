@@ -8,6 +8,7 @@ PHASES = ("data", "pull", "compute", "push", "wait", "apply")
 
 class Stats:
     """Where the time goes: seconds by phase, of the last step (`last`) and of all (`total`); steps, samples, stale.
+    phase: what the worker does now; empty before the first.
 
     data: waiting for the data loader; compute: the script's own work; push: gathering and sending the gradient; wait:
     for other workers, or for a batch; apply: the servers' optimizer; pull: receiving weights.
@@ -16,14 +17,14 @@ class Stats:
     def __init__(self) -> None:
         self.steps = self.samples = self.stale = self._last_samples = 0
         self.last, self.total, self._current = (dict.fromkeys(PHASES, 0.0) for _ in range(3))
-        self._phase, self._since = "", 0.0  # the clock starts with the first phase
+        self.phase, self._since = "", 0.0  # the clock starts with the first phase
 
     def enter(self, phase: str) -> None:
         """From now on, time counts for this phase."""
         now = time.perf_counter()
-        if self._phase:
-            self._current[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        if self.phase:
+            self._current[self.phase] += now - self._since
+        self.phase, self._since = phase, now
 
     def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
         """`exchange`: what the push is known to have spent on other phases than "push"."""

@@ -49,7 +49,10 @@ JOB_NAME = Option(
 )
 
 THREADS = Option(
-    "--threads", section=LOCAL, type=COUNT, help="Threads that torch computes with [default: torch decides]."
+    "--threads",
+    section=LOCAL,
+    type=COUNT,
+    help="Threads that torch computes with [default: 1 a server; torch decides for a worker].",
 )
 
 METRICS_BIND = Option(
@@ -78,7 +81,7 @@ PLACEMENT = (
         "--join",
         section=PLACE,
         type=ADDRESS,
-        help="Address of shard 0. Every shard but 0 needs it; shard 0 ignores it.",
+        help="Address of shard 0 [default: workers that list every server tell]; shard 0 ignores it.",
     ),
     Option(
         "--join-timeout",

@@ -3,14 +3,19 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]  # older releases of click have it without the type of its values
+else:
+    ParamType = click.ParamType
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Value(click.ParamType[Any]):
+class Value(ParamType):
     """A click type made of a parser; values from a file (numbers, lists) are parsed as the text a flag would give."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -25,7 +30,7 @@ class Value(click.ParamType[Any]):
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """What --help shows after the flag."""
         return self.name
 

@@ -59,6 +59,7 @@ class Search:
         self._failures: dict[str, str] = {}
         self._places: dict[int, str] = {}
         self._hints: dict[int, str] = {}
+        self._asked: set[str] = set()
 
     @property
     def shards(self) -> int:
@@ -78,7 +79,13 @@ class Search:
         silent = [address for address in self._given if address not in self._answers]
         hinted = [address for shard, address in self._hints.items() if shard not in self._places]
         settled = [] if self.complete else list(self._places.values())
-        return list(dict.fromkeys(silent + hinted + settled))
+        asking = list(dict.fromkeys(silent + hinted + settled))
+        self._asked.update(asking)
+        return asking
+
+    def has_news(self) -> bool:
+        """Is there an address that was never asked? Then there is no reason to pause."""
+        return not self._asked.issuperset(self._silent())
 
     def answered(self, address: str, answer: Described, now: float) -> None:
         """MismatchError where this contradicts an earlier answer."""

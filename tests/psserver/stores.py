@@ -13,6 +13,7 @@ from psserver.staging import Staging
 from psserver.store import Store
 
 Named = Mapping[str, Tensor]
+SGD = OptimizerSpec("sgd", ({"lr": 1.0},))
 GARBAGE = 0xFF
 """What padding is filled with: NaN in every floating dtype. It must never be seen in a result."""
 
@@ -145,3 +146,9 @@ def _random(tensor: TensorSpec, generator: torch.Generator) -> Tensor:
     if tensor.dtype in ("float64", "float32", "float16", "bfloat16"):
         return torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
     return torch.randint(0, 2, tensor.shape, generator=generator)
+
+
+def begun(spec: ModelSpec, shards: int = 1, values: dict[str, Tensor] | None = None) -> Shards:
+    job = Shards(spec, shards)
+    job.begin(noise(spec, 1, roles=("trainable", "buffer", "frozen")) | (values or {}))
+    return job

@@ -94,10 +94,14 @@ def test_defaults_that_depend_on_other_settings() -> None:
     assert ServerConfig(join="me:1").join is None
 
 
+def test_a_shard_may_be_told_later_where_shard_0_is() -> None:
+    """Workers that list every server introduce them to each other."""
+    assert ServerConfig(shard=1, shards=2).join is None
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shard out of range": ({"shard": 2, "shards": 2}, "--shard 2/2"),
     "negative shard": ({"shard": -1}, "--shard -1/1"),
-    "no way to shard 0": ({"shard": 1, "shards": 2}, "needs --join"),
     "ssp without a bound": ({"policy": "ssp"}, "ssp needs --staleness"),
     "sync with a bound": ({"policy": "sync", "staleness": 1}, "sync has no bound"),
     "async with a bound": ({"policy": "async", "staleness": 0}, "async has no bound"),
@@ -127,7 +131,7 @@ def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], text: s
     ("line", "text"),
     [
         ("--shard 2/2", "--shard"),
-        ("--shard 1/2", "needs --join"),
+        ("--bind 0.0.0.0:1", "--advertise"),
         ("--policy ssp", "--staleness"),
         ("--snapshot-every 5", "--snapshot-every"),
         ("--polcy sync", "--policy"),

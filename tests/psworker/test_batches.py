@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import FencedError, InvalidRequestError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from psworker.job import Job
@@ -301,3 +301,26 @@ def test_nonsense_and_a_missing_optimizer_are_refused() -> None:
         job.batches(NUMBERS, 0)
     with pytest.raises(InvalidRequestError, match=r"job\.optimizer before"):
         next(iter(Job(LocalClient()).batches(NUMBERS, 4)))
+
+
+class Fenced(Ledger):
+    """The job goes on without this worker at its first step."""
+
+    def exchange(self, **call: Any) -> PushResult:
+        raise FencedError("its lease ended")
+
+    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+        raise FencedError("its lease ended")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_the_error_that_ends_a_loop_is_the_only_one() -> None:
+    job, optimizer = started(Fenced())
+
+    def script() -> None:
+        for _ in job.batches(NUMBERS, 2, num_workers=1):
+            optimizer.step()
+
+    with pytest.raises(FencedError) as caught:
+        script()
+    assert caught.value.__context__ is None

@@ -198,26 +198,30 @@ def test_only_persistent_buffers_belong_to_the_job() -> None:
     assert [t.name for t in client.plan.spec.tensors if t.role == "buffer"] == ["kept"]
 
 
+class Averaging(nn.Module):
+    """Makes a new buffer at every step instead of changing the one it has."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        out: Tensor = self.linear(x - self.mean)
+        return out
+
+
 def test_a_buffer_that_the_model_replaces_is_still_the_job_s() -> None:
-    class Averaging(nn.Module):
-        mean: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 2)
-            self.register_buffer("mean", torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-            out: Tensor = self.linear(x - self.mean)
-            return out
-
     plain, mine = both(Averaging(), sgd)
 
     train(*plain)
     train(*mine)
 
     assert_equal(plain[0], mine[0])
+    mine[0](data(1)[0][0])
     mine[1].pull()
     assert_equal(plain[0], mine[0])
 

@@ -40,8 +40,10 @@ def run(
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    with process:
+    try:
         out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -168,7 +170,8 @@ def test_sigterm_unwinds_the_script(tmp_path: Path) -> None:
 
 def test_a_script_that_finishes_after_sigterm_is_done(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import signal\nsignal.signal(15, lambda *_: None)\nprint('up', flush=True); signal.pause()\nprint('drained')"
+        "import signal, threading\ntold = threading.Event()\nsignal.signal(15, lambda *_: told.set())\n"
+        "print('up', flush=True); told.wait()\nprint('drained')"
     )
     process = popen("train.py", folder=tmp_path)
     assert process.stdout is not None

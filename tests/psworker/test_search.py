@@ -40,7 +40,9 @@ def test_answers_in_any_order_complete_it(order: tuple[int, ...]) -> None:
 def test_follower_leads_to_shard_0_and_shard_0_to_all() -> None:
     search = Search(["s2:1"], 0.0, GRACE)
     search.answered("s2:1", described(2), 0.0)
+    assert search.has_news()
     assert search.to_ask() == ["s0:1", "s2:1"]
+    assert not search.has_news()
     search.answered("s0:1", described(0, knows=EVERYBODY), 0.0)
 
     assert search.to_ask() == ["s1:1", "s2:1", "s0:1"]

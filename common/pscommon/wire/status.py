@@ -50,6 +50,8 @@ def error_from(failure: grpc.RpcError, who: str) -> PSError:
     match code:
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
             return UnreachableError(f"{who} does not answer: {text}", "UNREACHABLE")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:  # a server with all its threads taken
+            return UnreachableError(f"{who} takes no more calls: {text}", "UNREACHABLE")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"{who} did not answer in time", "UNREACHABLE")
         case grpc.StatusCode.UNIMPLEMENTED:

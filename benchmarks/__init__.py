@@ -1,0 +1,1 @@
+"""Measurements beside peers, in the same run, taken in turns."""
