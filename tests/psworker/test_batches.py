@@ -129,7 +129,7 @@ def test_randomness_is_a_function_of_the_batch_and_not_of_who_computes_it() -> N
     torch.rand(7), np.random.random(3), random.random()
     second = draws(started()[0])
 
-    assert first == second
+    assert first == second == draws(started()[0], num_workers=2)
     assert len(set(first)) == 4
     assert draws(started()[0], seed=1) != first
 

@@ -166,9 +166,11 @@ def test_state_dict_goes_round_and_says_where_it_comes_from() -> None:
     other.load_state_dict(saved)
     gradient(other_net)
     other.step()
+    other.param_groups[0]["lr"] = 0.7
+    other.step()
 
+    assert '"lr": 0.7' in client.sent[1]["groups_json"]
     assert saved["paramserver"] == {"job": "local", "version": 1}
-    assert other.param_groups[0]["lr"] == 0.3
     assert '"lr": 0.3' in client.sent[0]["groups_json"]
 
 

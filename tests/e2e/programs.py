@@ -1,0 +1,162 @@
+"""The commands as users start them: real processes, whose lines are read as they come, and which never outlive a test."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+LIMIT = 60.0
+BIN = Path(sys.executable).parent
+
+Stream = Literal["stdout", "stderr"]
+
+
+class Program:
+    """One process. Its output is kept, and `wait_for` waits until it has said something."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, environment: dict[str, str]) -> None:
+        self.command = list(command)
+        self._changed = threading.Condition()
+        self._lines: list[tuple[Stream, str]] = []
+        self._open = 2
+        self.process = subprocess.Popen(
+            self.command, cwd=cwd, env=environment, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in ("stdout", "stderr")
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        """What it has written to stdout so far."""
+        return self._text("stdout")
+
+    @property
+    def err(self) -> str:
+        return self._text("stderr")
+
+    @property
+    def said(self) -> str:
+        """Both streams."""
+        return self.out + self.err
+
+    def wait_for(self, text: str, times: int = 1, seconds: float = LIMIT) -> str:
+        """The line that says it for the `times`-th time; AssertionError if it ends or says nothing before."""
+
+        def found() -> list[str]:
+            return [line for _, line in self._lines if text in line][times - 1 :]
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or not self._open, seconds)
+            assert found(), f"{self} did not say {text!r} {times} times, only:\n{self.said}"
+            return found()[0]
+
+    def wait(self, seconds: float = LIMIT) -> int:
+        """Its exit code, once all of its output is here."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self} did not end; it said:\n{self.said}") from None
+        for reader in self._readers:
+            reader.join(LIMIT)
+        return code
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _text(self, stream: Stream) -> str:
+        with self._changed:
+            return "".join(line for of, line in self._lines if of == stream)
+
+    def _read(self, stream: Stream) -> None:
+        with suppress(ValueError):  # closed by end() while a grandchild still held the pipe
+            for line in getattr(self.process, stream):
+                with self._changed:
+                    self._lines.append((stream, line))
+                    self._changed.notify_all()
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()
+
+    def __str__(self) -> str:
+        return f"{Path(self.command[0]).name} {' '.join(self.command[1:])}"
+
+
+class Programs:
+    """Starts commands in `folder`, with a TMPDIR of their own (`temporary`) and without settings from around us."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self._started: list[Program] = []
+
+    def start(self, command: str, *args: object, **environment: object) -> Program:
+        """`command` is ps-run, ps-server, ps-worker, ps-ctl or python."""
+        around = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
+        own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        chosen = {name: str(value) for name, value in environment.items()}
+        program = Program([str(BIN / command), *map(str, args)], self.folder, around | own | chosen)
+        self._started.append(program)
+        return program
+
+    def run(self, command: str, *args: object, **environment: object) -> Program:
+        """Starts it and waits for its end."""
+        program = self.start(command, *args, **environment)
+        program.wait()
+        return program
+
+    def script(self, code: str, name: str = "train.py") -> Path:
+        path = self.folder / name
+        path.write_text(code)
+        return path
+
+    def close(self) -> None:
+        for program in self._started:
+            program.end()
+
+
+@contextmanager
+def programs_in(folder: Path) -> Iterator[Programs]:
+    programs = Programs(folder)
+    try:
+        yield programs
+    finally:
+        programs.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process that runs, from /proc: children, their children, and so on."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                # the name in brackets may hold spaces; the parent is the second field after it
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)] = int(fields[1])
+    found, wave = [], [pid]
+    while wave:
+        wave = [child for child, parent in parents.items() if parent in wave]
+        found += wave
+    return found

@@ -1,0 +1,135 @@
+"""Workers as threads of the test's process, against real servers: small trainings whose results can be compared."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import psworker
+from pscommon.weights import weights_sha256
+from psworker import Client, Job, OptimizerSpec
+
+T = TypeVar("T")
+
+DEADLINE = 30.0
+POLL = 0.01
+
+VERSIONS = 15
+"""Updates of a whole `training` with two workers: 3 epochs of 10 batches."""
+
+
+def connected(address: str, rank: int | None = None, **options: Any) -> Client:
+    """A Client with the patience of a test."""
+    return Client(address, rank=rank, **{"connect_timeout": 10.0, "wait_timeout": DEADLINE, **options})
+
+
+def together(*parts: Callable[[], T]) -> list[T]:
+    """Runs them at the same time, each in a thread of its own; their results in order, or the first error."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return [future.result(2 * DEADLINE) for future in [pool.submit(part) for part in parts]]
+
+
+def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE) -> T:
+    """The condition's value as soon as it is true."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"after {seconds:.0f} s: not {what}"
+        pause.wait(POLL)
+    return value
+
+
+# ---- counting: every push takes 1 from every number, so the weights say how many have counted, on every shard ----------
+
+ONES = {"a": np.ones((3, 40), np.float32), "b": np.ones(100, np.float32)}
+
+
+def counter(address: str, rank: int | None = None, **options: Any) -> Client:
+    """A client whose model is all zeros and loses what is pushed: SGD with learning rate 1."""
+    client = connected(address, rank, **options)
+    client.register({name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", ({"lr": 1.0},)))
+    return client
+
+
+def count(client: Client, steps: int = 1) -> None:
+    """So many pushes of one each."""
+    for _ in range(steps):
+        assert client.push(ONES).status == "applied"
+
+
+def counted(weights: dict[str, Any]) -> int:
+    """How many pushes are in there; AssertionError where two numbers disagree."""
+    values = {float(-number) for array in weights.values() for number in np.unique(np.asarray(array))}
+    assert len(values) == 1, f"the weights are of several versions: {sorted(values)}"
+    return int(values.pop())
+
+
+# ---- a training with everything that has to survive a restart, but for dropout (threads share torch's generator) -------
+
+
+def network() -> nn.Sequential:
+    """Always the same initial weights, whatever other threads draw."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    return model
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.rand(80, 6, generator=generator), torch.randint(0, 3, (80,), generator=generator))
+
+
+def training(address: str, rank: int, stop_at: int = VERSIONS, each: Callable[[Job], object] = lambda job: None) -> int:
+    """One worker's script, from wherever the job stands to version `stop_at`; returns that version.
+
+    Adam with a scheduler that changes the learning rate at every step. each: called after every step.
+    """
+    with psworker.connect(address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE) as job:
+        model = network()
+        optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        job.resume(scheduler)
+        for x, y in job.batches(data(), batch_size=8, epochs=3, seed=3, reseed=False):
+            if job.version == stop_at:
+                break
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            each(job)
+        return job.version
+
+
+def train(address: str, workers: int = 2, **options: Any) -> list[int]:
+    """`training` by several workers at the same time."""
+    return together(*[lambda rank=rank: training(address, rank, **options) for rank in range(workers)])
+
+
+def weights_of(address: str) -> dict[str, Any]:
+    """The job's weights, buffers and all, as an observer gets them."""
+    with connected(address, observe=True) as client:
+        return client.pull()
+
+
+def digest(address: str) -> str:
+    """As in ps-run's summary."""
+    return weights_sha256(weights_of(address))
+
+
+def status(address: str) -> dict[str, Any]:
+    with connected(address, observe=True) as client:
+        return client.status()
+
+
+def snapshots(address: str) -> Sequence[int]:
+    """Versions that are complete on disk."""
+    return [row["version"] for row in status(address)["snapshots"]]

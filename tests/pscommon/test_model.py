@@ -1,0 +1,85 @@
+"""The description of a model: what is refused, and how two of them differ."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, TensorSpec, freeze
+
+SGD = OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.2}))
+TENSORS = (TensorSpec("w", (4, 3), "float32"), TensorSpec("b", (4,), "float32", group=1))
+MODEL = ModelSpec((*TENSORS, TensorSpec("mean", (4,), "float32", "buffer")), SGD)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dtype": "complex64"}, "dtype complex64 is not one of"),
+        ({"dtype": "int64"}, "int64 cannot be trained"),
+        ({"shape": (4, -1)}, "negative shape"),
+        ({"group": 2}, "group 2 of 2"),
+        ({"role": "other"}, "role 'other'"),
+        ({"name": "b"}, "'b' is listed twice"),
+    ],
+)
+def test_what_no_server_can_train_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidModelError, match=message):
+        ModelSpec((replace(TENSORS[0], **changed), TENSORS[1]), SGD)
+
+
+def test_a_model_has_tensors() -> None:
+    with pytest.raises(InvalidModelError, match="at least one tensor"):
+        ModelSpec((), SGD)
+
+
+def test_sizes() -> None:
+    assert [(t.size, t.nbytes) for t in MODEL.tensors] == [(12, 48), (4, 16), (4, 16)]
+    assert (TensorSpec("scalar", (), "bfloat16").nbytes, TensorSpec("none", (3, 0), "float64").nbytes) == (2, 0)
+
+
+def test_the_order_of_tensors_is_not_a_difference() -> None:
+    other = ModelSpec(MODEL.tensors[::-1], SGD)
+
+    assert other.differences(MODEL) == []
+    assert other.fingerprint() == MODEL.fingerprint()
+
+
+CHANGED = {
+    "b: float32[5] trainable, the job has float32[4] trainable; group 0, the job has 1": (
+        TENSORS[0], TensorSpec("b", (5,), "float32"), MODEL.tensors[2],
+    ),
+    "b: missing; the job has float32[4] trainable": (TENSORS[0], MODEL.tensors[2]),
+    "x: not in the job's model": (*MODEL.tensors, TensorSpec("x", (), "float32")),
+    "mean: float32[4] frozen, the job has float32[4] buffer": (*TENSORS, replace(MODEL.tensors[2], role="frozen")),
+    "w: float64[4, 3] trainable, the job has float32[4, 3] trainable": (
+        replace(TENSORS[0], dtype="float64"), TENSORS[1], MODEL.tensors[2],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", CHANGED)
+def test_differences_are_told_by_tensor(line: str) -> None:
+    other = ModelSpec(CHANGED[line], SGD)
+
+    assert other.differences(MODEL) == [line]
+    assert other.fingerprint() != MODEL.fingerprint()
+
+
+OPTIMIZERS = {
+    "optimizer: adam, the job has sgd": OptimizerSpec("adam", SGD.groups),
+    "optimizer: 3 parameter groups, the job has 2": OptimizerSpec("sgd", (*SGD.groups, {})),
+    "optimizer group 1: lr=0.3, the job has 0.2": OptimizerSpec("sgd", (SGD.groups[0], {"lr": 0.3})),
+}
+
+
+@pytest.mark.parametrize("line", OPTIMIZERS)
+def test_optimizers_are_compared_too(line: str) -> None:
+    assert replace(MODEL, optimizer=OPTIMIZERS[line]).differences(MODEL) == [line]
+
+
+def test_an_optimizer_survives_json_bit_by_bit() -> None:
+    spec = OptimizerSpec("adam", ({"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "amsgrad": False},))
+
+    assert OptimizerSpec.from_json(spec.as_json()) == spec
+    assert freeze({"betas": [0.9, 0.99]}) == {"betas": (0.9, 0.99)}

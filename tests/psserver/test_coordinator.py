@@ -1,0 +1,311 @@
+"""The one place that decides, driven request by request. Histories with faults are tests/sim."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError
+from pscommon.core.log import Apply, BatchKey, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from psserver.core.coordinator import Batches, Coordinator
+from psserver.core.cuts import Every
+from psserver.core.policy import Policy, policy
+from psserver.core.roster import State
+
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+OTHER = ModelSpec((TensorSpec("w", (2,), "float32"),), MODEL.optimizer)
+LOOP = LoopSpec(0, size=4, batch_size=1)
+
+
+class Job:
+    """A coordinator whose workers train; pushes are reported as all shards would."""
+
+    def __init__(
+        self,
+        row: Policy | None = None,
+        workers: int = 2,
+        shards: int = 1,
+        every: Every | None = None,
+        lease: float = 5.0,
+    ) -> None:
+        self.coordinator = Coordinator(shards, row or policy("sync"), workers, lease, every)
+        self.now = 0.0
+        self._told = 0
+        self._staged: dict[int, list[Staged]] = {shard: [] for shard in range(shards)}
+        for _ in range(workers):
+            self.add()
+
+    def add(self) -> int:
+        worker = self.coordinator.join(self.now, None, "host", 1, "cpu").worker
+        if self.coordinator.register(worker, MODEL, self.now) == "upload":
+            self.push(worker, 0)
+            self.coordinator.register(worker, MODEL, self.now)
+        return worker
+
+    def push(
+        self,
+        worker: int,
+        seq: int,
+        base: int = 0,
+        batches: Sequence[int] = (),
+        shards: Sequence[int] = (),
+        problem: str = "",
+    ) -> None:
+        keys = tuple(BatchKey(0, number) for number in batches)
+        for shard in shards or range(self.coordinator.shards):
+            self._staged[shard].append(Staged(PushKey(worker, seq), 8, base, keys, problem))
+            self.report(shard)
+
+    def report(self, shard: int, index: int = 0, epoch: int = 0) -> None:
+        self.coordinator.report(Report(shard, epoch, index, tuple(self._staged[shard])), self.now)
+
+    def ask(self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP) -> Batches | None:
+        return self.coordinator.next_batches(worker, loop, received, 1, idle, self.now)
+
+    def news(self) -> list[Entry]:
+        """Log entries since the last call."""
+        entries = self.coordinator.entries_after(self._told)
+        self._told = self.coordinator.last_index
+        return entries
+
+    def applied(self) -> list[list[int]]:
+        """Workers of each new Apply."""
+        return [[c.key.worker for c in entry.contributions] for entry in self.news() if isinstance(entry, Apply)]
+
+
+def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:
+    coordinator = Coordinator(2, policy("sync"), 2, 5.0)
+    first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
+
+    assert coordinator.register(first, MODEL, 0.0) == "upload"
+    assert coordinator.register(second, MODEL, 0.0) == "pending"
+    upload = Staged(PushKey(first, 0), 1, 0)
+    coordinator.report(Report(0, 0, 0, (upload,)), 0.0)
+    assert coordinator.register(second, MODEL, 0.0) == "pending"
+    coordinator.report(Report(1, 0, 0, (upload,)), 0.0)
+
+    assert coordinator.register(second, MODEL, 0.0) == "ready"
+    assert coordinator.entries_after(0) == [Begin(1, first)]
+
+
+def test_another_takes_over_when_the_uploader_goes() -> None:
+    coordinator = Coordinator(1, policy("sync"), 1, 5.0)
+    first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
+    coordinator.register(first, OTHER, 0.0)
+    coordinator.leave(first, "died", 0.0)
+
+    assert coordinator.register(second, MODEL, 0.0) == "upload"
+
+
+def test_a_different_model_is_told_apart() -> None:
+    job = Job(workers=1)
+    worker = job.coordinator.join(0.0, None, "host", 1, "cpu").worker
+
+    with pytest.raises(MismatchError, match=r"w: float32\[2\] trainable, the job has float32\[1\]") as caught:
+        job.coordinator.register(worker, OTHER, 0.0)
+    assert caught.value.reason == "MODEL_MISMATCH"
+
+
+def test_a_push_counts_once_all_shards_hold_it() -> None:
+    job = Job(policy("async"), workers=1, shards=3)
+    job.news()
+
+    for shard in (2, 0, 0):
+        job.push(1, 1, shards=[shard])
+        assert job.applied() == []
+    job.push(1, 1, shards=[1])
+    job.report(2)
+    assert job.applied() == [[1]]
+
+
+def test_the_first_round_waits_for_min_workers_and_later_ones_do_not() -> None:
+    job = Job(policy("async"), workers=2)
+    coordinator = Coordinator(1, policy("async"), 2, 5.0)
+    job.coordinator, job._told = coordinator, 0
+    first = job.add()
+    job.push(first, 1)
+    assert job.applied() == []
+    assert coordinator.waiting_for(0.0) == "workers: 1 of --min-workers 2 are here"
+
+    second = job.add()
+    assert job.applied() == [[first]]
+    coordinator.leave(second, "", 0.0)
+    job.push(first, 2)
+    assert job.applied() == [[first]]
+
+
+def test_a_round_closes_when_whom_it_waits_for_leaves_or_is_lost() -> None:
+    job = Job(workers=3)
+    job.push(1, 1)
+    job.push(3, 1)
+    assert job.applied() == []
+    assert "worker 2" in job.coordinator.waiting_for(0.0)
+
+    job.coordinator.leave(2, "", 0.0)
+    assert job.applied() == [[1, 3]]
+    job.push(1, 2)
+    job.now = 4.0
+    job.coordinator.member(1, 4.0)
+    for second in (4.5, 5.0, 5.5):
+        lost = job.coordinator.tick(second)
+    assert [m.worker for m in lost] == [3]
+    assert job.applied() == [[1]]
+
+
+def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
+    job = Job(workers=2)
+    job.push(2, 1)
+    job.coordinator.member(1, 4.0)
+    for second in (4.5, 5.0, 5.5):
+        job.coordinator.tick(second)
+
+    assert [entry.worker for entry in job.news() if isinstance(entry, Evict)] == [2]
+    with pytest.raises(FencedError, match="worker 2 is out of the job: nothing heard from it for 5.5 s"):
+        job.coordinator.member(2, 6.0)
+    job.push(1, 1)
+    assert job.applied() == [[1]]
+
+
+def test_time_in_which_this_process_slept_ends_nobody_s_lease() -> None:
+    job = Job(workers=2)
+    job.coordinator.tick(1.0)
+
+    assert job.coordinator.tick(1000.0) == []
+
+
+def test_a_push_of_a_stranger_is_fenced_once() -> None:
+    job = Job(workers=1)
+    job.news()
+    job.push(77, 1)
+    job.report(0)
+
+    assert [entry.worker for entry in job.news() if isinstance(entry, Evict)] == [77]
+
+
+def test_stale_pushes_are_rejected_as_soon_as_they_are_too_old() -> None:
+    job = Job(policy("async", max_staleness=1), workers=2)
+    job.news()
+    for seq in (1, 2):
+        job.push(1, seq, base=seq - 1)
+    job.push(2, 1, base=1)
+    job.push(2, 2, base=0)
+
+    entries = job.news()
+    assert [type(entry) for entry in entries] == [Apply, Apply, Apply, Reject]
+    assert isinstance(entries[-1], Reject)
+    assert (entries[-1].key, entries[-1].reason) == (PushKey(2, 2), "STALE")
+    assert job.coordinator.counts == {"applied": 3, "stale": 1, "rejected": 0}
+
+
+def test_a_push_with_a_problem_is_rejected_and_the_round_still_waits() -> None:
+    job = Job(workers=2)
+    job.news()
+    job.push(1, 1)
+    job.push(2, 1, problem="NON_FINITE: tensor w")
+
+    entries = job.news()
+    assert [type(entry) for entry in entries] == [Reject]
+    assert isinstance(entries[0], Reject)
+    assert (entries[0].reason, "tensor w" in entries[0].detail, "worker 2" in entries[0].detail) == (
+        "NON_FINITE",
+        True,
+        True,
+    )
+    job.push(2, 2)
+    assert job.applied() == [[1, 2]]
+
+
+def test_batches_count_with_the_push_that_used_them_and_the_loop_ends_for_all_at_once() -> None:
+    job = Job(workers=2)
+    numbers = {1: [0, 2], 2: [1, 3]}
+    for step in (0, 1):
+        for worker in (1, 2):
+            assert job.ask(worker, step) == Batches((numbers[worker][step],))
+        for worker in (1, 2):
+            job.push(worker, step + 1, batches=[numbers[worker][step]])
+
+    assert job.ask(1, 2) == Batches()
+    assert job.ask(1, 2, idle=True) == Batches(end=True)
+    assert job.ask(2, 2) == Batches(end=True)
+
+
+def test_a_worker_without_data_sits_out_until_there_is_some() -> None:
+    """Worker 1 has the last batch; worker 2 is not waited for, and gets the batch when worker 1 dies."""
+    job = Job(workers=2)
+    for worker in (1, 2):
+        job.ask(worker)
+        job.ask(worker, 1)
+    for step in (0, 1):
+        for worker in (1, 2):
+            if (step, worker) != (1, 1):
+                job.push(worker, step + 1, batches=[2 * step + worker - 1])
+    assert job.ask(2, 2, idle=True) is None
+    job.news()
+    job.push(2, 3)
+    assert job.applied() == []
+    job.coordinator.leave(1, "died", 0.0)
+
+    assert job.applied() == [[2], [2]]
+    assert job.ask(2, 2, idle=True) == Batches((2,))
+
+
+def test_idle_workers_hold_up_no_round() -> None:
+    job = Job(workers=2)
+    one = LoopSpec(0, size=1, batch_size=1)
+    assert job.ask(1, loop=one) == Batches((0,))
+    assert job.ask(2, loop=one, idle=True) is None
+    assert job.coordinator.roster.members[2].state is State.IDLE
+    job.news()
+
+    job.push(1, 1, batches=[0])
+    assert job.applied() == [[1]]
+    assert job.ask(2, loop=one, idle=True) == Batches(end=True)
+    assert job.coordinator.roster.members[2].state is State.ACTIVE
+
+
+def test_a_loop_described_differently_is_an_error() -> None:
+    job = Job(workers=2)
+    job.ask(1)
+
+    with pytest.raises(InvalidRequestError, match="this worker asks for"):
+        job.ask(2, loop=LoopSpec(0, size=5, batch_size=1))
+
+
+def test_of_reported_metrics_the_lowest_rank_s_is_believed() -> None:
+    job = Job(workers=2)
+    job.coordinator.report_metrics(2, {"loss": 2.0, "only": 5.0}, 0.0)
+    job.coordinator.report_metrics(1, {"loss": 1.0}, 0.0)
+    job.coordinator.report_metrics(2, {"loss": 3.0}, 0.0)
+
+    assert {name: value for name, (_, value) in job.coordinator.metrics.items()} == {"loss": 1.0, "only": 5.0}
+
+
+def test_the_log_is_kept_until_every_shard_has_carried_it_out() -> None:
+    job = Job(policy("async"), workers=1, shards=2)
+    job.push(1, 1)
+    job.report(0, index=2)
+    assert [entry.index for entry in job.coordinator.entries_after(0)] == [1, 2]
+
+    job.report(1, index=1)
+    assert [entry.index for entry in job.coordinator.entries_after(0)] == [2]
+    assert job.coordinator.base == 1
+
+
+def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() -> None:
+    job = Job(workers=1, every=Every(steps=1))
+    job.ask(1)
+    job.push(1, 1, batches=[0])
+    cutting = job.coordinator.cuts.cutting
+    assert [type(entry) for entry in job.news()] == [Begin, Apply, Cut]
+    assert cutting is not None
+
+    again = Job(workers=0)
+    again.coordinator = Coordinator(1, policy("sync"), 1, 5.0, generation=1)
+    again.coordinator.restore(cutting.state, MODEL, 0.0)
+    worker = again.add()
+
+    assert (again.coordinator.version, again.coordinator.samples) == (1, 8)
+    assert again.ask(worker) == Batches((1,))
+    with pytest.raises(FencedError):
+        again.coordinator.member(1, 0.0)

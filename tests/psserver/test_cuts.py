@@ -1,0 +1,51 @@
+"""When a snapshot is due, and when all its parts are there."""
+
+from psserver.core.cuts import Cuts, Every, PartReport
+
+
+def part(version: int, problem: str = "") -> PartReport:
+    return PartReport(version, "file", 1, "hash", problem)
+
+
+def begun(every: Every, shards: int = 1) -> Cuts:
+    cuts = Cuts(every, shards)
+    cuts.started(0, 100.0)
+    return cuts
+
+
+def test_by_steps_at_each_multiple_or_just_after_it() -> None:
+    cuts = begun(Every(steps=5))
+
+    assert [version for version in range(12) if cuts.due(version, 100.0)] == [5, 6, 7, 8, 9, 10, 11]
+    cuts.begin(6, 1, 100.0, {})
+    cuts.part(0, part(6))
+    assert [version for version in range(12) if cuts.due(version, 100.0)] == [10, 11]
+
+
+def test_by_time_when_something_has_changed() -> None:
+    cuts = begun(Every(seconds=60.0))
+
+    assert not cuts.due(1, 159.0)
+    assert cuts.due(1, 160.0)
+    assert not cuts.due(0, 160.0)
+
+
+def test_never_by_itself_without_an_interval() -> None:
+    assert not begun(Every()).due(10**6, 1e9)
+
+
+def test_one_at_a_time_and_complete_with_the_last_part() -> None:
+    cuts = begun(Every(steps=1), shards=2)
+    cuts.begin(1, 7, 100.0, {"a": 1})
+
+    assert not cuts.due(2, 100.0)
+    for late_or_double in (part(0), part(1), part(1)):
+        cuts.part(0, late_or_double)
+    assert cuts.finished is None
+    cuts.part(1, part(1, "disk full"))
+
+    assert cuts.finished is not None
+    assert (cuts.finished.version, cuts.finished.index, cuts.finished.state) == (1, 7, {"a": 1})
+    assert cuts.finished.problem == "shard 1: disk full"
+    assert cuts.cutting is None
+    assert cuts.due(2, 100.0)

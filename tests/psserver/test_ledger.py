@@ -1,0 +1,105 @@
+"""Which batch goes to whom: dealt, committed, returned, once each."""
+
+import pytest
+
+from pscommon.core.loop import LoopSpec
+from psserver.core.ledger import Ledger, Loop
+
+
+def loop(total: int = 5) -> Loop:
+    return Loop(LoopSpec(0, size=total, batch_size=1))
+
+
+def test_a_draw_deals_one_batch_to_each_whoever_asks_first() -> None:
+    """The sync row: who gets what does not depend on who is quick."""
+    for first, second in ((1, 2), (2, 1)):
+        data = loop()
+        got: dict[int, list[int]] = {1: [], 2: []}
+        for worker in (first, first, second, second):
+            got[worker] += data.take(worker, len(got[worker]), 1, [1, 2])
+
+        assert got == {1: [0, 2], 2: [1, 3]}
+
+
+def test_whoever_asks_gets_the_next_where_there_is_no_barrier() -> None:
+    data = loop()
+
+    assert [data.take(worker, received, 1, [worker]) for worker, received in ((1, 0), (1, 1), (2, 0), (1, 2))] == [
+        [0], [1], [2], [3],
+    ]  # fmt: skip
+
+
+def test_an_answer_that_was_lost_is_given_again() -> None:
+    data = loop()
+
+    assert data.take(1, 0, 2, [1]) == [0, 1]
+    assert data.take(1, 0, 2, [1]) == [0, 1]
+    assert data.take(1, 1, 2, [1]) == [1]
+    assert data.take(1, 2, 2, [1]) == [2, 3]
+
+
+def test_a_batch_counts_once_and_for_its_holder() -> None:
+    data = loop()
+    data.take(1, 0, 2, [1])
+
+    assert (data.committed, data.leased, data.free) == (0, 2, 3)
+    assert not data.commit(2, 0)
+    assert data.commit(1, 1)
+    assert not data.commit(1, 1)
+    assert (data.committed, data.leased, data.free) == (1, 1, 3)
+
+
+def test_returned_batches_are_dealt_first_and_smallest_first() -> None:
+    data = loop()
+    data.take(1, 0, 3, [1])
+    data.give_back(1, [2, 0])
+
+    assert data.take(2, 0, 4, [2]) == [0, 2, 3, 4]
+    data.give_back(1)
+    assert data.take(2, 4, 4, [2]) == [1]
+
+
+def test_only_the_holder_can_return_a_batch() -> None:
+    data = loop(1)
+    data.take(1, 0, 1, [1])
+    data.give_back(2, [0])
+
+    assert data.take(2, 0, 1, [2]) == []
+
+
+def test_batches_that_were_dealt_but_not_fetched_return_as_well() -> None:
+    data = loop(2)
+    assert data.take(1, 0, 1, [1, 2]) == [0]
+    assert data.has_dealt(2)
+    data.give_back(2)
+
+    assert not data.has_dealt(2)
+    assert data.take(1, 1, 1, [1]) == [1]
+
+
+def test_going_on_to_the_next_loop_throws_unused_batches_away() -> None:
+    ledger = Ledger()
+    first = ledger.open(1, LoopSpec(0, size=3, batch_size=1))
+    first.take(1, 0, 2, [1])
+    ledger.open(1, LoopSpec(1, size=3, batch_size=1))
+
+    assert (first.dropped, first.committed, first.free) == (2, 2, 1)
+
+
+def test_workers_that_describe_a_loop_differently_are_told() -> None:
+    ledger = Ledger()
+    ledger.open(1, LoopSpec(0, size=3, batch_size=1))
+
+    with pytest.raises(ValueError, match="batch_size=1.*batch_size=2"):
+        ledger.open(2, LoopSpec(0, size=3, batch_size=2))
+
+
+def test_a_restored_loop_hands_out_exactly_what_had_not_counted() -> None:
+    ledger, restored = Ledger(), Ledger()
+    data = ledger.open(1, LoopSpec(0, size=6, batch_size=1))
+    data.take(1, 0, 4, [1])
+    for number in (0, 1, 3):
+        data.commit(1, number)
+    restored.restore(ledger.state())
+
+    assert restored.open(2, data.spec).take(2, 0, 9, [2]) == [2, 4, 5]

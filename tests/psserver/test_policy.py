@@ -1,0 +1,74 @@
+"""The three rows of the table, decision by decision."""
+
+import itertools
+
+import pytest
+
+from pscommon.core.log import PushKey
+from psserver.core.policy import Policy, choose, policy, within_bound
+
+SYNC, ASYNC, SSP = policy("sync"), policy("async"), policy("ssp", 2)
+
+
+def ready(*workers: int) -> dict[int, PushKey]:
+    return {worker: PushKey(worker, 1) for worker in workers}
+
+
+def chosen(row: Policy, clocks: dict[int, int], *workers: int) -> list[int]:
+    return [key.worker for key in choose(row, clocks, ready(*workers))]
+
+
+def test_rows() -> None:
+    assert SYNC == Policy("sync", 0, barrier=True)
+    assert ASYNC == Policy("async", None, barrier=False)
+    assert SSP == Policy("ssp", 2, barrier=False)
+    assert policy("ssp", 0) == Policy("ssp", 0, barrier=True)
+    assert policy("async", max_staleness=4).max_staleness == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "staleness", "message"),
+    [
+        ("ssp", None, "ssp needs it"),
+        ("sync", 1, "goes with --policy ssp"),
+        ("async", 0, "goes with --policy ssp"),
+        ("ssp", -1, "makes no sense"),
+        ("hogwild", None, "not one of sync, ssp, async"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(name: str, staleness: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy(name, staleness)
+
+
+def test_sync_takes_all_or_none_in_worker_order() -> None:
+    clocks = {2: 5, 1: 5, 3: 5}
+
+    assert chosen(SYNC, clocks, 3, 1) == []
+    assert chosen(SYNC, clocks, 3, 1, 2) == [2, 1, 3]
+    assert chosen(SYNC, {}) == []
+
+
+def test_async_takes_the_first_that_came() -> None:
+    assert chosen(ASYNC, {1: 0, 2: 99}, 2, 1) == [2]
+    assert chosen(ASYNC, {1: 0, 2: 99}) == []
+
+
+def test_ssp_passes_over_who_is_too_far_ahead() -> None:
+    assert chosen(SSP, {1: 0, 2: 2, 3: 1}, 2, 3) == [3]
+    assert chosen(SSP, {1: 0, 2: 2, 3: 2}, 2, 3) == []
+    assert chosen(SSP, {1: 1, 2: 2}, 2) == [2]
+    assert chosen(SSP, {2: 7}, 2) == [2]
+
+
+@pytest.mark.parametrize("bound", [1, 2, 3])
+def test_the_bound_is_what_it_says_for_all_small_clocks(bound: int) -> None:
+    """Against the definition, written down plainly: after the push, nobody is more than the bound above the smallest.
+
+    A worker may always be the slowest one's equal, whatever others have done.
+    """
+    row = policy("ssp", bound)
+    for clocks in itertools.product(range(6), repeat=3):
+        after = [clocks[0] + 1, *clocks[1:]]
+
+        assert within_bound(row, dict(enumerate(clocks)), 0) == (after[0] - min(after) <= bound)

@@ -1,0 +1,95 @@
+"""Who takes part, in which order, and from which clock on."""
+
+from psserver.core.roster import GENERATION, Member, Roster, State
+
+
+def joined(roster: Roster, rank: int | None = None, now: float = 0.0) -> Member:
+    return roster.join(now, rank, "host", 1, "cpu")
+
+
+def active(roster: Roster, rank: int | None = None, clock: int = 0) -> Member:
+    member = joined(roster, rank)
+    roster.activate(member)
+    member.clock = clock
+    return member
+
+
+def test_workers_are_ordered_by_rank_whoever_comes_first() -> None:
+    roster = Roster(5.0)
+    workers = [joined(roster, rank).worker for rank in (2, 0, 1, 0)]
+
+    assert workers == [1, 2, 3, 4]
+    assert [m.worker for m in roster] == [2, 4, 3, 1]
+
+
+def test_without_ranks_the_order_is_that_of_joining() -> None:
+    roster = Roster(5.0, generation=3)
+
+    assert [joined(roster).rank for _ in range(3)] == [0, 1, 2]
+    assert [m.worker for m in roster] == [3 * GENERATION + 1, 3 * GENERATION + 2, 3 * GENERATION + 3]
+
+
+def test_rounds_wait_for_the_active_only() -> None:
+    roster = Roster(5.0)
+    members = [active(roster) for _ in State]
+    for member, state in zip(members, State, strict=True):
+        member.state = state
+
+    assert [m.state for m in roster.active()] == [State.ACTIVE]
+    assert [m.state for m in roster.registered()] == [State.ACTIVE, State.IDLE]
+    assert [m.state for m in roster if m.alive] == [State.JOINED, State.ACTIVE, State.IDLE]
+    assert list(roster.clocks()) == [members[1].worker]
+
+
+def test_a_joiner_starts_level_with_the_slowest() -> None:
+    roster = Roster(5.0)
+    active(roster, clock=7)
+    active(roster, clock=4)
+
+    assert active_clock(roster) == 4
+
+
+def test_whoever_comes_back_keeps_a_clock_that_is_higher() -> None:
+    roster = Roster(5.0)
+    slow, fast = active(roster, clock=4), active(roster, clock=7)
+    fast.state = slow.state = State.IDLE
+
+    roster.activate(fast)
+    assert fast.clock == 7
+    roster.activate(slow)
+    assert slow.clock == 7
+
+
+def test_when_all_wait_for_data_a_joiner_starts_level_with_the_fastest() -> None:
+    roster = Roster(5.0)
+    for clock in (3, 9):
+        active(roster, clock=clock).state = State.IDLE
+
+    assert active_clock(roster) == 9
+
+
+def active_clock(roster: Roster) -> int:
+    member = joined(roster)
+    roster.activate(member)
+    return member.clock
+
+
+def test_leases_end_and_are_forgiven() -> None:
+    roster = Roster(5.0)
+    early, late = joined(roster, now=0.0), joined(roster, now=2.0)
+
+    assert roster.expired(5.0) == []
+    assert roster.expired(6.0) == [early]
+    roster.forgive(3.0)
+    assert roster.expired(8.0) == []
+    assert roster.expired(11.0) == [early, late]
+    early.state = State.LOST
+    assert roster.expired(11.0) == [late]
+
+
+def test_workers_of_before_a_restart_are_out() -> None:
+    roster = Roster(5.0, generation=1)
+    roster.restore({1: 12, 2: 13})
+
+    assert [(m.worker, m.seq, m.alive) for m in roster] == [(1, 12, False), (2, 13, False)]
+    assert joined(roster).worker == GENERATION + 1
