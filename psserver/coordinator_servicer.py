@@ -22,7 +22,8 @@ from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.archive import groups_of
 from psserver.core.cuts import PartReport
-from psserver.hub import Hub, Server, Told
+from psserver.fleet import Server, Told
+from psserver.hub import Hub
 
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
 LINK_BEAT = 1.0
@@ -43,7 +44,7 @@ class Coordinator(CoordinatorServiceServicer):
             return pb.JoinResponse(
                 job=self._hub.job,
                 worker=member.worker,
-                addresses=self._hub.addresses,
+                addresses=self._hub.fleet.addresses,
                 lease_ms=round(self._hub.config.lease * 1000),
                 policy=self._hub.config.policy,
             )
@@ -101,17 +102,13 @@ class Coordinator(CoordinatorServiceServicer):
                 return pb.NextBatchResponse(waiting_for=self._hub.waiting_for, version=self._hub.version)
             return pb.NextBatchResponse(numbers=batches.numbers, end=batches.end, version=self._hub.version)
 
-    def ReturnBatches(
-        self, request: pb.ReturnBatchesRequest, context: Context
-    ) -> pb.ReturnBatchesResponse:
+    def ReturnBatches(self, request: pb.ReturnBatchesRequest, context: Context) -> pb.ReturnBatchesResponse:
         with answering(context):
             self._hub.check_job(request.job)
             self._hub.return_batches(request.worker, batches_from_proto(request.batches))
             return pb.ReturnBatchesResponse()
 
-    def ReportMetrics(
-        self, request: pb.ReportMetricsRequest, context: Context
-    ) -> pb.ReportMetricsResponse:
+    def ReportMetrics(self, request: pb.ReportMetricsRequest, context: Context) -> pb.ReportMetricsResponse:
         with answering(context):
             self._hub.check_job(request.job)
             self._hub.report_metrics(request.worker, dict(request.metrics))
@@ -138,11 +135,13 @@ class Coordinator(CoordinatorServiceServicer):
     ) -> Iterator[pb.LinkShardResponse]:
         with answering(context):
             first = next(requests)
-            server = self._hub.shard_up(first.shard, first.shards, first.address, first.instance)
+            server, line = self._hub.shard_up(first.shard, first.shards, first.address, first.instance)
+            # at once, not when _follow looks again: a shard that was restarted may be at the door
+            context.add_callback(lambda: self._hub.shard_down(server.shard, line))
             try:
                 yield from self._follow(server, first, requests, context)
             finally:
-                self._hub.shard_down(server, first.instance)
+                self._hub.shard_down(server.shard, line)
 
     def _follow(
         self,
@@ -168,7 +167,7 @@ class Coordinator(CoordinatorServiceServicer):
         hub, news = self._hub, self._hub.news(told)
         response = pb.LinkShardResponse(
             job=hub.job,
-            addresses=hub.addresses,
+            addresses=hub.fleet.addresses,
             waiting_for=hub.waiting_for,
             stop=hub.stopped.is_set(),
             epoch=news.told.epoch,

@@ -2,15 +2,14 @@
 
 Threads. Each request has one; `_changed` guards the machine, and whoever changes it wakes those who wait, who then ask
 the machine again. New log entries go to this process's own shard in the thread that made them, outside the lock, and to
-the other shards through `entries_after`, which their links wait on.
+the other shards through `news`, which their links wait for.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pscommon.core.errors import (
     MismatchError,
@@ -20,7 +19,7 @@ from pscommon.core.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
-from pscommon.core.log import BatchKey, Entry, Report
+from pscommon.core.log import BatchKey, Report
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
@@ -31,7 +30,9 @@ from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import Cutting, Every, PartReport
 from psserver.core.policy import policy
 from psserver.core.roster import Member, State
+from psserver.core.waiting import waiting_for
 from psserver.engine import Engine
+from psserver.fleet import Fleet, News, Server, Told
 from psserver.identity import Identity
 from psserver.metrics import ServerMetrics
 from psserver.status import describe, statistics
@@ -40,37 +41,7 @@ TICK = 0.2
 T = TypeVar("T")
 
 
-class Told(NamedTuple):
-    """How far a shard has been told the log."""
-
-    epoch: int = -1
-    reached: int = 0
-
-
-class News(NamedTuple):
-    """What to tell a shard, and how far it has then been told."""
-
-    told: Told
-    base: int
-    model: ModelSpec | None
-    restore: Manifest | None
-    entries: list[Entry]
-    snapshots: list[int]
-
-
 log = logging.getLogger("psserver")
-
-
-@dataclass(slots=True)
-class Server:
-    """What the coordinator knows of a shard's process."""
-
-    shard: int
-    address: str = ""
-    instance: str = ""
-    connected: bool = False
-    restored: int | None = None
-    stats: dict[str, Any] = field(default_factory=dict)
 
 
 class Hub:
@@ -83,15 +54,13 @@ class Hub:
         self.engine = engine
         self.archive = archive
         self.metrics = metrics
-        self.servers = [Server(shard) for shard in range(config.shards)]
-        self.servers[0].address = identity.address
+        self.fleet = Fleet(config.shards, identity.address)
         self._identity = identity
         self.stop_reason: str | None = None
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
         self._began = time.monotonic()
         self._changed = threading.Condition()
-        self._restore: Manifest | None = None
         self._coordinator = self._new_coordinator()
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
@@ -108,9 +77,8 @@ class Hub:
         manifest = self.archive.to_resume(self.config.resume)
         self.engine.follow(self._coordinator.epoch, 0)
         if manifest is not None:
-            self._identity.learn(self.config.job or manifest.job, self.addresses)
+            self._identity.learn(self.config.job or manifest.job, self.fleet.addresses)
             self._resume(manifest)
-        self.servers[0].connected = True
         if ticking:
             self._ticker.start()
 
@@ -125,16 +93,7 @@ class Hub:
     def waiting_for(self) -> str:
         """Whom the job waits for just now, in words."""
         with self._changed:
-            return self._missing_servers() or self._coordinator.waiting_for(time.monotonic())
-
-    def _missing_servers(self) -> str:
-        missing = [f"shard {s.shard}" for s in self.servers if not s.connected]
-        if missing:
-            return ", ".join(missing) + " of " + str(self.config.shards) + " to connect"
-        if self._restore is not None:
-            late = [f"shard {s.shard}" for s in self.servers if s.restored != self._restore.version]
-            return ", ".join(late) + f" to load snapshot {self._restore.version}" if late else ""
-        return ""
+            return self.fleet.missing or waiting_for(self._coordinator, time.monotonic())
 
     def _step(self, action: Callable[[Coordinator, float], T]) -> T:
         """One event for the machine; then carry out and tell what came of it."""
@@ -151,7 +110,7 @@ class Hub:
         """The machine's answer as soon as it has one; None: not within `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
-            answer = self._step(action) if not self._missing_servers() else None
+            answer = self._step(action) if not self.fleet.missing else None
             left = deadline - time.monotonic()
             if answer is not None or left <= 0 or self.stop_reason is not None:
                 return answer
@@ -224,7 +183,7 @@ class Hub:
     @property
     def begun(self) -> bool:
         """Are there weights, on every shard?"""
-        return self._coordinator.begun and not self._missing_servers()
+        return self._coordinator.begun and not self.fleet.missing
 
     @property
     def version(self) -> int:
@@ -238,36 +197,24 @@ class Hub:
 
     # ---- shards -----------------------------------------------------------------------------------------------------
 
-    def shard_up(self, shard: int, shards: int, address: str, instance: str) -> Server:
-        """A shard's process says that it is there. MismatchError where its place is taken or does not exist."""
-        if shards != self.config.shards or not 0 < shard < shards:
-            raise MismatchError(
-                f"shard {shard}/{shards} does not belong to this job of {self.config.shards} shards", "SHARD_MISMATCH"
-            )
-        server = self.servers[shard]
+    def shard_up(self, shard: int, shards: int, address: str, instance: str) -> tuple[Server, int]:
+        """A shard's process says that it is there, over this line. MismatchError if its place is taken or unknown."""
         with self._changed:
-            if server.connected and server.instance != instance:
-                raise MismatchError(f"shard {shard} is already served by {server.address}", "SHARD_TAKEN")
-            reborn = bool(server.instance) and server.instance != instance
-            server.address, server.instance, server.connected = address, instance, True
-            self._identity.learn(self.job, self.addresses)
+            reborn = self.fleet.connect(shard, shards, address, instance)
+            server, line = self.fleet[shard], self.fleet[shard].line
+            self._identity.learn(self.job, self.fleet.addresses)
             self._changed.notify_all()
         log.info("shard connected", extra={"shard": shard, "address": address})
         if reborn and self._coordinator.begun:
             self._roll_back(f"shard {shard} was restarted")
         elif reborn:
             self._step(lambda c, now: c.shard_lost(shard))
-        return server
+        return server, line
 
-    def shard_down(self, server: Server, instance: str) -> None:
+    def shard_down(self, shard: int, line: int) -> None:
         with self._changed:
-            if server.instance == instance:
-                server.connected = False
+            self.fleet.disconnect(shard, line)
             self._changed.notify_all()
-
-    @property
-    def addresses(self) -> list[str]:
-        return [server.address for server in self.servers]
 
     def report(self, report: Report) -> None:
         """A shard's word on what it holds."""
@@ -278,7 +225,7 @@ class Hub:
         with self._changed:
             coordinator = self._coordinator
             epoch, index = coordinator.epoch, told.reached if told.epoch == coordinator.epoch else coordinator.base
-            restore = self._restore if told.epoch != epoch else None
+            restore = self.fleet.restore if told.epoch != epoch else None
             entries = coordinator.entries_after(index)
             news = Told(epoch, max(index, coordinator.last_index))
             return News(news, coordinator.base, coordinator.model, restore, entries, self.archive.kept)
@@ -296,12 +243,11 @@ class Hub:
 
     def _resume(self, manifest: Manifest) -> None:
         """Take a snapshot as the state of the job; the shards are told to load it."""
+        self.archive.next_generation()
         with self._changed:
             self._coordinator = self._new_coordinator()
             self._coordinator.restore(dict(manifest.coordinator), manifest.model, time.monotonic())
-            self._restore = manifest
-            for server in self.servers:
-                server.restored = None
+            self.fleet.begin_restore(manifest)
             self._changed.notify_all()
         log.info("resuming", extra={"version": manifest.version})
         self.restored(0, manifest.version, self.archive.load_into(self.engine, self._coordinator.epoch, manifest))
@@ -309,11 +255,11 @@ class Hub:
     def restored(self, shard: int, version: int, problem: str) -> None:
         """A shard has loaded the snapshot, or could not: then everybody goes back to the one before."""
         with self._changed:
-            wanted = self._restore
+            wanted = self.fleet.restore
             if wanted is None or version != wanted.version:
                 return
             if not problem:
-                self.servers[shard].restored = version
+                self.fleet[shard].restored = version
                 self._changed.notify_all()
                 return
         log.error("a snapshot cannot be loaded; trying the one before", extra={"version": version, "problem": problem})
@@ -331,7 +277,6 @@ class Hub:
             return
         lost = self._coordinator.version - manifest.version
         log.error("rolling back to a snapshot", extra={"why": why, "version": manifest.version, "updates_lost": lost})
-        self.archive.next_generation()
         self._resume(manifest)
 
     def _fail(self, error: PSError) -> None:
@@ -384,7 +329,7 @@ class Hub:
             roster = list(self._coordinator.roster)
         if cutting is not None:
             self._finish_cut(cutting)
-        self.servers[0].stats = statistics(self.engine)
+        self.fleet[0].stats = statistics(self.engine)
         self.metrics.workers({state: sum(m.state == state for m in roster) for state in State})
         for member in roster:
             if member.alive and member.registered:
@@ -411,7 +356,7 @@ class Hub:
 
     def _last_snapshot(self) -> None:
         try:
-            if self.archive.enabled and self._coordinator.begun and not self._missing_servers():
+            if self.archive.enabled and self._coordinator.begun and not self.fleet.missing:
                 self.save_now(30.0)
         finally:
             self.stopped.set()
@@ -434,7 +379,7 @@ class Hub:
         deadline = time.monotonic() + 2.0
         with self._changed:
             self._changed.notify_all()
-            while any(s.connected for s in self.servers[1:]) and (left := deadline - time.monotonic()) > 0:
+            while any(s.connected for s in list(self.fleet)[1:]) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
         if self._ticker.is_alive():
             self._ticker.join()

@@ -34,7 +34,7 @@ def describe(
         "snapshots": snapshots,
         "snapshot_age_seconds": round(time.time() - archive.newest_time, 3) if archive.newest_time else None,
         "snapshot_problem": archive.problem,
-        "pushes": coordinator.counts | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in hub.servers)},
+        "pushes": coordinator.counts | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in hub.fleet)},
         "metrics": {name: value for name, (_, value) in sorted(coordinator.metrics.items())},
         "model": model(hub, coordinator),
         "finished": sum(m.state == "left" and not m.reason and m.steps > 0 for m in coordinator.roster),
@@ -44,7 +44,7 @@ def describe(
 def state(hub: "Hub", coordinator: Coordinator) -> str:
     if hub.stop_reason is not None:
         return "stopping"
-    if not all(server.connected for server in hub.servers):
+    if not all(server.connected for server in hub.fleet):
         return "waiting for servers"
     if not coordinator.begun:
         return "waiting for a model"
@@ -54,7 +54,7 @@ def state(hub: "Hub", coordinator: Coordinator) -> str:
 def servers(hub: "Hub") -> list[dict[str, Any]]:
     return [
         {"shard": s.shard, "address": s.address, "connected": s.connected, **s.stats}
-        for s in hub.servers
+        for s in hub.fleet
     ]  # fmt: skip
 
 

@@ -21,7 +21,8 @@ from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.coordinator_servicer import Coordinator
 from psserver.engine import Engine
-from psserver.hub import Hub, Told
+from psserver.fleet import Told
+from psserver.hub import Hub
 from psserver.identity import Identity
 from psserver.metrics import ServerMetrics
 from psserver.servicer import ParameterServer
@@ -30,6 +31,8 @@ from psworker.patience import Clock
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+
+FOREVER = 1e6
 
 TICK = 0.01
 """Simulated seconds that one turn takes."""
@@ -194,3 +197,9 @@ def _fill(views: Sequence[memoryview], data: Sequence[Any]) -> None:
     filler = Filler(views)
     for view in data:
         filler.fill(view)
+
+
+def simulated(shards: int, workers: int, policy: str, staleness: int | None) -> SimulatedCluster:
+    """A cluster with settings as of ps-server, for that many workers. Leases never end: no time passes."""
+    config = ServerConfig(shards=shards, policy=policy, staleness=staleness, min_workers=workers, lease=FOREVER)
+    return SimulatedCluster(config, workers)

@@ -112,13 +112,9 @@ class DistributedTraining:
 
     @contextlib.contextmanager
     def _simulated(self, nodes: int) -> Iterator["Cluster"]:
-        from psserver.config import ServerConfig
-        from psworker.simulation import SimulatedCluster
+        from psworker.simulation import simulated
 
-        config = ServerConfig(
-            shards=self.servers, policy=self.policy, staleness=self.staleness, min_workers=nodes, lease=1e6
-        )
-        cluster = SimulatedCluster(config, nodes)
+        cluster = simulated(self.servers, nodes, self.policy, self.staleness)
         yield Cluster(lambda node: Client(lane=cluster.lane(node), rank=node), cluster.turns.enter, cluster.turns.leave)
 
 

@@ -6,8 +6,8 @@ the policy which ready pushes make the next update and appends an Apply. All els
 too: Reject (a shard found NaN, or it is too old) and Evict (its worker left, or its lease ended). The batches that a
 push used are committed with its Apply, so data and weights never disagree.
 
-Nothing here waits. A request that cannot be answered yet gets None, and is asked again when something has changed;
-`waiting_for` says in words what is missing. No clock either: `now` is an argument. Requests may be repeated.
+Nothing here waits. A request that cannot be answered yet gets None, and is asked again when something has changed. No
+clock either: `now` is an argument. Requests may be repeated.
 """
 
 from collections.abc import Iterable
@@ -229,6 +229,16 @@ class Coordinator:
             self._ready.pop(key, None)
 
     @property
+    def uploader(self) -> Member | None:
+        """Who has to upload the initial weights."""
+        return self.roster.members.get(self._uploader or 0)
+
+    @property
+    def ready_workers(self) -> set[int]:
+        """Workers with a push that all shards hold and that is not decided."""
+        return {key.worker for key in self._ready}
+
+    @property
     def base(self) -> int:
         """Entries up to here are not kept: every shard has carried them out."""
         return min(self._log, default=self._index + 1) - 1
@@ -349,7 +359,7 @@ class Coordinator:
 
     def cut(self, now: float) -> None:
         """Snapshot the version that stands, unless one is being written."""
-        if self.begun and self.cuts.cutting is None:
+        if self.begun and not self.cuts.busy:
             self._append(Cut(self._index + 1, self.version))
             self.cuts.begin(self.version, self._index, now, self.state())
 
@@ -377,28 +387,3 @@ class Coordinator:
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self._reached = dict.fromkeys(range(self.shards), self._index)
         self.cuts.started(self.version, now)
-
-    # ---- words ------------------------------------------------------------------------------------------------------
-
-    def waiting_for(self, now: float) -> str:
-        """Whom the job waits for, for people; empty when it waits for nobody."""
-        if not self.begun:
-            uploader = self.roster.members.get(self._uploader or 0)
-            return f"the initial weights from {uploader}" if uploader else "a worker to register a model"
-        if not self._all_here():
-            return f"workers: {len(self.roster.registered())} of --min-workers {self.min_workers} are here"
-        late = self._late()
-        return ", ".join(f"{m}, silent for {now - m.last_seen:.1f} s" for m in late[:3]) + (
-            f" and {len(late) - 3} more" if len(late) > 3 else ""
-        )
-
-    def _late(self) -> list[Member]:
-        """Those whose push would let the others go on."""
-        active = self.roster.active()
-        if self.policy.barrier:
-            held = {key.worker for key in self._ready}
-            return [m for m in active if m.worker not in held] if held else []
-        if self.policy.bound is None or not self._ready:
-            return []
-        slowest = min((m.clock for m in active), default=0)
-        return [m for m in active if m.clock == slowest]

@@ -52,9 +52,14 @@ class Cuts:
         """Training starts here (0, or what was restored): this much needs no snapshot."""
         self._last_version, self._last_time = version, now
 
+    @property
+    def busy(self) -> bool:
+        """One is under way, or complete and not yet taken from `finished` by the shell."""
+        return self.cutting is not None or self.finished is not None
+
     def due(self, version: int, now: float) -> bool:
         """Is it time to cut at this version?"""
-        if self.cutting is not None or version <= self._last_version:
+        if self.busy or version <= self._last_version:
             return False
         if self.every.steps is not None:
             return version // self.every.steps > self._last_version // self.every.steps

@@ -17,13 +17,18 @@ class Cluster:
         self.servers: list[Server] = []
         try:
             for shard in range(shards):
-                join = self.servers[0].address if shard else None
-                config = ServerConfig(shard=shard, shards=shards, bind="127.0.0.1:0", join=join, **settings)
-                self.servers.append(Server(config))
-                self.servers[-1].start()
+                self.add(shard, shards, **settings)
         except BaseException:
             self.close()
             raise
+
+    def add(self, shard: int, shards: int, **settings: Any) -> Server:
+        """One server more: used for all of them, and for one that comes again."""
+        join = self.servers[0].address if shard else None
+        config = ServerConfig(**{"shard": shard, "shards": shards, "bind": "127.0.0.1:0", "join": join, **settings})
+        self.servers.append(Server(config))
+        self.servers[-1].start()
+        return self.servers[-1]
 
     @property
     def address(self) -> str:

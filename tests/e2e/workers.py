@@ -53,7 +53,7 @@ ONES = {"a": np.ones((3, 40), np.float32), "b": np.ones(100, np.float32)}
 def counter(address: str, rank: int | None = None, **options: Any) -> Client:
     """A client whose model is all zeros and loses what is pushed: SGD with learning rate 1."""
     client = connected(address, rank, **options)
-    client.register({name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", ({"lr": 1.0},)))
+    client.register({name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0))
     return client
 
 

@@ -1,4 +1,4 @@
-"""The tensors of three well-known models, from their papers and torchvision's and Hugging Face's definitions of them."""
+"""The tensors of three well-known models, as their papers, torchvision and Hugging Face define them."""
 
 from collections.abc import Iterator
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_every_byte_has_one_place_and_every_shard_a_fair_share(plan: Plan) -> No
 def test_tensors_do_not_overlap(plan: Plan) -> None:
     extents = sorted(plan.extent(index) for index in range(len(plan.spec.tensors)) if plan.spec.tensors[index].nbytes)
 
-    assert all(before.stop <= after.start for before, after in zip(extents, extents[1:], strict=False))
+    assert all(before.stop <= after.start for before, after in pairwise(extents))
     assert all(extent.stop <= plan.nbytes for extent in extents)
 
 

@@ -54,9 +54,9 @@ def test_entry_round_trip(entry: Entry) -> None:
     assert codec.entry_from_proto(_again(codec.entry_to_proto(entry))) == entry
 
 
-@given(st.lists(staged).map(tuple), whole)
-def test_report_round_trip(held: tuple[Staged, ...], index: int) -> None:
-    report = Report(2, index, held)
+@given(st.lists(staged).map(tuple), whole, whole)
+def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int) -> None:
+    report = Report(2, epoch, index, held)
 
     message = co.Report.FromString(codec.report_to_proto(report).SerializeToString())
 

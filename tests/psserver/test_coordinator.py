@@ -161,7 +161,7 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
         job.coordinator.tick(second)
 
     assert [entry.worker for entry in job.news() if isinstance(entry, Evict)] == [2]
-    with pytest.raises(FencedError, match="worker 2 is out of the job: nothing heard from it for 5.5 s"):
+    with pytest.raises(FencedError, match="worker 2 is out of the job: nothing heard from it"):
         job.coordinator.member(2, 6.0)
     job.push(1, 1)
     assert job.applied() == [[1]]
@@ -230,24 +230,18 @@ def test_batches_count_with_the_push_that_used_them_and_the_loop_ends_for_all_at
     assert job.ask(2, 2) == Batches(end=True)
 
 
-def test_a_worker_without_data_sits_out_until_there_is_some() -> None:
-    """Worker 1 has the last batch; worker 2 is not waited for, and gets the batch when worker 1 dies."""
-    job = Job(workers=2)
+def test_a_worker_without_data_waits_for_what_others_may_give_back() -> None:
+    job, three = Job(workers=2), LoopSpec(0, size=3, batch_size=1)
     for worker in (1, 2):
-        job.ask(worker)
-        job.ask(worker, 1)
-    for step in (0, 1):
-        for worker in (1, 2):
-            if (step, worker) != (1, 1):
-                job.push(worker, step + 1, batches=[2 * step + worker - 1])
-    assert job.ask(2, 2, idle=True) is None
-    job.news()
-    job.push(2, 3)
-    assert job.applied() == []
+        assert job.ask(worker, loop=three) == Batches((worker - 1,))
+    for worker in (1, 2):
+        job.push(worker, 1, batches=[worker - 1])
+    assert job.ask(1, 1, loop=three) == Batches((2,))
+    assert job.ask(2, 1, idle=True, loop=three) is None
     job.coordinator.leave(1, "died", 0.0)
 
-    assert job.applied() == [[2], [2]]
-    assert job.ask(2, 2, idle=True) == Batches((2,))
+    assert job.ask(2, 1, idle=True, loop=three) == Batches((2,))
+    assert job.coordinator.roster.members[2].state is State.ACTIVE
 
 
 def test_idle_workers_hold_up_no_round() -> None:

@@ -19,6 +19,7 @@ def test_by_steps_at_each_multiple_or_just_after_it() -> None:
     assert [version for version in range(12) if cuts.due(version, 100.0)] == [5, 6, 7, 8, 9, 10, 11]
     cuts.begin(6, 1, 100.0, {})
     cuts.part(0, part(6))
+    cuts.finished = None  # the shell has taken it
     assert [version for version in range(12) if cuts.due(version, 100.0)] == [10, 11]
 
 
@@ -48,4 +49,7 @@ def test_one_at_a_time_and_complete_with_the_last_part() -> None:
     assert (cuts.finished.version, cuts.finished.index, cuts.finished.state) == (1, 7, {"a": 1})
     assert cuts.finished.problem == "shard 1: disk full"
     assert cuts.cutting is None
+    assert not cuts.due(2, 100.0)  # a next one could be complete before the shell has taken this one
+
+    cuts.finished = None
     assert cuts.due(2, 100.0)

@@ -90,7 +90,7 @@ def test_workers_that_describe_a_loop_differently_are_told() -> None:
     ledger = Ledger()
     ledger.open(1, LoopSpec(0, size=3, batch_size=1))
 
-    with pytest.raises(ValueError, match="batch_size=1.*batch_size=2"):
+    with pytest.raises(ValueError, match=r"batch_size=1.*batch_size=2"):
         ledger.open(2, LoopSpec(0, size=3, batch_size=2))
 
 

@@ -19,9 +19,9 @@ def chosen(row: Policy, clocks: dict[int, int], *workers: int) -> list[int]:
 
 
 def test_rows() -> None:
-    assert SYNC == Policy("sync", 0, barrier=True)
-    assert ASYNC == Policy("async", None, barrier=False)
-    assert SSP == Policy("ssp", 2, barrier=False)
+    assert policy("sync") == Policy("sync", 0, barrier=True)
+    assert policy("async") == Policy("async", None, barrier=False)
+    assert policy("ssp", 2) == Policy("ssp", 2, barrier=False)
     assert policy("ssp", 0) == Policy("ssp", 0, barrier=True)
     assert policy("async", max_staleness=4).max_staleness == 4
 

@@ -126,6 +126,8 @@ def test_buffers_travel_by_value_and_frozen_never_change(cluster: FakeCluster) -
     mean, mask = np.arange(40, dtype=np.float32), np.array([1, 0, 1], np.int64)
     with Client(cluster.addresses) as client:
         client.register(params(), SGD, buffers={"mean": mean}, frozen={"mask": mask})
+        client.push_pull(gradient())
+        assert (client.weights["mean"] == mean).all()
         client.push_pull({**gradient(), "mean": mean * 2})
         first = client.pull()
         client.push_pull(gradient())

@@ -54,10 +54,11 @@ def raising(error: PSError) -> Callable[[], None]:
     return hook
 
 
-@pytest.mark.parametrize("shard", [0, 1])
-def test_push_whose_answer_is_lost_counts_once_and_was_applied(cluster: FakeCluster, shard: int) -> None:
+@pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
+def test_push_whose_answer_is_lost_counts_once_and_was_applied(cluster: FakeCluster, shards: list[int]) -> None:
     with connect(cluster) as client:
-        cluster.after[shard].extend([lost, lost])
+        for shard in shards:
+            cluster.after[shard].extend([lost, lost])
         result = client.push_pull(gradient())
 
         assert (result.status, result.version) == ("applied", 1)
@@ -77,7 +78,8 @@ def test_connection_that_breaks_before_the_push_arrives(cluster: FakeCluster) ->
 
 def test_rejected_push_whose_answer_is_lost_is_rejected(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
-        cluster.after[0].append(lost)
+        for shard in range(2):
+            cluster.after[shard].append(lost)
         result = client.push(gradient(np.inf))
 
         assert (result.status, result.reason) == ("rejected", "NON_FINITE: worker 1: tensor w")
@@ -114,6 +116,23 @@ def test_break_while_pending_sends_the_bytes_again(cluster: FakeCluster) -> None
     assert cluster.counted == [(1, 1)]
 
 
+def test_version_is_the_smallest_of_the_shards(cluster: FakeCluster) -> None:
+    """They carry out the log each at its own speed, and a gradient is as old as the oldest part of its weights."""
+    with connect(cluster) as client:
+        server = cluster.servers[0]
+        original = server._with_weights
+
+        def ahead(header: ps.PushPullHeader, result: ps.ExchangeResult) -> Any:
+            result, views = original(header, result)
+            result.version += 5
+            return result, views
+
+        server._with_weights = ahead  # type: ignore[method-assign]
+
+        assert client.push_pull(gradient()).version == 1
+        assert client.version == 1
+
+
 def test_wait_timeout_names_whom_and_what(cluster: FakeCluster) -> None:
     with connect(cluster, wait_timeout=0.2) as client:
         cluster.waits_for = "worker 2 (rank 1)"
@@ -139,6 +158,7 @@ def test_same_push_again_after_a_failure_is_a_duplicate_if_it_counted(cluster: F
         with pytest.raises(UnreachableError):
             client.push(gradient())
         cluster.after[0].clear()
+        cluster.after[0].append(lost)
         result = client.push_pull(gradient())
 
         assert cluster.counted == [(1, 1)]

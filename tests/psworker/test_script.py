@@ -1,5 +1,6 @@
 """Running a script in a worker: like plain Python, and every end has its exit code."""
 
+import json
 import os
 import signal
 import subprocess
@@ -60,6 +61,23 @@ def test_a_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) -> N
     arguments = ["inner/train.py", "--ps", "--", "-m"]
     assert result.stdout.strip() == f"__main__ inner/train.py {arguments} found {inner}"
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_the_scripts_folder_is_first_and_no_other_is_lost(tmp_path: Path, safe: bool) -> None:
+    """Without -P the interpreter has put a folder of its own first: the script's replaces that one."""
+    (tmp_path / "train.py").write_text("import json, sys; print(json.dumps(sys.path))")
+    line = [sys.executable, *(["-P"] if safe else []), "-c"]
+    plain = subprocess.run(
+        [*line, "import json, sys; print(json.dumps(sys.path))"], capture_output=True, timeout=LIMIT, check=True
+    )
+    ours = subprocess.run(
+        [*line, RUN, "file", str(tmp_path / "train.py"), ""], capture_output=True, timeout=LIMIT, check=True
+    )
+
+    before, after = json.loads(plain.stdout), json.loads(ours.stdout)
+
+    assert after == [str(tmp_path), *(before if safe else before[1:])]
 
 
 def test_a_module_is_main_with_the_current_folder_first(tmp_path: Path) -> None:

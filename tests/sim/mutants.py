@@ -9,7 +9,7 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.ledger import Loop
 from psserver.core.policy import Policy, choose
 from psserver.core.shard import Outcome, Shard
-from tests.sim.world import SimShard
+from tests.sim.actors import SimShard
 
 
 class SumsInArrivalOrder(SimShard):

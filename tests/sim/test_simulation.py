@@ -13,7 +13,8 @@ import pytest
 from pscommon.core.log import Apply, Cut, Entry
 from psserver.core.policy import policy
 from tests.sim import mutants
-from tests.sim.world import InvariantError, Scenario, World, run
+from tests.sim.actors import InvariantError
+from tests.sim.world import Scenario, World, run
 
 SEEDS = 10_000
 PROCESSES = 2

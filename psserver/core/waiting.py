@@ -1,0 +1,32 @@
+"""Whom a job waits for, in words for people."""
+
+from psserver.core.coordinator import Coordinator
+from psserver.core.roster import Member
+
+NAMED = 3
+
+
+def waiting_for(coordinator: Coordinator, now: float) -> str:
+    """One phrase; empty when nobody is waited for."""
+    if not coordinator.begun:
+        uploader = coordinator.uploader
+        return f"the initial weights from {uploader}" if uploader else "a worker to register a model"
+    if not coordinator.started:
+        here = len(coordinator.roster.registered())
+        return f"workers: {here} of --min-workers {coordinator.min_workers} are here"
+    late = _late(coordinator)
+    named = [f"{member}, silent for {now - member.last_seen:.1f} s" for member in late[:NAMED]]
+    return ", ".join(named) + (f" and {len(late) - NAMED} more" if len(late) > NAMED else "")
+
+
+def _late(coordinator: Coordinator) -> list[Member]:
+    """Those whose push would let the others go on."""
+    active, held = coordinator.roster.active(), coordinator.ready_workers
+    if not held:
+        return []
+    if coordinator.policy.barrier:
+        return [member for member in active if member.worker not in held]
+    if coordinator.policy.bound is None:
+        return []
+    slowest = min((member.clock for member in active), default=0)
+    return [member for member in active if member.clock == slowest]

@@ -1,0 +1,99 @@
+"""The servers of a job as shard 0 sees them: which are connected, and which have loaded what they must.
+
+No lock of its own: the hub's guards it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pscommon.core.errors import MismatchError
+from pscommon.core.log import Entry
+from pscommon.core.model import ModelSpec
+from pscommon.snapshot import Manifest
+
+
+class Told(NamedTuple):
+    """How far a shard has been told the log."""
+
+    epoch: int = -1
+    reached: int = 0
+
+
+class News(NamedTuple):
+    """What to tell a shard, and how far it has then been told."""
+
+    told: Told
+    base: int
+    model: ModelSpec | None
+    restore: Manifest | None
+    entries: list[Entry]
+    snapshots: list[int]
+
+
+@dataclass(slots=True)
+class Server:
+    """What the coordinator knows of a shard's process. instance differs at every start of it, line at every connect."""
+
+    shard: int
+    address: str = ""
+    instance: str = ""
+    connected: bool = False
+    line: int = 0
+    restored: int | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class Fleet:
+    """All servers, by shard; shard 0's is this process. restore: the snapshot that all have to load."""
+
+    def __init__(self, shards: int, address: str) -> None:
+        self.restore: Manifest | None = None
+        self._servers = [Server(shard) for shard in range(shards)]
+        self._servers[0].address, self._servers[0].connected = address, True
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._servers)
+
+    def __getitem__(self, shard: int) -> Server:
+        return self._servers[shard]
+
+    @property
+    def addresses(self) -> list[str]:
+        """By shard, empty where nobody has come yet."""
+        return [server.address for server in self._servers]
+
+    @property
+    def missing(self) -> str:
+        """Whom training has to wait for, in words; empty when all are there and ready."""
+        absent = [f"shard {s.shard}" for s in self._servers if not s.connected]
+        if absent:
+            return f"{', '.join(absent)} of {len(self._servers)} to connect"
+        if self.restore is None:
+            return ""
+        late = [f"shard {s.shard}" for s in self._servers if s.restored != self.restore.version]
+        return f"{', '.join(late)} to load snapshot {self.restore.version}" if late else ""
+
+    def connect(self, shard: int, shards: int, address: str, instance: str) -> bool:
+        """A process says that it is a shard. True: it replaces one that was lost. MismatchError if it cannot be."""
+        if shards != len(self._servers) or not 0 < shard < shards:
+            text = f"shard {shard}/{shards} does not belong to this job of {len(self._servers)} shards"
+            raise MismatchError(text, "SHARD_MISMATCH")
+        server = self._servers[shard]
+        if server.connected and server.instance != instance:
+            raise MismatchError(f"shard {shard} is already served by {server.address}", "SHARD_TAKEN")
+        reborn = bool(server.instance) and server.instance != instance
+        server.address, server.instance, server.connected = address, instance, True
+        server.line += 1
+        return reborn
+
+    def disconnect(self, shard: int, line: int) -> None:
+        """A line is cut. That of an earlier connect may be found so long after its successor works."""
+        if self._servers[shard].line == line:
+            self._servers[shard].connected = False
+
+    def begin_restore(self, manifest: Manifest) -> None:
+        """All have to load this snapshot."""
+        self.restore = manifest
+        for server in self._servers:
+            server.restored = None

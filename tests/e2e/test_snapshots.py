@@ -1,0 +1,400 @@
+"""Snapshots of running jobs: when they are taken, what is in them, and that a job goes on from them as if nothing was."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+
+from pscommon.core.errors import SnapshotError
+from pscommon.snapshot import Snapshots, TapeReader
+from pscommon.snapshot.files import Files
+from pscommon.values import SnapshotEvery
+from psworker import Job
+from psworker.ctl.cli import main as ps_ctl
+from tests.e2e.conftest import Cluster
+from tests.e2e.workers import (
+    VERSIONS,
+    count,
+    counted,
+    counter,
+    digest,
+    network,
+    snapshots,
+    status,
+    together,
+    train,
+    until,
+    weights_of,
+)
+
+Make = Callable[..., Cluster]
+STEPS = SnapshotEvery(steps=5)
+
+
+@contextmanager
+def finished(cluster: Cluster) -> Iterator[str]:
+    """The address of a job that is trained to the end."""
+    train(cluster.address)
+    assert status(cluster.address)["version"] == VERSIONS
+    yield cluster.address
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    """The weights of a training that nobody interrupts, on two servers."""
+    cluster = Cluster(2, min_workers=2)
+    try:
+        train(cluster.address)
+        return digest(cluster.address)
+    finally:
+        cluster.close()
+
+
+def unhurried(address: str) -> Callable[[Job], None]:
+    """Waits for each snapshot of STEPS: they are taken one at a time, and such a small training outruns them."""
+
+    def wait(job: Job) -> None:
+        if job.rank == 0 and job.version % 5 == 0:
+            until(lambda: job.version in snapshots(address), f"a snapshot of version {job.version}")
+
+    return wait
+
+
+def interrupted(make: Make, shards: int, data_dir: Path, version: int) -> None:
+    """Trains up to a version, then ends the servers without a word."""
+    cluster = make(shards, min_workers=2, data_dir=data_dir, snapshot_every=STEPS)
+    train(cluster.address, stop_at=version, each=unhurried(cluster.address))
+    cluster.close()
+
+
+# ---- when ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_so_many_steps(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(2, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
+
+    train(servers.address, each=unhurried(servers.address))
+
+    assert snapshots(servers.address) == [5, 10, 15]
+    assert Snapshots(tmp_path).verify(10) == []
+
+
+def test_every_so_many_seconds_while_there_is_something_new(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(2, data_dir=tmp_path, snapshot_every=SnapshotEvery(seconds=0.3))
+
+    with counter(servers.address) as client:
+
+        def trained_and_seen() -> bool:
+            count(client)
+            return len(snapshots(servers.address)) >= 2
+
+        until(trained_and_seen, "two snapshots")
+    first, second = snapshots(servers.address)[:2]
+    # taken with the clock, not with the steps: nothing keeps them from being of any versions
+    assert 0 < first < second
+    ages = {row["version"]: row["seconds"] for row in status(servers.address)["snapshots"]}
+    assert ages[first] - ages[second] >= 0.25
+
+
+def test_training_goes_on_while_one_is_written(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, slow = threading.Event(), Files.save
+
+    def save(self: Files, *args: Any) -> None:
+        assert go_on.wait(30)
+        slow(self, *args)
+
+    monkeypatch.setattr(Files, "save", save)
+    servers = cluster(2, data_dir=tmp_path, snapshot_every=STEPS)
+    with counter(servers.address) as client:
+        count(client, 12)
+        assert snapshots(servers.address) == []
+
+        go_on.set()
+        until(lambda: 5 in snapshots(servers.address), "the snapshot that was being written")
+
+    # of the version that it was cut at, whatever was trained meanwhile
+    assert counted(stored(tmp_path, 5)) == 5
+
+
+def test_only_the_newest_are_kept_on_every_shard(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(3, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=1), snapshot_keep=2)
+    with counter(servers.address) as client:
+        for version in range(1, 6):
+            count(client)
+            until(lambda version=version: version in snapshots(servers.address), f"snapshot {version}")
+
+    assert snapshots(servers.address) == [4, 5]
+    folders = sorted(path.name for path in (tmp_path / "snapshots").iterdir())
+    assert folders == ["000000000004", "000000000005"]
+
+
+def test_stopping_takes_a_last_one(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(2, data_dir=tmp_path)
+    with counter(servers.address) as client:
+        count(client, 3)
+
+    servers.stop()
+
+    assert Snapshots(tmp_path).versions() == [3]
+    assert counted(stored(tmp_path, 3)) == 3
+
+
+# ---- what ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("async", None), ("ssp", 1)])
+def test_one_version_on_all_shards_in_every_policy(
+    cluster: Make, tmp_path: Path, policy: str, staleness: int | None
+) -> None:
+    every = SnapshotEvery(steps=3)
+    servers = cluster(
+        3, data_dir=tmp_path, policy=policy, staleness=staleness, min_workers=3, snapshot_every=every, snapshot_keep=100
+    )
+
+    def work(rank: int) -> None:
+        with counter(servers.address, rank) as client:
+            count(client, 12)
+
+    together(*[lambda rank=rank: work(rank) for rank in range(3)])
+    until(lambda: len(snapshots(servers.address)) >= 3, "three snapshots")
+    servers.stop()
+
+    versions = Snapshots(tmp_path).versions()
+    assert versions[-1] == (12 if policy == "sync" else 36)
+    assert [counted(stored(tmp_path, version)) for version in versions] == versions
+
+
+def test_a_snapshot_holds_what_resuming_needs(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(2, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
+    train(servers.address, stop_at=7, each=unhurried(servers.address))
+
+    found = Snapshots(tmp_path)
+    manifest = found.manifest(5)
+    reader = TapeReader(found, manifest)
+
+    assert (manifest.job, manifest.version, manifest.shards) == (status(servers.address)["job"], 5, 2)
+    assert reader.kinds() == {"weight", "exp_avg", "exp_avg_sq"}
+    assert set(reader.steps().values()) == {5}
+    (group,) = json.loads(reader.groups_json())
+    assert group["lr"] == pytest.approx(0.05 * 0.9**4)  # of the fifth step
+    (loop,) = manifest.coordinator["loops"]
+    assert loop["below"] == 10  # batches: 5 rounds of two workers
+    assert sorted(manifest.coordinator["pushes"].values()) == [5, 5]
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or not path.read_bytes().startswith(b"\x80"), f"{path} looks like a pickle"
+
+
+# ---- going on -----------------------------------------------------------------------------------------------------------
+
+
+def test_resuming_ends_at_the_same_weights(cluster: Make, tmp_path: Path, whole: str) -> None:
+    interrupted(cluster, 2, tmp_path, version=7)  # two versions more than the snapshot has
+
+    again = cluster(2, min_workers=2, data_dir=tmp_path)
+
+    assert status(again.address)["version"] == 5
+    with finished(again) as address:
+        assert digest(address) == whole
+        (loop,) = status(address)["data"]
+        assert (loop["committed"], loop["total"]) == (30, 30)
+
+
+def test_going_from_two_to_three_to_one_server_changes_no_bit(cluster: Make, tmp_path: Path, whole: str) -> None:
+    interrupted(cluster, 2, tmp_path, version=6)
+    three = cluster(3, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
+    train(three.address, stop_at=11, each=unhurried(three.address))
+    three.close()
+
+    one = cluster(1, min_workers=2, data_dir=tmp_path)
+
+    assert status(one.address)["version"] == 10
+    with finished(one) as address:
+        assert digest(address) == whole
+
+
+def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(cluster: Make, tmp_path: Path) -> None:
+    first = cluster(2, min_workers=2, data_dir=tmp_path)
+    train(first.address)
+    before = digest(first.address)
+    first.stop()
+
+    again = cluster(2, min_workers=2, data_dir=tmp_path)
+    train(again.address)
+
+    assert (status(again.address)["version"], digest(again.address)) == (VERSIONS, before)
+
+
+def test_pushes_of_before_a_restart_do_not_count_again(cluster: Make, tmp_path: Path) -> None:
+    """A worker that slept through the restart is told so, and may come back as new."""
+    first = cluster(1, data_dir=tmp_path)
+    sleeper = counter(first.address, connect_timeout=1.0)
+    count(sleeper, 4)
+    first.stop()
+    again = cluster(1, data_dir=tmp_path, bind=sleeper.addresses[0])
+
+    with pytest.raises(Exception, match="is out of the job"), sleeper:
+        sleeper.push({name: np.ones_like(array) for name, array in sleeper.weights.items()})
+
+    assert counted(weights_of(again.address)) == 4
+    with counter(again.address) as client:
+        count(client)
+        assert counted(client.pull()) == 5
+
+
+def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = cluster(2, data_dir=tmp_path, snapshot_every=STEPS)
+    with counter(servers.address) as client:
+        count(client, 5)
+        until(lambda: 5 in snapshots(servers.address), "a snapshot")
+        count(client, 2)
+
+    lost = servers.servers.pop()
+    lost.close()
+    servers.add(1, 2, data_dir=tmp_path, bind=lost.address)
+    until(lambda: status(servers.address)["state"] == "running", "a job that runs again")
+
+    assert "rolling back to a snapshot" in caplog.text
+    with counter(servers.address) as client:
+        assert counted(client.pull()) == 5
+        count(client, 2)
+        assert counted(client.pull()) == 7
+
+
+# ---- which --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_newest_one_is_skipped_loudly(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: str
+) -> None:
+    interrupted(cluster, 2, tmp_path, version=12)
+    (part,) = Snapshots(tmp_path).path(10).glob("shard-1-*")
+    flip(part)
+
+    again = cluster(2, min_workers=2, data_dir=tmp_path)
+
+    assert status(again.address)["version"] == 5
+    (skipped,) = [r for r in caplog.records if r.levelno == logging.ERROR and "skipped a damaged" in r.message]
+    assert str(part) in skipped.__dict__["problem"]
+    with finished(again) as address:
+        assert digest(address) == whole
+
+
+def test_when_all_are_damaged_the_job_does_not_start_from_nothing(cluster: Make, tmp_path: Path) -> None:
+    interrupted(cluster, 1, tmp_path, version=11)
+    for part in Snapshots(tmp_path).folder.glob("*/shard-*"):
+        flip(part)
+
+    with pytest.raises(SnapshotError, match="none of the snapshots in .* is valid") as caught:
+        cluster(1, data_dir=tmp_path)
+
+    assert caught.value.exit_code == 12
+    assert Snapshots(tmp_path).versions() == [5, 10]  # and nothing is lost
+
+
+def test_never_starts_afresh_and_keeps_the_old_ones_aside(cluster: Make, tmp_path: Path) -> None:
+    interrupted(cluster, 1, tmp_path, version=6)
+
+    again = cluster(1, data_dir=tmp_path, resume="never")
+
+    assert status(again.address)["version"] == 0
+    assert status(again.address)["state"] == "waiting for a model"
+    assert [path.name for path in Snapshots(tmp_path).folder.iterdir()] == ["000000000005.aside-1"]
+
+
+def test_a_version_starts_from_there(cluster: Make, tmp_path: Path, whole: str) -> None:
+    interrupted(cluster, 2, tmp_path, version=12)
+
+    again = cluster(2, min_workers=2, data_dir=tmp_path, resume=5)
+
+    assert status(again.address)["version"] == 5
+    assert Snapshots(tmp_path).versions() == [5]
+    with finished(again) as address:
+        assert digest(address) == whole
+
+
+def test_a_version_that_is_not_there_is_refused(cluster: Make, tmp_path: Path) -> None:
+    interrupted(cluster, 1, tmp_path, version=6)
+
+    with pytest.raises(SnapshotError, match=r"no snapshot of version 4 .*\[5\]") as caught:
+        cluster(1, data_dir=tmp_path, resume=4)
+
+    assert (caught.value.exit_code, caught.value.reason) == (12, "NO_SNAPSHOT")
+
+
+# ---- ps-ctl -------------------------------------------------------------------------------------------------------------
+
+
+def test_ps_ctl_saves_lists_verifies_and_exports(
+    cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = cluster(2, min_workers=2, data_dir=tmp_path / "job")
+    train(servers.address, stop_at=3)
+
+    saved = ctl(capsys, "--ps", servers.servers[1].address, "snapshot", "save")
+    live = ctl(capsys, "--ps", servers.address, "snapshot", "list")
+    weights = weights_of(servers.address)
+    servers.close()
+    offline = ctl(capsys, "snapshot", "list", str(tmp_path / "job"))
+    verified = ctl(capsys, "snapshot", "verify", str(tmp_path / "job"))
+    exported = ctl(capsys, "snapshot", "export", str(tmp_path / "job"), str(tmp_path / "model.safetensors"))
+
+    assert saved == {"version": 3, "path": str(Snapshots(tmp_path / "job").path(3))}
+    assert [(row["version"], row["state"]) for row in live + offline] == [(3, "complete")] * 2
+    assert [(row["version"], row["problems"]) for row in verified] == [(3, [])]
+    assert exported["version"] == 3
+    model = network()
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), weights[name])
+
+
+def test_ps_ctl_verify_finds_a_flipped_byte(
+    cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(cluster, 1, tmp_path, version=6)
+    (part,) = Snapshots(tmp_path).path(5).glob("shard-*")
+    flip(part)
+
+    assert ps_ctl(["snapshot", "verify", str(tmp_path)]) == 12
+
+    assert part.name in capsys.readouterr().out
+
+
+def test_ps_ctl_save_without_a_data_dir_says_so(cluster: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ps_ctl(["--ps", cluster(1).address, "snapshot", "save"]) == 12
+
+    assert "no --data-dir" in capsys.readouterr().err
+
+
+def stored(data_dir: Path, version: int) -> dict[str, np.ndarray[Any, Any]]:
+    """The weights in a snapshot, by name."""
+    from pscommon.snapshot import export
+
+    path = data_dir / f"{version}.safetensors"
+    export(Snapshots(data_dir), version, path)
+    return {name: tensor.numpy() for name, tensor in safetensors.torch.load_file(path).items()}
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def ctl(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    """What the command prints as JSON."""
+    capsys.readouterr()
+    assert ps_ctl([*args, "--output", "json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)

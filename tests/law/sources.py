@@ -1,0 +1,96 @@
+"""The repository's Python as the laws see it: parsed, never imported."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("psserver", "psworker", "common/pscommon")
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path  # relative to the repository
+    module: str  # dotted name as it is imported
+    text: str
+    tree: ast.Module
+
+    def imports(self) -> Iterator[tuple[str, int]]:
+        """Every module this one names, wherever in the file, as (absolute dotted name, line).
+
+        `from a import b` gives a.b as well as a, because b may be a module.
+        """
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                yield base, node.lineno
+                yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+    def calls(self) -> Iterator[tuple[str, int]]:
+        """Every call of a plain or dotted name, as (the name as written, line)."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and (name := dotted(node.func)):
+                yield name, node.lineno
+
+    def called(self) -> set[str]:
+        """Dotted names that are called, with imported names spelt out: sleep(1) is time.sleep if it came from there."""
+        bound = dict(self._bindings())
+        return {".".join([bound.get(head, head), *rest]) for head, *rest in (n.split(".") for n, _ in self.calls())}
+
+    def functions(self) -> Iterator[tuple[str, int]]:
+        """Every function and method, nested ones too, as (name, lines from `def` to its end)."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+    def _bindings(self) -> Iterator[tuple[str, str]]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                yield from ((alias.asname or alias.name, f"{base}.{alias.name}") for alias in node.names)
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self.module.split(".")[: None if self.path.name == "__init__.py" else -1]
+        parts = package[: len(package) - node.level + 1]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def dotted(node: ast.expr) -> str:
+    """a.b.c of such an expression, else an empty text."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+@cache
+def packages() -> tuple[Source, ...]:
+    """All that we ship, without generated code."""
+    return tuple(source for folder in PACKAGES for source in _below(folder))
+
+
+@cache
+def suite() -> tuple[Source, ...]:
+    """The test suite."""
+    return tuple(_below("tests"))
+
+
+def parse(text: str, path: str = "psserver/example.py") -> Source:
+    """A source that a test makes up."""
+    parts = Path(path).with_suffix("").parts
+    names = [part for part in parts if part not in ("common", "__init__")]
+    return Source(Path(path), ".".join(names), text, ast.parse(text))
+
+
+def _below(folder: str) -> Iterator[Source]:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        yield parse(path.read_text(), str(path.relative_to(ROOT)))

@@ -1,0 +1,79 @@
+"""What must never be in the code, whoever writes it."""
+
+import re
+
+import pytest
+
+from tests.law.sources import ROOT, Source, packages, parse, suite
+
+# loading any of these runs what the sender wrote
+MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "yaml.load", "__import__"}
+NAMES = {"utils", "util", "helpers", "helper", "constants", "misc", "common"}
+SLEEPS = {"time.sleep", "asyncio.sleep"}
+HOME = re.compile(r"(?<![\w.$~])/(?:" + "|".join(["home", "Users", "root", "work"]) + r")/\w")
+TEXT = {".py", ".pyi", ".toml", ".md", ".yml", ".yaml", ".json", ".proto", ".txt", ""}
+FOLDERS = ("psserver", "psworker", "common", "proto", "deploy", "tests", "benchmarks", ".ci")
+
+
+def unsafe(source: Source) -> set[str]:
+    modules = {name.partition(".")[0] for name, _ in source.imports()} & MODULES
+    return modules | (source.called() & CALLS)
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    """No pickle in any guise, no eval, no exec: data from a peer or a disk is never code."""
+    found = [f"{source.path}: {sorted(names)}" for source in packages() if (names := unsafe(source))]
+
+    assert not found, "\n".join(found)
+
+
+def test_no_drawers() -> None:
+    """A module is named after what is in it."""
+    found = [str(source.path) for source in packages() if set(source.module.split(".")) & NAMES]
+
+    assert not found
+
+
+def test_no_test_sleeps() -> None:
+    """A test waits for an event with a deadline, or it is slow on a good day and fails on a bad one."""
+    found = [str(source.path) for source in suite() if source.called() & SLEEPS]
+
+    assert not found
+
+
+def test_no_home_folders() -> None:
+    """Nothing depends on where one developer's checkout lies."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
+    files += [path for path in sorted(ROOT.iterdir()) if path.is_file()]
+    texts = {path: path.read_text() for path in files if path.suffix in TEXT and "__pycache__" not in path.parts}
+    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path, text in texts.items() for match in HOME.finditer(text)]
+
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from cloudpickle import loads",
+        "def f(x):\n    return eval(x)",
+        "import torch\ntorch.load('x')",
+        "from torch import load\nload('x')",
+        "import yaml as y\ny.load('x')",
+    ],
+)
+def test_the_law_finds(text: str) -> None:
+    """Planted once each."""
+    assert unsafe(parse(text))
+
+
+def test_the_law_allows() -> None:
+    """Methods that merely share a name."""
+    assert not unsafe(parse("import re, safetensors\nre.compile('x')\nsafetensors.load(b'')\nmodel.eval()"))
+
+
+def test_the_law_finds_sleeping() -> None:
+    """Under any spelling."""
+    for text in ("import time\ntime.sleep(1)", "import time as t\nt.sleep(1)", "from time import sleep\nsleep(1)"):
+        assert parse(text).called() == {"time.sleep"}

@@ -1,0 +1,175 @@
+"""ARCHITECTURE.md, "Layers and who may import whom", as a test."""
+
+import sys
+
+import pytest
+
+from tests.law.sources import Source, packages, parse
+
+# what a pure machine may use: values and arithmetic, nothing that reads a clock, draws lots, waits, or reaches outside
+PURE = {
+    "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "hashlib", "heapq", "itertools",
+    "json", "math", "operator", "string", "types", "typing",
+}  # fmt: skip
+# the order of a shuffle is defined by numpy's generator, seeded and therefore pure
+PURE_EXTRAS = {"pscommon.core.loop": {"numpy"}}
+IMPURE_CALLS = {"open", "print", "input", "id"}
+
+# Where each library may be used: module names, each with everything below it. A library that is not here is not ours.
+WIRE = {"pscommon.wire", "psserver", "psworker"}
+NUMBERS = {  # the only places that touch tensors; the client of psworker is framework-free
+    "pscommon.optimizers", "pscommon.snapshot", "pscommon.weights",
+    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean", "psserver.staging",
+    "psserver.store", "psserver.stretch",
+    "psworker.batches", "psworker.bridge", "psworker.cli", "psworker.connect", "psworker.ctl.checks",
+    "psworker.examples", "psworker.job", "psworker.local", "psworker.optimizer", "psworker.simulation",
+    "psworker.training",
+}  # fmt: skip
+COMMANDS = {"pscommon.config", "pscommon.options", "pscommon.values", "psserver.cli", "psworker.cli"}
+HOMES = {
+    "grpc": WIRE,
+    "grpc_health": {"psserver", "psworker"},
+    "grpc_reflection": {"psserver"},
+    "grpc_status": {"pscommon.wire"},
+    "google": {"pscommon.wire"},
+    "psproto": WIRE,
+    "numpy": {"pscommon", "psserver", "psworker"},
+    "torch": NUMBERS,
+    "safetensors": {"pscommon.snapshot"},
+    "prometheus_client": {"pscommon.monitor", "psserver.metrics", "psworker.metrics", "psworker.simulation"},
+    "click": {*COMMANDS, "psworker.run", "psworker.ctl"},
+    "rich": {"psworker.run", "psworker.ctl"},
+    "structlog": {"pscommon.logs", "psserver", "psworker"},
+    "sklearn": {"psworker.examples"},
+}
+OURS = ("pscommon", "psserver", "psworker")
+
+
+def is_in(module: str, homes: set[str] | tuple[str, ...]) -> bool:
+    return any(module == home or module.startswith(home + ".") for home in homes)
+
+
+def is_core(module: str) -> bool:
+    return ".core." in module + "."
+
+
+def violation(source: Source, imported: str) -> str:
+    """What the table says against this import; empty if nothing."""
+    module, top = source.module, imported.partition(".")[0]
+    if is_core(module):
+        return core_violation(module, imported)
+    if top in sys.stdlib_module_names:
+        return ""
+    if top in OURS:
+        return own_violation(module, imported)
+    if top not in HOMES:
+        return "is no dependency of ours"
+    return "" if is_in(module, HOMES[top]) else f"belongs in {sorted(HOMES[top])}"
+
+
+def core_violation(module: str, imported: str) -> str:
+    own_core = module[: (module + ".").index(".core.") + len(".core")]
+    allowed = PURE | PURE_EXTRAS.get(module, set())
+    if imported.partition(".")[0] in allowed or is_in(imported, ("pscommon.core", own_core)):
+        return ""
+    # `from pscommon.core import x` names the package above it on the way
+    return "" if imported == "pscommon" else "is not for a pure core"
+
+
+def own_violation(module: str, imported: str) -> str:
+    layer, other = module.partition(".")[0], imported.partition(".")[0]
+    if layer == "pscommon":
+        if other != "pscommon":
+            return "is a layer above"
+        if is_in(imported, ("pscommon.wire",)) and not is_in(module, ("pscommon.wire",)):
+            return "is a layer above"
+        return ""
+    if layer == "psserver" and other == "psworker":
+        return "is the other side"
+    if layer == "psworker" and other == "psserver" and module != "psworker.simulation":
+        return "is the other side; only psworker.simulation may"
+    return ""
+
+
+def test_imports_keep_to_the_table() -> None:
+    """Imports inside functions and for type checking count as well."""
+    found = [
+        f"{source.path}:{line}: {imported} {reason}"
+        for source in packages()
+        for imported, line in sorted(set(source.imports()), key=lambda pair: pair[1])
+        if (reason := violation(source, imported))
+    ]
+
+    assert not found, "\n".join(found)
+
+
+def test_cores_do_not_reach_outside() -> None:
+    """No file, terminal or memory address in a machine that must do the same thing twice."""
+    found = [
+        f"{source.path}:{line}: {name}()"
+        for source in packages()
+        if is_core(source.module)
+        for name, line in source.calls()
+        if name in IMPURE_CALLS
+    ]
+
+    assert not found, "\n".join(found)
+
+
+def test_the_cores_are_there() -> None:
+    """A law about cores must not pass because they have moved."""
+    cores = {source.module.partition(".core")[0] for source in packages() if is_core(source.module)}
+
+    assert cores == set(OURS)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("psserver/core/shard.py", "import time"),
+        ("psserver/core/shard.py", "def f():\n    from random import random"),
+        ("psserver/core/shard.py", "import numpy"),
+        ("psserver/core/shard.py", "from psserver.store import Store"),
+        ("psserver/core/shard.py", "from .. import store"),
+        ("psworker/core/pushes.py", "import psserver.core.shard"),
+        ("common/pscommon/core/tape.py", "import torch"),
+        ("common/pscommon/core/tape.py", "from pscommon import logs"),
+        ("common/pscommon/logs.py", "from pscommon.wire import channel"),
+        ("common/pscommon/logs.py", "import psserver"),
+        ("common/pscommon/logs.py", "import grpc"),
+        ("psserver/servicer.py", "from psworker import client"),
+        ("psserver/servicer.py", "import torch"),
+        ("psserver/engine.py", "import prometheus_client"),
+        ("psworker/client.py", "import torch.nn"),
+        ("psworker/job.py", "from psserver.store import Store"),
+        ("psworker/job.py", "import tests.law"),
+        ("psworker/job.py", "import requests"),
+    ],
+)
+def test_the_law_finds(path: str, text: str) -> None:
+    """Planted once each, so that the law itself is known to work."""
+    source = parse(text, path)
+
+    assert any(violation(source, imported) for imported, _ in source.imports())
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "psserver/core/shard.py",
+            "from pscommon.core import log\nfrom psserver.core.policy import Policy\nimport math",
+        ),
+        ("psserver/store.py", "import torch\nimport threading\nfrom pscommon.optimizers import SUPPORTED"),
+        ("psworker/simulation.py", "from psserver.store import Store"),
+        (
+            "common/pscommon/wire/codec.py",
+            "from psproto.v1 import model_pb2\nfrom pscommon.core.model import ModelSpec",
+        ),
+    ],
+)
+def test_the_law_allows(path: str, text: str) -> None:
+    """What the table says is allowed."""
+    source = parse(text, path)
+
+    assert not [imported for imported, _ in source.imports() if violation(source, imported)]

@@ -1,0 +1,78 @@
+"""The order of bytes on the wire, as ARCHITECTURE.md and proto/ promise it to servers."""
+
+import pytest
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.tape import Plan
+from psworker.parts import Move, digest_of
+
+PLAN = Plan(
+    ModelSpec(
+        (
+            TensorSpec("frozen", (64,), "uint8", "frozen"),
+            TensorSpec("buffer", (128,), "uint8", "buffer"),
+            TensorSpec("a", (64,), "float32"),
+            TensorSpec("b", (64,), "float32"),
+        ),
+        OptimizerSpec("sgd"),
+    ),
+    shards=2,
+)
+
+
+def tape(number: int = 0) -> bytearray:
+    """Every block of 64 bytes holds its own number."""
+    return bytearray(byte + number for block in range(PLAN.nbytes // 64) for byte in [block] * 64)
+
+
+def blocks(views: list[memoryview]) -> list[int]:
+    return list(dict.fromkeys(b"".join(views)))
+
+
+@pytest.mark.parametrize(
+    ("shard", "absent", "everything", "expected"),
+    [
+        (0, [], False, [0, 1, 2, 3, 8]),
+        (1, [], False, [4, 5, 6, 7, 9]),
+        (0, [2], False, [8]),
+        (1, [2], False, [4, 5, 6, 7, 9]),
+        (1, [3, 2], False, [9]),
+        (0, [], True, [0, 1, 2, 3, 8]),
+        (1, [], True, [4, 5, 6, 7, 9, 10]),
+    ],
+)
+def test_trainable_then_buffers_then_frozen(
+    shard: int, absent: list[int], everything: bool, expected: list[int]
+) -> None:
+    move = Move(PLAN, memoryview(tape()), memoryview(tape()), frozenset(absent), everything)
+
+    assert blocks(move.sent(shard)) == expected
+    assert blocks(move.received(shard)) == blocks(Move(PLAN, memoryview(tape()), everything=everything).sent(shard))
+
+
+def test_nothing_to_send_or_receive() -> None:
+    assert Move(PLAN, weights=memoryview(tape())).sent(0) == []
+    assert Move(PLAN, gradients=memoryview(tape())).received(0) == []
+
+
+def test_received_bytes_land_on_the_tape() -> None:
+    memory = tape()
+    for view in Move(PLAN, weights=memoryview(memory)).received(1):
+        view[:] = bytes(len(view))
+
+    assert [memory[block * 64] for block in range(11)] == [0, 1, 2, 3, 0, 0, 0, 0, 8, 0, 10]
+
+
+def test_digest_is_of_what_is_sent() -> None:
+    def digest(number: int = 0, absent: frozenset[int] = frozenset(), content: bytes = b"") -> bytes:
+        return digest_of(Move(PLAN, memoryview(tape(number)), None, absent), content)
+
+    assert digest() == digest()
+    assert len({digest(), digest(1), digest(absent=frozenset([2])), digest(content=b"x")}) == 4
+
+
+@pytest.mark.parametrize("index", [-1, 0, 1, 4])
+def test_only_trainable_tensors_can_be_absent(index: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"tensor {index} cannot be absent"):
+        Move(PLAN, memoryview(tape()), None, frozenset([index]))
