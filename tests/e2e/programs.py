@@ -1,6 +1,7 @@
 """The commands as users start them: real processes, whose lines are read as they come, and which never outlive a test."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -116,6 +117,7 @@ class Programs:
         """`command` is ps-run, ps-server, ps-worker, ps-ctl or python."""
         around = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
         own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # or torch leaves it in TMPDIR
         chosen = {name: str(value) for name, value in environment.items()}
         program = Program([str(BIN / command), *map(str, args)], self.folder, around | own | chosen)
         self._started.append(program)
@@ -160,3 +162,15 @@ def descendants(pid: int) -> list[int]:
         wave = [child for child, parent in parents.items() if parent in wave]
         found += wave
     return found
+
+
+def gone(pid: int) -> bool:
+    """Waits until a process has ended; False if it does not want to."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], LIMIT)[0])
+    finally:
+        os.close(handle)

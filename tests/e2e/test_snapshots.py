@@ -262,7 +262,7 @@ def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
     lost = servers.servers.pop()
     lost.close()
     servers.add(1, 2, data_dir=tmp_path, bind=lost.address)
-    until(lambda: status(servers.address)["state"] == "running", "a job that runs again")
+    until(lambda: status(servers.address)["state"] == "waiting for workers", "a job that waits for its workers")
 
     assert "rolling back to a snapshot" in caplog.text
     with counter(servers.address) as client:
