@@ -29,7 +29,7 @@ class ServerConfig:
 
     Shard 0 ignores it, so that all servers can share one file."""
     join_timeout: float = 300.0
-    """Seconds that a server waits for the other shards before it gives up."""
+    """Seconds that a server waits for the other shards, and its first workers for --min-workers, before giving up."""
     policy: str = "sync"
     staleness: int | None = None
     """Steps that a worker may be ahead of the slowest one: ssp needs it, the other policies have none."""

@@ -51,6 +51,7 @@ class Engine:
         self.metrics = metrics
         self.report: Callable[[], None] = lambda: None
         self.waiting_for: Callable[[], str] = lambda: ""
+        self.check_gathering: Callable[[], None] = lambda: None  # raises when waiting for workers has become pointless
         self.apply_seconds = 0.0
         self.received_bytes = 0
         self.sent_bytes = 0

@@ -60,6 +60,7 @@ class Hub:
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
         self._began = time.monotonic()
+        self._gathering_since: float | None = None  # somebody is here, --min-workers are not
         self._changed = threading.Condition()
         self._coordinator = self._new_coordinator()
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
@@ -74,6 +75,7 @@ class Hub:
         """Resume if there is something to resume from, then let time pass (in a simulation it does not)."""
         self.engine.report = lambda: self.report(self.engine.make_report())
         self.engine.waiting_for = lambda: self.waiting_for
+        self.engine.check_gathering = self.check_gathering
         manifest = self.archive.to_resume(self.config.resume)
         self.engine.follow(self._coordinator.epoch, 0)
         if manifest is not None:
@@ -161,13 +163,16 @@ class Hub:
         answer = self._until(lambda c, now: c.next_batches(worker, spec, received, count, idle, now), seconds)
         if answer is None and self.stop_reason is not None:
             return Batches(end=True)
-        self._check_enough_workers()
+        if answer is None:
+            self.check_gathering()
         return answer
 
-    def _check_enough_workers(self) -> None:
-        waited = time.monotonic() - self._began
-        if self._coordinator.begun and not self._coordinator.started and waited > self.config.join_timeout:
-            raise TooFewWorkersError(f"after {waited:.0f} s: {self.waiting_for}")
+    def check_gathering(self) -> None:
+        """TooFewWorkersError for those who came, if the others did not within join_timeout of the first one."""
+        if self._gathering_since is not None:
+            waited = time.monotonic() - self._gathering_since
+            if waited > self.config.join_timeout:
+                raise TooFewWorkersError(f"after {waited:.0f} s: {self.waiting_for}")
 
     def return_batches(self, worker: int, batches: Iterable[BatchKey]) -> None:
         keys = list(batches)
@@ -321,6 +326,8 @@ class Hub:
             self.stopped.set()
 
     def _tick(self) -> None:
+        gathering = self._coordinator.begun and not self._coordinator.started and self._coordinator.roster.registered()
+        self._gathering_since = (self._gathering_since or time.monotonic()) if gathering else None
         for member in self._step(lambda c, now: c.tick(now)):
             log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
             self.metrics.gone(member.worker)

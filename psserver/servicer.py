@@ -90,6 +90,7 @@ class ParameterServer:
             if key is not None:
                 _, result.wait_seconds, result.apply_seconds = self._engine.timing(key)
         elif key is not None or not self._engine.begun or self._engine.version < header.min_version:
+            self._engine.check_gathering()
             yield encode_header(
                 pb.ExchangeResult(
                     outcome=pb.OUTCOME_PENDING, version=self._engine.version, waiting_for=self._engine.waiting_for()
