@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from pscommon.core.errors import (
@@ -62,6 +63,7 @@ class Hub:
         self._began = time.monotonic()
         self._gathering_since: float | None = None  # somebody is here, --min-workers are not
         self._changed = threading.Condition()
+        self._revision = 0  # of what those who wait look at
         self._coordinator = self._new_coordinator()
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
@@ -97,27 +99,39 @@ class Hub:
         with self._changed:
             return self.fleet.missing or waiting_for(self._coordinator, time.monotonic())
 
-    def _step(self, action: Callable[[Coordinator, float], T]) -> T:
-        """One event for the machine; then carry out and tell what came of it."""
+    def _step(self, action: Callable[[Coordinator, float], T], quiet: bool = False) -> T:
+        """One event for the machine; then carry out what came of it. quiet: no news to those who wait."""
         with self._changed:
             before = self._coordinator.last_index
             result = action(self._coordinator, time.monotonic())
             entries, epoch = self._coordinator.entries_after(before), self._coordinator.epoch
-            self._changed.notify_all()
+            if entries or not quiet:
+                self._wake()
         if entries:
             self.engine.deliver(epoch, entries)
         return result
 
+    def _moved_on(self, revision: int) -> bool:
+        return self._revision != revision
+
+    def _wake(self) -> None:
+        """Let those who wait look again."""
+        self._revision += 1
+        self._changed.notify_all()
+
     def _until(self, action: Callable[[Coordinator, float], T | None], seconds: float) -> T | None:
         """The machine's answer as soon as it has one; None: not within `seconds`."""
-        deadline = time.monotonic() + seconds
+        deadline, asked = time.monotonic() + seconds, False
         while True:
-            answer = self._step(action) if not self.fleet.missing else None
-            left = deadline - time.monotonic()
+            # asking may change who takes part, but only the first time: those who wait must not wake each other
+            with self._changed:
+                seen = self._revision
+            answer = self._step(action, quiet=asked) if not self.fleet.missing else None
+            left, asked = deadline - time.monotonic(), True
             if answer is not None or left <= 0 or self.stop_reason is not None:
                 return answer
             with self._changed:
-                self._changed.wait(min(left, TICK))
+                self._changed.wait_for(partial(self._moved_on, seen), min(left, TICK))
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +161,7 @@ class Hub:
 
     def beat(self, worker: int, step_seconds: float, samples_per_second: float, phase: str) -> bool:
         """A sign of life; True: the job is ending."""
-        member = self._step(lambda c, now: c.member(worker, now))
+        member = self._step(lambda c, now: c.member(worker, now), quiet=True)
         member.step_seconds, member.samples_per_second, member.phase = step_seconds, samples_per_second, phase
         return self.stop_reason is not None
 
@@ -208,7 +222,7 @@ class Hub:
             reborn = self.fleet.connect(shard, shards, address, instance)
             server, line = self.fleet[shard], self.fleet[shard].line
             self._identity.learn(self.job, self.fleet.addresses)
-            self._changed.notify_all()
+            self._wake()
         log.info("shard connected", extra={"shard": shard, "address": address})
         if reborn and self._coordinator.begun:
             self._roll_back(f"shard {shard} was restarted")
@@ -219,7 +233,7 @@ class Hub:
     def shard_down(self, shard: int, line: int) -> None:
         with self._changed:
             self.fleet.disconnect(shard, line)
-            self._changed.notify_all()
+            self._wake()
 
     def report(self, report: Report) -> None:
         """A shard's word on what it holds."""
@@ -253,7 +267,7 @@ class Hub:
             self._coordinator = self._new_coordinator()
             self._coordinator.restore(dict(manifest.coordinator), manifest.model, time.monotonic())
             self.fleet.begin_restore(manifest)
-            self._changed.notify_all()
+            self._wake()
         log.info("resuming", extra={"version": manifest.version})
         self.restored(0, manifest.version, self.archive.load_into(self.engine, self._coordinator.epoch, manifest))
 
@@ -265,7 +279,7 @@ class Hub:
                 return
             if not problem:
                 self.fleet[shard].restored = version
-                self._changed.notify_all()
+                self._wake()
                 return
         log.error("a snapshot cannot be loaded; trying the one before", extra={"version": version, "problem": problem})
         older = self.archive.before(version)
@@ -312,7 +326,7 @@ class Hub:
         """All parts are there: the manifest makes them a snapshot."""
         self.archive.commit(cutting, self.job, self.plan.spec)
         with self._changed:
-            self._changed.notify_all()
+            self._wake()
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -341,15 +355,8 @@ class Hub:
         for member in roster:
             if member.alive and member.registered:
                 self.metrics.worker(member.worker, member.clock)
-        if self.config.exit_when_done and self.everybody_done:
+        if self.config.exit_when_done and self._coordinator.roster.all_done(self.config.min_workers):
             self.stop("all workers are done")
-
-    @property
-    def everybody_done(self) -> bool:
-        """Those who took part have left, done, and nobody is there."""
-        members = list(self._coordinator.roster)
-        done = sum(m.state is State.LEFT and not m.reason and m.steps > 0 for m in members)
-        return done >= self.config.min_workers and not any(m.alive for m in members)
 
     def stop(self, reason: str) -> None:
         """End the job: a last snapshot where there can be one, then every server goes. Returns at once."""
@@ -357,7 +364,7 @@ class Hub:
             if self.stop_reason is not None:
                 return
             self.stop_reason = reason or "asked to"
-            self._changed.notify_all()
+            self._wake()
         log.info("stopping", extra={"reason": self.stop_reason})
         threading.Thread(target=self._last_snapshot, name="last-snapshot", daemon=True).start()
 
@@ -368,7 +375,7 @@ class Hub:
         finally:
             self.stopped.set()
             with self._changed:
-                self._changed.notify_all()
+                self._wake()
 
     def save_now(self, seconds: float) -> None:
         """As `save`, while stopping: waits without the help of the stopped waiters."""
@@ -385,7 +392,7 @@ class Hub:
         self.stopped.set()
         deadline = time.monotonic() + 2.0
         with self._changed:
-            self._changed.notify_all()
+            self._wake()
             while any(s.connected for s in list(self.fleet)[1:]) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
         if self._ticker.is_alive():

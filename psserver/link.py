@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -117,11 +118,14 @@ class Link:
 
     def _requests(self) -> Iterator[pb.LinkShardRequest]:
         """A report now, then whenever there is something new, and at every beat."""
+        told = 0.0
         while not self.ended.is_set():
             self._news.clear()
             while self._outbox:
                 yield self._request(self._outbox.popleft())
-            request = pb.LinkShardRequest(stats_json=json.dumps(self._statistics()))
+            request = pb.LinkShardRequest()
+            if time.monotonic() - told >= BEAT:
+                told, request.stats_json = time.monotonic(), json.dumps(self._statistics())
             request.report.CopyFrom(report_to_proto(self._engine.make_report()))
             yield self._request(request)
             self._news.wait(BEAT)

@@ -37,7 +37,7 @@ def describe(
         "pushes": coordinator.counts | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in hub.fleet)},
         "metrics": {name: value for name, (_, value) in sorted(coordinator.metrics.items())},
         "model": model(hub, coordinator),
-        "finished": sum(m.state == "left" and not m.reason and m.steps > 0 for m in coordinator.roster),
+        "finished": coordinator.roster.finished,
     }
 
 

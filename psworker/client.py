@@ -14,7 +14,7 @@ from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.core.tape import Plan
 from psproto.v1 import coordinator_pb2 as co
 from psworker.arrays import Array, Arrays, ArrayTape, spec_of
-from psworker.connection import CALL_SECONDS, Connection
+from psworker.connection import Connection
 from psworker.discovery import addresses_of, discover
 from psworker.lane import GrpcLane, Lane
 from psworker.lease import Place, Progress
@@ -235,8 +235,8 @@ class Client:
         """Values for the job's summary, metrics and logs."""
         values = {name: float(value) for name, value in metrics.items()}
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=values)
-        lane = self._connection.lane
-        self._connection.call("reporting", lambda: lane.report(request, CALL_SECONDS))
+        connection = self._connection
+        connection.call("reporting", lambda: connection.lane.report(request, connection.call_seconds))
 
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None:
         """What the next heartbeat tells people: steps made, seconds a step, and "compute", "push", "data" or "idle"."""
@@ -244,9 +244,9 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """The job as `ps-ctl status --output json` shows it."""
-        lane = self._connection.lane
-        answer = self._connection.call(
-            "asking for the status", lambda: lane.status(co.GetStatusRequest(), CALL_SECONDS)
+        connection, request = self._connection, co.GetStatusRequest()
+        answer = connection.call(
+            "asking for the status", lambda: connection.lane.status(request, connection.call_seconds)
         )
         found: dict[str, Any] = json.loads(answer.status_json)
         return found

@@ -17,7 +17,7 @@ from psworker.patience import Limits, Patience
 from psworker.results import PushResult
 
 CALL_SECONDS = 10.0
-"""Deadline of a call that the coordinator answers at once."""
+"""Longest deadline of a call that the coordinator answers at once."""
 
 LEAVE_SECONDS = 2.0
 
@@ -40,12 +40,17 @@ class Connection:
         self._closed = False
         self._left = True
 
+    @property
+    def call_seconds(self) -> float:
+        """Deadline of a call that the coordinator answers at once: no longer than a server may be silent."""
+        return min(CALL_SECONDS, self._limits.connect)
+
     def join(self, rank: int | None, device: str) -> None:
         """Gets a place in the job and keeps it. MismatchError if another job than the place's runs here."""
         request = co.JoinRequest(job=self.place.job, host=socket.gethostname(), pid=os.getpid(), device=device)
         if rank is not None:
             request.rank = rank
-        answer = self.call("joining the job", lambda: self.lane.join(request, CALL_SECONDS))
+        answer = self.call("joining the job", lambda: self.lane.join(request, self.call_seconds))
         self.place, self.policy, self._left = Place(answer.job, answer.worker), answer.policy, False
         if not self.lane.direct:
             self._heartbeat = Heartbeat(self.place, self.lane, answer.lease_ms / 1000)
@@ -86,7 +91,7 @@ class Connection:
         """What the next heartbeat says; where no thread sends any, this is one."""
         self.place.progress = progress
         if self.lane.direct:
-            self.place.beat(self.lane, CALL_SECONDS)
+            self.place.beat(self.lane, self.call_seconds)
 
     def leave(self, reason: str) -> None:
         """Tells the job that nobody has to wait for this worker. Silence does no harm: the lease ends."""

@@ -12,6 +12,8 @@ SLICE_SECONDS = 5.0
 """How long a server may hold a call before it says whom it waits for."""
 
 SPARE_SECONDS = 30.0
+"""What it may take besides: for the apply, and for calls of others."""
+
 SLOWEST_BYTES_PER_SECOND = 10e6
 
 STATUS: dict[int, Status] = {
@@ -52,6 +54,7 @@ class ShardExchange:
         self._repeats = repeats
         # a push has data on every shard, be it no bytes: each must know of it
         self._pushes = header.has_data = header.initial or header.seq > 0
+        self._silence = limits.connect / 2
         self._patience = Patience(self._what(), lane.clock, limits)
         self._started = self._ended = lane.clock.now()
         self._pull_seconds = 0.0
@@ -101,7 +104,7 @@ class ShardExchange:
         self._attempts += self._pushes
         self._header.wait_ms = round(wait * 1000)
         moved = sum(view.nbytes for view in (*self._send, *self._receive))
-        timeout = wait + SPARE_SECONDS + moved / SLOWEST_BYTES_PER_SECOND
+        timeout = wait + min(SPARE_SECONDS, self._silence) + moved / SLOWEST_BYTES_PER_SECOND
         return self._lane.exchange(self._shard, self._header, self._send, self._receive, timeout, self._cancellation)
 
     def _take(self, answer: Answer) -> bool:

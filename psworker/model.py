@@ -10,7 +10,7 @@ from pscommon.core.tape import Plan
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.connection import CALL_SECONDS, Connection
+from psworker.connection import Connection
 from psworker.core.pushes import Pushes
 from psworker.exchange import SLICE_SECONDS
 from psworker.parts import Move, digest_of, shard_exchanges
@@ -137,7 +137,9 @@ class SharedModel:
         )
         while True:
             request.wait_ms = round(patience.left(SLICE_SECONDS) * 1000)
-            answer = patience.ask(lambda: connection.lane.register(request, SLICE_SECONDS + CALL_SECONDS))
+            answer = patience.ask(
+                lambda: connection.lane.register(request, request.wait_ms / 1000 + connection.call_seconds)
+            )
             if answer.state in (co.RegisterResponse.STATE_READY, co.RegisterResponse.STATE_UPLOAD):
                 return answer
             if answer.state != co.RegisterResponse.STATE_PENDING:

@@ -76,13 +76,17 @@ class Patience:
                 return answer
 
     def left(self, slice_seconds: float) -> float:
-        """How long the attempt that is now made may wait for others, at most a slice."""
+        """How long the attempt that is now made may wait for others: at most a slice, and half a server's silence."""
         self._asked = self._clock.now()
-        self._slice = max(0.0, min(slice_seconds, self._started + self._limits.wait - self._asked))
+        left = self._started + self._limits.wait - self._asked
+        self._slice = max(0.0, min(slice_seconds, self._limits.connect / 2, left))
         return self._slice
 
     def failed(self, error: UnreachableError) -> None:
         """No answer. Returns after a pause when the request may be repeated, else raises UnreachableError."""
+        if error.reason == "NOT_READY":  # it does answer: this is a wait, not silence
+            self._clock.sleep(FIRST_PAUSE)
+            return self.waited(f"a server that is not ready: {error}")
         self._limits.check()
         now = self._clock.now()
         silent, limit = now - self._heard, self._limits.connect
@@ -91,7 +95,7 @@ class Patience:
         self._announcer.say(now, f"{self._what}: trying again for {limit - silent:.0f} s: {error}")
         self._clock.sleep(min(self._pause, LONGEST_PAUSE))
         self._pause *= 2
-        self._limits.check()
+        return self._limits.check()
 
     def waited(self, whom: str) -> None:
         """An answer: not yet. Returns when the request may be repeated, else raises WaitTimeoutError naming `whom`."""

@@ -7,7 +7,7 @@ from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
-from psworker.connection import CALL_SECONDS, Connection
+from psworker.connection import Connection
 from psworker.exchange import SLICE_SECONDS
 from psworker.model import SharedModel
 from psworker.results import Lease
@@ -33,9 +33,9 @@ class DataShare:
             return Lease(tuple(answer.numbers), answer.end, sat_out=answer.version > self._model.version)
 
     def give_back(self, batches: Sequence[BatchKey]) -> None:
-        lane, place = self._connection.lane, self._connection.place
+        connection, place = self._connection, self._connection.place
         request = co.ReturnBatchesRequest(job=place.job, worker=place.worker, batches=codec.batches_to_proto(batches))
-        self._connection.call("returning batches", lambda: lane.return_batches(request, CALL_SECONDS))
+        connection.call("returning batches", lambda: connection.lane.return_batches(request, connection.call_seconds))
 
     def _wait(self, loop: LoopSpec, count: int) -> co.NextBatchResponse:
         """As long as the job makes progress, at most wait_timeout after that."""
@@ -60,6 +60,7 @@ class DataShare:
             wait_ms=round(wait * 1000),
             received=received,
         )
-        answer = self._connection.call("asking for data", lambda: lane.next_batch(request, wait + CALL_SECONDS))
+        timeout = wait + self._connection.call_seconds
+        answer = self._connection.call("asking for data", lambda: lane.next_batch(request, timeout))
         self._received[loop.loop] = received + len(answer.numbers)
         return answer

@@ -105,6 +105,15 @@ class Roster:
     def expired(self, now: float) -> list[Member]:
         return [m for m in self._order if m.alive and now - m.last_seen > self.lease]
 
+    @property
+    def finished(self) -> int:
+        """Workers that took part and have left, done."""
+        return sum(m.state is State.LEFT and not m.reason and m.steps > 0 for m in self._order)
+
+    def all_done(self, least: int) -> bool:
+        """At least so many have finished, and nobody is there any more."""
+        return self.finished >= least and not any(m.alive for m in self._order)
+
     def forgive(self, seconds: float) -> None:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""
         for member in self._order:

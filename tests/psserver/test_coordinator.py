@@ -12,6 +12,7 @@ from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import Every
 from psserver.core.policy import Policy, policy
 from psserver.core.roster import State
+from psserver.core.waiting import waiting_for
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
 OTHER = ModelSpec((TensorSpec("w", (2,), "float32"),), MODEL.optimizer)
@@ -126,7 +127,7 @@ def test_the_first_round_waits_for_min_workers_and_later_ones_do_not() -> None:
     first = job.add()
     job.push(first, 1)
     assert job.applied() == []
-    assert coordinator.waiting_for(0.0) == "workers: 1 of --min-workers 2 are here"
+    assert waiting_for(coordinator, 0.0) == "workers: 1 of --min-workers 2 are here"
 
     second = job.add()
     assert job.applied() == [[first]]
@@ -140,7 +141,7 @@ def test_a_round_closes_when_whom_it_waits_for_leaves_or_is_lost() -> None:
     job.push(1, 1)
     job.push(3, 1)
     assert job.applied() == []
-    assert "worker 2" in job.coordinator.waiting_for(0.0)
+    assert "worker 2" in waiting_for(job.coordinator, 0.0)
 
     job.coordinator.leave(2, "", 0.0)
     assert job.applied() == [[1, 3]]

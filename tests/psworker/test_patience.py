@@ -58,7 +58,7 @@ def test_an_answer_ends_the_silence(time: Time) -> None:
 
 
 def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=1, wait=60))
+    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=60))
     time.now += 59
     patience.waited("worker 2")
     patience.progress()
@@ -69,6 +69,20 @@ def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
     assert patience.left(5) == 0
     with pytest.raises(WaitTimeoutError, match="push 7 waited 60 s for worker 2"):
         patience.waited("worker 2")
+
+
+def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> None:
+    patience = Patience("push 7", time.clock(), Limits(connect=1, wait=60))
+    with pytest.raises(WaitTimeoutError, match="push 7 waited 60 s for a server that is not ready: no model yet"):
+        while True:
+            patience.failed(UnreachableError("no model yet", "NOT_READY"))
+
+    assert 160 <= time.now < 161
+    assert min(time.pauses) > 0
+
+
+def test_nobody_is_to_hold_a_request_for_longer_than_silence_is_borne(time: Time) -> None:
+    assert Patience("push 7", time.clock(), Limits(connect=2, wait=60)).left(5) == 1
 
 
 def test_ask_repeats_silence_and_lateness(time: Time) -> None:

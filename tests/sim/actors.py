@@ -11,6 +11,7 @@ from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from psserver.core.coordinator import Coordinator
 from psserver.core.cuts import PartReport
 from psserver.core.shard import Shard
+from psworker.core.pushes import Pushes
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -106,7 +107,8 @@ class SimWorker:
 
     def restart(self) -> None:
         """(Back) to the beginning, as new."""
-        self.worker = self.seq = self.base = self.received = 0
+        self.worker = self.base = self.received = 0
+        self.numbers = Pushes()
         self.used: list[int] = []
         self.call(lambda c, now: c.join(now, self.rank, "h", 1, "cpu").worker, self.joined)
 
@@ -192,8 +194,8 @@ class SimWorker:
             self.push()
 
     def push(self) -> None:
-        self.seq += 1
-        key, number = PushKey(self.worker, self.seq), sum(self.used)
+        seq, _ = self.numbers.open()
+        key, number = PushKey(self.worker, seq), sum(self.used)
         staged = Staged(key, len(self.used), self.base, tuple(BatchKey(0, n) for n in self.used))
         shards = self.world.scenario.shards
         push = Push(staged, self.rank, tuple(gradient(number, self.base, s) for s in range(shards)))
@@ -216,6 +218,7 @@ class SimWorker:
         elif all(outcomes):
             check(len({o.version for o in outcomes if o}) == 1, "shards disagree on {}", push.staged.key)
             self.base = min(shard.machine.version for shard in self.world.shards)
+            self.numbers.close()
             self.want(idle=False)
         else:
             if self.world.rng.random() < 0.3:

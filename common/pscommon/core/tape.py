@@ -139,10 +139,10 @@ class Plan:
 
     def without(self, span: Range, absent: Collection[int]) -> list[Range]:
         """`span` less the whole 64-byte blocks of the tensors in `absent`, as the fewest ranges, ascending."""
-        holes = sorted((self.starts[i], self.starts[i] + _padded(self.spec.tensors[i].nbytes)) for i in absent)
+        extents = [(self.starts[i], self.starts[i] + _padded(self.spec.tensors[i].nbytes)) for i in absent]
         kept, position = [], span.start
-        for start, stop in holes:
-            if start < stop and position < min(start, span.stop):
+        for start, stop in sorted(extent for extent in extents if extent[0] < extent[1]):
+            if position < min(start, span.stop):
                 kept.append(Range(position, min(start, span.stop)))
             position = max(position, stop)
         if position < span.stop:
