@@ -72,6 +72,8 @@ class Server:
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         job = (config.job or f"job-{secrets.token_hex(4)}") if config.shard == 0 else ""
         self.identity = Identity(config.shard, config.shards, config.advertise or self.address, config.join or "", job)
+        self.identity.on_job = self._show_job
+        self._show_job(job)
         self.hub = self._make_hub() if config.shard == 0 else None
         self.link = None if self.hub else self._make_link()
         self._serve()
@@ -96,6 +98,9 @@ class Server:
             ) from error
         return server, f"{host}:{port}"
 
+    def _show_job(self, job: str) -> None:
+        self.metrics.shard_info(shards=self.config.shards, job=job, policy=self.config.policy)
+
     def _make_hub(self) -> Hub:
         self.archive.next_generation()
         hub = Hub(self.config, self.identity, self.engine, self.archive, self.metrics)
@@ -111,8 +116,13 @@ class Server:
             add_CoordinatorServiceServicer_to_server(Coordinator(self.hub), self._grpc)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (*SERVICES[: 2 if self.hub else 1], health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
+
+    @property
+    def _services(self) -> tuple[str, ...]:
+        """Ours; only shard 0 coordinates."""
+        return SERVICES if self.hub is not None else SERVICES[:1]
 
     def start(self) -> None:
         """Resume if told to, then answer calls."""
@@ -122,9 +132,8 @@ class Server:
             assert self.link is not None
             self.link.start()
         self._grpc.start()
-        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        self._health.set(SERVICES[0], health_pb2.HealthCheckResponse.SERVING)
-        self.metrics.shard_info(shards=self.config.shards, job=self.identity.job, policy=self.config.policy)
+        for service in ("", *self._services):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self.config.port_file is not None:
             temporary = self.config.port_file.with_suffix(".tmp")
             temporary.write_text(self.address.rpartition(":")[2] + "\n")

@@ -1,6 +1,7 @@
 """A server's snapshots: which one to start from, writing parts in the background, making a snapshot of the parts."""
 
 import contextlib
+import errno
 import importlib.metadata
 import logging
 import os
@@ -165,7 +166,8 @@ class Archive:
     def _failed(self, error: SnapshotError) -> None:
         self.problem = str(error)
         cause = error.__cause__
-        self._metrics.snapshot_failed(os.strerror(cause.errno or 0) if isinstance(cause, OSError) else "other")
+        number = cause.errno if isinstance(cause, OSError) else None
+        self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
         log.error("snapshot failed; training goes on", extra={"problem": self.problem})
 
     def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pscommon.core.errors import MismatchError
 
@@ -16,6 +16,7 @@ class Identity:
         self.address = address
         self.instance = uuid.uuid4().hex
         self.job = job
+        self.on_job: Callable[[str], None] = lambda job: None
         self.coordinator = address if shard == 0 else coordinator
         self._addresses = [address if index == shard else "" for index in range(shards)]
         self._changed = threading.Condition()
@@ -27,10 +28,12 @@ class Identity:
             return list(self._addresses)
 
     def learn(self, job: str, addresses: Sequence[str]) -> None:
-        """What the coordinator says."""
+        """What the coordinator says. on_job is called with a name that is new."""
         with self._changed:
-            self.job = job
+            new, self.job = job != self.job, job
             self._addresses = list(addresses)
+        if new:
+            self.on_job(job)
 
     def introduce(self, coordinator: str) -> None:
         """A worker says where shard 0 is. MismatchError if this server follows another one."""

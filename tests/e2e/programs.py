@@ -1,4 +1,4 @@
-"""The commands as users start them: real processes, whose lines are read as they come, and which never outlive a test."""
+"""The commands as users start them: real processes, whose lines are read as they come, and which end with the test."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Snapshots of running jobs: when they are taken, what is in them, and that a job goes on from them as if nothing was."""
+"""Snapshots of running jobs: when they are taken, what is in them, and how a job goes on from them."""
 
 import json
 import logging
@@ -74,7 +74,7 @@ def interrupted(make: Make, shards: int, data_dir: Path, version: int) -> None:
     cluster.close()
 
 
-# ---- when ---------------------------------------------------------------------------------------------------------------
+# ---- when ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_so_many_steps(cluster: Make, tmp_path: Path) -> None:
@@ -103,9 +103,7 @@ def test_every_so_many_seconds_while_there_is_something_new(cluster: Make, tmp_p
     assert ages[first] - ages[second] >= 0.25
 
 
-def test_training_goes_on_while_one_is_written(
-    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_one_is_written(cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, slow = threading.Event(), Files.save
 
     def save(self: Files, *args: Any) -> None:
@@ -148,7 +146,7 @@ def test_stopping_takes_a_last_one(cluster: Make, tmp_path: Path) -> None:
     assert counted(stored(tmp_path, 3)) == 3
 
 
-# ---- what ---------------------------------------------------------------------------------------------------------------
+# ---- what ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("async", None), ("ssp", 1)])
@@ -193,7 +191,7 @@ def test_a_snapshot_holds_what_resuming_needs(cluster: Make, tmp_path: Path) -> 
         assert not path.is_file() or not path.read_bytes().startswith(b"\x80"), f"{path} looks like a pickle"
 
 
-# ---- going on -----------------------------------------------------------------------------------------------------------
+# ---- going on --------------------------------------------------------------------------------------------------------
 
 
 def test_resuming_ends_at_the_same_weights(cluster: Make, tmp_path: Path, whole: str) -> None:
@@ -271,7 +269,7 @@ def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
         assert counted(client.pull()) == 7
 
 
-# ---- which --------------------------------------------------------------------------------------------------------------
+# ---- which -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_newest_one_is_skipped_loudly(
@@ -295,7 +293,7 @@ def test_when_all_are_damaged_the_job_does_not_start_from_nothing(cluster: Make,
     for part in Snapshots(tmp_path).folder.glob("*/shard-*"):
         flip(part)
 
-    with pytest.raises(SnapshotError, match="none of the snapshots in .* is valid") as caught:
+    with pytest.raises(SnapshotError, match=r"none of the snapshots in .* is valid") as caught:
         cluster(1, data_dir=tmp_path)
 
     assert caught.value.exit_code == 12
@@ -332,7 +330,7 @@ def test_a_version_that_is_not_there_is_refused(cluster: Make, tmp_path: Path) -
     assert (caught.value.exit_code, caught.value.reason) == (12, "NO_SNAPSHOT")
 
 
-# ---- ps-ctl -------------------------------------------------------------------------------------------------------------
+# ---- ps-ctl ----------------------------------------------------------------------------------------------------------
 
 
 def test_ps_ctl_saves_lists_verifies_and_exports(
@@ -359,9 +357,7 @@ def test_ps_ctl_saves_lists_verifies_and_exports(
         np.testing.assert_array_equal(tensor.numpy(), weights[name])
 
 
-def test_ps_ctl_verify_finds_a_flipped_byte(
-    cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ps_ctl_verify_finds_a_flipped_byte(cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     interrupted(cluster, 1, tmp_path, version=6)
     (part,) = Snapshots(tmp_path).path(5).glob("shard-*")
     flip(part)

@@ -59,7 +59,7 @@ def reason_of(failure: grpc.RpcError) -> tuple[str, str, set[str]]:
     return call.code().name, error.reason, {detail.TypeName().rpartition(".")[2] for detail in found.details}
 
 
-# ---- size ---------------------------------------------------------------------------------------------------------------
+# ---- size ------------------------------------------------------------------------------------------------------------
 
 
 def resident() -> int:
@@ -91,7 +91,7 @@ def test_a_tensor_of_300_mb_trains_with_messages_of_4_mib(cluster: Make, channel
     assert cast(grpc.Call, caught.value).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-# ---- services -----------------------------------------------------------------------------------------------------------
+# ---- services --------------------------------------------------------------------------------------------------------
 
 
 def test_health_is_served_for_the_server_and_each_of_its_services(cluster: Make, channel: Open) -> None:
@@ -128,7 +128,7 @@ def test_reflection_lists_the_services_and_describes_them(cluster: Make, channel
     assert any(b"PushPullHeader" in file for file in described.file_descriptor_proto)
 
 
-# ---- reasons ------------------------------------------------------------------------------------------------------------
+# ---- reasons ---------------------------------------------------------------------------------------------------------
 
 ANOTHER = "another-job"
 CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str]] = {
@@ -182,7 +182,7 @@ def test_an_error_that_may_pass_says_when_to_try_again(cluster: Make, channel: O
     assert reason_of(caught.value) == ("UNAVAILABLE", "NOT_READY", {"ErrorInfo", "RetryInfo"})
 
 
-# ---- nonsense -----------------------------------------------------------------------------------------------------------
+# ---- nonsense --------------------------------------------------------------------------------------------------------
 
 
 def exchange(channel: grpc.Channel, frames: Iterable[bytes]) -> Iterator[bytes]:
@@ -195,7 +195,6 @@ def header(job: str, worker: int, **fields: Any) -> bytes:
     return encode_header(ps.PushPullHeader(job=job, worker=worker, seq=1, has_data=True, samples=1, **fields))
 
 
-PUSH = 4 * 220 + 0  # bytes of ONES on the wire, less the padding, which differs
 GARBAGE: dict[str, Callable[[str, int], list[bytes]]] = {
     "no frame at all": lambda job, worker: [],
     "an empty frame": lambda job, worker: [b""],
@@ -253,7 +252,7 @@ def test_a_push_of_a_stranger_is_fenced(cluster: Make, channel: Open) -> None:
         assert counted(client.pull()) == 1
 
 
-# ---- deadlines ----------------------------------------------------------------------------------------------------------
+# ---- deadlines -------------------------------------------------------------------------------------------------------
 
 SILENCE = 1.5
 """connect_timeout of the clients here; the errors must come within it, give or take this much for a busy machine."""

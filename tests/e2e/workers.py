@@ -45,7 +45,7 @@ def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE) -> T
     return value
 
 
-# ---- counting: every push takes 1 from every number, so the weights say how many have counted, on every shard ----------
+# ---- counting: every push takes 1 from every number, so the weights say how many have counted, on every shard --------
 
 ONES = {"a": np.ones((3, 40), np.float32), "b": np.ones(100, np.float32)}
 
@@ -70,7 +70,7 @@ def counted(weights: dict[str, Any]) -> int:
     return int(values.pop())
 
 
-# ---- a training with everything that has to survive a restart, but for dropout (threads share torch's generator) -------
+# ---- a training with everything that has to survive a restart, but for dropout (threads share torch's generator) -----
 
 
 def network() -> nn.Sequential:

@@ -20,6 +20,7 @@ from pscommon.core.log import (
     Report,
     Staged,
 )
+from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
@@ -61,6 +62,17 @@ def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int) -> 
     message = co.Report.FromString(codec.report_to_proto(report).SerializeToString())
 
     assert codec.report_from_proto(2, message) == report
+
+
+def test_loop_round_trip_keeps_every_field() -> None:
+    spec = LoopSpec(3, 2**40, 64, epochs=5, drop_last=True, shuffle=False, seed=-(2**62), first_epoch=7)
+
+    assert codec.loop_from_proto(co.LoopSpec.FromString(codec.loop_to_proto(spec).SerializeToString())) == spec
+
+
+def test_loop_that_cannot_be_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="batch_size"):
+        codec.loop_from_proto(co.LoopSpec(size=10))
 
 
 def test_every_kind_of_entry_has_a_message() -> None:

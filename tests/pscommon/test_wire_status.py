@@ -116,6 +116,15 @@ def test_foreign_status_keeps_its_name_and_gets_context(failing: Failing, stub: 
     assert str(error) == f"{WHO} failed: DATA_LOSS: disk on fire"
 
 
+def test_server_with_all_threads_taken_may_be_asked_again(failing: Failing, stub: ParameterServerServiceStub) -> None:
+    failing.how = lambda context: context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls")
+
+    error = failure(stub)
+
+    assert (type(error), error.reason) == (UnreachableError, "UNREACHABLE")
+    assert str(error) == f"{WHO} takes no more calls: too many calls"
+
+
 def test_no_server_is_unreachable_and_names_the_address() -> None:
     with open_channel("127.0.0.1:1") as channel:
         error = failure(ParameterServerServiceStub(channel))

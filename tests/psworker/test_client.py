@@ -1,4 +1,4 @@
-"""The Client against servers in memory: values, results, arguments, membership."""
+"""The Client against servers in memory: values, results, arguments."""
 
 import threading
 from collections.abc import Iterator
@@ -9,15 +9,12 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
 from pscommon.core.model import OptimizerSpec
-from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client import Client
-from tests.psworker.fake_server import FakeCluster, lost
+from tests.psworker.fake_server import FakeCluster
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
-LOOP = LoopSpec(loop=0, size=100, batch_size=10, first_epoch=2)
 
 
 def params(fill: float = 1.0) -> dict[str, Any]:
@@ -361,171 +358,6 @@ def test_weights_missing_from_an_answer_are_asked_for(client: Client, cluster: F
 
     assert (result.status, result.reason) == ("stale", "STALE: too old")
     assert (client.weights["w"] == 0).all()
-
-
-def test_observer_sees_and_takes_no_part(client: Client, cluster: FakeCluster) -> None:
-    client.push(gradient())
-    with Client(cluster.addresses, observe=True) as observer:
-        assert observer.worker == 0
-        assert (observer.pull()["w"] == 0).all()
-        assert observer.status() == {"job": "job-1", "state": "running"}
-        with pytest.raises(InvalidRequestError, match="observer"):
-            observer.push(gradient())
-        with pytest.raises(InvalidRequestError, match="observer"):
-            observer.register(params(), SGD)
-
-    assert len(cluster.joins) == 1
-
-
-def test_environment_names_servers_job_and_rank(pair: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PS_SERVERS", ",".join(pair.addresses))
-    monkeypatch.setenv("PS_WORKER_RANK", "3")
-    with Client(device="cuda:1"):
-        pass
-    with Client(rank=7):
-        pass
-    monkeypatch.setenv("PS_JOB", "another")
-    with pytest.raises(MismatchError, match="not another"):
-        Client()
-    with Client(pair.addresses):
-        pass
-
-    assert [(join.rank, join.HasField("rank")) for join in pair.joins] == [(3, True), (7, True), (0, False)]
-    assert pair.joins[0].device == "cuda:1"
-    assert pair.joins[0].host
-    assert pair.joins[0].pid
-
-
-def test_no_servers_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PS_SERVERS", raising=False)
-    with pytest.raises(InvalidRequestError, match="PS_SERVERS"):
-        Client()
-
-
-def test_close_leaves_done_once(pair: FakeCluster) -> None:
-    client = Client(pair.addresses)
-    client.register(params(), SGD)
-    client.close()
-    client.close()
-    client.leave("again")
-
-    assert pair.left == {1: ""}
-    assert pair.calls["Leave"] == 1
-    with pytest.raises(InvalidRequestError, match="closed"):
-        client.pull()
-
-
-def test_leave_gives_a_reason_and_ends_calls(pair: FakeCluster) -> None:
-    with Client(pair.addresses) as client:
-        client.leave("drained")
-        with pytest.raises(InvalidRequestError, match="left"):
-            client.report(loss=1)
-
-    assert pair.left == {1: "drained"}
-
-
-def test_script_that_raises_leaves_as_failed(pair: FakeCluster) -> None:
-    with pytest.raises(KeyError), Client(pair.addresses):
-        raise KeyError("oops")
-
-    assert pair.left == {1: "failed: KeyError"}
-
-
-def test_no_thread_is_left(pair: FakeCluster) -> None:
-    def ours() -> set[str]:
-        names = {thread.name for thread in threading.enumerate()}
-        return {name for name in names if name.startswith(("heartbeat", "psworker"))}
-
-    with Client(pair.addresses) as client:
-        client.register(params(), SGD)
-        during = ours()
-
-    assert during == {"heartbeat-1", "psworker-shard-1"}
-    assert ours() == set()
-
-
-def test_heartbeats_carry_progress_and_bring_stopping(pair: FakeCluster) -> None:
-    pair.lease = 0.1
-    with Client(pair.addresses) as client:
-        client.progress(steps=5, step_seconds=0.5, samples_per_second=64, phase="compute")
-        pair.wait_until(lambda: pair.beats and pair.beats[-1].steps == 5)
-        assert not client.stopping
-        pair.stopping = True
-        seen = len(pair.beats)
-        pair.wait_until(lambda: len(pair.beats) > seen + 2)
-
-        assert client.stopping
-        assert (pair.beats[-1].phase, pair.beats[-1].step_seconds) == ("compute", 0.5)
-        assert pair.beats[-1].samples_per_second == 64
-
-
-def test_report_and_returned_batches(pair: FakeCluster) -> None:
-    with Client(pair.addresses) as client:
-        client.report(accuracy=np.float32(0.5), steps=3)
-        client.return_batches([BatchKey(0, 1), BatchKey(2, 3)])
-
-    assert pair.metrics == {"accuracy": 0.5, "steps": 3.0}
-    assert pair.returned == [(0, 1), (2, 3)]
-
-
-def test_batches_at_once(pair: FakeCluster) -> None:
-    pair.batches.append(co.NextBatchResponse(numbers=[4, 5], version=9))
-    with Client(pair.addresses) as client:
-        lease = client.next_batches(LOOP, count=2, idle=True)
-
-    assert (lease.numbers, lease.end, lease.sat_out) == ((4, 5), False, False)
-    asked = pair.asked[0]
-    assert (asked.count, asked.idle, asked.received, asked.loop.first_epoch, asked.loop.size) == (2, False, 0, 2, 100)
-
-
-def test_nothing_at_once_is_an_empty_lease(pair: FakeCluster) -> None:
-    pair.batches.append(co.NextBatchResponse(waiting_for="worker 2"))
-    with Client(pair.addresses) as client:
-        lease = client.next_batches(LOOP)
-
-    assert (lease.numbers, lease.end, lease.sat_out) == ((), False, False)
-    assert len(pair.asked) == 1
-
-
-def test_waiting_for_batches_sits_out(client: Client, cluster: FakeCluster) -> None:
-    cluster.batches.extend(
-        [
-            co.NextBatchResponse(numbers=[1]),
-            co.NextBatchResponse(waiting_for="worker 2"),
-            co.NextBatchResponse(waiting_for="worker 2", version=1),
-            co.NextBatchResponse(numbers=[7], version=2),
-            co.NextBatchResponse(end=True, version=2),
-        ]
-    )
-    client.next_batches(LOOP)
-    lease = client.next_batches(LOOP, idle=True)
-
-    assert (lease.numbers, lease.end, lease.sat_out) == ((7,), False, True)
-    assert [asked.idle for asked in cluster.asked] == [False, False, True, True]
-    assert [asked.received for asked in cluster.asked] == [0, 1, 1, 1]
-    assert client.next_batches(LOOP, idle=True).end
-    assert cluster.asked[-1].received == 2
-
-
-def test_sat_out_worker_pulls_the_version_of_its_batch(client: Client, cluster: FakeCluster) -> None:
-    cluster.batches.extend([co.NextBatchResponse(), co.NextBatchResponse(numbers=[7], version=1)])
-    client.next_batches(LOOP, idle=True)
-    with cluster.changed:
-        cluster.version = 1
-
-    client.pull()
-
-    assert cluster.received[-1].min_version == 1
-    assert client.version == 1
-
-
-def test_lost_answer_with_batches_is_asked_for_again(pair: FakeCluster) -> None:
-    pair.control["NextBatch"].append(lost)
-    pair.batches.append(co.NextBatchResponse(numbers=[4]))
-    with Client(pair.addresses) as client:
-        assert client.next_batches(LOOP).numbers == (4,)
-
-    assert [asked.received for asked in pair.asked] == [0, 0]
 
 
 def test_calls_from_several_threads(client: Client, cluster: FakeCluster) -> None:

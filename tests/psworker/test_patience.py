@@ -25,9 +25,9 @@ class Time:
         return Clock(lambda: self.now, self.sleep)
 
 
-def fail_for_ever(patience: Patience) -> None:
+def fail_for_ever(patience: Patience, error: UnreachableError = SILENT) -> None:
     while True:
-        patience.failed(SILENT)
+        patience.failed(error)
 
 
 @pytest.fixture
@@ -74,8 +74,7 @@ def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
 def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> None:
     patience = Patience("push 7", time.clock(), Limits(connect=1, wait=60))
     with pytest.raises(WaitTimeoutError, match="push 7 waited 60 s for a server that is not ready: no model yet"):
-        while True:
-            patience.failed(UnreachableError("no model yet", "NOT_READY"))
+        fail_for_ever(patience, UnreachableError("no model yet", "NOT_READY"))
 
     assert 160 <= time.now < 161
     assert min(time.pauses) > 0

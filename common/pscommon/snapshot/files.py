@@ -7,6 +7,7 @@ or stands for all of the bytes.
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,8 @@ class Files:
         # save_file makes files that only their owner can read; this one gets what the umask gives
         with path.open("xb") as made:
             mode = stat.S_IMODE(os.fstat(made.fileno()).st_mode)
-        save_file(dict(tensors), path, dict(metadata))
+        with _system_errors(path):
+            save_file(dict(tensors), path, dict(metadata))
         path.chmod(mode)
 
     def write(self, path: Path, data: bytes) -> None:
@@ -108,6 +110,17 @@ def reading(path: Path) -> Iterator[None]:
         raise SnapshotError(f"{path.name} is missing in {path.parent}") from error
     except (OSError, SafetensorError) as error:
         raise SnapshotError(f"cannot read {path}: {_cause(error)}") from error
+
+
+@contextlib.contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """A full disk and its like as OSError with their number, which safetensors only has in its text."""
+    try:
+        yield
+    except SafetensorError as error:
+        if number := re.search(r"\(os error ([0-9]+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
 
 
 def sha256(path: Path) -> str:

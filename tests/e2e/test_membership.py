@@ -1,0 +1,257 @@
+"""Who takes part: workers that die, pause, come late or leave, and shards whose line is cut."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import TooFewWorkersError, WaitTimeoutError
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from pscommon.wire import codec
+from pscommon.wire.channel import open_channel
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psserver.app import Server
+from psserver.config import ServerConfig
+from tests.e2e.conftest import Cluster
+from tests.e2e.programs import Program, programs_in
+from tests.e2e.scrape import Metrics
+from tests.e2e.workers import ONES, connected, count, counted, counter, status, together, until, weights_of
+
+Make = Callable[..., Cluster]
+LEASE = 0.5
+
+# Pushes without end; once the job went on without it, it comes back as a new worker.
+WORKER = """
+import sys, psworker
+from tests.e2e.workers import ONES, counter
+client = counter(sys.argv[1], rank=1)
+try:
+    while True:
+        client.push(ONES)
+        print("pushed", flush=True)
+except psworker.FencedError as error:
+    print("fenced:", error, flush=True)
+with counter(sys.argv[1], rank=1) as again:
+    print("back as", again.worker, flush=True)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
+    """Starts the process of a worker with rank 1, which trains against an address."""
+    root = Path(__file__).parents[2]
+    with programs_in(tmp_path) as programs:
+        programs.script(WORKER)
+        yield lambda address: programs.start("python", "train.py", address, PYTHONPATH=f"{root}:{root / 'common'}")
+
+
+Start = Callable[[str], Program]
+
+
+def member(address: str, rank: int) -> dict[str, Any]:
+    """The newest worker of that rank, as status shows it."""
+    found: dict[str, Any] = [row for row in status(address)["workers"] if row["rank"] == rank][-1]
+    return found
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_dropped_when_its_lease_ends_and_the_rest_go_on(
+    cluster: Make, worker: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = cluster(2, min_workers=2, lease=LEASE).address
+    other = worker(address)
+    with counter(address, rank=0) as client:
+        count(client, 3)
+        other.wait_for("pushed", times=3)
+
+        other.send(signal.SIGKILL)
+        count(client, 4)  # maybe one more round of both, then of the one that is left
+
+        lost = member(address, rank=1)
+        assert (lost["state"], lost["pid"]) == ("lost", other.pid)
+        assert "its lease ended" in lost["reason"]
+        assert member(address, rank=0)["state"] == "active"
+    (record,) = [record for record in caplog.records if record.message == "worker lost"]
+    assert (record.levelno, record.__dict__["worker"]) == (logging.WARNING, lost["worker"])
+
+
+def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(cluster: Make, worker: Start) -> None:
+    """Nothing that it sends afterwards counts."""
+    address = cluster(1, policy="async", lease=LEASE).address
+    other = worker(address)
+    other.wait_for("pushed")
+    other.send(signal.SIGSTOP)
+    until(lambda: member(address, rank=1)["state"] == "lost", "a worker whose lease has ended")
+    fenced, before = member(address, rank=1)["worker"], status(address)["steps"]
+
+    other.send(signal.SIGCONT)
+
+    assert "its lease ended" in other.wait_for("fenced:")
+    assert other.wait() == 0, other.said
+    assert status(address)["steps"] == before
+    assert counted(weights_of(address)) == before
+    back = member(address, rank=1)
+    assert (back["state"], back["worker"] > fenced) == ("left", True)
+
+
+def test_a_worker_that_only_computes_for_long_is_not_dropped(cluster: Make) -> None:
+    """Its heartbeats keep the lease, whatever its script does meanwhile."""
+    address = cluster(1, min_workers=2, lease=LEASE).address
+
+    def slow() -> None:
+        with counter(address, rank=1) as client:
+            count(client)
+            threading.Event().wait(3 * LEASE)  # the script's silence is what this is about
+            count(client)
+
+    def fast() -> None:
+        with counter(address, rank=0) as client:
+            count(client, 2)
+
+    together(slow, fast)
+
+    assert {row["state"] for row in status(address)["workers"]} == {"left"}
+    assert status(address)["version"] == 2
+
+
+def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:
+    """Every batch counts exactly once."""
+    address, loop = cluster(2, lease=LEASE).address, LoopSpec(0, size=20, batch_size=1)
+    with counter(address) as client:
+        held = silent_worker(address, client.job, codec.model_to_proto(client.plan.spec), loop)
+        tape, used = memoryview(bytearray(client.plan.nbytes)), []
+        while not (lease := client.next_batches(loop, idle=True)).end:
+            used += lease.numbers
+            client.exchange(gradients=tape, weights=None, batches=[BatchKey(0, number) for number in lease.numbers])
+
+    assert len(held) == 4
+    assert sorted(used) == list(range(20))
+    (row,) = status(address)["data"]
+    assert (row["committed"], row["leased"], row["ended"]) == (20, 0, True)
+
+
+def silent_worker(address: str, job: str, model: Any, loop: LoopSpec) -> list[int]:
+    """A worker that takes batches and is never heard of again; the batches."""
+    with closing(open_channel(address)) as channel:
+        stub = CoordinatorServiceStub(channel)
+        worker = stub.Join(co.JoinRequest(job=job), timeout=10).worker
+        stub.Register(co.RegisterRequest(job=job, worker=worker, model=model), timeout=10)
+        request = co.NextBatchRequest(job=job, worker=worker, loop=codec.loop_to_proto(loop), count=4)
+        return list(stub.NextBatch(request, timeout=10).numbers)
+
+
+def test_a_worker_that_comes_late_counts_from_then_on(cluster: Make) -> None:
+    address = cluster(2).address
+    with counter(address, rank=0) as first:
+        count(first, 3)
+        with counter(address, rank=1) as second:
+            assert counted(second.pull()) == 3
+            together(lambda: count(first, 2), lambda: count(second, 2))
+        count(first)  # nobody waits for one that has left
+
+    assert status(address)["version"] == 6
+    assert [member(address, rank)["steps"] for rank in (0, 1)] == [6, 2]
+
+
+def test_whom_a_round_waits_for_is_shown_and_it_closes_when_that_one_leaves(cluster: Make) -> None:
+    address = cluster(2, min_workers=2).address
+    with ThreadPoolExecutor(1) as pool, counter(address, rank=0) as quick, counter(address, rank=1) as late:
+        pushing = pool.submit(quick.push, ONES)
+        waiting = until(lambda: status(address)["waiting_for"], "somebody to wait for")
+
+        late.leave("not today")
+
+        assert f"worker {late.worker} (rank 1, " in waiting
+        assert f" pid {os.getpid()}, step 0), silent for " in waiting
+        assert pushing.result(30).status == "applied"
+        assert member(address, rank=1)["reason"] == "not today"
+
+
+def test_a_wait_that_takes_too_long_names_the_late_one(cluster: Make) -> None:
+    address = cluster(1, min_workers=2).address
+    with counter(address, rank=0, wait_timeout=0.3) as quick, counter(address, rank=1) as late:
+        with pytest.raises(WaitTimeoutError, match=rf"waited .* for worker {late.worker} \(rank 1, ") as caught:
+            quick.push(ONES)
+
+        assert caught.value.exit_code == 20
+
+
+def test_workers_that_do_not_come_are_not_waited_for_for_ever(cluster: Make) -> None:
+    address = cluster(1, min_workers=2, join_timeout=0.3).address
+    with counter(address) as client:
+        with pytest.raises(TooFewWorkersError, match=r"1 of --min-workers 2 are here") as caught:
+            until(lambda: client.next_batches(LoopSpec(0, size=4, batch_size=1)).numbers, "a refusal")
+
+        assert caught.value.exit_code == 21
+
+
+def test_one_address_leads_to_all_servers(cluster: Make) -> None:
+    servers = cluster(3).servers
+
+    for server in servers:
+        with connected(server.address) as client:
+            assert list(client.addresses) == [each.address for each in servers]
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_comes_again_without_snapshots_ends_the_job(cluster: Make) -> None:
+    servers = cluster(2)
+    with counter(servers.address) as client:
+        count(client)
+    lost = servers.servers.pop()
+    lost.close()
+
+    servers.add(1, 2, bind=lost.address)
+
+    leader = servers.servers[0]
+    assert leader.wait(30)
+    assert leader.failure is not None
+    assert (leader.failure.exit_code, leader.failure.reason) == (12, "NO_SNAPSHOT")
+    assert "shard 1 was restarted and there is no snapshot to go back to" in str(leader.failure)
+
+
+def test_the_late_end_of_an_old_line_does_not_cut_off_a_shard_that_has_connected_again() -> None:
+    """One side may notice a cut long after the other has opened a new line."""
+    with closing(Server(ServerConfig(shards=2, bind="127.0.0.1:0", metrics_bind="127.0.0.1:0"))) as leader:
+        leader.start()
+        config = ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=leader.address)
+        with closing(Server(config)) as follower, closing(open_channel(leader.address)) as channel:
+            me = co.LinkShardRequest(
+                shard=1, shards=2, address=follower.address, instance=follower.identity.instance, report=co.Report()
+            )
+            hold = threading.Event()
+            old = CoordinatorServiceStub(channel).LinkShard(_then_silent(me, hold))
+            next(old)
+            follower.start()
+            until(lambda: follower.identity.job, "a shard that has connected again")
+
+            old.cancel()
+            hold.set()
+            until(lambda: _ended_lines(leader) == 1, "the end of the old line")
+
+            with counter(leader.address) as client:
+                count(client, 2)
+                assert counted(client.pull()) == 2
+
+
+def _then_silent(request: co.LinkShardRequest, until_set: threading.Event) -> Iterator[co.LinkShardRequest]:
+    yield request
+    until_set.wait(30)
+
+
+def _ended_lines(server: Server) -> float:
+    samples = Metrics(server.monitor.address).labels("ps_rpc_requests_total")
+    return sum(sample["method"] == "LinkShard" for sample in samples)

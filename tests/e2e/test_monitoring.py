@@ -1,0 +1,174 @@
+"""What servers and workers show to Prometheus and to probes during a real training."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+
+from pscommon.values import SnapshotEvery
+from psserver.app import Server
+from psworker import metrics as worker_metrics
+from tests.e2e.conftest import Cluster
+from tests.e2e.scrape import Metrics, get
+from tests.e2e.workers import ONES, VERSIONS, connected, count, counter, snapshots, status, together, train, until
+
+Make = Callable[..., Cluster]
+LOOPBACK = "127.0.0.1:0"
+
+
+def scrape(server: Server) -> Metrics:
+    return Metrics(server.monitor.address)
+
+
+def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
+    began = time.time()
+    servers = cluster(
+        2, min_workers=2, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=5), metrics_bind=LOOPBACK, job="otter"
+    )
+    train(servers.address)
+    until(lambda: snapshots(servers.address), "a snapshot")
+    with connected(servers.address, observe=True) as observer:
+        observer.pull()
+        plan = observer.plan
+
+    for shard, server in enumerate(servers.servers):
+        seen, mine = scrape(server), {"shard": str(shard)}
+        assert seen("ps_version", **mine) == VERSIONS
+        assert seen("ps_pushes_total", outcome="applied", **mine) == 2 * VERSIONS
+        for outcome in ("duplicate", "stale", "rejected"):
+            assert seen("ps_pushes_total", outcome=outcome, **mine) == 0
+        assert seen("ps_staleness_versions_count", **mine) == 2 * VERSIONS
+        assert seen("ps_staleness_versions_sum", **mine) == 0  # sync
+        assert seen("ps_barrier_wait_seconds_count", **mine) == 2 * VERSIONS
+        assert seen("ps_push_apply_seconds_count", **mine) == VERSIONS
+        assert seen("ps_apply_pushes_sum", **mine) == 2 * VERSIONS
+        assert seen("ps_bytes_received_total", **mine) == (1 + 2 * VERSIONS) * plan.shard_nbytes(shard)
+        assert seen("ps_bytes_sent_total", **mine) > 0
+        assert seen("ps_parameter_bytes", **mine) == plan.shard_nbytes(shard) > 0
+        assert seen("ps_rpc_requests_total", method="Exchange", code="OK", **mine) > 2 * VERSIONS
+        assert seen("ps_rpc_duration_seconds_count", method="Exchange", **mine) > 2 * VERSIONS
+        assert began <= seen("ps_snapshot_last_success_timestamp_seconds", **mine) <= time.time()
+        assert seen("ps_snapshot_duration_seconds_count", **mine) >= 1
+        assert seen("ps_snapshot_bytes", **mine) > 2 * plan.shard_nbytes(shard)  # with Adam's moments
+        assert seen("ps_snapshot_failures_total", **mine) == 0
+        (info,) = seen.labels("ps_shard_info")
+        assert info == {"shard": str(shard), "shards": "2", "job": "otter", "policy": "sync"}
+        assert {"ps_build_info", "process_resident_memory_bytes"} <= seen.names
+    # 80 inputs of 6 to 16 to 3 with biases, BatchNorm's two and its statistics, the count of batches
+    assert sum(scrape(server)("ps_parameters") for server in servers.servers) == 6 * 16 + 16 + 4 * 16 + 1 + 16 * 3 + 3
+
+
+def test_workers_by_state_while_they_train_and_after(cluster: Make) -> None:
+    servers = cluster(1, min_workers=2, metrics_bind=LOOPBACK)
+    address, leader = servers.address, servers.servers[0]
+    with counter(address, rank=0) as first, counter(address, rank=1) as second:
+        together(lambda: count(first, 3), lambda: count(second, 3))
+        until(lambda: in_state(leader, "active") == 2, "two active workers")
+        clocks = [scrape(leader)("ps_worker_clock", worker=str(client.worker)) for client in (first, second)]
+        assert clocks == [3, 3]
+    until(lambda: in_state(leader, "left") == 2, "two workers that have left")
+
+    assert in_state(leader, "active") == 0
+    assert scrape(leader).labels("ps_worker_clock") == []
+
+
+def in_state(server: Server, state: str) -> float:
+    """Workers; nobody has been counted before the first tick."""
+    seen = scrape(server)
+    return seen("ps_workers", state=state) if "ps_workers" in seen.names else 0.0
+
+
+def test_pushes_by_outcome(cluster: Make) -> None:
+    servers = cluster(1, policy="async", max_staleness=0, metrics_bind=LOOPBACK)
+    with counter(servers.address) as quick, counter(servers.address) as slow:
+        quick.pull()
+        slow.pull()
+        assert quick.push(ONES).status == "applied"
+        assert slow.push(ONES).status == "stale"
+        assert slow.push({"a": np.full((3, 40), np.nan, np.float32)}).status == "rejected"
+
+    seen = scrape(servers.servers[0])
+    outcomes = {outcome: seen("ps_pushes_total", outcome=outcome) for outcome in ("applied", "stale", "rejected")}
+    assert outcomes == {"applied": 1, "stale": 1, "rejected": 1}
+
+
+def test_staleness_is_seen_in_async(cluster: Make) -> None:
+    servers = cluster(2, policy="async", metrics_bind=LOOPBACK)
+    with counter(servers.address) as quick, counter(servers.address) as slow:
+        slow.pull()
+        count(quick, 3)
+        count(slow)
+
+    for server in servers.servers:
+        seen = scrape(server)
+        assert seen("ps_staleness_versions_count") == 4
+        assert seen("ps_staleness_versions_sum") >= 3  # the slow one's alone
+
+
+def test_a_snapshot_that_fails_is_counted_by_its_cause_and_training_goes_on(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    servers = cluster(1, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=2), metrics_bind=LOOPBACK)
+    monkeypatch.setattr("pscommon.snapshot.files.save_file", full)
+    with counter(servers.address) as client:
+        count(client, 3)
+        until(lambda: status(servers.address)["snapshot_problem"], "a failure that is said")
+        count(client)
+
+    assert "No space left on device" in status(servers.address)["snapshot_problem"]
+    seen = scrape(servers.servers[0])
+    assert seen("ps_snapshot_failures_total", reason="ENOSPC") >= 1
+    assert seen("ps_snapshot_last_success_timestamp_seconds") == 0
+
+
+def test_probes(cluster: Make) -> None:
+    """Alive from the start; ready once there are weights to train on, and until then it says what is missing."""
+    servers = cluster(2, metrics_bind=LOOPBACK)
+    leader, other = (server.monitor.address for server in servers.servers)
+    assert get(leader, "/livez") == get(other, "/livez") == (200, "alive\n")
+    until(lambda: "a worker to register a model" in get(leader, "/readyz").text, "all servers are there")
+    assert get(leader, "/readyz") == (503, "a worker to register a model\n")
+    assert get(other, "/readyz") == (503, "no weights yet\n")
+
+    with counter(servers.address) as client:
+        count(client)
+
+        assert get(leader, "/readyz") == get(other, "/readyz") == (200, "version 1\n")
+    assert get(leader, "/livez").status == 200
+
+
+def test_not_ready_while_a_shard_is_missing(cluster: Make) -> None:
+    servers = cluster(2, metrics_bind=LOOPBACK)
+    leader = servers.servers[0].monitor.address
+    with counter(servers.address) as client:
+        count(client)
+
+        servers.servers.pop().close()
+
+        until(lambda: get(leader, "/readyz").status == 503, "a server that is not ready")
+        assert "shard 1 of 2 to connect" in get(leader, "/readyz").text
+        assert get(leader, "/livez").status == 200  # to restart it would not help
+
+
+def test_a_worker_counts_its_steps_and_where_their_time_goes(cluster: Make) -> None:
+    address = cluster(1).address
+    served = worker_metrics.serve(LOOPBACK)
+    try:
+        train(address, workers=1, each=lambda job: job.report(loss=0.25, accuracy=0.5))
+        seen = Metrics(served)
+    finally:
+        worker_metrics.close()
+
+    assert seen("ps_worker_steps_total") == VERSIONS
+    assert seen("ps_worker_samples_total") == 8 * VERSIONS
+    assert seen("ps_worker_loss") == 0.25
+    assert seen("ps_worker_reported", name="accuracy") == 0.5
+    for phase in ("data", "compute", "push"):
+        assert seen("ps_worker_phase_seconds_count", phase=phase) == VERSIONS
+        assert seen("ps_worker_phase_seconds_sum", phase=phase) > 0
