@@ -353,7 +353,7 @@ class Hub:
         self.fleet[0].stats = statistics(self.engine)
         self.metrics.workers({state: sum(m.state == state for m in roster) for state in State})
         for member in roster:
-            if member.alive and member.registered:
+            if member.registered:
                 self.metrics.worker(member.worker, member.clock)
         if self.config.exit_when_done and self._coordinator.roster.all_done(self.config.min_workers):
             self.stop("all workers are done")

@@ -69,6 +69,7 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
     told = {
         "PS_SERVERS": settings["ps"],
         "PS_JOB": settings["job"],
+        "PS_CONNECT_TIMEOUT": settings["connect_timeout"],
         "PS_WORKER_RANK": settings["worker_rank"],
         "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
     }

@@ -12,6 +12,7 @@ from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.core.tape import Plan
+from pscommon.values import seconds
 from psproto.v1 import coordinator_pb2 as co
 from psworker.arrays import Array, Arrays, ArrayTape, spec_of
 from psworker.connection import Connection
@@ -23,14 +24,17 @@ from psworker.patience import Limits
 from psworker.results import Lease, PushResult
 from psworker.share import DataShare
 
+CONNECT_SECONDS = "60"
+
 
 class Client:
     """A worker's connection to all servers of a job.
 
     servers: "HOST:PORT,..." or a sequence of them; one is enough where the servers know each other. None: PS_SERVERS,
-    and then PS_JOB and PS_WORKER_RANK count as well. rank: place in a round's sum among workers that start together.
-    observe: look only (status, pull), take no part. connect_timeout: seconds that a server may be silent.
-    wait_timeout: seconds to wait for what others have to do. lane: instead of servers; a simulation passes its own.
+    and then PS_JOB, PS_WORKER_RANK and PS_CONNECT_TIMEOUT count as well. rank: place in a round's sum among workers
+    that start together. observe: look only (status, pull), take no part. connect_timeout: seconds that a server may be
+    silent, by default 60. wait_timeout: seconds to wait for what others have to do. lane: instead of servers; a
+    simulation passes its own.
 
     Calls of several threads are carried out one after another. Processes forked later (a DataLoader's) may live and
     end as they like, but neither use this Client nor make one: gRPC does not survive a fork.
@@ -47,12 +51,13 @@ class Client:
         rank: int | None = None,
         device: str = "cpu",
         observe: bool = False,
-        connect_timeout: float = 60.0,
+        connect_timeout: float | None = None,
         wait_timeout: float = 600.0,
         lane: Lane | None = None,
     ) -> None:
         environment = os.environ if servers is None and lane is None else {}
-        self._connection = _connected(servers, lane, environment, Limits(connect_timeout, wait_timeout))
+        limits = Limits(connect_timeout or _connect_timeout(environment), wait_timeout)
+        self._connection = _connected(servers, lane, environment, limits)
         # an unclosed client must neither live on in its threads nor keep the interpreter from ending
         self._finalizer = weakref.finalize(self, self._connection.close, "its process ended without close()")
         self._observes = observe
@@ -279,6 +284,13 @@ def _connected(
         return Connection(lane, limits, Place(job, 0))
     cluster = discover(addresses_of(servers), limits.connect)
     return Connection(GrpcLane(cluster.addresses), limits, Place(job or cluster.job, 0))
+
+
+def _connect_timeout(environment: Mapping[str, str]) -> float:
+    try:
+        return seconds(environment.get("PS_CONNECT_TIMEOUT") or CONNECT_SECONDS)
+    except ValueError as error:
+        raise InvalidRequestError(f"PS_CONNECT_TIMEOUT: {error}") from error
 
 
 def _rank(rank: int | None, environment: Mapping[str, str]) -> int | None:

@@ -17,15 +17,15 @@ def connect(
     *,
     rank: int | None = None,
     device: str | None = None,
-    connect_timeout: float = 60.0,
+    connect_timeout: float | None = None,
     wait_timeout: float = 600.0,
 ) -> "Job":
     """Joins the job that the servers run; the script's first call.
 
     servers: "HOST:PORT,..." of any of the servers; default PS_SERVERS. rank: default PS_WORKER_RANK. device: auto, cpu,
     cuda or cuda:K; default PS_DEVICE, then auto. ps-worker and ps-run set all three.
-    connect_timeout: seconds until the servers must have answered. wait_timeout: seconds that a step or a request for
-    data may wait for other workers.
+    connect_timeout: seconds that servers may be silent; default PS_CONNECT_TIMEOUT, then 60. wait_timeout: seconds that
+    a step or a request for data may wait for other workers.
 
     With PS_LOCAL=1 in the environment there are no servers: the script trains alone, in this process, for debugging.
 

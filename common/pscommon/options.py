@@ -172,6 +172,15 @@ SERVERS_ADDRESSES = Option(
     help="Servers; any one is enough, the others are discovered.",
 )
 
+CONNECT_TIMEOUT = Option(
+    "--connect-timeout",
+    section=PLACE,
+    type=SECONDS,
+    default="60",
+    show_default=True,
+    help="Give up on servers that say nothing for so long.",
+)
+
 DEVICE = Option(
     "--device",
     section=LOCAL,
@@ -190,7 +199,16 @@ WORKER_RANK = Option(
 
 SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, METRICS_BIND, THREADS, *LOGGING)
 
-WORKER: tuple[Option, ...] = (SERVERS_ADDRESSES, WORKER_RANK, JOB_NAME, DEVICE, THREADS, METRICS_BIND, *LOGGING)
+WORKER: tuple[Option, ...] = (
+    SERVERS_ADDRESSES,
+    CONNECT_TIMEOUT,
+    WORKER_RANK,
+    JOB_NAME,
+    DEVICE,
+    THREADS,
+    METRICS_BIND,
+    *LOGGING,
+)
 
 RUN_ONLY: tuple[Option, ...] = (
     Option(
@@ -218,7 +236,17 @@ RUN_ONLY: tuple[Option, ...] = (
 
 FORWARDED_TO_SERVERS: tuple[Option, ...] = (*POLICY, *DURABILITY)
 
-RUN: tuple[Option, ...] = (*RUN_ONLY, *FORWARDED_TO_SERVERS, DEVICE, THREADS, METRICS_BIND, *LOGGING)
+FORWARDED_TO_WORKERS: tuple[Option, ...] = (JOB_NAME, CONNECT_TIMEOUT, DEVICE)
+
+RUN: tuple[Option, ...] = (
+    *RUN_ONLY,
+    *FORWARDED_TO_SERVERS,
+    CONNECT_TIMEOUT,
+    DEVICE,
+    THREADS,
+    METRICS_BIND,
+    *LOGGING,
+)
 
 TABLES: Mapping[str, tuple[Option, ...]] = {"server": SERVER, "worker": WORKER, "run": RUN}
 

@@ -122,7 +122,7 @@ class Coordinator:
             self._remove(member, State.LEFT, reason, now)
 
     def _remove(self, member: Member, state: State, reason: str, now: float) -> None:
-        member.state, member.reason, member.waiting = state, reason, None
+        self.roster.remove(member, state, reason)
         self.ledger.give_back(member.worker)
         for key in [key for key in self._held if key.worker == member.worker]:
             del self._held[key]
@@ -194,11 +194,11 @@ class Coordinator:
 
     def _end_loops(self) -> None:
         """A loop ends for all at once, when every batch has counted; a holder may die, so others wait till then."""
-        for number in {m.waiting for m in self.roster if m.alive and m.waiting is not None}:
+        for number in {m.waiting for m in self.roster.here() if m.waiting is not None}:
             loop = self.ledger.loops[number]
             if loop.free == 0 and loop.leased == 0:
                 loop.ended = True
-                for member in list(self.roster):
+                for member in self.roster.here():
                     if member.waiting == number:
                         self._wake(member)
 

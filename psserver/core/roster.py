@@ -60,14 +60,14 @@ class Roster:
         self.lease = lease
         self._next_worker = generation * GENERATION + 1
         self.members: dict[int, Member] = {}
-        self._order: list[Member] = []
+        self._here: list[Member] = []  # in worker order
 
     def join(self, now: float, rank: int | None, host: str, pid: int, device: str) -> Member:
         worker = self._next_worker
         self._next_worker += 1
         member = Member(worker, worker % GENERATION - 1 if rank is None else rank, host, pid, device, now)
         self.members[worker] = member
-        self._order = sorted(self.members.values(), key=lambda m: (m.rank, m.worker))
+        self._here = sorted([*self._here, member], key=lambda m: (m.rank, m.worker))
         return member
 
     def restore(self, pushes: dict[int, int]) -> None:
@@ -75,22 +75,27 @@ class Roster:
         for worker, seq in pushes.items():
             gone = Member(worker, worker, "", 0, "", 0.0, State.LOST, seq=seq, reason="the job was restarted")
             self.members[worker] = gone
-        self._order = sorted(self.members.values(), key=lambda m: (m.rank, m.worker))
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(self._order)
+        """Everybody who was ever here, in worker order."""
+        return iter(sorted(self.members.values(), key=lambda m: (m.rank, m.worker)))
+
+    def here(self) -> list[Member]:
+        """Those whose lease runs, in worker order."""
+        return list(self._here)
+
 
     def active(self) -> list[Member]:
         """Those a round waits for, in worker order."""
-        return [m for m in self._order if m.state is State.ACTIVE]
+        return [m for m in self._here if m.state is State.ACTIVE]
 
     def registered(self) -> list[Member]:
         """Those who train, active or waiting for data, in worker order."""
-        return [m for m in self._order if m.registered]
+        return [m for m in self._here if m.registered]
 
     def clocks(self) -> dict[int, int]:
         """Clock of every active worker, in worker order."""
-        return {m.worker: m.clock for m in self._order if m.state is State.ACTIVE}
+        return {m.worker: m.clock for m in self._here if m.state is State.ACTIVE}
 
     def activate(self, member: Member) -> None:
         """(Re)enter the rounds: level with the slowest, so that nobody has to wait for steps made before."""
@@ -100,21 +105,26 @@ class Roster:
         member.state = State.ACTIVE
 
     def _highest_clock(self) -> int:
-        return max((m.clock for m in self._order if m.state is State.IDLE), default=0)
+        return max((m.clock for m in self._here if m.state is State.IDLE), default=0)
 
     def expired(self, now: float) -> list[Member]:
-        return [m for m in self._order if m.alive and now - m.last_seen > self.lease]
+        return [m for m in self._here if now - m.last_seen > self.lease]
+
+    def remove(self, member: Member, state: State, reason: str) -> None:
+        """The worker is LOST or has LEFT."""
+        member.state, member.reason, member.waiting = state, reason, None
+        self._here.remove(member)
 
     @property
     def finished(self) -> int:
         """Workers that took part and have left, done."""
-        return sum(m.state is State.LEFT and not m.reason and m.steps > 0 for m in self._order)
+        return sum(m.state is State.LEFT and not m.reason and m.steps > 0 for m in self.members.values())
 
     def all_done(self, least: int) -> bool:
         """At least so many have finished, and nobody is there any more."""
-        return self.finished >= least and not any(m.alive for m in self._order)
+        return self.finished >= least and not self._here
 
     def forgive(self, seconds: float) -> None:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""
-        for member in self._order:
+        for member in self._here:
             member.last_seen += seconds

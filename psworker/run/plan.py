@@ -93,7 +93,7 @@ class Plan:
         line = [*self.worker, "--ps", addresses["s0"]]
         return [
             *line,
-            *self._flags((options.JOB_NAME, options.DEVICE)),
+            *self._flags(options.FORWARDED_TO_WORKERS),
             *self._common(name, self.servers + index_of(name)),
         ]
 

@@ -175,7 +175,7 @@ def test_the_last_round_may_have_fewer_workers() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_over_the_network_every_run_gives_the_same_bytes(name: str, cluster: Callable[..., Cluster]) -> None:
     """Real servers and threads, again and again and on 1, 2 and 3 shards, as in one process step by step."""
-    make, epochs = OPTIMIZERS[name], 10
+    make, epochs = OPTIMIZERS[name], 5
     results = simulated(2, script(make, epochs), shards=1)
     for shards in (1, 2, 2, 3):
         results += real(cluster(shards=shards, min_workers=2).address, 2, script(make, epochs))

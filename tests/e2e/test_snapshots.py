@@ -330,49 +330,6 @@ def test_a_version_that_is_not_there_is_refused(cluster: Make, tmp_path: Path) -
     assert (caught.value.exit_code, caught.value.reason) == (12, "NO_SNAPSHOT")
 
 
-# ---- ps-ctl ----------------------------------------------------------------------------------------------------------
-
-
-def test_ps_ctl_saves_lists_verifies_and_exports(
-    cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    servers = cluster(2, min_workers=2, data_dir=tmp_path / "job")
-    train(servers.address, stop_at=3)
-
-    saved = ctl(capsys, "--ps", servers.servers[1].address, "snapshot", "save")
-    live = ctl(capsys, "--ps", servers.address, "snapshot", "list")
-    weights = weights_of(servers.address)
-    servers.close()
-    offline = ctl(capsys, "snapshot", "list", str(tmp_path / "job"))
-    verified = ctl(capsys, "snapshot", "verify", str(tmp_path / "job"))
-    exported = ctl(capsys, "snapshot", "export", str(tmp_path / "job"), str(tmp_path / "model.safetensors"))
-
-    assert saved == {"version": 3, "path": str(Snapshots(tmp_path / "job").path(3))}
-    assert [(row["version"], row["state"]) for row in live + offline] == [(3, "complete")] * 2
-    assert [(row["version"], row["problems"]) for row in verified] == [(3, [])]
-    assert exported["version"] == 3
-    model = network()
-    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
-    for name, tensor in model.state_dict().items():
-        np.testing.assert_array_equal(tensor.numpy(), weights[name])
-
-
-def test_ps_ctl_verify_finds_a_flipped_byte(cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    interrupted(cluster, 1, tmp_path, version=6)
-    (part,) = Snapshots(tmp_path).path(5).glob("shard-*")
-    flip(part)
-
-    assert ps_ctl(["snapshot", "verify", str(tmp_path)]) == 12
-
-    assert part.name in capsys.readouterr().out
-
-
-def test_ps_ctl_save_without_a_data_dir_says_so(cluster: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ps_ctl(["--ps", cluster(1).address, "snapshot", "save"]) == 12
-
-    assert "no --data-dir" in capsys.readouterr().err
-
-
 def stored(data_dir: Path, version: int) -> dict[str, np.ndarray[Any, Any]]:
     """The weights in a snapshot, by name."""
     from pscommon.snapshot import export

@@ -77,6 +77,7 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "log_level": ("debug", '"debug"'),
     "log_format": ("json", '"json"'),
     "ps": ("a:1,b:2", '["a:1", "b:2"]'),
+    "connect_timeout": ("1.5s", '"1.5s"'),
     "worker_rank": ("3", "3"),
     "device": ("cuda:1", '"cuda:1"'),
     "servers": ("3", "3"),

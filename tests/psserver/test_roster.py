@@ -83,7 +83,7 @@ def test_leases_end_and_are_forgiven() -> None:
     roster.forgive(3.0)
     assert roster.expired(8.0) == []
     assert roster.expired(11.0) == [early, late]
-    early.state = State.LOST
+    roster.remove(early, State.LOST, "")
     assert roster.expired(11.0) == [late]
 
 

@@ -61,6 +61,7 @@ def test_the_script_is_told_what_is_known() -> None:
         "PS_DEVICE": "cpu",
         "PS_WORKER_RANK": "7",
         "PS_JOB": "before",
+        "PS_CONNECT_TIMEOUT": "60.0",
         "OTHER": "x",
     }
 

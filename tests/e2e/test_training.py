@@ -1,0 +1,139 @@
+"""psworker.DistributedTraining: one call that really trains on several workers."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from psworker import DistributedTraining, InvalidRequestError
+
+INPUTS = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
+LABELS = (INPUTS.sum(1) > 0).long()
+DATA = (INPUTS, LABELS)
+KEYS = {
+    "model_name", "nodes_used", "device", "status", "steps", "samples", "seconds", "final_loss", "state_dict"
+}  # fmt: skip
+
+
+class Net(nn.Sequential):
+    """Always the same initial weights."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 2))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def make_net() -> Net:
+    return Net()
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.02)  # type: ignore[arg-type]
+
+
+def accuracy(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        return float((model(INPUTS).argmax(1) == LABELS).float().mean())
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_three_nodes_train_a_module_and_leave_nothing() -> None:
+    model, before, threads = Net(), children(), threading.active_count()
+
+    result = DistributedTraining(servers=2).train_distributed(
+        model, DATA, nodes=3, epochs=8, batch_size=10, optimizer=adam
+    )
+
+    assert set(result) == KEYS
+    assert (result["model_name"], result["nodes_used"], result["device"], result["status"]) == ("Net", 3, "cpu", "done")
+    assert (result["steps"], result["samples"]) == (96, 960)
+    assert accuracy(model) > 0.9
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, result["state_dict"][name])
+    assert children() == before
+    assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize("row", [{}, {"policy": "async"}, {"policy": "ssp", "staleness": 2}])
+def test_a_simulated_run_is_the_same_every_time(row: dict[str, object]) -> None:
+    """Dropout included; and on any number of servers."""
+    states = []
+    for servers in (1, 1, 2):
+        training = DistributedTraining(servers, **row)  # type: ignore[arg-type]
+        result = training.train_distributed(
+            Net(), DATA, nodes=3, epochs=3, batch_size=10, optimizer=adam, simulate=True
+        )
+        assert (result["nodes_used"], result["steps"], result["samples"]) == (3, 36, 360)
+        states.append(result["state_dict"])
+
+    again = 2 if not row else 1  # without a barrier, another number of servers is another order of events
+    for state in states[1 : 1 + again]:
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+
+
+def test_a_simulated_run_learns() -> None:
+    model = Net()
+    DistributedTraining().train_distributed(
+        model, DATA, nodes=2, epochs=10, batch_size=10, optimizer=adam, simulate=True
+    )
+
+    assert accuracy(model) > 0.9
+
+
+def test_what_can_be_given() -> None:
+    """A factory by name, a data set, an optimizer as it is, a loss of one's own."""
+    template = Net()
+    dataset = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2])
+    training = DistributedTraining()
+
+    named = training.train_distributed(f"{__name__}:make_net", DATA, nodes=1, simulate=True)
+    whole = training.train_distributed(
+        template,
+        dataset,
+        nodes=2,
+        simulate=True,
+        loss=nn.L1Loss(),
+        optimizer=torch.optim.SGD(template.parameters(), lr=0.1),
+    )
+
+    assert named["model_name"] == "Net"
+    assert whole["status"] == "done"
+
+
+@pytest.mark.parametrize("model", ["no_such_module:make", f"{__name__}:nothing", f"{__name__}:children"])
+def test_a_factory_that_is_none_is_named(model: str) -> None:
+    with pytest.raises(InvalidRequestError, match=model.split(":")[1]):
+        DistributedTraining().train_distributed(model, DATA, simulate=True)
+
+
+def test_nobody_cannot_train() -> None:
+    with pytest.raises(InvalidRequestError, match="nodes=0"):
+        DistributedTraining().train_distributed(Net(), DATA, nodes=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_gpus_that_are_not_there_are_an_error() -> None:
+    with pytest.raises(InvalidRequestError, match="sees 0 GPUs"):
+        DistributedTraining().train_distributed(Net(), DATA, use_gpus=True)
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_the_user_s_own_error_comes_out_once(simulate: bool) -> None:
+    before = children()
+
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("my loss")
+
+    with pytest.raises(ZeroDivisionError, match="my loss"):
+        DistributedTraining().train_distributed(Net(), DATA, nodes=2, loss=broken, simulate=simulate)
+    assert children() == before
