@@ -39,6 +39,10 @@ from psserver.metrics import ServerMetrics
 from psserver.status import describe, statistics
 
 TICK = 0.2
+
+LAST_SNAPSHOT = 30.0
+"""Seconds that the end of a job waits for its last snapshot."""
+
 T = TypeVar("T")
 
 
@@ -119,8 +123,10 @@ class Hub:
         self._revision += 1
         self._changed.notify_all()
 
-    def _until(self, action: Callable[[Coordinator, float], T | None], seconds: float) -> T | None:
-        """The machine's answer as soon as it has one; None: not within `seconds`."""
+    def _until(
+        self, action: Callable[[Coordinator, float], T | None], seconds: float, stopping: bool = False
+    ) -> T | None:
+        """The machine's answer as soon as it has one; None: not within `seconds`, or (not `stopping`) the job ends."""
         deadline, asked = time.monotonic() + seconds, False
         while True:
             # asking may change who takes part, but only the first time: those who wait must not wake each other
@@ -128,7 +134,7 @@ class Hub:
                 seen = self._revision
             answer = self._step(action, quiet=asked) if not self.fleet.missing else None
             left, asked = deadline - time.monotonic(), True
-            if answer is not None or left <= 0 or self.stop_reason is not None:
+            if answer is not None or left <= 0 or (self.stop_reason is not None and not stopping):
                 return answer
             with self._changed:
                 self._changed.wait_for(partial(self._moved_on, seen), min(left, TICK))
@@ -175,11 +181,9 @@ class Hub:
     ) -> Batches | None:
         """Data, or its end; None: not within `seconds`. A stopping job has no more data."""
         answer = self._until(lambda c, now: c.next_batches(worker, spec, received, count, idle, now), seconds)
-        if answer is None and self.stop_reason is not None:
-            return Batches(end=True)
-        if answer is None:
+        if answer is None and self.stop_reason is None:
             self.check_gathering()
-        return answer
+        return Batches(end=True) if answer is None and self.stop_reason is not None else answer
 
     def check_gathering(self) -> None:
         """TooFewWorkersError for those who came, if the others did not within join_timeout of the first one."""
@@ -194,10 +198,6 @@ class Hub:
 
     def report_metrics(self, worker: int, metrics: dict[str, float]) -> None:
         self._step(lambda c, now: c.report_metrics(worker, metrics, now))
-
-    @property
-    def model(self) -> ModelSpec | None:
-        return self._coordinator.model
 
     @property
     def begun(self) -> bool:
@@ -309,6 +309,13 @@ class Hub:
         wanted = self._until(lambda c, now: c.version if c.begun else None, seconds)
         if wanted is None:
             raise UnreachableError(f"nothing to save yet: the job waits for {self.waiting_for}", "NOT_READY")
+        version = self._saved(wanted, seconds)
+        if version is None:
+            raise WaitTimeoutError(f"no snapshot after {seconds:.0f} s: {self.archive.problem or 'still writing'}")
+        return version
+
+    def _saved(self, wanted: int, seconds: float, stopping: bool = False) -> int | None:
+        """Cut until a snapshot of at least this version is written; its version, or None: not in time."""
 
         def written(coordinator: Coordinator, now: float) -> int | None:
             newest = self.archive.newest_version
@@ -317,10 +324,7 @@ class Hub:
             coordinator.cut(now)
             return None
 
-        version = self._until(written, seconds)
-        if version is None:
-            raise WaitTimeoutError(f"no snapshot after {seconds:.0f} s: {self.archive.problem or 'still writing'}")
-        return version
+        return self._until(written, seconds, stopping)
 
     def _finish_cut(self, cutting: Cutting) -> None:
         """All parts are there: the manifest makes them a snapshot."""
@@ -371,21 +375,11 @@ class Hub:
     def _last_snapshot(self) -> None:
         try:
             if self.archive.enabled and self._coordinator.begun and not self.fleet.missing:
-                self.save_now(30.0)
+                self._saved(self._coordinator.version, LAST_SNAPSHOT, stopping=True)
         finally:
             self.stopped.set()
             with self._changed:
                 self._wake()
-
-    def save_now(self, seconds: float) -> None:
-        """As `save`, while stopping: waits without the help of the stopped waiters."""
-        deadline = time.monotonic() + seconds
-        wanted = self._coordinator.version
-        while time.monotonic() < deadline and (self.archive.newest_version or -1) < wanted:
-            self._step(lambda c, now: c.cut(now))
-            self._tick()
-            with self._changed:
-                self._changed.wait(TICK)
 
     def close(self) -> None:
         """No more time passes. The other shards get a moment to hear that the job is over."""

@@ -352,7 +352,7 @@ class Coordinator:
 
     def _trim(self) -> None:
         """All shards have carried these out."""
-        for index in range(min(self._log, default=0), min(self._reached.values()) + 1):
+        for index in range(self.base + 1, min(self._reached.values()) + 1):
             self._log.pop(index, None)
 
     # ---- snapshots --------------------------------------------------------------------------------------------------

@@ -84,7 +84,6 @@ class Roster:
         """Those whose lease runs, in worker order."""
         return list(self._here)
 
-
     def active(self) -> list[Member]:
         """Those a round waits for, in worker order."""
         return [m for m in self._here if m.state is State.ACTIVE]

@@ -21,7 +21,7 @@ class LogError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a push ended here: status applied, stale or rejected; version after it; staleness when it counted."""
+    """How a push ended here: status applied, stale or rejected; version after it; staleness: updates since its base."""
 
     status: str
     version: int
@@ -100,9 +100,7 @@ class Shard:
             case Apply():
                 self._applied(entry)
             case Reject():
-                self.staged.pop(entry.key, None)
-                status = "stale" if entry.reason == "STALE" else "rejected"
-                self._ended(entry.key, Outcome(status, self.version, reason=entry.reason, detail=entry.detail))
+                self._rejected(entry)
             case Evict():
                 self._evicted[entry.worker] = entry.reason
                 self._outcomes.pop(entry.worker, None)
@@ -125,6 +123,12 @@ class Shard:
             del self.staged[contribution.key]
             staleness = entry.version - 1 - contribution.base
             self._ended(contribution.key, Outcome("applied", entry.version, staleness))
+
+    def _rejected(self, entry: Reject) -> None:
+        push = self.staged.pop(entry.key, None)
+        status = "stale" if entry.reason == "STALE" else "rejected"
+        staleness = self.version - push.base if push else 0
+        self._ended(entry.key, Outcome(status, self.version, staleness, entry.reason, entry.detail))
 
     def _ended(self, key: PushKey, outcome: Outcome) -> None:
         known = self._outcomes.setdefault(key.worker, OrderedDict())

@@ -1,6 +1,7 @@
 """What sync, async and ssp promise, seen from outside: by the scripts' own counters, the weights and the status."""
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,12 +61,12 @@ def test_a_round_is_the_mean_weighted_by_samples(cluster: Make) -> None:
 def test_a_round_closes_only_with_its_whole_roster(cluster: Make) -> None:
     address = cluster(1, min_workers=3).address
     with crew(address, 3, np.zeros(4, np.float32)) as clients, ThreadPoolExecutor(3) as pool:
-        for sent, client in enumerate(clients):
-            late = {f"worker {other.worker} (" for other in clients[sent:]}
+        for number, client in enumerate(clients, start=1):
             assert status(address)["version"] == 0
-            until(lambda: sent == 0 or all(name in status(address)["waiting_for"] for name in late), "a round")
-            pool.submit(client.push, {"w": np.ones(4, np.float32)})
-        until(lambda: status(address)["version"] == 1, "the end of the round")
+            pushing = pool.submit(client.push, {"w": np.ones(4, np.float32)})
+            until_it_waits_for(address, clients[number:])
+
+        assert pushing.result(30).version == status(address)["version"] == 1
 
 
 def test_rounds_are_summed_in_worker_order_whoever_comes_first(cluster: Make) -> None:
@@ -75,13 +76,11 @@ def test_rounds_are_summed_in_worker_order_whoever_comes_first(cluster: Make) ->
     with crew(address, 3, np.zeros(len(orders), np.float32)) as clients, ThreadPoolExecutor(3) as pool:
         for number, order in enumerate(orders):
             pushes = []
-            for place, rank in enumerate(order):
+            for place, rank in enumerate(order, start=1):
                 gradient = np.zeros(len(orders), np.float32)
                 gradient[number] = values[rank]
                 pushes.append(pool.submit(clients[rank].push, {"w": gradient}))
-                last = clients[order[-1]].worker
-                if place < 2:
-                    until(lambda place=place, last=last: waits(address, 2 - place, last), "an order")  # type: ignore[misc]
+                until_it_waits_for(address, [clients[other] for other in order[place:]])
             assert [push.result(30).version for push in pushes] == [number + 1] * 3
         result = clients[0].pull()["w"]
 
@@ -90,10 +89,14 @@ def test_rounds_are_summed_in_worker_order_whoever_comes_first(cluster: Make) ->
     assert len(set(sums.values())) > 1, "no order makes a difference: the test proves nothing"
 
 
-def waits(address: str, workers: int, one: int) -> bool:
-    """Does the round wait for so many workers, `one` of them?"""
-    text = status(address)["waiting_for"]
-    return text.count("worker ") == workers and f"worker {one} (" in text
+def until_it_waits_for(address: str, late: Sequence[Client]) -> None:
+    """Until these, and no others, are what the round waits for."""
+    expected = sorted(f"worker {client.worker}" for client in late)
+
+    def found() -> bool:
+        return sorted(re.findall(r"worker \d+", status(address)["waiting_for"])) == expected
+
+    until(found, f"a wait for {expected}")
 
 
 def weighted_sum(values: Sequence[np.float32]) -> float:
@@ -231,7 +234,7 @@ def clocks(observer: Client) -> list[int]:
 def clocks_ahead(observer: Client, ahead: int, steps: int) -> bool:
     """The fast ones are there, and have another push staged, which names the slow one as whom it waits for."""
     seen = observer.status()
-    slow, *fast = clocks_of(seen)
+    _, *fast = clocks_of(seen)
     assert max(fast) <= ahead, "more than the bound"
     return fast == [ahead] * 2 and (ahead == steps or "rank 0" in seen["waiting_for"])
 

@@ -10,22 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 
 from pscommon.core.errors import SnapshotError
 from pscommon.snapshot import Snapshots, TapeReader
 from pscommon.snapshot.files import Files
 from pscommon.values import SnapshotEvery
 from psworker import Job
-from psworker.ctl.cli import main as ps_ctl
 from tests.e2e.conftest import Cluster
+from tests.e2e.disk import flip, stored
 from tests.e2e.workers import (
     VERSIONS,
     count,
     counted,
     counter,
     digest,
-    network,
     snapshots,
     status,
     together,
@@ -328,26 +326,3 @@ def test_a_version_that_is_not_there_is_refused(cluster: Make, tmp_path: Path) -
         cluster(1, data_dir=tmp_path, resume=4)
 
     assert (caught.value.exit_code, caught.value.reason) == (12, "NO_SNAPSHOT")
-
-
-def stored(data_dir: Path, version: int) -> dict[str, np.ndarray[Any, Any]]:
-    """The weights in a snapshot, by name."""
-    from pscommon.snapshot import export
-
-    path = data_dir / f"{version}.safetensors"
-    export(Snapshots(data_dir), version, path)
-    return {name: tensor.numpy() for name, tensor in safetensors.torch.load_file(path).items()}
-
-
-def flip(path: Path) -> None:
-    """One bit in the middle."""
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
-def ctl(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
-    """What the command prints as JSON."""
-    capsys.readouterr()
-    assert ps_ctl([*args, "--output", "json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)

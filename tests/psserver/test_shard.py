@@ -81,6 +81,19 @@ def test_a_push_that_is_refused_says_why(reason: str, status: str) -> None:
     assert (outcome.status, outcome.reason, outcome.detail, shard.version) == (status, reason, "because", 0)
 
 
+def test_a_stale_push_says_by_how_much() -> None:
+    shard, old = begun(), staged(2, 1)
+    shard.offer(old)
+    for number in (1, 2):
+        shard.offer(staged(1, number))
+        carry_out(shard, apply(number + 1, number, staged(1, number)))
+    carry_out(shard, Reject(4, old.key, "STALE", ""))
+
+    outcome = shard.outcome(old.key)
+    assert outcome is not None
+    assert (outcome.status, outcome.version, outcome.staleness) == ("stale", 2, 2)
+
+
 def test_an_evicted_worker_is_fenced_with_all_that_it_sent() -> None:
     shard = begun()
     shard.offer(staged(1, 1))

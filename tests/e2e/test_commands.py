@@ -1,0 +1,243 @@
+"""ps-ctl against servers that run, and ps-server from its start to its several ends."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+
+from pscommon.snapshot import Snapshots
+from psworker.ctl.cli import main as ps_ctl
+from tests.e2e.conftest import Cluster
+from tests.e2e.disk import flip, stored
+from tests.e2e.programs import Programs, programs_in
+from tests.e2e.workers import count, counted, counter, network, status, train, until, weights_of
+
+Make = Callable[..., Cluster]
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    with programs_in(tmp_path) as programs:
+        yield programs
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_TIMEOUT", "PS_CONFIG", "PS_LEASE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def ctl(capsys: Output, *args: object) -> Any:
+    """What the command prints as JSON."""
+    capsys.readouterr()
+    code = ps_ctl([*map(str, args), "--output", "json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return json.loads(printed.out)
+
+
+# ---- ps-ctl ---------------------------------------------------------------------------------------------------------
+
+
+def test_status_of_a_job_from_its_start_to_its_end(cluster: Make, capsys: Output) -> None:
+    servers = cluster(2, min_workers=2, job="otter")
+    until(lambda: ctl(capsys, "--ps", servers.address, "status")["state"] == "waiting for a model", "both servers")
+    assert ctl(capsys, "--ps", servers.address, "status")["model"] is None
+    train(servers.address)
+
+    for server in servers.servers:  # any one will do
+        found = ctl(capsys, "--ps", server.address, "status")
+        assert (found["job"], found["policy"], found["state"]) == ("otter", "sync", "running")
+        assert (found["version"], found["steps"], found["samples"], found["finished"]) == (15, 30, 240, 2)
+        assert found["pushes"] == {"applied": 30, "duplicate": 0, "stale": 0, "rejected": 0}
+        assert found["model"].items() >= {"tensors": 9, "parameters": 228, "optimizer": "adam"}.items()
+        assert [row["address"] for row in found["servers"]] == [each.address for each in servers.servers]
+        assert [(row["committed"], row["total"], row["epoch"]) for row in found["data"]] == [(30, 30, 3)]
+
+
+def test_workers(cluster: Make, capsys: Output) -> None:
+    address = cluster(1).address
+    with counter(address, rank=3, device="cpu") as client:
+        count(client, 2)
+        (row,) = ctl(capsys, "--ps", address, "workers")
+
+    wanted = {"worker": client.worker, "rank": 3, "state": "active", "steps": 2, "clock": 2, "device": "cpu"}
+    assert row.items() >= wanted.items()
+
+
+def test_plan(cluster: Make, capsys: Output) -> None:
+    servers = cluster(2)
+    with counter(servers.address) as client:
+        found = ctl(capsys, "--ps", servers.address, "plan")
+
+        assert found["plan_digest"] == client.plan.digest
+    assert [row["address"] for row in found["shards"]] == [each.address for each in servers.servers]
+    assert sum(row["bytes"] for row in found["shards"]) == found["bytes"]
+    assert {row["name"]: row["shape"] for row in found["tensors"]} == {"a": [3, 40], "b": [100]}
+    assert {shard for row in found["tensors"] for shard in row["shards"]} == {0, 1}
+
+
+def test_plan_before_there_is_a_model(cluster: Make, capsys: Output) -> None:
+    assert ps_ctl(["--ps", cluster(1).address, "plan"]) == 20
+
+    assert "there is no model yet: the job waits for a worker to register a model" in capsys.readouterr().err
+
+
+def test_config_shows_what_a_server_would_get_and_why(
+    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.toml").write_text('policy = "async"\nlease = "9s"\n')
+    monkeypatch.setenv("PS_LEASE", "7s")
+    flags = ("--config", tmp_path / "job.toml", "--shard", "1/2")
+
+    found = {row["key"]: (row["value"], row["source"]) for row in ctl(capsys, "config", *flags)}
+
+    assert found["shard"] == ("1/2", "flag")
+    assert found["lease"] == (7.0, "environment")
+    assert found["policy"] == ("async", "file")
+    assert found["snapshot_keep"] == (3, "default")
+
+
+def test_doctor_finds_this_machine_fit(capsys: Output, tmp_path: Path) -> None:
+    found = ctl(capsys, "doctor", "--port", free_port(), "--data-dir", tmp_path)
+
+    checked = {row["check"].split()[0] for row in found}
+    assert checked >= {"python", "packages", "torch", "devices", "cores", "memory", "port", "folder", "loopback"}
+    assert all(row["state"] in ("ok", "warning") for row in found)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_explain(capsys: Output) -> None:
+    assert "NO_SNAPSHOT" in ctl(capsys, "explain", 12)["reasons"]
+    assert ctl(capsys, "explain", "NON_FINITE")["exit_code"] == 14
+
+
+def test_stop_ends_every_server_with_a_last_snapshot(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+    servers = cluster(2, data_dir=tmp_path)
+    with counter(servers.address) as client:
+        count(client, 3)
+
+        assert (
+            ctl(capsys, "--ps", servers.servers[1].address, "stop", "--reason", "accurate enough")["state"]
+            == "stopping"
+        )
+
+        assert all(server.wait(30) for server in servers.servers)
+        assert [server.failure for server in servers.servers] == [None, None]
+    assert Snapshots(tmp_path).versions() == [3]
+
+
+def test_a_worker_hears_of_the_stop_and_ends_well(cluster: Make, capsys: Output) -> None:
+    """Its loop ends early, no error; what it has not used is somebody else's business."""
+    address = cluster(1).address
+
+    def stop_in_the_middle(job: Any) -> None:
+        if job.version == 4:
+            ctl(capsys, "--ps", address, "stop")
+            until(lambda: job.client.stopping, "the word that the job ends")
+
+    (version,) = train(address, workers=1, each=stop_in_the_middle)
+
+    assert version == 4
+
+
+def test_snapshots_are_saved_listed_verified_and_exported(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+    servers, job = cluster(2, min_workers=2, data_dir=tmp_path / "job"), tmp_path / "job"
+    train(servers.address, stop_at=3)
+
+    saved = ctl(capsys, "--ps", servers.servers[1].address, "snapshot", "save")
+    live = ctl(capsys, "--ps", servers.address, "snapshot", "list")
+    weights = weights_of(servers.address)
+    servers.close()
+    offline = ctl(capsys, "snapshot", "list", job)
+    verified = ctl(capsys, "snapshot", "verify", job)
+    exported = ctl(capsys, "snapshot", "export", job, tmp_path / "model.safetensors")
+
+    assert saved == {"version": 3, "path": str(Snapshots(job).path(3))}
+    assert [(row["version"], row["state"]) for row in live + offline] == [(3, "complete")] * 2
+    assert [(row["version"], row["problems"]) for row in verified] == [(3, [])]
+    assert exported["version"] == 3
+    model = network()
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), weights[name])
+
+
+def test_verify_finds_a_flipped_byte(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+    servers = cluster(2, data_dir=tmp_path)
+    with counter(servers.address) as client:
+        count(client)
+    ctl(capsys, "--ps", servers.address, "snapshot", "save")
+    (part,) = Snapshots(tmp_path).path(1).glob("shard-1-*")
+    flip(part)
+
+    assert ps_ctl(["snapshot", "verify", str(tmp_path)]) == 12
+    assert part.name in capsys.readouterr().out
+
+
+def test_save_without_a_data_dir_says_so(cluster: Make, capsys: Output) -> None:
+    assert ps_ctl(["--ps", cluster(1).address, "snapshot", "save"]) == 12
+
+    assert "no --data-dir" in capsys.readouterr().err
+
+
+# ---- ps-server and ps-worker ----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import numpy as np, psworker
+with psworker.Client() as client:
+    client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
+    for _ in range(3):
+        client.push({"w": np.ones(100)})
+"""
+
+
+def listening(programs: Programs, name: str) -> str:
+    """Address of the server that writes this port file."""
+    path = programs.folder / name
+    until(path.exists, "a port", seconds=60)
+    return f"127.0.0.1:{path.read_text().strip()}"
+
+
+def test_servers_that_do_not_know_each_other_until_a_worker_lists_them(programs: Programs) -> None:
+    """No --join; and with --exit-when-done they end by themselves, with a last snapshot."""
+    programs.script(SCRIPT)
+    flags = ("--bind", "127.0.0.1:0", "--data-dir", "job", "--exit-when-done")
+    servers = [
+        programs.start("ps-server", "--shard", f"{shard}/2", "--port-file", f"{shard}.port", *flags)
+        for shard in range(2)
+    ]
+    addresses = ",".join(listening(programs, f"{shard}.port") for shard in (1, 0))
+
+    worker = programs.run("ps-worker", "--ps", addresses, "train.py")
+
+    assert worker.wait() == 0, worker.said
+    assert [server.wait() for server in servers] == [0, 0], servers[0].said + servers[1].said
+    assert counted(stored(programs.folder / "job", 3)) == 3
+    assert not list(programs.folder.glob("*.port"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_server_with_a_last_snapshot(programs: Programs, number: signal.Signals, code: int) -> None:
+    server = programs.start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--data-dir", "job")
+    with counter(listening(programs, "port")) as client:
+        count(client, 5)
+        assert status(client.addresses[0])["version"] == 5
+
+        server.send(number)
+
+        assert server.wait() == code, server.said
+    assert "Traceback" not in server.said
+    assert counted(stored(programs.folder / "job", 5)) == 5
