@@ -28,7 +28,7 @@ from pscommon.snapshot import Manifest
 from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Batches, Coordinator
-from psserver.core.cuts import Cutting, Every, PartReport
+from psserver.core.cuts import Cuts, Every, PartReport
 from psserver.core.policy import policy
 from psserver.core.roster import Member, State
 from psserver.core.waiting import waiting_for
@@ -326,11 +326,13 @@ class Hub:
 
         return self._until(written, seconds, stopping)
 
-    def _finish_cut(self, cutting: Cutting) -> None:
-        """All parts are there: the manifest makes them a snapshot."""
-        self.archive.commit(cutting, self.job, self.plan.spec)
-        with self._changed:
-            self._wake()
+    def _finish_cut(self, cuts: Cuts) -> None:
+        """Where all parts are there, the manifest makes them a snapshot; only then may the next one be cut."""
+        if cuts.finished is not None:
+            self.archive.commit(cuts.finished, self.job, self.plan.spec)
+            with self._changed:
+                cuts.finished = None
+                self._wake()
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -350,10 +352,8 @@ class Hub:
             log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
             self.metrics.gone(member.worker)
         with self._changed:
-            cutting, self._coordinator.cuts.finished = self._coordinator.cuts.finished, None
-            roster = list(self._coordinator.roster)
-        if cutting is not None:
-            self._finish_cut(cutting)
+            cuts, roster = self._coordinator.cuts, list(self._coordinator.roster)
+        self._finish_cut(cuts)
         self.fleet[0].stats = statistics(self.engine)
         self.metrics.workers({state: sum(m.state == state for m in roster) for state in State})
         for member in roster:

@@ -37,7 +37,10 @@ EXPLANATIONS: dict[Exit, tuple[str, str]] = {
         "a gradient held NaN or Inf",
         "lower the learning rate or clip; the message names the worker and the tensor",
     ),
-    Exit.UNREACHABLE: ("the servers were unreachable for too long", "start them or check --ps; then run again"),
+    Exit.UNREACHABLE: (
+        "the servers were unreachable for too long, or went on without this worker",
+        "start them or check --ps; then run again",
+    ),
     Exit.TOO_FEW_WORKERS: ("too few workers", "start as many as --min-workers asks for, or lower it"),
     Exit.INTERRUPTED: ("interrupted (Ctrl-C)", "nothing"),
     Exit.TERMINATED: ("terminated (SIGTERM)", "nothing"),

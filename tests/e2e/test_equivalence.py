@@ -184,8 +184,17 @@ def test_over_the_network_every_run_gives_the_same_bytes(name: str, cluster: Cal
     assert_equivalent(results[0], plain(make, 2, epochs))
 
 
+def test_ssp_0_is_sync_bit_by_bit(cluster: Callable[..., Cluster]) -> None:
+    train = script(OPTIMIZERS["sgd"], epochs=5)
+
+    results = simulated(2, train, policy="sync") + simulated(2, train, policy="ssp", staleness=0)
+    results += real(cluster(policy="ssp", staleness=0, min_workers=2).address, 2, train)
+
+    assert len(digests(results)) == 1
+
+
 def test_the_comparison_can_fail() -> None:
-    """A learning rate that is wrong by one part in ten thousand is seen, and so is the order of a sum in float32."""
+    """A learning rate that is wrong by one part in ten thousand is seen."""
     make = OPTIMIZERS["sgd"]
     wrong = plain(lambda groups: torch.optim.SGD(groups, lr=0.010001, momentum=0.9, nesterov=True), 2, 2)
 

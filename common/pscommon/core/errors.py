@@ -37,9 +37,12 @@ class MismatchError(PSError):
 
 
 class FencedError(PSError):
-    """The job went on without this worker (its lease ended, or it was drained). Connect again to come back as new."""
+    """The job went on without this worker (its lease ended, or the servers went back to a snapshot).
 
-    exit_code = 11
+    Connect again, or start the worker again, to come back as new.
+    """
+
+    exit_code = 20
 
 
 class SnapshotError(PSError):
@@ -91,7 +94,7 @@ REASONS: dict[str, Row] = {
     "SHARD_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "not one complete set of servers"),
     "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "the servers run another job by now"),
     "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must train the same model"),
-    "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker"),
+    "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker; start it again"),
     "NO_SNAPSHOT": Row(SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"),
     "NON_FINITE": Row(NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"),
     "UNREACHABLE": Row(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),

@@ -1,0 +1,301 @@
+"""Who gets which samples: each index once an epoch, whoever works, dies, comes late, breaks off or is slow."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pscommon.core.errors import UnreachableError
+from pscommon.core.loop import LoopSpec
+from psworker import Client, Job
+from psworker.lane import GrpcLane
+from psworker.optimizer import ServerOptimizer
+from tests.e2e.conftest import Cluster
+from tests.e2e.crew import real, simulated
+from tests.e2e.programs import programs_in
+from tests.e2e.test_policies import POLICIES
+from tests.e2e.workers import status, together, until
+
+Make = Callable[..., Cluster]
+Batch = tuple[int, ...]
+
+SIZE, BATCH, EPOCHS = 18, 4, 5
+LOOP = LoopSpec(0, SIZE, BATCH, EPOCHS, seed=7)
+ALL = [tuple(LOOP.indices(number).tolist()) for number in range(LOOP.total)]
+"""5 batches an epoch, 25 in all: neither 2 nor 3 workers get equal shares. An epoch's last batch is a small one."""
+
+
+def started(job: Job) -> tuple[nn.Module, ServerOptimizer]:
+    model = nn.Linear(1, 1)
+    return model, job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+
+
+def batches(job: Job, epochs: int = EPOCHS, seed: int = 7, **options: Any) -> Iterator[Tensor]:
+    return iter(job.batches(torch.arange(SIZE), BATCH, epochs, seed=seed, reseed=False, **options))
+
+
+def compute(model: nn.Module, batch: Tensor) -> Batch:
+    """A gradient; returns the batch as the indices that it consists of."""
+    model(batch[:, None].float()).mean().backward()
+    return tuple(batch.tolist())
+
+
+def train(job: Job, each: Callable[[int], object] = lambda step: None) -> list[Batch]:
+    """A whole loop, with `each` called before every step; the batches whose steps counted."""
+    model, optimizer = started(job)
+    used = []
+    for step, batch in enumerate(batches(job)):
+        used.append(compute(model, batch))
+        each(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return used
+
+
+def assert_each_once(shares: list[list[Batch]], address: str = "") -> None:
+    """All batches of all epochs, each by one worker; and that is what the servers have counted."""
+    assert sorted(batch for share in shares for batch in share) == sorted(ALL)
+    if address:
+        (row,) = status(address)["data"]
+        assert (row["committed"], row["leased"], row["dropped"], row["ended"]) == (len(ALL), 0, 0, True)
+        assert status(address)["samples"] == EPOCHS * SIZE
+
+
+# ---- shares ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_each_index_is_used_once_an_epoch(cluster: Make, name: str, workers: int) -> None:
+    address = cluster(2, min_workers=workers, **POLICIES[name]).address
+
+    shares = real(address, workers, train)
+
+    assert_each_once(shares, address)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_in_sync_the_shares_are_the_same_in_every_run(cluster: Make, workers: int) -> None:
+    """Over the network or not, on one server or two: worker r gets every W-th batch."""
+    runs = [simulated(workers, train)]
+    runs += [real(cluster(shards, min_workers=workers).address, workers, train) for shards in (1, 2)]
+
+    for shares in runs:
+        assert shares == [ALL[rank::workers] for rank in range(workers)]
+
+
+def test_orders_differ_by_epoch_and_seed_and_do_not_depend_on_how_often_a_script_asks() -> None:
+    def orders(job: Job) -> list[Batch]:
+        model, optimizer = started(job)
+        found = []
+        for epochs, seed in ((1, 7), (1, 7), (2, 8), (0, 7), (3, 7)):
+            for batch in batches(job, epochs, seed):
+                found.append(compute(model, batch))
+                optimizer.step()
+        return found
+
+    (found,) = simulated(1, orders)
+
+    assert len(set(map(tuple, (found[:5], found[5:10], found[10:15], found[15:20])))) == 4
+    assert found[:10] + found[20:] == ALL
+
+
+def test_in_async_faster_workers_take_more(cluster: Make) -> None:
+    """One worker needs for its first step as long as the other for all the rest."""
+    address = cluster(1, policy="async", min_workers=2).address
+
+    def script(job: Job) -> list[Batch]:
+        def wait(step: int) -> None:
+            if job.rank == 1:
+                until(lambda: status(address)["data"][0]["committed"] >= len(ALL) - 1, "the others' work")
+
+        return train(job, wait)
+
+    fast, slow = real(address, 2, script)
+
+    assert_each_once([fast, slow], address)
+    assert (len(fast), len(slow)) == (len(ALL) - 1, 1)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None:
+    address, third, come = cluster(2, min_workers=2, **POLICIES[name]).address, threading.Event(), threading.Event()
+
+    def script(job: Job) -> list[Batch]:
+        def halfway(step: int) -> None:
+            if job.rank == 0 and step == 2:
+                third.set()
+                assert come.wait(30)
+
+        return train(job, halfway)
+
+    def late() -> list[list[Batch]]:
+        assert third.wait(30)
+
+        def script(job: Job) -> list[Batch]:
+            return train(job, lambda step: come.set())
+
+        return real(address, 1, script)
+
+    early, (last,) = together(lambda: real(address, 2, script), late)
+
+    assert_each_once([*early, last], address)
+    assert last
+
+
+# ---- batches that come back ------------------------------------------------------------------------------------------
+
+
+class Mortal(GrpcLane):
+    """A worker's line that can go dead: nothing gets through any more, not even a goodbye."""
+
+    dead = False
+
+    def exchange(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super().exchange(*args, **kwargs)
+
+    def _ask(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return super()._ask(*args, **kwargs)
+
+    def _check(self) -> None:
+        if self.dead:
+            raise UnreachableError("the line is dead")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name: str) -> None:
+    """It dies with one batch computed and pushed to nobody; each sample counts exactly once."""
+    servers = cluster(2, min_workers=2, lease=0.5, **POLICIES[name])
+
+    def dies() -> list[Batch]:
+        lane = Mortal(servers.addresses.split(","))
+        with Job(Client(lane=lane, rank=1, connect_timeout=0.1), 1) as job:
+            model, optimizer = started(job)
+            used: list[Batch] = []
+            for batch in batches(job):
+                if len(used) == 3:
+                    lane.dead = True
+                    break
+                used.append(compute(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        return used
+
+    lost, (rest,) = together(dies, lambda: real(servers.address, 1, train))
+
+    assert len(lost) == 3
+    assert_each_once([lost, rest], servers.address)
+    assert [row["state"] for row in status(servers.address)["workers"]] == ["left", "lost"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_a_worker_leaves_undone_is_done_by_others(cluster: Make, name: str) -> None:
+    """One breaks off after two steps, with a third batch in its hands, and closes its job."""
+    address = cluster(1, min_workers=2, **POLICIES[name]).address
+
+    def script(job: Job) -> list[Batch]:
+        if job.rank == 0:
+            return train(job)
+        model, optimizer = started(job)
+        used: list[Batch] = []
+        for batch in batches(job):
+            if len(used) == 2:
+                break
+            used.append(compute(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        return used
+
+    shares = real(address, 2, script)
+
+    assert_each_once(shares, address)
+    assert len(shares[1]) == 2
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_after_breaking_off_a_second_loop_is_whole(cluster: Make, name: str) -> None:
+    """Each worker leaves the first loop after two steps; in the second each index is used once an epoch."""
+    address = cluster(2, min_workers=2, **POLICIES[name]).address
+
+    def script(job: Job) -> list[Batch]:
+        model, optimizer = started(job)
+        used: list[Batch] = []
+        for loop, stop in ((0, 2), (1, LOOP.total)):
+            for step, batch in enumerate(batches(job, EPOCHS, seed=loop)):
+                if step == stop:
+                    break
+                used += [compute(model, batch)] * loop
+                optimizer.step()
+                optimizer.zero_grad()
+        return used
+
+    shares = real(address, 2, script)
+
+    second = LoopSpec(1, SIZE, BATCH, EPOCHS, seed=1)
+    expected = [tuple(second.indices(number).tolist()) for number in range(second.total)]
+    assert sorted(batch for share in shares for batch in share) == sorted(expected)
+    first, last = status(address)["data"]
+    assert (last["committed"], last["leased"], last["ended"]) == (len(ALL), 0, True)
+    assert (first["leased"], first["committed"]) == (0, 4 + first["dropped"])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("last_step", [True, False])
+def test_accumulated_batches_end_cleanly_when_they_do_not_add_up(cluster: Make, name: str, last_step: bool) -> None:
+    """Two batches a step and 25 in all: somebody is left with one, which a last step after the loop may use."""
+    address = cluster(1, min_workers=2, **POLICIES[name]).address
+
+    def script(job: Job) -> list[Batch]:
+        model, optimizer = started(job)
+        used, open_ = [], []
+        for batch in batches(job):
+            open_.append(compute(model, batch))
+            if len(open_) == 2:
+                optimizer.step()
+                used, open_ = used + open_, []
+                optimizer.zero_grad()
+        if open_ and last_step:
+            optimizer.step()
+            used += open_
+        return used
+
+    shares = real(address, 2, script)
+
+    if last_step:
+        assert_each_once(shares, address)
+    else:
+        assert sum(map(len, shares)) == status(address)["data"][0]["committed"] == len(ALL) - 1
+
+
+# ---- torch's loaders -------------------------------------------------------------------------------------------------
+
+LOADERS = """
+import torch, psworker
+from torch import nn
+
+with psworker.connect() as job:
+    model = nn.Linear(1, 1)
+    optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+    for batch in job.batches(torch.arange(18), 4, epochs=5, seed=7, num_workers=2):
+        model(batch[:, None].float()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("batch", *batch.tolist())
+"""
+
+
+def test_loader_processes_fetch_ahead_and_each_index_is_used_once(tmp_path: Path) -> None:
+    """Two workers with two loader processes each, forked from processes that speak gRPC."""
+    with programs_in(tmp_path) as programs:
+        programs.script(LOADERS)
+        run = programs.run("ps-run", "--servers", 1, "--workers", 2, "--summary", "summary.json", "train.py")
+
+    assert run.process.returncode == 0, run.said
+    lines = [line.partition("batch ")[2] for line in run.out.splitlines() if "batch " in line]
+    assert_each_once([[tuple(map(int, line.split())) for line in lines]])
