@@ -1,0 +1,316 @@
+"""Each setting of ps-server changes what a server does."""
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscommon import options
+from pscommon.core.errors import WaitTimeoutError
+from pscommon.snapshot import Snapshots
+from pscommon.wire.channel import open_channel
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psserver.app import Server
+from psserver.config import ServerConfig
+from tests.e2e.programs import Program, programs_in
+from tests.e2e.scrape import get
+from tests.e2e.seen import Seen
+from tests.e2e.workers import ONES, connected, count, counted, counter, snapshots, status, until
+
+seen = Seen("server")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in options.SERVER:
+        monkeypatch.delenv(option.variables[0], raising=False)
+
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts the server that ps-server would start with these flags; closed at the end, the last one first."""
+    with ExitStack() as stack:
+
+        def start(*flags: object) -> Server:
+            line = ["--bind", "127.0.0.1:0", *map(str, flags)]
+            with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
+                server = Server(ServerConfig.from_settings(ctx.params))
+            stack.callback(server.close)
+            server.start()
+            return server
+
+        yield start
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def stop(server: Server) -> None:
+    """To its end, with the last snapshot."""
+    server.stop("enough")
+    assert server.wait(30)
+
+
+# ---- place ----------------------------------------------------------------------------------------------------------
+
+
+@seen("shard", "join")
+def test_shard_and_join(serve: Serve) -> None:
+    leader = serve("--shard", "0/2")
+    assert status_of(leader)["state"] == "waiting for servers"
+
+    other = serve("--shard", "1/2", "--join", leader.address)
+
+    until(lambda: status_of(leader)["state"] == "waiting for a model", "a second server")
+    assert [row["address"] for row in status_of(leader)["servers"]] == [leader.address, other.address]
+
+
+def status_of(server: Server) -> dict[str, Any]:
+    """Also of a job whose servers are not complete."""
+    with closing(open_channel(server.address)) as channel:
+        answer = CoordinatorServiceStub(channel).GetStatus(co.GetStatusRequest(), timeout=20)
+    found: dict[str, Any] = json.loads(answer.status_json)
+    return found
+
+
+@seen("bind")
+def test_bind(serve: Serve) -> None:
+    port = free_port()
+
+    assert serve("--bind", f"127.0.0.1:{port}").address == f"127.0.0.1:{port}"
+    with connected(f"127.0.0.1:{port}"):
+        pass
+
+
+@seen("advertise")
+def test_advertise(serve: Serve) -> None:
+    port = free_port()
+    serve("--bind", f"0.0.0.0:{port}", "--advertise", f"localhost:{port}")
+
+    assert status(f"127.0.0.1:{port}")["servers"][0]["address"] == f"localhost:{port}"
+
+
+@seen("join_timeout")
+def test_join_timeout(serve: Serve) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+
+    server = serve("--shard", "1/2", "--join", nobody, "--join-timeout", "300ms")
+
+    assert server.wait(30)
+    assert server.failure is not None
+    assert server.failure.exit_code == 20
+    assert nobody in str(server.failure)
+
+
+@seen("port_file")
+def test_port_file(serve: Serve, tmp_path: Path) -> None:
+    server = serve("--port-file", tmp_path / "port")
+
+    assert (tmp_path / "port").read_text() == server.address.rpartition(":")[2] + "\n"
+    server.close()
+    assert not (tmp_path / "port").exists()
+
+
+# ---- job ------------------------------------------------------------------------------------------------------------
+
+
+def pushes_alone(address: str) -> int:
+    """How many pushes of one worker count, up to 4, while another one makes none."""
+    with counter(address, rank=0, wait_timeout=0.3) as quick, counter(address, rank=1):
+        for made in range(4):
+            try:
+                count(quick)
+            except WaitTimeoutError:
+                return made
+    return 4
+
+
+@seen("policy", "staleness")
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--policy", "sync"], 0),
+        (["--policy", "async"], 4),
+        (["--policy", "ssp", "--staleness", 1], 1),
+        (["--policy", "ssp", "--staleness", 2], 2),
+    ],
+)
+def test_policy_and_staleness_bound_how_far_a_worker_gets_alone(serve: Serve, flags: list[object], steps: int) -> None:
+    assert pushes_alone(serve("--min-workers", 2, *flags).address) == steps
+
+
+@seen("max_staleness")
+@pytest.mark.parametrize(("flags", "outcome"), [([], "applied"), (["--max-staleness", 1], "stale")])
+def test_max_staleness(serve: Serve, flags: list[object], outcome: str) -> None:
+    address = serve("--policy", "async", *flags).address
+    with counter(address) as quick, counter(address) as slow:
+        slow.pull()
+        count(quick, 2)
+
+        assert slow.push(ONES).status == outcome
+
+
+@seen("min_workers")
+@pytest.mark.parametrize(("flags", "state"), [([], "running"), (["--min-workers", 2], "waiting for workers")])
+def test_min_workers(serve: Serve, flags: list[object], state: str) -> None:
+    address = serve(*flags).address
+    with counter(address):
+        assert status(address)["state"] == state
+
+
+@seen("lease")
+def test_lease(serve: Serve) -> None:
+    server = serve("--lease", "200ms")
+    silent_joins(server)
+
+    until(lambda: status_of(server)["workers"][0]["state"] == "lost", "a worker that was dropped", seconds=4)
+
+
+def silent_joins(server: Server) -> None:
+    """A worker that is never heard of again."""
+    with closing(open_channel(server.address)) as channel:
+        CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
+
+
+@seen("job")
+def test_job(serve: Serve) -> None:
+    assert status_of(serve("--job", "otter"))["job"] == "otter"
+    assert status_of(serve())["job"] not in ("", "otter")
+
+
+@seen("exit_when_done")
+@pytest.mark.parametrize(("flags", "ends"), [([], False), (["--exit-when-done"], True)])
+def test_exit_when_done(serve: Serve, flags: list[object], ends: bool) -> None:
+    server = serve(*flags)
+    with counter(server.address) as client:
+        count(client)
+
+    assert server.wait(30 if ends else 1) is ends
+
+
+# ---- snapshots ------------------------------------------------------------------------------------------------------
+
+
+@seen("data_dir")
+def test_data_dir(serve: Serve, tmp_path: Path) -> None:
+    server = serve("--data-dir", tmp_path / "job")
+    with counter(server.address) as client:
+        count(client)
+    stop(server)
+
+    assert Snapshots(tmp_path / "job").versions() == [1]
+
+
+@seen("snapshot_every")
+@pytest.mark.parametrize(("every", "wanted"), [("2steps", [2]), ("1h", []), ("3steps", [3])])
+def test_snapshot_every(serve: Serve, tmp_path: Path, every: str, wanted: list[int]) -> None:
+    server = serve("--data-dir", tmp_path, "--snapshot-every", every)
+    with counter(server.address) as client:
+        count(client, 3)
+
+    until(lambda: snapshots(server.address) == wanted, f"{wanted}")
+
+
+@seen("snapshot_keep")
+@pytest.mark.parametrize("keep", [1, 2])
+def test_snapshot_keep(serve: Serve, tmp_path: Path, keep: int) -> None:
+    server = serve("--data-dir", tmp_path, "--snapshot-every", "1steps", "--snapshot-keep", keep)
+    with counter(server.address) as client:
+        for version in (1, 2, 3):
+            count(client)
+            until(lambda version=version: version in snapshots(server.address), "a snapshot")
+
+    assert snapshots(server.address) == [1, 2, 3][-keep:]
+
+
+@seen("resume")
+@pytest.mark.parametrize(("flags", "version"), [([], 2), (["--resume", "never"], 0), (["--resume", 1], 1)])
+def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int) -> None:
+    first = serve("--data-dir", tmp_path, "--snapshot-every", "1steps")
+    with counter(first.address) as client:
+        for wanted in (1, 2):
+            count(client)
+            until(lambda wanted=wanted: wanted in snapshots(first.address), "a snapshot")
+    first.close()
+
+    with counter(serve("--data-dir", tmp_path, *flags).address) as client:
+        assert counted(client.pull()) == version
+
+
+# ---- this process ---------------------------------------------------------------------------------------------------
+
+
+@seen("metrics_bind")
+def test_metrics_bind(serve: Serve) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    serve("--metrics-bind", address)
+
+    assert get(address, "/livez").status == 200
+
+
+# ps-server, and at its end what became of torch
+SERVER = """
+import sys
+from psserver import cli
+code = cli.main(sys.argv[1:])
+import torch
+print("threads", torch.get_num_threads())
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
+    """Two servers that differ in what only a process of its own has; each has lost a worker, and has ended."""
+    variants = {
+        "text": ("--threads", 3, "--log-format", "text"),
+        "json": ("--log-level", "warning", "--log-format", "json"),
+    }
+    with programs_in(tmp_path_factory.mktemp("servers")) as programs:
+        started = []
+        for name, flags in variants.items():
+            own = ("--bind", "127.0.0.1:0", "--port-file", name, "--lease", "200ms")
+            started.append(programs.start("python", "-c", SERVER, *own, *flags))
+        for server, name in zip(started, variants, strict=True):
+            path = programs.folder / name
+            until(path.exists, "a port", seconds=60)
+            with closing(open_channel(f"127.0.0.1:{path.read_text().strip()}")) as channel:
+                CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
+            server.wait_for("worker lost")
+            server.send(signal.SIGTERM)
+            assert server.wait() == 0, server.said
+        yield started[0], started[1]
+
+
+@seen("threads")
+def test_threads(two: tuple[Program, Program]) -> None:
+    assert [server.out for server in two] == ["threads 3\n", "threads 1\n"]
+
+
+@seen("log_level")
+def test_log_level(two: tuple[Program, Program]) -> None:
+    assert ["listening" in server.err for server in two] == [True, False]
+
+
+@seen("log_format")
+def test_log_format(two: tuple[Program, Program]) -> None:
+    text, lines = (server.err.splitlines() for server in two)
+
+    assert any("[warning] worker lost" in line for line in text)
+    assert [json.loads(line)["event"] for line in lines] == ["worker lost"]
+
+
+def test_every_setting_is_seen() -> None:
+    assert set(options.TABLES) == {"server", "worker", "run"}
+    seen.check()
