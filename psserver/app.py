@@ -186,8 +186,8 @@ def run(config: ServerConfig) -> int:
     server = Server(config)
     signals = _Signals(server)
     try:
+        _load_optimizers()
         server.start()
-        threading.Thread(target=_load_optimizers, daemon=True).start()
         server.wait()
     finally:
         server.close()
@@ -197,7 +197,7 @@ def run(config: ServerConfig) -> int:
 
 
 def _load_optimizers() -> None:
-    """The first torch.optim object of a process takes a second; better now than when the first worker waits for it."""
+    """The first torch.optim object of a process takes a second: before the server answers, not while a worker waits."""
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 

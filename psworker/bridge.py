@@ -27,8 +27,13 @@ class Tape:
         self.memory = self.host.numpy().data
 
     def view(self, extent: Range, tensor: TensorSpec) -> Tensor:
-        """The tensor's bytes beside the model, typed and shaped."""
-        return self.near[extent.start : extent.stop].view(_dtype(tensor.dtype)).view(tensor.shape)
+        """The tensor's bytes beside the model, typed and shaped.
+
+        As a storage of its own: torch.save writes whole storages, and refuses one that has tensors of several dtypes.
+        """
+        storage = self.near.untyped_storage()[extent.start : extent.stop]
+        flat = torch.empty(0, dtype=_dtype(tensor.dtype), device=self.near.device).set_(storage)
+        return flat.view(tensor.shape)
 
     def to_host(self, stop: int) -> None:
         """Bytes [0, stop) from beside the model; they are there when this returns."""

@@ -24,6 +24,8 @@ log = logging.getLogger("psworker")
 Loss = Callable[[Any, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 LOG_SECONDS = 5.0
+STOP_SECONDS = 5.0
+"""How long nodes that are told to stop may take for the step that they are in."""
 
 
 @dataclass(slots=True)
@@ -34,7 +36,6 @@ class Node:
     samples: int = 0
     loss: float = float("nan")
     state: dict[str, Tensor] = field(default_factory=dict)
-    error: BaseException | None = None
 
 
 class DistributedTraining:
@@ -141,38 +142,55 @@ class _Task:
 
 
 def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[torch.device]) -> list[Node]:
-    """All nodes to the end. The first error is raised once every node has stopped."""
+    """All nodes to the end. After the first error, or Ctrl-C, they stop; then it is raised."""
     results = [Node() for _ in devices]
+    failures: list[BaseException] = []
     threads = [
-        threading.Thread(target=_node, args=(cluster, task, copy.deepcopy(module), device, number, results[number]))
-        for number, device in enumerate(devices)
+        threading.Thread(target=_node, args=(cluster, task, copy.deepcopy(module), device, number, result, failures))
+        for number, (device, result) in enumerate(zip(devices, results, strict=True))
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if result.error is not None:
-            raise result.error
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as interruption:
+        failures.append(interruption)
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(STOP_SECONDS)
+        raise
+    if failures:
+        raise failures[0]
     return results
 
 
-def _node(cluster: Cluster, task: _Task, model: nn.Module, device: torch.device, number: int, result: Node) -> None:
+def _node(
+    cluster: Cluster,
+    task: _Task,
+    model: nn.Module,
+    device: torch.device,
+    number: int,
+    result: Node,
+    failures: list[BaseException],
+) -> None:
     cluster.enter(number)
     try:
         with Job(cluster.connect(number), number, device) as job:
-            _train(job, task, model.to(device), result)
+            _train(job, task, model.to(device), result, failures)
     except BaseException as error:
-        result.error = error
+        failures.append(error)
     finally:
         cluster.leave(number)
 
 
-def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
-    """A worker's whole life: what a user's script would say."""
+def _train(job: Job, task: _Task, model: nn.Module, result: Node, failures: list[BaseException]) -> None:
+    """A worker's whole life: what a user's script would say, but that it stops when another one has failed."""
     optimizer = job.optimizer(task.make_optimizer(model.parameters()), model)
     told = time.monotonic()
     for inputs, target in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
+        if failures:
+            return
         loss = task.loss(model(inputs.to(job.device)), target.to(job.device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pscommon.core.errors import UnreachableError
 from pscommon.core.loop import LoopSpec
 from psworker import Client, Job
-from psworker.lane import GrpcLane
+from psworker.lane import GrpcLane, Lane
 from psworker.optimizer import ServerOptimizer
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
@@ -111,7 +111,9 @@ def test_in_async_faster_workers_take_more(cluster: Make) -> None:
     def script(job: Job) -> list[Batch]:
         def wait(step: int) -> None:
             if job.rank == 1:
-                until(lambda: status(address)["data"][0]["committed"] >= len(ALL) - 1, "the others' work")
+                until(lambda: status(address)["data"][0]["committed"] == len(ALL) - 1, "the other's work")
+            elif step == 0:
+                until(lambda: status(address)["data"][0]["leased"] == 2, "a batch for each")
 
         return train(job, wait)
 
@@ -127,7 +129,7 @@ def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None
 
     def script(job: Job) -> list[Batch]:
         def halfway(step: int) -> None:
-            if job.rank == 0 and step == 2:
+            if step == 2:
                 third.set()
                 assert come.wait(30)
 
@@ -150,44 +152,61 @@ def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None
 # ---- batches that come back ------------------------------------------------------------------------------------------
 
 
-class Mortal(GrpcLane):
+class Mortal:
     """A worker's line that can go dead: nothing gets through any more, not even a goodbye."""
 
-    dead = False
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._dead = False
 
-    def exchange(self, *args: Any, **kwargs: Any) -> Any:
-        self._check()
-        return super().exchange(*args, **kwargs)
+    def die(self) -> None:
+        self._dead = True
 
-    def _ask(self, *args: Any, **kwargs: Any) -> Any:
-        self._check()
-        return super()._ask(*args, **kwargs)
-
-    def _check(self) -> None:
-        if self.dead:
+    def __getattr__(self, name: str) -> Any:
+        if self._dead and name not in ("addresses", "clock", "close", "direct"):
             raise UnreachableError("the line is dead")
+        return getattr(self._lane, name)
+
+
+class Quits:
+    """A worker that makes so many steps and then calls `quit`, with another batch in its hands."""
+
+    def __init__(self, steps: int, quit: Callable[[], object] = lambda: None) -> None:
+        self._steps = steps
+        self._quit = quit
+        self._taken = threading.Semaphore(0)
+
+    def train(self, job: Job) -> list[Batch]:
+        model, optimizer = started(job)
+        used: list[Batch] = []
+        for batch in batches(job):
+            self._taken.release()
+            if len(used) == self._steps:
+                self._quit()
+                break
+            used.append(compute(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        return used
+
+    def keep_pace(self, step: int) -> None:
+        """For the other worker before each step, lest it takes everything before this one has its share."""
+        if step <= self._steps:
+            assert self._taken.acquire(timeout=30)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name: str) -> None:
-    """It dies with one batch computed and pushed to nobody; each sample counts exactly once."""
+    """It dies with a batch in its hands and cannot say goodbye; each sample counts exactly once."""
     servers = cluster(2, min_workers=2, lease=0.5, **POLICIES[name])
+    lane = Mortal(GrpcLane(servers.addresses.split(",")))
+    victim = Quits(3, lane.die)
 
-    def dies() -> list[Batch]:
-        lane = Mortal(servers.addresses.split(","))
+    def dies() -> list[list[Batch]]:
         with Job(Client(lane=lane, rank=1, connect_timeout=0.1), 1) as job:
-            model, optimizer = started(job)
-            used: list[Batch] = []
-            for batch in batches(job):
-                if len(used) == 3:
-                    lane.dead = True
-                    break
-                used.append(compute(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-        return used
+            return [victim.train(job)]
 
-    lost, (rest,) = together(dies, lambda: real(servers.address, 1, train))
+    (lost,), (rest,) = together(dies, lambda: real(servers.address, 1, lambda job: train(job, victim.keep_pace)))
 
     assert len(lost) == 3
     assert_each_once([lost, rest], servers.address)
@@ -196,26 +215,16 @@ def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_a_worker_leaves_undone_is_done_by_others(cluster: Make, name: str) -> None:
-    """One breaks off after two steps, with a third batch in its hands, and closes its job."""
-    address = cluster(1, min_workers=2, **POLICIES[name]).address
+    """It breaks off and closes its job."""
+    address, leaver = cluster(1, min_workers=2, **POLICIES[name]).address, Quits(2)
 
     def script(job: Job) -> list[Batch]:
-        if job.rank == 0:
-            return train(job)
-        model, optimizer = started(job)
-        used: list[Batch] = []
-        for batch in batches(job):
-            if len(used) == 2:
-                break
-            used.append(compute(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        return used
+        return leaver.train(job) if job.rank == 1 else train(job, leaver.keep_pace)
 
     shares = real(address, 2, script)
 
-    assert_each_once(shares, address)
     assert len(shares[1]) == 2
+    assert_each_once(shares, address)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -184,6 +184,30 @@ def test_over_the_network_every_run_gives_the_same_bytes(name: str, cluster: Cal
     assert_equivalent(results[0], plain(make, 2, epochs))
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_more_shards_than_tensors_train_just_as_well(cluster: Callable[..., Cluster], shards: int) -> None:
+    """One tensor of three numbers: three of the four servers hold none of it."""
+    numbers = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def train(job: Job) -> Tensor:
+        model = nn.ParameterDict({"numbers": numbers.detach().clone()})
+        optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.1), model)
+        for _ in range(5):
+            (model["numbers"] ** 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model["numbers"].detach()
+
+    results = real(cluster(shards, min_workers=2).address, 2, train)
+
+    optimizer = torch.optim.Adam([numbers], lr=0.1)
+    for _ in range(5):
+        numbers.grad = 2 * numbers.detach()
+        optimizer.step()
+    assert torch.equal(results[0], results[1])
+    assert torch.allclose(results[0], numbers, rtol=1e-6)
+
+
 def test_ssp_0_is_sync_bit_by_bit(cluster: Callable[..., Cluster]) -> None:
     train = script(OPTIMIZERS["sgd"], epochs=5)
 

@@ -1,14 +1,21 @@
 """psworker.DistributedTraining: one call that really trains on several workers."""
 
 import os
+import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from psworker import DistributedTraining, InvalidRequestError
+from tests.e2e.conftest import Cluster
+from tests.e2e.programs import descendants, gone, programs_in
+from tests.e2e.test_policies import POLICIES
+from tests.e2e.workers import status, weights_of
 
 INPUTS = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()
@@ -137,3 +144,79 @@ def test_the_user_s_own_error_comes_out_once(simulate: bool) -> None:
     with pytest.raises(ZeroDivisionError, match="my loss"):
         DistributedTraining().train_distributed(Net(), DATA, nodes=2, loss=broken, simulate=simulate)
     assert children() == before
+
+
+class Breaks(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """So much data that it takes for ever; the `at`-th sample that anybody asks for cannot be read, the others can."""
+
+    def __init__(self, at: int) -> None:
+        self.asked = 0
+        self._at = at
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked += 1
+        if self.asked == self._at:
+            raise FileNotFoundError("sample.png")
+        return INPUTS[index % 120], LABELS[index % 120]
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
+    data, before = Breaks(at=100), children()
+
+    with pytest.raises(FileNotFoundError, match=r"sample\.png"):
+        DistributedTraining().train_distributed(Net(), data, nodes=2, batch_size=10, simulate=simulate)
+
+    assert data.asked < 1000
+    assert children() == before
+
+
+ENDLESS = """
+import torch
+from psworker import DistributedTraining
+from tests.e2e.test_training import Breaks, Net
+
+class Says(Breaks):
+    def __getitem__(self, index):
+        if self.asked == 100:
+            print("trains", flush=True)
+        return super().__getitem__(index)
+
+DistributedTraining(servers=2).train_distributed(Net(), Says(at=0), nodes=2, batch_size=10)
+"""
+
+
+def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    with programs_in(tmp_path) as programs:
+        programs.script(ENDLESS)
+        script = programs.start("python", "train.py", PYTHONPATH=f"{root}:{root / 'common'}")
+        script.wait_for("trains")
+        servers = descendants(script.pid)
+
+        script.send(signal.SIGINT)
+
+        assert script.wait(seconds=30) == -signal.SIGINT
+        assert script.err.count("KeyboardInterrupt") == 1
+        assert len(servers) >= 2
+        assert all(gone(pid) for pid in servers)
+        assert list(programs.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
+def test_servers_that_run_already_can_be_used_and_go_on(row: dict[str, Any], cluster: Callable[..., Cluster]) -> None:
+    address = cluster(2, min_workers=2, **row).address
+    model = Net()
+
+    result = DistributedTraining(ps=address).train_distributed(
+        model, DATA, nodes=2, epochs=2, batch_size=10, optimizer=adam
+    )
+
+    seen = status(address)
+    assert (result["steps"], result["samples"]) == (seen["steps"], seen["samples"]) == (24, 240)
+    assert (seen["state"], seen["finished"]) == ("running", 2)
+    weights = weights_of(address)
+    assert all(torch.equal(tensor, torch.from_numpy(weights[name])) for name, tensor in model.state_dict().items())

@@ -109,7 +109,7 @@ def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
     [
         (-9, True, 137, "was killed by SIGKILL"),
         (-11, True, 139, "was killed by SIGSEGV"),
-        (20, True, 20, "exited with 20: the servers were unreachable for too long"),
+        (20, True, 20, "exited with 20: the servers were unreachable for too long, or went on without this worker"),
         (21, True, 21, "exited with 21: too few workers"),
         (137, True, 137, "exited with 137: as if killed by SIGKILL"),
         (143, True, 143, "exited with 143: terminated (SIGTERM)"),

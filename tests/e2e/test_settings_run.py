@@ -1,0 +1,201 @@
+"""Each setting of ps-run changes what a run does. Two runs see nearly all of them: one has every setting, one none."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psworker
+from pscommon.snapshot import Snapshots
+from psworker import Client
+from tests.e2e.conftest import Cluster
+from tests.e2e.programs import Program, Programs, programs_in
+from tests.e2e.seen import Seen
+
+seen = Seen("run")
+
+# Tells what it sees of the job, then trains a little.
+SCRIPT = """
+import json, os, sys, urllib.request
+import numpy as np, torch, psworker
+from contextlib import closing
+from pscommon.wire.channel import open_channel
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+with psworker.Client() as client:
+    client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
+    with closing(open_channel(client.addresses[0])) as channel:
+        joined = CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
+    alive = [urllib.request.urlopen(f"http://{address}/livez", timeout=20).status for address in sys.argv[1:]]
+    environment = {name: os.environ.get(name) for name in ("PS_DEVICE", "PS_CONNECT_TIMEOUT")}
+    told = {"threads": torch.get_num_threads(), "lease": joined.lease_ms, "alive": alive, **environment}
+    print(json.dumps({**client.status(), **told}))
+    for _ in range(4):
+        client.push({"w": np.ones(100)})
+"""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs_in(tmp_path_factory.mktemp("run")) as programs:
+        programs.script(SCRIPT)
+        yield programs
+
+
+@pytest.fixture(scope="module")
+def chosen(programs: Programs) -> Program:
+    """A run with every setting but --max-restarts and --grace, over the snapshot of an earlier job."""
+    earlier(programs.folder / "job")
+    metrics = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    line = (
+        "--servers 2 --workers 1 --summary s.json --log-dir logs --policy ssp --staleness 3 --max-staleness 9 "
+        "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 "
+        f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} --log-level warning "
+        "--log-format json"
+    )
+    return done(programs.run("ps-run", *line.split(), "train.py", *metrics))
+
+
+@pytest.fixture(scope="module")
+def default(programs: Programs) -> Program:
+    """A run with no setting but the number of workers."""
+    return done(programs.run("ps-run", "--workers", 2, "train.py"))
+
+
+def done(run: Program) -> Program:
+    assert run.wait() == 0, run.said
+    return run
+
+
+def earlier(data_dir: Path) -> None:
+    """Leaves a snapshot of version 1."""
+    cluster = Cluster(1, data_dir=data_dir)
+    with Client(cluster.address) as client:
+        client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
+        client.push({"w": np.ones(100)})
+    cluster.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """That follow one another."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            first = int(probe.getsockname()[1])
+        try:
+            for port in range(first, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except (OSError, OverflowError):
+            continue
+        return list(range(first, first + count))
+
+
+def told(run: Program) -> dict[str, Any]:
+    """What the first worker has told."""
+    line = next(line for line in run.out.splitlines() if "] {" in line)
+    document: dict[str, Any] = json.loads(line.partition("] ")[2])
+    return document
+
+
+@seen("servers", "workers")
+def test_how_many(chosen: Program, default: Program) -> None:
+    for run, servers, workers in ((chosen, 2, 1), (default, 1, 2)):
+        assert len(told(run)["servers"]) == servers
+        assert len({line.split()[0] for line in run.out.splitlines() if line.startswith("[w")}) == workers
+
+
+# what a worker is told of a run with the setting, and of one without
+TOLD: dict[str, tuple[str, Any, Any]] = {
+    "policy": ("policy", "ssp", "sync"),
+    "staleness": ("staleness", 3, None),
+    "max_staleness": ("max_staleness", 9, None),
+    "min_workers": ("min_workers", 1, 2),
+    "lease": ("lease", 77_000, 5_000),
+    "connect_timeout": ("PS_CONNECT_TIMEOUT", "33.0", "60.0"),
+    "device": ("PS_DEVICE", "cpu", None),
+    "threads": ("threads", 2, 1),
+    "metrics_bind": ("alive", [200, 200, 200], []),
+}
+
+
+@seen(*TOLD)
+@pytest.mark.parametrize(("name", "with_it", "without"), TOLD.values(), ids=TOLD.keys())
+def test_what_a_worker_is_told(chosen: Program, default: Program, name: str, with_it: object, without: object) -> None:
+    assert told(chosen)[name] == with_it
+    if name != "PS_DEVICE":  # what auto becomes is the machine's business
+        assert told(default)[name] == without
+
+
+@seen("job")
+def test_job(chosen: Program, default: Program) -> None:
+    assert told(chosen)["job"] == "otter"
+    assert told(default)["job"].startswith("job-")
+
+
+@seen("data_dir", "snapshot_every", "snapshot_keep", "resume")
+def test_snapshots(programs: Programs, chosen: Program) -> None:
+    """Two of the four that came with the steps are kept; the earlier job's is set aside, not resumed."""
+    found = Snapshots(programs.folder / "job")
+
+    assert len(found.versions()) == 2
+    assert found.versions()[-1] == 4
+    assert (found.folder / "000000000001.aside-1").exists()
+
+
+@seen("summary")
+def test_summary(programs: Programs, chosen: Program, default: Program) -> None:
+    assert [path.name for path in programs.folder.glob("*.json")] == ["s.json"]
+    assert json.loads((programs.folder / "s.json").read_text())["policy"] == "ssp"
+
+
+@seen("log_dir")
+def test_log_dir(programs: Programs, chosen: Program, default: Program) -> None:
+    assert sorted(path.name for path in (programs.folder / "logs").iterdir()) == ["s0.log", "s1.log", "w0.log"]
+    assert list(programs.temporary.iterdir()) == []
+
+
+@seen("log_format")
+def test_log_format(chosen: Program, default: Program) -> None:
+    (line,) = [line for line in chosen.err.splitlines() if "set a snapshot aside" in line]
+    assert json.loads(line.partition("] ")[2])["level"] == "warning"
+    assert "[info] listening" in default.err.replace("  ", " ")
+
+
+@seen("log_level")
+def test_log_level(chosen: Program, default: Program) -> None:
+    assert ["listening" in run.err for run in (chosen, default)] == [False, True]
+
+
+@seen("max_restarts", "grace")
+def test_max_restarts_and_grace(programs: Programs) -> None:
+    """The first worker dies and is not started again; the second one does not want to end and is made to."""
+    script = """
+import os, pathlib, signal, time
+if os.environ["PS_WORKER_RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path("stubborn").touch()
+    while True:
+        signal.pause()
+while not pathlib.Path("stubborn").exists():
+    time.sleep(0.01)
+print("falls")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    programs.script(script, "falls.py")
+    flags = ("--workers", 2, "--max-restarts", 0, "--grace", "500ms")
+    run = programs.start("ps-run", *flags, "falls.py")
+    run.wait_for("falls")
+    began = time.monotonic()
+
+    assert run.wait() == 137
+    assert 0.5 <= time.monotonic() - began < 9.5  # the default would be 10
+    assert run.out.count("falls") == 1
+
+
+def test_every_setting_is_seen() -> None:
+    seen.check()

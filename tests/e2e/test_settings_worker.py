@@ -1,0 +1,157 @@
+"""Each setting of ps-worker changes what a worker does."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import psworker
+from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from psworker import cli
+from tests.e2e.conftest import Cluster
+from tests.e2e.programs import Program, Programs, programs_in
+from tests.e2e.seen import Seen
+from tests.e2e.workers import status
+
+Make = Callable[..., Cluster]
+Told = Callable[..., None]
+
+seen = Seen("worker")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """told(flags ...): from now on this process is told what ps-worker tells its script with these flags."""
+    known = [name for name in os.environ if name.startswith("PS_")]
+    for name in known:
+        monkeypatch.delenv(name)
+
+    def tell(*flags: object) -> None:
+        environment: dict[str, str] = {}
+        with cli.COMMAND.make_context("ps-worker", [*map(str, flags), "train.py"]) as ctx:
+            cli.export(ctx.params, environment)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+
+    return tell
+
+
+@seen("ps")
+def test_ps(cluster: Make, told: Told) -> None:
+    for name in ("otter", "stoat"):
+        told("--ps", cluster(1, job=name).address)
+        with psworker.Client() as client:
+            assert client.job == name
+
+
+@seen("worker_rank")
+def test_worker_rank(cluster: Make, told: Told) -> None:
+    address = cluster(1).address
+    told("--ps", address, "--worker-rank", 5)
+
+    with psworker.connect() as job:
+        assert job.rank == 5
+    assert [row["rank"] for row in status(address)["workers"]] == [5]
+
+
+@seen("job")
+def test_job(cluster: Make, told: Told) -> None:
+    """A worker of another job does not take part in this one."""
+    told("--ps", cluster(1, job="otter").address, "--job", "stoat")
+
+    with pytest.raises(MismatchError, match="otter, not stoat") as caught:
+        psworker.Client()
+
+    assert caught.value.exit_code == 11
+
+
+@seen("device")
+def test_device(cluster: Make, told: Told) -> None:
+    address = cluster(1).address
+    told("--ps", address, "--device", "cpu")
+    with psworker.connect() as job:
+        assert str(job.device) == "cpu"
+
+    with pytest.raises(InvalidRequestError, match=r"device cuda:99: torch .* sees"):
+        told("--ps", address, "--device", "cuda:99")
+
+
+@seen("connect_timeout")
+def test_connect_timeout(told: Told) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        nobody = f"127.0.0.1:{probe.getsockname()[1]}"
+    told("--ps", nobody, "--connect-timeout", "200ms")
+
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match=nobody):
+        psworker.connect()
+
+    assert time.monotonic() - began < 10
+
+
+# ---- what only a process of its own has -----------------------------------------------------------------------------
+
+SCRIPT = """
+import json, logging, sys, urllib.request, torch
+log = logging.getLogger("script")
+log.debug("a detail")
+log.warning("a warning")
+found = {"threads": torch.get_num_threads(), "alive": None}
+if len(sys.argv) > 1:
+    found["alive"] = urllib.request.urlopen(f"http://{sys.argv[1]}/livez", timeout=20).read().decode()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
+    """Two workers (without servers), which have ended."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    text = ("--threads", 3, "--log-level", "debug", "--log-format", "text", "--metrics-bind", address)
+    with programs_in(tmp_path_factory.mktemp("workers")) as programs:
+        programs.script(SCRIPT)
+        first = local(programs, *text, "train.py", address)
+        second = local(programs, "--threads", 1, "--log-level", "warning", "--log-format", "json", "train.py")
+        assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
+        yield first, second
+
+
+def local(programs: Programs, *args: object) -> Program:
+    return programs.start("ps-worker", *args, PS_LOCAL=1)
+
+
+def found(program: Program) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(program.out)
+    return document
+
+
+@seen("threads")
+def test_threads(two: tuple[Program, Program]) -> None:
+    assert [found(worker)["threads"] for worker in two] == [3, 1]
+
+
+@seen("metrics_bind")
+def test_metrics_bind(two: tuple[Program, Program]) -> None:
+    assert found(two[0])["alive"] == "alive\n"
+
+
+@seen("log_level")
+def test_log_level(two: tuple[Program, Program]) -> None:
+    assert ["a detail" in worker.err for worker in two] == [True, False]
+
+
+@seen("log_format")
+def test_log_format(two: tuple[Program, Program]) -> None:
+    text, lines = (worker.err for worker in two)
+
+    assert "[warning] a warning" in text.replace("  ", " ")
+    assert json.loads(lines)["event"] == "a warning"
+
+
+def test_every_setting_is_seen() -> None:
+    seen.check()
