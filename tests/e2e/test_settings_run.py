@@ -56,8 +56,8 @@ def chosen(programs: Programs) -> Program:
     line = (
         "--servers 2 --workers 1 --summary s.json --log-dir logs --policy ssp --staleness 3 --max-staleness 9 "
         "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 "
-        f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} --log-level warning "
-        "--log-format json"
+        f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} "
+        "--log-level warning --log-format json"
     )
     return done(programs.run("ps-run", *line.split(), "train.py", *metrics))
 

@@ -158,13 +158,16 @@ def test_one_version_on_all_shards_in_every_policy(
 
     def work(rank: int) -> None:
         with counter(servers.address, rank) as client:
-            count(client, 12)
+            count(client, 4)
+            if rank == 0:  # so that there is one from amid the training, however quick that is
+                until(lambda: snapshots(servers.address), "a snapshot")
+            count(client, 8)
 
     together(*[lambda rank=rank: work(rank) for rank in range(3)])
-    until(lambda: len(snapshots(servers.address)) >= 3, "three snapshots")
     servers.stop()
 
     versions = Snapshots(tmp_path).versions()
+    assert len(versions) >= 2
     assert versions[-1] == (12 if policy == "sync" else 36)
     assert [counted(stored(tmp_path, version)) for version in versions] == versions
 
