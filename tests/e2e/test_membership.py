@@ -28,6 +28,8 @@ from tests.e2e.workers import ONES, connected, count, counted, counter, status, 
 
 Make = Callable[..., Cluster]
 LEASE = 0.5
+LONG_LEASE = 2.0
+"""Where a process has to start and send its first heartbeats on a busy machine."""
 
 # Pushes without end; once the job went on without it, it comes back as a new worker.
 WORKER = """
@@ -69,7 +71,7 @@ def member(address: str, rank: int) -> dict[str, Any]:
 def test_a_killed_worker_is_dropped_when_its_lease_ends_and_the_rest_go_on(
     cluster: Make, worker: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address = cluster(2, min_workers=2, lease=LEASE).address
+    address = cluster(2, min_workers=2, lease=LONG_LEASE).address
     other = worker(address)
     with counter(address, rank=0) as client:
         count(client, 3)
@@ -88,7 +90,7 @@ def test_a_killed_worker_is_dropped_when_its_lease_ends_and_the_rest_go_on(
 
 def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(cluster: Make, worker: Start) -> None:
     """Nothing that it sends afterwards counts."""
-    address = cluster(1, policy="async", lease=LEASE).address
+    address = cluster(1, policy="async", lease=LONG_LEASE).address
     other = worker(address)
     other.wait_for("pushed")
     other.send(signal.SIGSTOP)
