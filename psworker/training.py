@@ -146,7 +146,11 @@ def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[t
     results = [Node() for _ in devices]
     failures: list[BaseException] = []
     threads = [
-        threading.Thread(target=_node, args=(cluster, task, copy.deepcopy(module), device, number, result, failures))
+        threading.Thread(
+            target=_node,
+            args=(cluster, task, copy.deepcopy(module), device, number, result, failures),
+            daemon=True,  # after Ctrl-C a node that is stuck must not keep the process
+        )
         for number, (device, result) in enumerate(zip(devices, results, strict=True))
     ]
     try:
