@@ -13,6 +13,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pscommon import interruptible
 from pscommon.core.errors import PSError, TakenError
 from pscommon.exits import Exit
 from pscommon.malloc import tune_malloc
@@ -149,10 +150,10 @@ class Server:
             return not waiting, waiting or f"version {self.engine.version}"
         return self.engine.begun, f"version {self.engine.version}" if self.engine.begun else "no weights yet"
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Until the job is over, as far as this server goes."""
-        ended = self.hub.stopped if self.hub is not None else self.link.ended  # type: ignore[union-attr]
-        return ended.wait(seconds)
+    @property
+    def ended(self) -> threading.Event:
+        """Set when the job is over, as far as this server goes."""
+        return self.hub.stopped if self.hub is not None else self.link.ended  # type: ignore[union-attr]
 
     @property
     def failure(self) -> PSError | None:
@@ -188,7 +189,7 @@ def run(config: ServerConfig) -> int:
     try:
         _load_optimizers()
         server.start()
-        server.wait()
+        interruptible.wait(server.ended)
     finally:
         server.close()
     if server.failure is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from pscommon import interruptible
 from psworker.lane import Cancellation
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Crew:
         for future in futures:
             while not future.done():
                 try:
-                    future.exception()
+                    interruptible.settle(future)
                 except BaseException as interrupt:  # Ctrl-C: end the calls, then wait for the threads all the same
                     cancellation.cancel(interrupt)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError
 from psworker.client import Client
 from psworker.connect import choose_device
@@ -157,7 +158,7 @@ def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[t
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            interruptible.join(thread)
     except BaseException as interruption:
         failures.append(interruption)
         for thread in threads:

@@ -1,5 +1,6 @@
 """The commands as users start them: real processes, whose lines are read as they come, and which end with the test."""
 
+import ctypes
 import os
 import select
 import signal
@@ -76,6 +77,12 @@ class Program:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def send_beside_main(self, number: signal.Signals) -> None:
+        """To another than the main thread, which the system is free to choose for any signal."""
+        threads = {int(entry.name) for entry in Path(f"/proc/{self.pid}/task").iterdir()} - {self.pid}
+        tgkill = ctypes.CDLL(None, use_errno=True).tgkill
+        assert tgkill(self.pid, min(threads), number) == 0, os.strerror(ctypes.get_errno())
 
     def end(self) -> None:
         """Whatever state it is in."""

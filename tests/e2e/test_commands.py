@@ -134,7 +134,7 @@ def test_stop_ends_every_server_with_a_last_snapshot(cluster: Make, capsys: Outp
             == "stopping"
         )
 
-        assert all(server.wait(30) for server in servers.servers)
+        assert all(server.ended.wait(30) for server in servers.servers)
         assert [server.failure for server in servers.servers] == [None, None]
     assert Snapshots(tmp_path).versions() == [3]
 
@@ -236,7 +236,7 @@ def test_a_signal_ends_a_server_with_a_last_snapshot(programs: Programs, number:
         count(client, 5)
         assert status(client.addresses[0])["version"] == 5
 
-        server.send(number)
+        server.send_beside_main(number)
 
         assert server.wait() == code, server.said
     assert "Traceback" not in server.said

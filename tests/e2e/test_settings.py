@@ -59,7 +59,7 @@ def free_port() -> int:
 def stop(server: Server) -> None:
     """To its end, with the last snapshot."""
     server.stop("enough")
-    assert server.wait(30)
+    assert server.ended.wait(30)
 
 
 # ---- place ----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_join_timeout(serve: Serve) -> None:
 
     server = serve("--shard", "1/2", "--join", nobody, "--join-timeout", "300ms")
 
-    assert server.wait(30)
+    assert server.ended.wait(30)
     assert server.failure is not None
     assert server.failure.exit_code == 20
     assert nobody in str(server.failure)
@@ -196,7 +196,7 @@ def test_exit_when_done(serve: Serve, flags: list[object], ends: bool) -> None:
     with counter(server.address) as client:
         count(client)
 
-    assert server.wait(30 if ends else 1) is ends
+    assert server.ended.wait(30 if ends else 1) is ends
 
 
 # ---- snapshots ------------------------------------------------------------------------------------------------------

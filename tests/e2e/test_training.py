@@ -198,7 +198,7 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
         script.wait_for("trains")
         servers = descendants(script.pid)
 
-        script.send(signal.SIGINT)
+        script.send_beside_main(signal.SIGINT)
 
         assert script.wait() == -signal.SIGINT
         assert script.err.count("KeyboardInterrupt") == 1
