@@ -134,7 +134,9 @@ class Coordinator(CoordinatorServiceServicer):
         self, requests: Iterator[pb.LinkShardRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.LinkShardResponse]:
         with answering(context):
-            first = next(requests)
+            first = next(requests, None)
+            if first is None:
+                return  # it had nothing to say after all
             server, line = self._hub.shard_up(first.shard, first.shards, first.address, first.instance)
             # at once, not when _follow looks again: a shard that was restarted may be at the door
             context.add_callback(lambda: self._hub.shard_down(server.shard, line))

@@ -8,6 +8,7 @@ main thread waits in turns this short.
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import Any
 
 TURN_SECONDS = 0.2
@@ -28,7 +29,5 @@ def join(thread: threading.Thread) -> None:
 def settle(future: "Future[Any]") -> None:
     """Until the future has a result or an exception, neither of which is raised here."""
     while not future.done():
-        try:
+        with suppress(FutureTimeoutError):
             future.exception(TURN_SECONDS)
-        except FutureTimeoutError:
-            pass

@@ -82,7 +82,7 @@ def test_a_shard_of_another_number_of_shards(cluster: Make) -> None:
     with closing(Server(ServerConfig(shard=2, shards=3, bind="127.0.0.1:0", join=servers.address))) as stranger:
         stranger.start()
 
-        assert stranger.wait(30)
+        assert stranger.ended.wait(30)
         with refused(MismatchError, 11, "SHARD_MISMATCH", "shard 2/3 does not belong to this job of 2 shards"):
             raise stranger.failure or AssertionError("it did not fail")
 

@@ -22,14 +22,15 @@ def for_ever() -> threading.Thread:
 
 
 @pytest.fixture
-def disturb() -> Iterator[threading.Timer]:
-    """Once started, a thread beside this one gets a signal, whose handler raises here."""
+def disturbed() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Calls a function, during which a thread beside this one gets a signal, whose handler raises here."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise InterruptedByTest
 
     before = signal.signal(signal.SIGUSR1, handle)
-    yield threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    yield lambda call: (timer.start(), call())[1]
     signal.signal(signal.SIGUSR1, before)
 
 
@@ -42,10 +43,11 @@ def disturb() -> Iterator[threading.Timer]:
     ],
     ids=["wait", "join", "settle"],
 )
-def test_a_signal_that_another_thread_gets_ends_a_wait(wait: Callable[[], None], disturb: threading.Timer) -> None:
+def test_a_signal_that_another_thread_gets_ends_a_wait(
+    wait: Callable[[], None], disturbed: Callable[[Callable[[], None]], None]
+) -> None:
     with pytest.raises(InterruptedByTest):
-        disturb.start()
-        wait()
+        disturbed(wait)
 
 
 def test_what_has_ended_is_not_waited_for() -> None:
