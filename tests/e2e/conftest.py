@@ -41,7 +41,7 @@ class Cluster:
     def stop(self) -> None:
         """As ps-ctl stop: with a last snapshot."""
         self.servers[0].stop("the test is over")
-        assert self.servers[0].wait(30)
+        assert self.servers[0].ended.wait(30)
         self.close()
 
     def close(self) -> None:

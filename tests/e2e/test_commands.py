@@ -16,6 +16,7 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.disk import flip, stored
 from tests.e2e.programs import Programs, programs_in
 from tests.e2e.workers import count, counted, counter, network, status, train, until, weights_of
+from tests.ports import free_port
 
 Make = Callable[..., Cluster]
 Output = pytest.CaptureFixture[str]
@@ -110,13 +111,6 @@ def test_doctor_finds_this_machine_fit(capsys: Output, tmp_path: Path) -> None:
     checked = {row["check"].split()[0] for row in found}
     assert checked >= {"python", "packages", "torch", "devices", "cores", "memory", "port", "folder", "loopback"}
     assert all(row["state"] in ("ok", "warning") for row in found)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_explain(capsys: Output) -> None:

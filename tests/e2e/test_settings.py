@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
 from tests.e2e.seen import Seen
 from tests.e2e.workers import ONES, connected, count, counted, counter, snapshots, status, until
+from tests.ports import free_port
 
 seen = Seen("server")
 
@@ -49,11 +49,6 @@ def serve() -> Iterator[Serve]:
             return server
 
         yield start
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def stop(server: Server) -> None:

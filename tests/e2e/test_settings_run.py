@@ -1,7 +1,6 @@
 """Each setting of ps-run changes what a run does. Two runs see nearly all of them: one has every setting, one none."""
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from psworker import Client
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Program, Programs, programs_in
 from tests.e2e.seen import Seen
+from tests.ports import free_ports
 
 seen = Seen("run")
 
@@ -80,19 +80,6 @@ def earlier(data_dir: Path) -> None:
         client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
         client.push({"w": np.ones(100)})
     cluster.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    """That follow one another."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            first = int(probe.getsockname()[1])
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except (OSError, OverflowError):
-            continue
-        return list(range(first, first + count))
 
 
 def told(run: Program) -> dict[str, Any]:

@@ -8,14 +8,9 @@ import pytest
 
 from psworker.ctl import checks, loopback
 from psworker.ctl.cli import main
+from tests.ports import free_port
 
 Output = pytest.CaptureFixture[str]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
