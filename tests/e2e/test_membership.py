@@ -219,7 +219,7 @@ def test_a_shard_that_comes_again_without_snapshots_ends_the_job(cluster: Make) 
     servers.add(1, 2, bind=lost.address)
 
     leader = servers.servers[0]
-    assert leader.wait(30)
+    assert leader.ended.wait(30)
     assert leader.failure is not None
     assert (leader.failure.exit_code, leader.failure.reason) == (12, "NO_SNAPSHOT")
     assert "shard 1 was restarted and there is no snapshot to go back to" in str(leader.failure)
