@@ -1,10 +1,13 @@
 # make demo    train a CNN on handwritten digits with 2 servers and 2 workers on this machine
 # make test    the whole test suite; make check adds ruff and mypy
+# make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+TF_VENV := .venv-tf
+TENSORFLOW ?= tensorflow-cpu==2.21.0
 
-.PHONY: setup demo test check lint proto bench test-compose clean
+.PHONY: setup demo test check lint proto bench bench-quick bench-tf test-compose clean
 
 setup: $(VENV)/.setup-done
 
@@ -30,8 +33,27 @@ check: lint test
 proto: # regenerate common/psproto from proto/ with the pinned old generator
 	PYTHON=$(PYTHON) proto/generate
 
+bench: $(VENV)/.bench-done # into benchmarks/results; TensorFlow takes part once make bench-tf has made its environment
+	$(BIN)/python -m benchmarks
+
+bench-quick: $(VENV)/.bench-done
+	$(BIN)/python -m benchmarks --scale quick
+
+bench-tf: $(VENV)/.bench-done $(TF_VENV)/.setup-done # the works in which TensorFlow is a peer
+	$(BIN)/python -m benchmarks --only push_pull smallest
+
+$(VENV)/.bench-done: $(VENV)/.setup-done
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,dev,bench]'
+	@touch $@
+
+$(TF_VENV)/.setup-done:
+	test -x $(TF_VENV)/bin/python || $(PYTHON) -m venv $(TF_VENV)
+	echo '*' > $(TF_VENV)/.gitignore
+	$(TF_VENV)/bin/pip install --quiet --disable-pip-version-check '$(TENSORFLOW)'
+	@touch $@
+
 test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
 	deploy/test-compose
 
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) $(TF_VENV) dist build

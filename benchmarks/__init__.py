@@ -1,1 +1,1 @@
-"""Measurements beside peers, in the same run, taken in turns."""
+"""Measurements beside peers, in the same run, taken in turns. `python -m benchmarks --help`."""

@@ -13,7 +13,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pscommon import interruptible
+from pscommon import interruptible, shared_memory
 from pscommon.core.errors import PSError, TakenError
 from pscommon.exits import Exit
 from pscommon.malloc import tune_malloc
@@ -68,7 +68,9 @@ class Server:
         registry = new_registry()
         self.metrics = ServerMetrics(registry, shard=config.shard)
         self.archive = Archive(config.data_dir, config.shard, config.shards, config.snapshot_keep, self.metrics)
-        self.engine = Engine(config.shard, config.shards, self.metrics, self.archive.cut)
+        self.engine = Engine(
+            config.shard, config.shards, self.metrics, self.archive.cut, config.in_flight, config.lanes
+        )
         self._grpc, self.address = self._listen()
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         job = (config.job or f"job-{secrets.token_hex(4)}") if config.shard == 0 else ""
@@ -182,7 +184,9 @@ class Server:
 
 def run(config: ServerConfig) -> int:
     """Body of the ps-server command. Returns its exit code; PSErrors before anything runs are raised."""
-    tune_malloc()
+    shared_memory.sweep()
+    if config.malloc == "tuned":
+        tune_malloc()
     torch.set_num_threads(config.threads or 1)
     server = Server(config)
     signals = _Signals(server)

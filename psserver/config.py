@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.logs import Format
-from pscommon.values import Shard, SnapshotEvery, check_policy, host_and_port
+from pscommon.memory import usable_memory
+from pscommon.values import Lanes, Malloc, Shard, SnapshotEvery, check_policy, host_and_port
 
 FIRST_PORT = 50051
 EVERYWHERE = ("0.0.0.0", "[::]")
@@ -54,6 +55,11 @@ class ServerConfig:
     """HOST:PORT of /metrics, /livez and /readyz; None: off."""
     port_file: Path | None = None
     """The bound port is written here."""
+    lanes: Lanes = "auto"
+    """grpc: no shared memory; shm: nothing else, for pushes and pulls of tensors."""
+    in_flight: int = 0
+    """Bytes of pushes and pulls that this server holds at a time; 0 becomes half of the memory."""
+    malloc: Malloc = "tuned"
     threads: int | None = None
     """Threads that torch applies updates with; None becomes 1: updates run in the threads of calls, each of which would
     get as many threads of its own."""
@@ -66,6 +72,8 @@ class ServerConfig:
             object.__setattr__(self, "bind", f"127.0.0.1:{FIRST_PORT + self.shard}")
         if self.data_dir and self.snapshot_every is None:
             object.__setattr__(self, "snapshot_every", SnapshotEvery(seconds=60.0))
+        if not self.in_flight:
+            object.__setattr__(self, "in_flight", usable_memory() // 2)
         if self.threads is None:
             object.__setattr__(self, "threads", 1)
         if self.shard == 0:
@@ -107,4 +115,5 @@ class ServerConfig:
         place: Shard = settings["shard"]
         chosen = {field.name: settings[field.name] for field in fields(cls) if field.name in settings}
         chosen |= {"shard": place.index, "shards": place.count, "bind": settings["bind"] or ""}
+        chosen |= {"in_flight": settings["in_flight"] or 0}
         return cls(**chosen)

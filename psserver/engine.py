@@ -7,7 +7,8 @@ hand-over to another thread costs time. Receiving a push needs neither lock.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +18,13 @@ from pscommon.core.model import ITEMSIZE, ROLES, ModelSpec, OptimizerSpec, Scala
 from pscommon.core.tape import Plan
 from pscommon.optimizers import groups_from_json, validate
 from pscommon.snapshot import Manifest
-from pscommon.wire.frames import chunks
+from pscommon.values import Lanes
+from psproto.v1 import parameter_server_pb2 as pb
+from psserver.budget import Budget
 from psserver.core.shard import LogError, Outcome, Shard
+from psserver.memories import Memories
 from psserver.metrics import ServerMetrics
+from psserver.reading import Reading
 from psserver.staging import Staging
 from psserver.store import Store, TapeReader
 
@@ -46,9 +51,19 @@ class Engine:
     cut(version, store) is called, while nothing is applied, to start a snapshot of exactly this version.
     """
 
-    def __init__(self, shard: int, shards: int, metrics: ServerMetrics, cut: Callable[[int, Store], None]) -> None:
+    def __init__(
+        self,
+        shard: int,
+        shards: int,
+        metrics: ServerMetrics,
+        cut: Callable[[int, Store], None],
+        in_flight: int,
+        lanes: Lanes,
+    ) -> None:
         self.shards = shards
         self.metrics = metrics
+        self.budget = Budget(in_flight)
+        self.memories = Memories(lanes)
         self.report: Callable[[], None] = lambda: None
         self.waiting_for: Callable[[], str] = lambda: ""
         self.check_gathering: Callable[[], None] = lambda: None  # raises when waiting for workers has become pointless
@@ -65,7 +80,6 @@ class Engine:
         self._model: ModelSpec | None = None
         self._store: Store | None = None
         self._like: OptimizerSpec | None = None
-        self._frames: dict[bool, list[bytes]] = {}
         self._stopping = ""
 
     # ---- the model --------------------------------------------------------------------------------------------------
@@ -96,7 +110,6 @@ class Engine:
 
     def _install(self, spec: ModelSpec, store: Store) -> None:
         self._model, self._store, self._like = spec, store, validate(spec.optimizer)
-        self._frames.clear()
         self._changed.notify_all()
         plan = Plan(spec, self.shards)
         held = [s for role in ROLES for s in plan.slices(plan.range(self.shard, role))]
@@ -133,6 +146,30 @@ class Engine:
         assert self._like is not None
         return groups_from_json(text, self._like)
 
+    def staging(self, header: pb.PushPullHeader, alive: Callable[[], bool]) -> Staging:
+        """Where the push of this header goes. Waits for the model, and for room (InFlightError: there was none)."""
+        seconds = header.wait_ms / 1000
+        store = self.wait_for_store(seconds)
+        if header.memory:
+            return store.staging_on(self.memories.tapes(header).gradients, header.absent)
+        nbytes = store.nbytes if header.initial else store.step_nbytes
+        claim = self.budget.take(header.worker, nbytes, seconds, alive)
+        try:
+            staging = store.staging(header.absent, header.initial)
+        except BaseException:
+            self.budget.give(claim)
+            raise
+        staging.claim = claim
+        return staging
+
+    def release(self, staging: Staging) -> None:
+        """Nobody needs the push's bytes any more."""
+        claim, staging.claim = staging.claim, None
+        if self._store is not None:
+            self._store.release(staging)
+        if claim is not None:
+            self.budget.give(claim)
+
     # ---- pushes -----------------------------------------------------------------------------------------------------
 
     def stage(self, staged: Staged, staging: Staging) -> bool:
@@ -151,7 +188,7 @@ class Engine:
         if fresh:
             self.report()
         else:
-            self._store.release(staging)
+            self.release(staging)
         if decided:
             self.metrics.pushed("duplicate")
         return not decided
@@ -186,17 +223,61 @@ class Engine:
 
     # ---- pulls ------------------------------------------------------------------------------------------------------
 
-    def read(self, everything: bool) -> tuple[int, list[bytes], int]:
-        """(version, data frames, bytes of weights in them); readers of the same version share the frames."""
-        with self._carrying:
-            if not self._machine.begun or self._store is None:
-                raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
-            if everything not in self._frames:
-                self._frames[everything] = list(chunks(self._store.views(everything)))
-            nbytes = sum(view.nbytes for view in self._store.views(everything))
-            return self._machine.version, self._frames[everything], nbytes
+    @contextmanager
+    def reading(
+        self, header: pb.PushPullHeader, result: pb.ExchangeResult, alive: Callable[[], bool]
+    ) -> Iterator[Reading]:
+        """The weights that a pull gets, one version of them; says in `result` which. InFlightError: no room to send."""
+        store = self.wait_for_store(0.0)
+        with self.budget.lent(header.worker, store.step_nbytes, header.wait_ms / 1000, alive):
+            reading = self._open(header, result)
+            try:
+                yield reading
+                self._sent(reading.nbytes)
+            finally:
+                reading.close()
 
-    def sent(self, nbytes: int) -> None:
+    def read_whole(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
+        """As reading, all bytes at once: for small ones."""
+        with self._carrying:
+            reading = self._open(header, result)
+            whole = b"".join(reading.views())
+            reading.close()
+        self._sent(len(whole))
+        return whole
+
+    def read_into_memory(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
+        """As reading, into the worker's shared memory."""
+        tapes, began = self.memories.tapes(header), time.monotonic()
+        with self._carrying:
+            unchanged = self._unchanged(header, result)
+            if unchanged is not None:
+                everything = header.pull == pb.PULL_ALL
+                result.nbytes = self._numbers.copy_to(tapes.weights, everything, unchanged)
+        result.pull_seconds = time.monotonic() - began
+        self._sent(result.nbytes)
+
+    def _open(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> Reading:
+        with self._carrying:
+            unchanged = self._unchanged(header, result)
+            reading = self._numbers.read(unchanged is not None, header.pull == pb.PULL_ALL, unchanged or ())
+            result.nbytes = reading.nbytes
+            return reading
+
+    def _unchanged(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> Collection[int] | None:
+        """Tensors that the caller has; None: it has everything. Says so in `result`."""
+        if not self._machine.begun:
+            raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
+        version = result.version = self._machine.version
+        if not header.HasField("have") or header.have > version or header.pull == pb.PULL_ALL:
+            return ()
+        if header.have == version:
+            return None
+        unchanged = self._numbers.unchanged(version - header.have)
+        result.unchanged.extend(sorted(unchanged))
+        return unchanged
+
+    def _sent(self, nbytes: int) -> None:
         self.sent_bytes += nbytes
         self.metrics.moved(sent=nbytes)
 
@@ -229,7 +310,6 @@ class Engine:
     def _carry_out(self, entry: Entry) -> None:
         match entry:
             case Begin():
-                self._frames.clear()
                 self._numbers.begin(self._kept[PushKey(entry.worker, 0)].staging)
             case Apply():
                 self._apply(entry, self._numbers)
@@ -237,6 +317,7 @@ class Engine:
                 self.metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
             case Evict():
                 self._timings.pop(entry.worker, None)
+                self.memories.drop(entry.worker)
             case Cut():
                 self._cut(entry.version, self._numbers)
 
@@ -249,7 +330,6 @@ class Engine:
     def _apply(self, entry: Apply, store: Store) -> None:
         began = time.monotonic()
         kept = [self._kept[c.key] for c in entry.contributions]
-        self._frames.clear()
         store.apply([k.staging for k in kept], [c.samples for c in entry.contributions])
         seconds = time.monotonic() - began
         self.apply_seconds += seconds
@@ -262,6 +342,4 @@ class Engine:
 
     def _release(self, keys: Sequence[PushKey]) -> None:
         for key in keys:
-            kept = self._kept.pop(key)
-            if self._store is not None:
-                self._store.release(kept.staging)
+            self.release(self._kept.pop(key).staging)

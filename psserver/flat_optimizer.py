@@ -15,7 +15,7 @@ from torch import Tensor
 from pscommon.core.model import OptimizerSpec
 from pscommon.core.tape import Segment
 from pscommon.optimizers import SUPPORTED, Groups, Kind, State
-from psserver.stretch import DTYPES, Stretch, blocks, padded, raw
+from psserver.stretch import DTYPES, Memory, Stretch, blocks, padded, raw
 
 PASSES_KEPT = 8
 """Sets of runs that stay prepared: a script that trains its parts in turn comes back to each."""
@@ -44,13 +44,13 @@ class Run(NamedTuple):
 
 
 class FlatOptimizer:
-    """The optimizer of one shard's weights, which lie in `weights`, a buffer laid out like `stretch`. Not thread-safe.
+    """The optimizer of one shard's `weights`. Not thread-safe.
 
     spec: validated; its groups are the hyper-parameters until others are assigned to `groups`.
     State is created when it is first needed, for a whole parameter group at once, and so on all shards together.
     """
 
-    def __init__(self, stretch: Stretch, weights: Tensor, spec: OptimizerSpec) -> None:
+    def __init__(self, stretch: Stretch, weights: Memory, spec: OptimizerSpec) -> None:
         self.groups: Groups = spec.groups
         self._kind = SUPPORTED[spec.name]
         self._stretch = stretch
@@ -66,8 +66,8 @@ class FlatOptimizer:
         self._passes: dict[tuple[Run, ...], _Pass] = {}
         self._last: tuple[frozenset[int], _Pass] | None = None
 
-    def step(self, gradients: Tensor, absent: frozenset[int]) -> None:
-        """One step of all tensors but those in `absent`; `gradients` is a buffer laid out like the stretch."""
+    def step(self, gradients: Memory, absent: frozenset[int]) -> None:
+        """One step of all tensors but those in `absent`."""
         self._create_state()
         chosen = self._pass(absent)
         chosen.step(gradients, self.groups, self._steps)
@@ -179,7 +179,7 @@ class _Pass:
             step = torch.zeros((), dtype=torch.float32)
             self._optimizer.state[parameter] = {"step": step, **dict(zip(state, kept, strict=True))}
 
-    def step(self, gradients: Tensor, groups: Groups, steps: Tensor) -> None:
+    def step(self, gradients: Memory, groups: Groups, steps: Tensor) -> None:
         """One step; `steps` has the count of each of the shard's slices before it."""
         for run, number, group in zip(self.runs, self._groups, self._optimizer.param_groups[1:], strict=True):
             count = int(steps[run.first])
@@ -189,7 +189,7 @@ class _Pass:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _bind(self, run: Run, parameters: list[Tensor], gradients: Tensor, count: int) -> None:
+    def _bind(self, run: Run, parameters: list[Tensor], gradients: Memory, count: int) -> None:
         flat = self._stretch.view(gradients, parameters[0].dtype, run.start, run.stop)
         for parameter, gradient in zip(parameters, torch.split(flat, parameters[0].numel()), strict=True):
             parameter.grad = gradient

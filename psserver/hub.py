@@ -30,6 +30,7 @@ from psserver.config import ServerConfig
 from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import Cuts, Every, PartReport
 from psserver.core.policy import policy
+from psserver.core.room import check_room, push_nbytes
 from psserver.core.roster import Member, State
 from psserver.core.waiting import waiting_for
 from psserver.engine import Engine
@@ -44,7 +45,6 @@ LAST_SNAPSHOT = 30.0
 """Seconds that the end of a job waits for its last snapshot."""
 
 T = TypeVar("T")
-
 
 log = logging.getLogger("psserver")
 
@@ -155,8 +155,10 @@ class Hub:
 
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
         """ready, upload or pending; waits while there is nothing to do but wait."""
+        nbytes = push_nbytes(spec, self.config.shards)
 
         def ask(coordinator: Coordinator, now: float) -> str | None:
+            check_room(coordinator, worker, nbytes, self.config.in_flight)
             state = coordinator.register(worker, spec, now)
             return None if state == "pending" else state
 

@@ -1,20 +1,22 @@
 """Requests to calls on the engine, answers back. No decisions here."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any
 
 import grpc
 
-from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError
+from pscommon.core.errors import FencedError, InFlightError, InvalidRequestError, MismatchError
 from pscommon.core.log import PushKey, Staged
 from pscommon.wire.codec import batches_from_proto
-from pscommon.wire.frames import Filler, decode_request, encode_header
+from pscommon.wire.frames import Frame, decode_request, encode_header
 from pscommon.wire.status import answering
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.core.shard import Outcome
 from psserver.engine import Engine
 from psserver.identity import Identity
+from psserver.receiving import receive, receive_open
+
+Alive = Callable[[], bool]
 
 OUTCOMES = {"applied": pb.OUTCOME_APPLIED, "stale": pb.OUTCOME_STALE, "rejected": pb.OUTCOME_REJECTED}
 
@@ -46,40 +48,84 @@ class ParameterServer:
         with answering(context):
             yield from self.exchange(frames, context.is_active)
 
-    def exchange(self, frames: Iterator[bytes], alive: Any) -> Iterator[bytes]:
+    def exchange(self, frames: Iterator[bytes], alive: Alive) -> Iterator[bytes]:
         """The answer's frames; alive() tells whether anybody still waits for them."""
         first = next(frames, None)
-        header = decode_request(first) if first is not None else None
-        if not isinstance(header, pb.PushPullHeader):
+        if first is None:
             raise InvalidRequestError("an Exchange starts with its header")
-        if header.job != self._identity.job:
-            mine = self._identity.job or "none yet"
-            raise MismatchError(f"this server's job is {mine}, not {header.job}", "JOB_MISMATCH")
+        header, result = self._decide(first, frames, alive)
+        if not result.pulled or header.memory:
+            yield encode_header(result)
+            return
+        try:
+            with self._engine.reading(header, result, alive) as reading:
+                yield encode_header(result)
+                yield from reading.frames()
+        except InFlightError as full:
+            yield encode_header(self._pending(str(full)))
+
+    def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext | None) -> bytes:
+        with answering(context):
+            alive = context.is_active if context is not None else _always
+            header, result = self._decide(request, iter(()), alive)
+            if not result.pulled or header.memory:
+                return encode_header(result)
+            return encode_header(result, memoryview(self._engine.read_whole(header, result)))
+
+    def AttachMemory(self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext) -> pb.AttachMemoryResponse:
+        with answering(context):
+            self._check_job(request.job)
+            reason = self._engine.memories.attach(request)
+        return pb.AttachMemoryResponse(attached=not reason, reason=reason)
+
+    def _decide(
+        self, first: bytes, frames: Iterator[bytes], alive: Alive
+    ) -> tuple[pb.PushPullHeader, pb.ExchangeResult]:
+        """Takes the push in, waits until it is decided, and says how; weights are put into shared memory, if any."""
+        opening = decode_request(first)
+        header = opening.header
+        if header is None:
+            raise InvalidRequestError("an Exchange starts with its header")
+        self._check_job(header.job)
         pushing = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if pushing else None
-        again = key is not None and header.has_data and self._receive(key, header, frames)
+        again = key is not None and header.has_data and self._receive(key, header, opening, frames, alive)
         outcome = self._engine.wait(key, header.min_version, header.wait_ms / 1000, alive)
-        yield from self._answer(header, key, outcome, again)
+        return header, self._answer(header, key, outcome, again)
 
-    def _receive(self, key: PushKey, header: pb.PushPullHeader, frames: Iterator[bytes]) -> bool:
+    def _check_job(self, job: str) -> None:
+        if job != self._identity.job:
+            mine = self._identity.job or "none yet"
+            raise MismatchError(f"this server's job is {mine}, not {job}", "JOB_MISMATCH")
+
+    def _receive(
+        self,
+        key: PushKey,
+        header: pb.PushPullHeader,
+        first: Frame[pb.PushPullHeader],
+        frames: Iterator[bytes],
+        alive: Alive,
+    ) -> bool:
         """Take a push in. True: it had been decided before, its bytes were for nothing."""
-        store = self._engine.wait_for_store(header.wait_ms / 1000)
-        staging = store.staging(frozenset(header.absent), header.initial)
+        staging = self._engine.staging(header, alive)
         try:
-            _fill(staging.views, frames)
+            if header.open:
+                header.MergeFrom(receive_open(staging, first, frames))
+            elif not header.memory:
+                receive(staging, first.data, frames)
             if header.groups_json:
                 staging.groups = self._engine.groups(header.groups_json)
             if header.samples < 1 and not header.initial:
                 raise InvalidRequestError("a push stands for at least one sample")
         except BaseException:
-            store.release(staging)
+            self._engine.release(staging)
             raise
         batches = batches_from_proto(header.batches)
         return not self._engine.stage(Staged(key, max(1, header.samples), header.base, batches), staging)
 
     def _answer(
         self, header: pb.PushPullHeader, key: PushKey | None, outcome: Outcome | None, again: bool
-    ) -> Iterator[bytes]:
+    ) -> pb.ExchangeResult:
         result = pb.ExchangeResult(outcome=pb.OUTCOME_NONE, version=self._engine.version)
         if outcome is not None:
             if outcome.reason == "FENCED":
@@ -91,27 +137,15 @@ class ParameterServer:
                 _, result.wait_seconds, result.apply_seconds = self._engine.timing(key)
         elif key is not None or not self._engine.begun or self._engine.version < header.min_version:
             self._engine.check_gathering()
-            yield encode_header(
-                pb.ExchangeResult(
-                    outcome=pb.OUTCOME_PENDING, version=self._engine.version, waiting_for=self._engine.waiting_for()
-                )
-            )
-            return
-        data: list[bytes] = []
-        if header.pull in (pb.PULL_STEP, pb.PULL_ALL):
-            result.version, data, result.nbytes = self._engine.read(header.pull == pb.PULL_ALL)
-        yield encode_header(result)
-        yield from data
-        self._engine.sent(result.nbytes)
+            return self._pending(self._engine.waiting_for())
+        result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
+        if result.pulled and header.memory:
+            self._engine.read_into_memory(header, result)
+        return result
+
+    def _pending(self, waiting_for: str) -> pb.ExchangeResult:
+        return pb.ExchangeResult(outcome=pb.OUTCOME_PENDING, version=self._engine.version, waiting_for=waiting_for)
 
 
-def _fill(views: list[memoryview], frames: Iterator[bytes]) -> None:
-    """A push's bytes, straight to where they are kept."""
-    filler = Filler(views)
-    for raw in frames:
-        frame = decode_request(raw)
-        if not isinstance(frame, memoryview):
-            raise InvalidRequestError("a second header in one Exchange")
-        filler.fill(frame)
-    if not filler.complete:
-        raise InvalidRequestError(f"the push ended {filler.missing} bytes early")
+def _always() -> bool:
+    return True

@@ -7,28 +7,86 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import Scalar
-from psserver.stretch import Stretch, raw
+from pscommon.core.tape import Range
+from psserver.budget import Claim
+from psserver.stretch import DTYPES, Memory, Stretch, raw
 
 
 class Staging:
     """One push, or one upload of initial weights, of one worker on this shard.
 
-    views: writable bytes, to be filled one after another with what comes from the wire. They lie in a buffer as long
-    as a whole push, with holes for the absent tensors, so that all pushes line up.
+    memory: the ranges, with holes for the absent tensors, so that all pushes line up; None once it was released.
+    ours: it is the server's, which may overwrite it; else a worker's, who waits until the push is decided.
+    views: writable bytes, to be filled one after another with what comes from the wire.
     absent: trainable tensors (indices into the model) that the push has no gradient for.
     groups: the push's hyper-parameters of each group, set by whoever received them; None: unchanged.
+    claim: what the server's budget lent for it.
     """
 
-    def __init__(self, stretch: Stretch, memory: torch.Tensor, absent: frozenset[int], initial: bool) -> None:
-        self.memory: torch.Tensor | None = memory
+    def __init__(
+        self, stretch: Stretch, memory: Memory, absent: frozenset[int], initial: bool = False, ours: bool = True
+    ) -> None:
+        self.memory: Memory | None = memory
+        self.ours = ours
         self.absent = absent
         self.initial = initial
         self.groups: tuple[Mapping[str, Scalar], ...] | None = None
-        kept = [*stretch.plan.without(stretch.ranges["trainable"], absent), stretch.ranges["buffer"]]
-        if initial:
-            kept.append(stretch.ranges["frozen"])
+        self.claim: Claim | None = None
+        self._stretch = stretch
+        gradients = stretch.plan.without(stretch.ranges["trainable"], absent)
+        kept = [*gradients, stretch.ranges["buffer"], *([stretch.ranges["frozen"]] if initial else [])]
         self.views = [raw(stretch.bytes_of(memory, span)) for span in kept if span.nbytes]
         self.nbytes = sum(span.nbytes for span in kept)
+        self._watched = _single(stretch, memory, gradients)
+        self._seen, self._finite = 0, True
+
+    def close(self, absent: Collection[int]) -> None:
+        """All bytes are here that will come, for every tensor but those in `absent`. Errors as of StagingPool.take."""
+        self.absent = _checked(self._stretch, absent)
+
+    @property
+    def needed(self) -> list[tuple[int, int]]:
+        """What must come, as ranges of bytes of `views` of a push that was begun without `absent` tensors."""
+        trainable, buffers = self._stretch.ranges["trainable"], self._stretch.ranges["buffer"].nbytes
+        kept = self._stretch.plan.without(trainable, self.absent)
+        gradients = [(start - trainable.start, stop - trainable.start) for start, stop in kept]
+        return [*gradients, (trainable.nbytes, trainable.nbytes + buffers)]
+
+    def filled(self, nbytes: int) -> None:
+        """The first `nbytes` bytes are here: look for NaN and Inf in the new ones while they are in the cache."""
+        if self._watched is not None:
+            upto = min(nbytes // self._watched.element_size(), len(self._watched))
+            if upto > self._seen:
+                self._finite = self._finite and bool(self._watched[self._seen : upto].sum().isfinite())
+                self._seen = upto
+
+    @property
+    def gradients_are_finite(self) -> bool:
+        """True: all were looked at and are. False: nobody knows yet."""
+        return self._watched is not None and self._finite and self._seen == len(self._watched)
+
+    def release(self) -> Memory | None:
+        """Lets go of the memory, which is returned the first time."""
+        memory, self.memory = self.memory, None
+        self.views, self._watched = [], None
+        return memory
+
+
+def _checked(stretch: Stretch, absent: Collection[int]) -> frozenset[int]:
+    tensors = stretch.plan.spec.tensors
+    for index in absent:
+        if not 0 <= index < len(tensors) or tensors[index].role != "trainable":
+            raise InvalidRequestError(f"absent: {index} is not a trainable tensor of the model's {len(tensors)}")
+    return frozenset(absent)
+
+
+def _single(stretch: Stretch, memory: Memory, gradients: list[Range]) -> torch.Tensor | None:
+    """The gradients as one flat tensor, if they are of one dtype and without holes."""
+    segments = stretch.segments["trainable"]
+    dtypes = {DTYPES[segment.dtype] for segment in segments}
+    if gradients != [stretch.ranges["trainable"]] or len(dtypes) != 1:
+        return None
+    return stretch.view(memory, dtypes.pop(), *gradients[0])
 
 
 class StagingPool:
@@ -39,31 +97,35 @@ class StagingPool:
 
     def __init__(self, stretch: Stretch) -> None:
         self._stretch = stretch
-        self._free: list[torch.Tensor] = []
+        self._free: list[Memory] = []
         self._lock = threading.Lock()
 
     def take(self, absent: Collection[int], initial: bool) -> Staging:
         """Room for a push, contents undefined. InvalidRequestError: an absent index is not a trainable tensor's."""
-        missing = frozenset(absent)
-        self._check(missing)
+        missing = self.checked(absent)
         if initial:
-            return Staging(self._stretch, torch.empty(self._stretch.nbytes, dtype=torch.uint8), missing, initial)
+            whole = self._stretch.end_to_end(torch.empty(self._stretch.nbytes, dtype=torch.uint8))
+            return Staging(self._stretch, whole, missing, initial)
+        return Staging(self._stretch, self.borrow(), missing)
+
+    def borrow(self) -> Memory:
+        """Room for all that steps, contents undefined; `give_back` it."""
         with self._lock:
-            memory = self._free.pop() if self._free else None
-        if memory is None:
-            memory = torch.empty(self._stretch.step_nbytes, dtype=torch.uint8)
-        return Staging(self._stretch, memory, missing, initial)
+            if self._free:
+                return self._free.pop()
+        return self._stretch.end_to_end(torch.empty(self._stretch.step_nbytes, dtype=torch.uint8))
+
+    def give_back(self, memory: Memory) -> None:
+        """Nobody may look at it from now on."""
+        with self._lock:
+            self._free.append(memory)
 
     def give(self, staging: Staging) -> None:
         """Take a staging's buffer back; nobody may write to its views from now on. Repeating it is harmless."""
-        with self._lock:
-            memory, staging.memory = staging.memory, None
-            if memory is not None and not staging.initial:
-                self._free.append(memory)
-        staging.views = []
+        memory = staging.release()
+        if memory is not None and staging.ours and not staging.initial:
+            self.give_back(memory)
 
-    def _check(self, absent: frozenset[int]) -> None:
-        tensors = self._stretch.plan.spec.tensors
-        for index in absent:
-            if not 0 <= index < len(tensors) or tensors[index].role != "trainable":
-                raise InvalidRequestError(f"absent: {index} is not a trainable tensor of the model's {len(tensors)}")
+    def checked(self, absent: Collection[int]) -> frozenset[int]:
+        """The same as a set; InvalidRequestError as for `take`."""
+        return _checked(self._stretch, absent)

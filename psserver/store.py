@@ -1,19 +1,23 @@
 """All numbers of one shard: weights, optimizer state, and the pushes that wait to be counted."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ROLES, Scalar
+from pscommon.core.model import ROLES, Role, Scalar
 from pscommon.core.tape import Plan, Segment
 from pscommon.optimizers import groups_from_json, validate
 from psserver.flat_optimizer import FlatOptimizer, StateReader
 from psserver.mean import mean_of_values, sum_gradients
+from psserver.reading import Reading, Readings, Span
 from psserver.staging import Staging, StagingPool
-from psserver.stretch import DTYPES, Stretch, raw
+from psserver.stretch import DTYPES, Memory, Stretch, raw
+
+STEP_ROLES: tuple[Role, ...] = ("trainable", "buffer")
 
 
 class TapeReader(StateReader, Protocol):
@@ -26,14 +30,19 @@ class Store:
     """One shard's part of the tape and what happens to it. Only `staging`, `find_non_finite` and `release` are
     thread-safe.
 
-    Memory: the weights, the optimizer's state from the first step on, and the stagings in use; means are made in place.
+    Memory: the weights, the optimizer's state from the first step on, the stagings in use, in whose place means are
+    made, and a copy of the weights for each version that is still being sent after the next one was applied.
     Raises UnsupportedOptimizerError or InvalidRequestError for an optimizer that cannot be run.
     """
 
     def __init__(self, plan: Plan, shard: int) -> None:
         self._stretch = Stretch(plan, shard)
-        self._weights = torch.zeros(self._stretch.nbytes, dtype=torch.uint8)
+        self._weights = self._stretch.end_to_end(torch.zeros(self._stretch.nbytes, dtype=torch.uint8))
         self._pool = StagingPool(self._stretch)
+        self._readings = Readings(self._copy, self._pool.give_back)
+        self._applied = 0
+        self._changed = dict.fromkeys(self._stretch.trainable, 0)
+        self._all_changed = 0
         self._like = validate(plan.spec.optimizer)
         self._optimizer = FlatOptimizer(self._stretch, self._weights, self._like)
 
@@ -41,6 +50,11 @@ class Store:
     def nbytes(self) -> int:
         """Bytes of weights."""
         return self._stretch.nbytes
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of a push, and of a pull."""
+        return self._stretch.step_nbytes
 
     @property
     def state_nbytes(self) -> int:
@@ -54,6 +68,11 @@ class Store:
         """
         return self._pool.take(absent, initial)
 
+    def staging_on(self, tape: Tensor, absent: Collection[int]) -> Staging:
+        """A push that lies, complete, on a whole tape of a worker's."""
+        memory = self._stretch.on_tape(tape)
+        return Staging(self._stretch, memory, self._pool.checked(absent), ours=False)
+
     def release(self, staging: Staging) -> None:
         """The staging's memory may be used again; nobody may write to its views any more."""
         self._pool.give(staging)
@@ -65,7 +84,8 @@ class Store:
         only the trainable ones are looked at.
         """
         memory = _memory(staging)
-        for piece in self._stretch.pieces((self._missing(staging),)):
+        pieces = () if staging.gradients_are_finite else self._stretch.pieces((self._missing(staging),))
+        for piece in pieces:
             if not _is_finite(self._stretch.view(memory, piece.dtype, piece.start, piece.stop)):
                 for held in self._stretch.slices(piece.start, piece.stop):
                     if not _is_finite(self._stretch.view(memory, piece.dtype, held.start, held.stop)):
@@ -74,7 +94,9 @@ class Store:
 
     def begin(self, staging: Staging) -> None:
         """The initial weights."""
-        self._weights.copy_(_memory(staging))
+        given = _memory(staging)
+        for role in ROLES:
+            self._weights[role].copy_(given[role])
 
     def apply(self, stagings: Sequence[Staging], samples: Sequence[int]) -> None:
         """One optimizer step with the mean of the pushes, weighted by samples (each at least 1), summed in this order.
@@ -88,17 +110,65 @@ class Store:
         memories = [_memory(staging) for staging in stagings]
         absent = tuple(self._missing(staging) for staging in stagings)
         self._optimizer.groups = next((s.groups for s in stagings if s.groups is not None), self._optimizer.groups)
-        self._sum_gradients(memories, absent, factors)
-        self._optimizer.step(memories[0], frozenset.intersection(*absent))
+        self._readings.freeze()
+        with self._room_for_sum(stagings) as total:
+            self._sum_gradients(total, memories, absent, factors)
+            self._optimizer.step(total, frozenset.intersection(*absent))
         for segment in self._stretch.segments["buffer"]:
             values = [self._view(memory, segment) for memory in memories]
             mean_of_values(self._view(self._weights, segment), values, factors)
+        self._count_changes(frozenset.intersection(*absent))
 
-    def views(self, everything: bool) -> list[memoryview]:
-        """The current weights' bytes in the order of the wire, read-only: trainable and buffers, or (everything) frozen
-        ones too. They show what later steps write."""
-        nbytes = self._stretch.nbytes if everything else self._stretch.step_nbytes
-        return [raw(self._weights[:nbytes]).toreadonly()] if nbytes else []
+    @contextmanager
+    def _room_for_sum(self, stagings: Sequence[Staging]) -> Iterator[Memory]:
+        """The first push's memory, which has room for every tensor, its own or not; a worker's is not written to."""
+        if len(stagings) == 1 or stagings[0].ours:
+            yield _memory(stagings[0])
+            return
+        room = self._pool.borrow()
+        try:
+            yield room
+        finally:
+            self._pool.give_back(room)
+
+    def _count_changes(self, untouched: frozenset[int]) -> None:
+        """Notes when each tensor changed last; in the common case, all of them, that is one number."""
+        self._applied += 1
+        if not untouched:
+            self._all_changed = self._applied
+        for tensor in self._stretch.trainable - untouched if untouched else ():
+            self._changed[tensor] = self._applied
+
+    def unchanged(self, updates: int) -> frozenset[int]:
+        """Trainable tensors of this shard that the last `updates` updates have not touched."""
+        since = self._applied - updates
+        if since < self._all_changed:
+            return frozenset()
+        return frozenset(tensor for tensor, changed in self._changed.items() if changed <= since)
+
+    def read(self, anything: bool = True, everything: bool = False, unchanged: Collection[int] = ()) -> Reading:
+        """The current weights in the order of the wire: trainable ones but those in `unchanged`, and buffers, or
+        (everything) frozen ones too, or (not anything) none. Call it while nothing is applied, and close it."""
+        return self._readings.open(self._weights, self._spans(everything, unchanged) if anything else [])
+
+    def copy_to(self, tape: Tensor, everything: bool = False, unchanged: Collection[int] = ()) -> int:
+        """As read, onto a whole tape of a worker's; returns the bytes copied."""
+        target, spans = self._stretch.on_tape(tape), self._spans(everything, unchanged)
+        for role, start, stop in spans:
+            target[role][start:stop].copy_(self._weights[role][start:stop])
+        return sum(stop - start for _, start, stop in spans)
+
+    def _spans(self, everything: bool, unchanged: Collection[int]) -> list[Span]:
+        trainable = self._stretch.ranges["trainable"]
+        others: tuple[Role, ...] = ("buffer", "frozen") if everything else ("buffer",)
+        kept = self._stretch.plan.without(trainable, unchanged)
+        spans: list[Span] = [("trainable", a - trainable.start, b - trainable.start) for a, b in kept]
+        return [*spans, *((role, 0, self._stretch.ranges[role].nbytes) for role in others)]
+
+    def _copy(self) -> Memory:
+        """What steps; what is frozen never changes."""
+        room = self._pool.borrow()
+        return {role: room[role].copy_(self._weights[role]) for role in STEP_ROLES}
 
     def groups(self) -> tuple[Mapping[str, Scalar], ...]:
         """Hyper-parameters of each parameter group as they stand."""
@@ -135,16 +205,17 @@ class Store:
         """Absent tensors that matter on this shard."""
         return staging.absent & self._stretch.trainable
 
-    def _sum_gradients(self, memories: list[Tensor], absent: tuple[frozenset[int], ...], factors: list[float]) -> None:
-        """Into the first push's memory, which has room for every tensor, its own or not."""
+    def _sum_gradients(
+        self, total: Memory, memories: list[Memory], absent: tuple[frozenset[int], ...], factors: list[float]
+    ) -> None:
         for piece in self._stretch.pieces(absent):
-            target, *_ = views = [
-                self._stretch.view(memory, piece.dtype, piece.start, piece.stop) for memory in memories
+            target, *views = [
+                self._stretch.view(memory, piece.dtype, piece.start, piece.stop) for memory in (total, *memories)
             ]
             parts = [views[push] for push in piece.holders]
             sum_gradients(target, parts, [factors[push] for push in piece.holders])
 
-    def _find_in_buffers(self, memory: Tensor) -> str:
+    def _find_in_buffers(self, memory: Memory) -> str:
         for segment in self._stretch.segments["buffer"]:
             dtype = DTYPES[segment.dtype]
             if not dtype.is_floating_point or _is_finite(self._view(memory, segment)):
@@ -155,7 +226,7 @@ class Store:
                     return self._stretch.name(held.tensor)
         return ""
 
-    def _view(self, memory: Tensor, segment: Segment) -> Tensor:
+    def _view(self, memory: Memory, segment: Segment) -> Tensor:
         return self._stretch.view(memory, DTYPES[segment.dtype], segment.start, segment.stop)
 
     def _segments(self) -> Iterator[Segment]:
@@ -169,7 +240,7 @@ class Store:
             yield f"{kind}@{start}", tensor
 
 
-def _memory(staging: Staging) -> Tensor:
+def _memory(staging: Staging) -> Memory:
     if staging.memory is None:
         raise ValueError("this staging was released")
     return staging.memory

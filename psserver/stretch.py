@@ -1,11 +1,12 @@
-"""One shard's stretch of the tape in memory: its trainable, buffer and frozen ranges end to end, as on the wire."""
+"""One shard's stretch of the tape in memory: its trainable, buffer and frozen ranges."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import ITEMSIZE, ROLES, Role
 from pscommon.core.tape import ALIGN, Plan, Range, Segment, Slice
 
@@ -13,6 +14,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 
 BLOCK = 1 << 20
 """Bytes to work on at a time where intermediate results are needed, so that these are small and stay in the cache."""
+
+
+Memory = Mapping[Role, torch.Tensor]
+"""The bytes of each of a shard's ranges; in a buffer of the server's they lie end to end, on a worker's tape apart."""
 
 
 class Piece(NamedTuple):
@@ -28,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class Stretch:
-    """Where everything of `shard` lies in a buffer of `nbytes` bytes. Positions are always positions on the tape."""
+    """Where everything of `shard` lies in memory, `nbytes` bytes in all. Positions are always positions on the tape."""
 
     def __init__(self, plan: Plan, shard: int) -> None:
         self.plan = plan
@@ -40,17 +45,26 @@ class Stretch:
         self.trainable = frozenset(held.tensor for held in plan.slices(self.ranges["trainable"]))
         self.pieces = lru_cache(maxsize=32)(self._pieces)
 
-    def bytes_of(self, memory: torch.Tensor, span: Range) -> torch.Tensor:
-        """The bytes of a range, which lies within one role, in a buffer laid out like this stretch."""
-        before = 0
-        for held in self.ranges.values():
+    def end_to_end(self, buffer: torch.Tensor) -> Memory:
+        """The ranges in a buffer of `nbytes` or (without what is frozen) `step_nbytes` bytes, in the wire's order."""
+        trainable, step = self.ranges["trainable"].nbytes, self.step_nbytes
+        return {"trainable": buffer[:trainable], "buffer": buffer[trainable:step], "frozen": buffer[step:]}
+
+    def on_tape(self, tape: torch.Tensor) -> Memory:
+        """The ranges in a whole tape, a worker's. InvalidRequestError where it is not one of this model."""
+        if len(tape) != self.plan.nbytes:
+            raise InvalidRequestError(f"a tape of this model is {self.plan.nbytes} bytes, not {len(tape)}")
+        return {role: tape[held.start : held.stop] for role, held in self.ranges.items()}
+
+    def bytes_of(self, memory: Memory, span: Range) -> torch.Tensor:
+        """The bytes of a range, which lies within one role."""
+        for role, held in self.ranges.items():
             if held.start <= span.start and span.stop <= held.stop:
-                return memory[before + span.start - held.start : before + span.stop - held.start]
-            before += held.nbytes
+                return memory[role][span.start - held.start : span.stop - held.start]
         raise ValueError(f"{span} does not lie on shard {self.shard}")
 
-    def view(self, memory: torch.Tensor, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        """The elements of tape [start, stop) in a buffer laid out like this stretch; flat, shares its memory."""
+    def view(self, memory: Memory, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """The elements of tape [start, stop); flat, shares the memory."""
         return self.bytes_of(memory, Range(start, stop)).view(dtype)
 
     def slices(self, start: int, stop: int) -> Iterator[Slice]:

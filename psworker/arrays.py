@@ -47,10 +47,10 @@ class ArrayTape:
     memory: writable bytes, plan.nbytes of them. tensors: by name, shapes and dtypes of the plan's model.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, memory: memoryview) -> None:
         self._plan = plan
-        self._bytes = np.zeros(plan.nbytes, np.uint8)
-        self.memory = self._bytes.data
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self.memory = memory
         self.tensors = {tensor.name: self._tensor(index) for index, tensor in enumerate(plan.spec.tensors)}
 
     def write(self, arrays: Arrays) -> None:

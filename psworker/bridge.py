@@ -1,12 +1,18 @@
 """Between a torch model and the job's tape: which tensors there are, where they lie, and how bytes get in and out.
 
-On the CPU the model's parameters and buffers become views of the tape that the client sends from and receives into:
-pulling moves no tensor. On a GPU they become views of a tape there, and one copy each way through pinned memory joins
-it to the tape on the host.
+On the CPU the model's parameters and buffers become views of the very memory that the client sends from and receives
+into: pulling moves no tensor. On a GPU they become views of a tape there, and one copy each way through pinned memory
+joins it to the tape on the host.
+
+Thousands of tensors are handled as lists that are made once and passed over in C (map, _foreach_copy_): a Python loop
+over them would cost more than moving their bytes. Loops stand only where something unusual has been found.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import compress, repeat
+from operator import attrgetter, getitem, is_, is_not
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +22,35 @@ from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Rol
 from pscommon.core.tape import Plan, Range
 from pscommon.optimizers import spec_of
 
+HANDFUL = 1000
+"""Tensors that one thread copies at a time: a small tensor costs a microsecond, and the next ones can be looked up."""
+
+_GRAD, _LAYOUT, _VERSION = attrgetter("grad"), attrgetter("layout"), attrgetter("_version")
+
+
+class Ready(Protocol):
+    """When a copy is done: torch.cuda.Event, as far as it is needed here."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class _Now:
+    """There is nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """It is done."""
+
 
 class Tape:
-    """`nbytes` zeroed bytes on `device`, with a twin in host memory that the client works on (the same on the CPU)."""
+    """Memory that the client works on (`memory`, `host`) and that the model's tensors are views of (`near`)."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.near = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        pinned = device.type != "cpu"
-        self.host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else self.near
-        self.memory = self.host.numpy().data
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.host = self.near = tensor_of(memory)
 
     def view(self, extent: Range, tensor: TensorSpec) -> Tensor:
         """The tensor's bytes beside the model, typed and shaped.
@@ -35,30 +61,110 @@ class Tape:
         flat = torch.empty(0, dtype=_dtype(tensor.dtype), device=self.near.device).set_(storage)
         return flat.view(tensor.shape)
 
-    def to_host(self, stop: int) -> None:
-        """Bytes [0, stop) from beside the model; they are there when this returns."""
-        if self.near is not self.host:
-            self.host[:stop].copy_(self.near[:stop], non_blocking=True)
-            torch.cuda.current_stream(self.near.device).synchronize()
+    def to_host(self, spans: Sequence[Range]) -> Ready:
+        """Starts to copy these bytes from beside the model, as they are after what the model computes now."""
+        return _Now()
 
-    def from_host(self, stop: int) -> None:
-        """Bytes [0, stop) to the model; what it computes next sees them, and the host's may change at once."""
-        if self.near is not self.host:
-            self.near[:stop].copy_(self.host[:stop], non_blocking=True)
-            torch.cuda.current_stream(self.near.device).synchronize()
+    def from_host(self, spans: Sequence[Range]) -> None:
+        """These bytes to the model: what it computes next sees them. The host's must stay until `rest`."""
+
+    def rest(self) -> None:
+        """Waits until the bytes on the host may change again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A trainable parameter or a buffer (`owner.key`), and where it lies. weight is a view of the weights' tape."""
+class TwinTape(Tape):
+    """The model's bytes lie apart, so that the client may receive new ones while the model computes on the old."""
 
-    index: int
-    name: str
-    tensor: Tensor
-    weight: Tensor
-    gradient: Tensor
-    owner: nn.Module
-    key: str
+    def __init__(self, memory: memoryview) -> None:
+        super().__init__(memory)
+        self.near = torch.zeros_like(self.host)
+
+    def to_host(self, spans: Sequence[Range]) -> Ready:
+        for start, stop in spans:
+            self.host[start:stop].copy_(self.near[start:stop])
+        return _Now()
+
+    def from_host(self, spans: Sequence[Range]) -> None:
+        for start, stop in spans:
+            self.near[start:stop].copy_(self.host[start:stop])
+
+
+class CudaTape(Tape):
+    """The model's bytes lie on a GPU, the client's in pinned memory; a stream of its own copies between them.
+
+    The stream first waits, on the GPU, for what the model's stream has been given so far. So the host only waits where
+    it needs the bytes, and the model computes on meanwhile.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data)
+        self.near = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._taken: Ready = _Now()
+
+    def to_host(self, spans: Sequence[Range]) -> Ready:
+        return self._copy(self.host, self.near, spans)
+
+    def from_host(self, spans: Sequence[Range]) -> None:
+        self._taken = self._copy(self.near, self.host, spans)
+        torch.cuda.current_stream(self.near.device).wait_stream(self._stream)
+
+    def rest(self) -> None:
+        self._taken.synchronize()
+
+    def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[Range]) -> Ready:
+        self._stream.wait_stream(torch.cuda.current_stream(self.near.device))
+        with torch.cuda.stream(self._stream):
+            for start, stop in spans:
+                into[start:stop].copy_(out_of[start:stop], non_blocking=True)
+        done: Ready = self._stream.record_event()
+        return done
+
+
+class Places:
+    """The tensors of one role in tape order, as lists that are passed over together.
+
+    extents: where each lies. weights, gradients: views of the two tapes. indices: into the model's spec.
+    """
+
+    def __init__(self, plan: Plan, role: Role, tensors: Mapping[str, Tensor], weights: Tape, gradients: Tape) -> None:
+        specs = plan.spec.tensors
+        self.indices = [index for index in plan.order if specs[index].role == role]
+        self.names = [specs[index].name for index in self.indices]
+        self.extents = [plan.extent(index) for index in self.indices]
+        self.tensors = [tensors[name] for name in self.names]
+        self.weights = [weights.view(*pair) for pair in zip(self.extents, self._specs(plan), strict=True)]
+        self.gradients = [gradients.view(*pair) for pair in zip(self.extents, self._specs(plan), strict=True)]
+        self.pointers = list(map(Tensor.data_ptr, self.weights))
+
+    def _specs(self, plan: Plan) -> list[TensorSpec]:
+        return [plan.spec.tensors[index] for index in self.indices]
+
+    def move_in(self) -> None:
+        """Values and storage of the tensors onto the weights' tape."""
+        for tensor, weight in zip(self.tensors, self.weights, strict=True):
+            weight.copy_(tensor.detach())
+            tensor.data = weight
+
+    def elsewhere(self) -> list[int]:
+        """Places of tensors whose storage is not on the tape any more; InvalidRequestError for one that is unfit."""
+        pointers = list(map(Tensor.data_ptr, self.tensors))
+        if pointers == self.pointers:
+            return []
+        moved = [place for place, pointer in enumerate(pointers) if pointer != self.pointers[place]]
+        for place in moved:
+            self.check_unchanged(place, self.tensors[place])
+        return moved
+
+    def check_unchanged(self, place: int, current: object) -> None:
+        """InvalidRequestError unless `current` may take the tensor's place."""
+        weight = self.weights[place]
+        now, was = ((t.dtype, t.device, t.shape) if isinstance(t, Tensor) else t for t in (current, weight))
+        if now != was:
+            raise InvalidRequestError(
+                f"{self.names[place]} was {was} when job.optimizer took the model and is {now} now: "
+                "move, cast and reshape the model before job.optimizer"
+            )
 
 
 class Bridge:
@@ -75,57 +181,133 @@ class Bridge:
         self.spec = _model_spec(model, self._tensors, optimizer)
         self.device = _only_device(self._tensors)
 
-    def attach(self, plan: Plan) -> None:
-        """Moves the model onto the tape, values and all. Parameters stay the same objects; only their storage moves."""
-        self.weights, self.gradients = (Tape(plan.nbytes, self.device) for _ in range(2))
-        self._places: dict[Role, list[_Place]] = {"trainable": [], "buffer": [], "frozen": []}
-        for index, spec in enumerate(plan.spec.tensors):
-            place = self._place(plan.extent(index), index, spec)
-            place.weight.copy_(place.tensor.detach())
-            place.tensor.data = place.weight
-            self._places[spec.role].append(place)
-        self._buffers = plan.section("buffer")
-        self._travels = self._buffers.stop
-        self.weights.to_host(plan.nbytes)
+    def attach(self, plan: Plan, memory: tuple[memoryview, memoryview], apart: bool = False) -> None:
+        """Moves the model onto the tape, values and all. Parameters stay the same objects; only their storage moves.
 
-    def _place(self, extent: Range, index: int, spec: TensorSpec) -> _Place:
-        owner, _, key = spec.name.rpartition(".")
-        weight, gradient = (tape.view(extent, spec) for tape in (self.weights, self.gradients))
-        module = self._model.get_submodule(owner)
-        return _Place(index, spec.name, self._tensors[spec.name], weight, gradient, module, key)
+        memory: the client's, of plan.nbytes bytes, for gradients and weights; on a GPU pinned memory takes its place.
+        apart: the model's weights do not lie in it, so that it may change while the model computes.
+        """
+        self.gradients, self.weights = self._tapes(memory, apart)
+        self.trainable, buffers, frozen = (
+            Places(plan, role, self._tensors, self.weights, self.gradients)
+            for role in ("trainable", "buffer", "frozen")
+        )
+        for places in (self.trainable, buffers, frozen):
+            places.move_in()
+        self._buffers = buffers
+        self._owners = [self._model.get_submodule(name.rpartition(".")[0])._buffers for name in buffers.names]
+        self._keys = [name.rpartition(".")[2] for name in buffers.names]
+        self.buffer_range = plan.section("buffer")
+        self.moving = Range(0, self.buffer_range.stop)
+        self._everything = Range(0, plan.nbytes)
+        many = self.device.type == "cpu" and len(self.trainable.tensors) > 2 * HANDFUL
+        self._copiers = ThreadPoolExecutor(torch.get_num_threads(), "paramserver-copy") if many else None
+        self.weights.to_host([self._everything]).synchronize()
+
+    def _tapes(self, memory: tuple[memoryview, memoryview], apart: bool) -> tuple[Tape, Tape]:
+        if self.device.type == "cuda":
+            return CudaTape(memory[0].nbytes, self.device), CudaTape(memory[1].nbytes, self.device)
+        return Tape(memory[0]), TwinTape(memory[1]) if apart else Tape(memory[1])
 
     def gather(self) -> frozenset[int]:
         """Gradients and buffers onto the gradients' tape. Returns the trainable tensors that have no gradient."""
         self.reattach()
-        present = [place for place in self._places["trainable"] if place.tensor.grad is not None]
-        gradients = [_dense_gradient(place) for place in present]
-        if present:
-            torch._foreach_copy_([place.gradient for place in present], gradients)
-        start, stop = self._buffers
-        self.gradients.near[start:stop].copy_(self.weights.near[start:stop])
-        self.gradients.to_host(self._travels)
-        return frozenset(place.index for place in self._places["trainable"]) - {place.index for place in present}
+        grads = self._collect()
+        self.write_buffers()
+        self.gradients.to_host([self.moving]).synchronize()
+        return self.absent(grads)
+
+    def _collect(self) -> list[Tensor | None]:
+        """Takes all gradients to their places, and returns them."""
+        if self._copiers is None:
+            grads = self.grads()
+            self.write(0, grads)
+            return grads
+        grads, copies = [], []
+        for first in range(0, len(self.trainable.tensors), HANDFUL):
+            some = self.grads(first, first + HANDFUL)
+            copies.append(self._copiers.submit(self.write, first, some))
+            grads += some
+        for copy in copies:
+            copy.result()
+        return grads
+
+    def grads(self, first: int = 0, last: int | None = None) -> list[Tensor | None]:
+        """What the trainable tensors [first, last) in tape order have as .grad now."""
+        return list(map(_GRAD, self.trainable.tensors[first:last]))
+
+    @torch.no_grad()
+    def write(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        """Gradients of consecutive trainable tensors from `first` on to their places beside the model."""
+        slots, given = self.trainable.gradients[first : first + len(grads)], present(grads)
+        if not all(map(is_, map(_LAYOUT, given), repeat(torch.strided))):
+            self._refuse_sparse(first, grads)
+        if given:
+            torch._foreach_copy_(list(compress(slots, map(is_not, grads, repeat(None)))), given)
+
+    def _refuse_sparse(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        for place, grad in enumerate(grads, first):
+            if grad is not None and grad.layout is not torch.strided:
+                name = self.trainable.names[place]
+                raise InvalidRequestError(f"{name} has a sparse gradient; make its layer with sparse=False")
+
+    def write_buffers(self) -> None:
+        """The buffers' values as they are now, to their places among the gradients."""
+        start, stop = self.buffer_range
+        if start < stop:
+            self.gradients.near[start:stop].copy_(self.weights.near[start:stop])
+
+    def absent(self, grads: Sequence[Tensor | None]) -> frozenset[int]:
+        """Of all trainable tensors those without a gradient, by index into the model's spec."""
+        return frozenset(compress(self.trainable.indices, map(is_, grads, repeat(None))))
+
+    def moving_extents(self) -> dict[int, Range]:
+        """Where what travels with a step lies, by id of the model's tensor."""
+        both = (self.trainable, self._buffers)
+        return {id(t): extent for role in both for t, extent in zip(role.tensors, role.extents, strict=True)}
 
     def scatter(self, everything: bool = False) -> None:
         """What the client wrote to the weights' tape, to the model; frozen tensors only with `everything`."""
-        self.weights.from_host(len(self.weights.host) if everything else self._travels)
+        self.weights.from_host([self._everything if everything else self.moving])
 
     def reattach(self) -> None:
         """Undoes what scripts and torch may do between steps: give a parameter or buffer other storage.
 
         To be called before the client writes to the weights' tape; `gather` does. A buffer's new values are kept.
         """
-        for place in self._places["trainable"]:
-            if place.tensor.data_ptr() != place.weight.data_ptr():
-                _check_unchanged(place, place.tensor)
-                place.tensor.data = place.weight
-        for place in self._places["buffer"]:
-            current = getattr(place.owner, place.key)
-            if current is not place.tensor or current.data_ptr() != place.weight.data_ptr():
-                _check_unchanged(place, current)
-                place.weight.copy_(current.detach())
-                place.tensor.data = place.weight
-                setattr(place.owner, place.key, place.tensor)
+        self.weights.rest()
+        for place in self.trainable.elsewhere():
+            self.trainable.tensors[place].data = self.trainable.weights[place]
+        buffers = self._buffers
+        current = list(map(getitem, self._owners, self._keys))
+        for place in compress(range(len(current)), map(is_not, current, buffers.tensors)):
+            buffers.check_unchanged(place, current[place])
+            self._take_back(place, current[place])
+        for place in buffers.elsewhere():
+            self._take_back(place, buffers.tensors[place])
+
+    def _take_back(self, place: int, current: Tensor | None) -> None:
+        assert current is not None
+        tensor, weight = self._buffers.tensors[place], self._buffers.weights[place]
+        weight.copy_(current.detach())
+        tensor.data = weight
+        self._owners[place][self._keys[place]] = tensor
+
+
+def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that are there."""
+    return list(compress(grads, map(is_not, grads, repeat(None))))  # type: ignore[arg-type]
+
+
+def versions(grads: Sequence[Tensor]) -> list[int]:
+    """How often torch has changed each in place; the same number on the same tensor: the same values."""
+    return list(map(_VERSION, grads))
+
+
+def tensor_of(memory: memoryview) -> Tensor:
+    """The bytes themselves, not a copy of them."""
+    # frombuffer refuses empty memory
+    return torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -170,23 +352,6 @@ def _only_device(tensors: Mapping[str, Tensor]) -> torch.device:
         names = ", ".join(sorted(map(str, devices)))
         raise InvalidRequestError(f"a worker's model must be on one device, cpu or cuda; this one is on {names}")
     return devices.pop()
-
-
-def _check_unchanged(place: _Place, current: Tensor) -> None:
-    now, was = ((t.dtype, t.device, t.shape) if isinstance(t, Tensor) else t for t in (current, place.weight))
-    if now != was:
-        raise InvalidRequestError(
-            f"{place.name} was {was} when job.optimizer took the model and is {now} now: "
-            "move, cast and reshape the model before job.optimizer"
-        )
-
-
-def _dense_gradient(place: _Place) -> Tensor:
-    gradient = place.tensor.grad
-    assert gradient is not None
-    if gradient.layout is not torch.strided:
-        raise InvalidRequestError(f"{place.name} has a sparse gradient; make its layer with sparse=False")
-    return gradient
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -11,6 +11,7 @@ import click
 from pscommon import logs, options
 from pscommon.config import run_command
 from pscommon.core.errors import InvalidRequestError
+from pscommon.malloc import tune_malloc
 from psworker.connect import choose_device
 from psworker.script import Script, run
 
@@ -52,6 +53,8 @@ def start(ctx: click.Context) -> int:
         )
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     logs.set_up(settings["log_level"], settings["log_format"], worker=settings["worker_rank"], job=settings["job"])
+    if settings["malloc"] == "tuned":
+        tune_malloc()
     _import_first(settings["threads"])
     export(settings, os.environ)
     if settings["metrics_bind"]:
@@ -70,6 +73,8 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
         "PS_SERVERS": settings["ps"],
         "PS_JOB": settings["job"],
         "PS_CONNECT_TIMEOUT": settings["connect_timeout"],
+        "PS_LANES": settings["lanes"],
+        "PS_OVERLAP": "1" if settings["overlap"] == "on" else "0",
         "PS_WORKER_RANK": settings["worker_rank"],
         "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
     }

@@ -12,11 +12,12 @@ from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.core.tape import Plan
-from pscommon.values import seconds
+from pscommon.values import LANES, Lanes, seconds
 from psproto.v1 import coordinator_pb2 as co
 from psworker.arrays import Array, Arrays, ArrayTape, spec_of
 from psworker.connection import Connection
 from psworker.discovery import addresses_of, discover
+from psworker.flow import ClientFlow, WholeFlow
 from psworker.lane import GrpcLane, Lane
 from psworker.lease import Place, Progress
 from psworker.model import SharedModel
@@ -33,8 +34,9 @@ class Client:
     servers: "HOST:PORT,..." or a sequence of them; one is enough where the servers know each other. None: PS_SERVERS,
     and then PS_JOB, PS_WORKER_RANK and PS_CONNECT_TIMEOUT count as well. rank: place in a round's sum among workers
     that start together. observe: look only (status, pull), take no part. connect_timeout: seconds that a server may be
-    silent, by default 60. wait_timeout: seconds to wait for what others have to do. lane: instead of servers; a
-    simulation passes its own.
+    silent, by default 60. wait_timeout: seconds to wait for what others have to do. lanes: "grpc", "shm" or "auto", how
+    tensors move; by default PS_LANES, then auto: through shared memory to servers on this host. lane: instead of
+    servers; a simulation passes its own.
 
     Calls of several threads are carried out one after another. Processes forked later (a DataLoader's) may live and
     end as they like, but neither use this Client nor make one: gRPC does not survive a fork.
@@ -53,6 +55,7 @@ class Client:
         observe: bool = False,
         connect_timeout: float | None = None,
         wait_timeout: float = 600.0,
+        lanes: Lanes | None = None,
         lane: Lane | None = None,
     ) -> None:
         environment = os.environ if servers is None and lane is None else {}
@@ -61,7 +64,8 @@ class Client:
         # an unclosed client must neither live on in its threads nor keep the interpreter from ending
         self._finalizer = weakref.finalize(self, self._connection.close, "its process ended without close()")
         self._observes = observe
-        self._model = SharedModel(self._connection, observe)
+        chosen = "grpc" if self._connection.lane.direct else _lanes(lanes, os.environ)
+        self._model = SharedModel(self._connection, observe, chosen)
         self._data = DataShare(self._connection, self._model)
         self._weights: ArrayTape | None = None
         self._gradients: ArrayTape | None = None
@@ -127,10 +131,11 @@ class Client:
         with self._model.turn:
             arrays = {**params, **(buffers or {}), **(frozen or {})}
             plan = self.agree(spec_of(params, buffers or {}, frozen or {}, optimizer))
-            weights = ArrayTape(plan)
+            gradients, memory = self.tapes()
+            weights = ArrayTape(plan, memory)
             weights.write(arrays)
-            self.start(weights.memory)
-            self._weights, self._gradients = weights, ArrayTape(plan)
+            self.start(memory)
+            self._weights, self._gradients = weights, ArrayTape(plan, gradients)
 
     def pull(self, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """The newest weights, buffers and frozen tensors by name, in new arrays or in those of `out`, which it returns.
@@ -184,7 +189,8 @@ class Client:
 
     def _known_weights(self) -> ArrayTape:
         if self._weights is None and self._observes:
-            weights = ArrayTape(self._model.agree(None))
+            plan = self._model.agree(None)
+            weights = ArrayTape(plan, self.tapes()[1])
             self.start(weights.memory)
             self._weights = weights
         if self._weights is None:
@@ -200,6 +206,14 @@ class Client:
         """
         return self._model.agree(spec)
 
+    def tapes(self) -> tuple[memoryview, memoryview]:
+        """Memory for gradients and for weights, plan.nbytes each, that is the fastest for start and exchange.
+
+        Servers on this host read and write it directly. Between calls it is the caller's.
+        """
+        tapes = self._model.tapes
+        return tapes.gradients, tapes.weights
+
     def start(self, tape: memoryview) -> None:
         """Uploads the tape if this worker is the job's first; in any case fills it with the job's weights."""
         self._model.start(tape)
@@ -213,15 +227,21 @@ class Client:
         samples: int = 1,
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
+        base: int | None = None,
     ) -> PushResult:
         """A push, a pull, or both at once, on whole tapes of plan.nbytes bytes; None: no push, no pull.
 
         The trainable and buffer stretches are used. absent: trainable tensors, by index into plan.spec.tensors, that
         got no gradient. samples: at least 1, the weight in a round's average. batches: what the push uses up.
-        groups_json: the optimizer's parameter groups if they may have changed. After an error, `weights` may hold a
-        mixture of versions: pull again.
+        groups_json: the optimizer's parameter groups if they may have changed. base: the version that the gradient was
+        computed from; None: the last that was pulled. After an error, `weights` may hold a mixture of versions: pull
+        again.
         """
-        return self._model.exchange(gradients, weights, absent, samples, batches, groups_json)
+        return self._model.exchange(gradients, weights, absent, samples, batches, groups_json, base)
+
+    def begin(self) -> ClientFlow | WholeFlow:
+        """A push from and a pull into `tapes()`, piece by piece: see Flow. Until it is closed there is no other."""
+        return self._model.begin(*self.tapes())
 
     # ---- data and membership ----------------------------------------------------------------------------------------
 
@@ -262,7 +282,9 @@ class Client:
 
     def close(self) -> None:
         """Leaves the job, done, and frees threads and connections. Harmless to repeat."""
+        self._model.abandon()
         self._connection.close()
+        self._model.close()
 
     def __enter__(self) -> Self:
         return self
@@ -291,6 +313,14 @@ def _connect_timeout(environment: Mapping[str, str]) -> float:
         return seconds(environment.get("PS_CONNECT_TIMEOUT") or CONNECT_SECONDS)
     except ValueError as error:
         raise InvalidRequestError(f"PS_CONNECT_TIMEOUT: {error}") from error
+
+
+def _lanes(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
+    lanes: Any = given or environment.get("PS_LANES") or "auto"
+    if lanes not in LANES:
+        raise InvalidRequestError(f"lanes {lanes!r} is not one of {', '.join(LANES)}")
+    chosen: Lanes = lanes
+    return chosen
 
 
 def _rank(rank: int | None, environment: Mapping[str, str]) -> int | None:

@@ -10,11 +10,10 @@ from typing import TypeVar
 from pscommon.core.errors import InvalidRequestError, PSError
 from psproto.v1 import coordinator_pb2 as co
 from psworker.crew import Crew
-from psworker.exchange import ShardExchange, combined, in_turn
+from psworker.exchange import ShardExchange, in_turn
 from psworker.lane import Cancellation, Lane
 from psworker.lease import Heartbeat, Place, Progress
 from psworker.patience import Limits, Patience
-from psworker.results import PushResult
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
@@ -64,16 +63,16 @@ class Connection:
         self.check()
         return Patience(what, self.lane.clock, self._watched(lambda: None))
 
-    def exchange(self, parts: Callable[[Limits, Cancellation], Sequence[ShardExchange]]) -> PushResult:
+    def exchange(self, parts: Callable[[Limits, Cancellation], Sequence[ShardExchange]]) -> Sequence[ShardExchange]:
         """Carries out the shards' parts, at the same time where the lane allows it."""
         self.check()
-        cancellation = Cancellation()
+        cancellation = Cancellation(alone=len(self.lane.addresses) == 1)
         exchanges = parts(self._watched(cancellation.check), cancellation)
         if self.lane.direct:
             in_turn(exchanges)
         else:
             self._crew.run([part.run for part in exchanges], cancellation)
-        return combined(exchanges)
+        return exchanges
 
     def check(self) -> None:
         """Raises if this connection cannot be used (any more)."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pscommon.core.errors import PSError, UnreachableError, WaitTimeoutError, error_for
+from pscommon.core.errors import InFlightError, PSError, UnreachableError, WaitTimeoutError, error_for
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.lane import Answer, Cancellation, Lane
+from psworker.lane import Answer, Cancellation, Lane, Receiver
 from psworker.patience import Limits, Patience
 from psworker.results import PushResult, Status
 
@@ -28,8 +28,10 @@ STATUS: dict[int, Status] = {
 class ShardExchange:
     """One shard's part: a machine that makes one attempt a step until the push is decided and the weights are here.
 
-    send and receive are the shard's ranges of the caller's tapes; repeats: an earlier call may have sent this push.
-    Once finished: result (how the push ended), version (of what was received, else of the shard), status, seconds.
+    send, and the views of receiver, are the shard's ranges of the caller's tapes; repeats: an earlier call may have
+    sent this push.
+    Once finished: result (how the push ended), version (of what was received, else of the shard), status, seconds;
+    lost_memory: the server did not know this worker's shared memory, so the bytes went over the wire.
     """
 
     def __init__(
@@ -38,22 +40,24 @@ class ShardExchange:
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receive: Sequence[memoryview],
+        receiver: Receiver,
         limits: Limits,
         cancellation: Cancellation,
         repeats: bool = False,
     ) -> None:
         self.result = ps.ExchangeResult()
         self.version = 0
+        self.lost_memory = False
         self._lane = lane
         self._shard = shard
         self._header = header
         self._send = send
-        self._receive = receive
+        self._receiver = receiver
         self._cancellation = cancellation
         self._repeats = repeats
         # a push has data on every shard, be it no bytes: each must know of it
         self._pushes = header.has_data = header.initial or header.seq > 0
+        self._nbytes = sum(view.nbytes for view in (*send, *receiver.views(ps.ExchangeResult(pulled=True))))
         self._silence = limits.connect / 2
         self._patience = Patience(self._what(), lane.clock, limits)
         self._started = self._ended = lane.clock.now()
@@ -90,11 +94,13 @@ class ShardExchange:
         """One attempt, in which the server may hold the call for so long. True: finished."""
         try:
             answer = self._attempt(self._patience.left(slice_seconds))
-        except WaitTimeoutError as error:
+        except (WaitTimeoutError, InFlightError) as error:
             self._patience.waited(str(error))
         except UnreachableError as error:
             # it may have died with what it held: send everything again, it knows what has counted
             self._header.has_data = self._pushes
+            if error.reason == "NOT_ATTACHED":
+                self._header.memory, self.lost_memory = 0, True
             self._patience.failed(error)
         else:
             return self._take(answer)
@@ -103,9 +109,8 @@ class ShardExchange:
     def _attempt(self, wait: float) -> Answer:
         self._attempts += self._pushes
         self._header.wait_ms = round(wait * 1000)
-        moved = sum(view.nbytes for view in (*self._send, *self._receive))
-        timeout = wait + min(SPARE_SECONDS, self._silence) + moved / SLOWEST_BYTES_PER_SECOND
-        return self._lane.exchange(self._shard, self._header, self._send, self._receive, timeout, self._cancellation)
+        timeout = wait + min(SPARE_SECONDS, self._silence) + self._nbytes / SLOWEST_BYTES_PER_SECOND
+        return self._lane.exchange(self._shard, self._header, self._send, self._receiver, timeout, self._cancellation)
 
     def _take(self, answer: Answer) -> bool:
         result = answer.result
@@ -115,12 +120,16 @@ class ShardExchange:
             return False
         if result.outcome not in STATUS:
             raise PSError(f"{self._who()} answered with outcome {result.outcome}, which this version does not know")
+        self.decide(result)
+        self._pull_seconds += answer.receive_seconds + result.pull_seconds
+        return result.pulled or self._header.pull == ps.PULL_NONE or self._pull_alone()
+
+    def decide(self, result: ps.ExchangeResult) -> None:
+        """So the push has ended, or the pull has been answered."""
         if self._pushes or not self.result.outcome:
             self.result = result
         self.version = result.version
         self._ended = self._lane.clock.now()
-        self._pull_seconds += answer.receive_seconds
-        return result.nbytes > 0 or not any(view.nbytes for view in self._receive) or self._pull_alone()
 
     def _pull_alone(self) -> bool:
         """The push is decided, but no weights came with the answer: ask for them."""
@@ -128,7 +137,7 @@ class ShardExchange:
             raise PSError(f"{self._who()} sent no weights")
         before = self._header
         self._header = ps.PushPullHeader(
-            job=before.job, worker=before.worker, pull=before.pull, min_version=before.min_version
+            job=before.job, worker=before.worker, pull=before.pull, min_version=before.min_version, memory=before.memory
         )
         self._pushes = False
         return False

@@ -1,8 +1,9 @@
 """A training job as a script sees it: its optimizer, its share of the data, its place in time."""
 
 import logging
+import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +59,14 @@ class Job:
         """What became of the last step; None before the first."""
         return self._optimizer.result if self._optimizer else None
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> ServerOptimizer:
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        overlap: bool | None = None,
+        pipeline: bool = False,
+    ) -> ServerOptimizer:
         """Hands the model to the servers, once a job; returns what takes the optimizer's place in the script.
 
         optimizer: torch.optim's SGD, Adam, AdamW, Adagrad or RMSprop, fresh, over parameters of `model`. Those that it
@@ -67,11 +75,29 @@ class Job:
         of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
         weights into it later changes only this worker's copy, until the next step.
 
+        overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
+        the results are the same. None: as PS_OVERLAP=1 in the environment says. Two things are then the script's care:
+        after step(), call `job.wait()` before reading or changing weights by hand, other than by calling modules,
+        state_dict() or load_state_dict(); and change gradients after backward only in ways that torch counts:
+        `grad.mul_()` and clip_grad_norm_ are seen, `grad.data.mul_()` and writing through numpy are not.
+        pipeline: in async and ssp, step() returns while its push is still on its way; the next step() waits for it and
+        brings its weights. So a gradient is computed from weights that lack the worker's own last push, and counts as
+        that much staler. `job.last`, stale pushes and errors come one step later; `job.wait()` makes them come now.
+        Instead of overlap. Without servers (PS_LOCAL=1) each step ends at once.
+
         Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains another model.
         """
         if self._optimizer is not None:
             raise InvalidRequestError("job.optimizer was called before; a job has one model and one optimizer")
-        self._optimizer = ServerOptimizer(optimizer, model, self)
+        if pipeline and (overlap or self.policy == "sync"):
+            raise InvalidRequestError(
+                "pipeline=True and overlap=True exclude each other"
+                if overlap
+                else "pipeline=True needs policy async or ssp: under sync every gradient is of the newest weights"
+            )
+        pipelined = pipeline and self.policy != "local"
+        overlapped = not pipeline and (_wanted() if overlap is None else overlap)
+        self._optimizer = ServerOptimizer(optimizer, model, self, overlapped, pipelined)
         self.first_version = self.version
         return self._optimizer
 
@@ -125,10 +151,16 @@ class Job:
         """The job's newest weights into the model, without a step."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer first: before it there is no model to train")
-        before = self.stats.phase
-        self.enter("pull")
+        before = self.change("pull")
         self._optimizer.pull()
         self.enter(before)
+
+    def wait(self) -> None:
+        """Waits until the last step has ended and its weights are in the model, where overlap or pipeline leave that
+        for later. Raises what the step ended with. For scripts that read or change weights by hand after a step.
+        """
+        if self._optimizer is not None:
+            self._optimizer.wait()
 
     def report(self, **values: float) -> None:
         """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""
@@ -152,6 +184,13 @@ class Job:
 
     def enter(self, phase: str) -> None:
         """The worker does something else now: times it, and lets `ps-ctl workers` show it."""
+        self.change(phase)
+
+    def change(self, phase: str) -> str:
+        """As `enter`; returns what it did before."""
+        before = self.stats.phase
+        if phase == "wait":  # for others, who may need to know how this worker's last push ended
+            self.wait()
         self.stats.enter(phase)
         self.client.progress(
             steps=self.stats.steps,
@@ -159,11 +198,11 @@ class Job:
             samples_per_second=self.stats.samples_per_second,
             phase="idle" if phase == "wait" else phase,
         )
+        return before
 
-    def finish_step(self, result: PushResult, samples: int) -> None:
-        """Counts a step and where its time went."""
-        self.stats.finish_step(samples, result.seconds)
-        self.stats.stale += result.status == "stale"
+    def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
+        """Counts a step and where its time went. exchange: PushResult.seconds."""
+        self.stats.finish_step(samples, exchange)
         metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
         self.enter("compute")
 
@@ -182,12 +221,26 @@ class Job:
     def close(self, reason: str = "") -> None:
         """Leaves the job: others go on without this worker. reason: why, when it is not done. Again: does nothing.
 
-        Leaving gives back all batches that were leased and not pushed.
+        Leaving gives back all batches that were leased and not pushed. Without a reason it first waits for a step that
+        is still on its way, and raises what that ended with.
         """
-        if not self._closed:
-            self._closed = True
-            self.client.leave(reason)
-            self.client.close()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not reason:
+                self.wait()
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        if self._optimizer is not None:
+            self._optimizer.close()
+        self.client.leave(reason)
+        self.client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -202,3 +255,8 @@ class Job:
         except PSError as trouble:
             log.warning("could not leave the job: %s", trouble)  # `error` is what the user must see
         return None
+
+
+def _wanted() -> bool:
+    """What the operator wants who does not know the script."""
+    return os.environ.get("PS_OVERLAP", "0") not in ("", "0")

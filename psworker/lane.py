@@ -1,5 +1,6 @@
 """How a worker's requests get to the servers. Everything above a lane is the same over gRPC and in a simulation."""
 
+import itertools
 import os
 import threading
 import time
@@ -8,18 +9,33 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pscommon.core.errors import InvalidRequestError, PSError
-from pscommon.wire.channel import open_channel
-from pscommon.wire.frames import ExchangeStub, Filler, chunks, decode_response, encode_header
+from pscommon.wire.channel import FRAME_BYTES, open_channel
+from pscommon.wire.frames import ExchangeStub, Filler, Frame, chunks, decode_response, encode_header
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.patience import Clock
 
 if TYPE_CHECKING:  # pscommon.wire.channel is to be the first that imports it
     import grpc
 
 T = TypeVar("T")
+
+
+class Receiver:
+    """Where the bytes that come with an answer go: into the views, by its header, one after another."""
+
+    def __init__(self, views: Callable[[ps.ExchangeResult], Sequence[memoryview]]) -> None:
+        self.views = views
+
+    def begin(self, result: ps.ExchangeResult) -> Sequence[memoryview]:
+        """The header is here."""
+        return self.views(result)
+
+    def arrived(self, nbytes: int) -> None:
+        """So many of its bytes are."""
 
 
 class Answer(NamedTuple):
@@ -31,9 +47,13 @@ class Answer(NamedTuple):
 
 
 class Cancellation:
-    """Ends the calls of one request that are in flight, on all shards, and keeps new ones from starting."""
+    """Ends the calls of one request that are in flight, on all shards, and keeps new ones from starting.
 
-    def __init__(self) -> None:
+    alone: the request has one part, so no other's failure can end it.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        self.alone = alone
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
         self.cause: BaseException | None = None
@@ -83,18 +103,21 @@ class Lane(Protocol):
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse: ...
     def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse: ...
 
+    def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse: ...
+
     def exchange(
         self,
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receive: Sequence[memoryview],
+        receiver: Receiver,
         timeout: float,
         cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
     ) -> Answer:
-        """One Exchange: sends the bytes of `send` if header.has_data, writes those of the answer into `receive`.
+        """One Exchange: sends the bytes of `send` if header.has_data, or `frames`; the receiver gets the answer's.
 
-        The answer's nbytes is 0 or all that `receive` takes. After an error `receive` may be half written.
+        After an error the receiver's memory may be half written.
         """
         ...
 
@@ -143,31 +166,39 @@ class GrpcLane:
     def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
         return self._ask("GetStatus", lambda stub: stub.GetStatus(request, timeout=timeout))
 
+    def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
+        with translated(f"shard {shard} at {self.addresses[shard]} (AttachMemory)"):
+            stub: ParameterServerServiceStub = ParameterServerServiceStub(self._shard(shard).channel)
+            return stub.AttachMemory(request, timeout=timeout)
+
     def exchange(
         self,
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receive: Sequence[memoryview],
+        receiver: Receiver,
         timeout: float,
         cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
     ) -> Answer:
+        stub, started = self._shard(shard), time.monotonic()
         with translated(f"shard {shard} at {self.addresses[shard]} (Exchange)"):
-            stub, started = self._shard(shard), time.monotonic()
+            if header.memory:
+                answer = _once(stub, encode_header(header), timeout, cancellation)
+                return Answer(take(answer, receiver, in_memory=True), time.monotonic() - started, 0.0)
+            if frames is None and _fits_once(header, send, receiver):
+                request = encode_header(header, *(send if header.has_data else ()))
+                return Answer(
+                    take(_once(stub, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0
+                )
+            if frames is None and header.has_data:
+                frames = itertools.chain([encode_header(header)], chunks(send))
             call = (
-                stub.stream(_frames(header, send), timeout=timeout)
-                if header.has_data
+                stub.stream(frames, timeout=timeout)
+                if frames is not None
                 else stub.ask(encode_header(header), timeout=timeout)
             )
-            cancellation.attach(call)
-            try:
-                result = _header(call)
-                answered = time.monotonic()
-                _receive(call, receive if result.nbytes else ())
-                return Answer(result, answered - started, time.monotonic() - answered)
-            finally:
-                cancellation.detach(call)
-                call.cancel()
+            return _streamed(call, receiver, cancellation, started)
 
     def close(self) -> None:
         """Harmless to repeat, and in a forked child."""
@@ -217,27 +248,56 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _frames(header: ps.PushPullHeader, send: Sequence[memoryview]) -> Iterator[bytes]:
-    yield encode_header(header)
-    yield from chunks(send)
+def _streamed(call: Any, receiver: Receiver, cancellation: Cancellation, started: float) -> Answer:
+    cancellation.attach(call)
+    try:
+        frames = map(decode_response, call)
+        first = next(frames, None)
+        answered = time.monotonic()
+        result = take(itertools.chain([first] if first else [], frames), receiver)
+        return Answer(result, answered - started, time.monotonic() - answered)
+    finally:
+        cancellation.detach(call)
+        call.cancel()
 
 
-def _header(call: Iterator[bytes]) -> ps.ExchangeResult:
-    for raw in call:
-        frame = decode_response(raw)
-        if isinstance(frame, memoryview):
-            raise PSError("the server sent data before a header")
-        return frame
-    raise PSError("the server ended the call without an answer")
+def _fits_once(header: ps.PushPullHeader, send: Sequence[memoryview], receiver: Receiver) -> bool:
+    """Is one message each way enough?"""
+    most = ps.ExchangeResult(pulled=header.pull != ps.PULL_NONE)
+    return sum(view.nbytes for view in send) <= FRAME_BYTES >= sum(view.nbytes for view in receiver.views(most))
 
 
-def _receive(call: Iterator[bytes], views: Sequence[memoryview]) -> None:
-    """Reads to the end of the call, which brings its status."""
-    filler = Filler(views)
-    for raw in call:
-        frame = decode_response(raw)
-        if not isinstance(frame, memoryview):
+def _once(
+    stub: ExchangeStub, request: bytes, timeout: float, cancellation: Cancellation
+) -> Iterator[Frame[ps.ExchangeResult]]:
+    if cancellation.alone:  # waits in this thread, without gRPC's own beside it
+        return iter([decode_response(stub.once(request, timeout=timeout))])
+    call = stub.once.future(request, timeout=timeout)
+    cancellation.attach(call)
+    try:
+        return iter([decode_response(call.result())])
+    finally:
+        cancellation.detach(call)
+
+
+def take(frames: Iterator[Frame[ps.ExchangeResult]], receiver: Receiver, in_memory: bool = False) -> ps.ExchangeResult:
+    """The answer's header; the receiver gets its bytes, unless they are in memory. Reads to the end, which brings the
+    call's status."""
+    first = next(frames, None)
+    if first is None:
+        raise PSError("the server ended the call without an answer")
+    result, data = first.header, first.data
+    if result is None:
+        raise PSError("the server sent data before a header")
+    views = receiver.begin(result)
+    filler = Filler(views if result.nbytes and not in_memory else ())
+    filler.fill(data)
+    receiver.arrived(result.nbytes if in_memory else data.nbytes)
+    for frame in frames:
+        if frame.header is not None:
             raise PSError("the server sent a second header")
-        filler.fill(frame)
+        filler.fill(frame.data)
+        receiver.arrived(result.nbytes - filler.missing)
     if not filler.complete:
         raise PSError(f"the server sent {filler.missing} bytes too few")
+    return result

@@ -14,9 +14,34 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
 from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, validate
+from psworker.bridge import tensor_of
 from psworker.results import Lease, PushResult, Status
 
 log = logging.getLogger("psworker")
+
+
+class Flow(Protocol):
+    """A push that leaves piece by piece, and brings weights that arrive piece by piece. Made by `JobClient.begin`."""
+
+    def send(self, start: int, stop: int) -> None:
+        """Bytes [start, stop) of the gradients' tape may go now; again: what went before is replaced. Never blocks."""
+
+    def finish(
+        self,
+        *,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+    ) -> PushResult:
+        """The rest goes. Returns how the push ended; its weights may still be arriving."""
+        ...
+
+    def wait(self, start: int, stop: int) -> None:
+        """Until bytes [start, stop) of the weights' tape are here; raises what an exchange would raise."""
+
+    def close(self) -> None:
+        """Waits for all of it. Of a push that is not finished, or has failed: gives it up. Harmless to repeat."""
 
 
 class JobClient(Protocol):
@@ -33,6 +58,8 @@ class JobClient(Protocol):
     @property
     def stopping(self) -> bool: ...
     def agree(self, spec: ModelSpec) -> Plan: ...
+    def tapes(self) -> tuple[memoryview, memoryview]: ...
+    def begin(self) -> Flow: ...
     def start(self, tape: memoryview) -> None: ...
     def exchange(
         self,
@@ -43,6 +70,7 @@ class JobClient(Protocol):
         samples: int = 1,
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
+        base: int | None = None,
     ) -> PushResult: ...
     def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease: ...
     def return_batches(self, batches: Sequence[BatchKey]) -> None: ...
@@ -76,9 +104,19 @@ class LocalClient:
         self.plan = Plan(spec, shards=1)
         return self.plan
 
+    def tapes(self) -> tuple[memoryview, memoryview]:
+        """Memory for gradients and weights, of plan.nbytes bytes each."""
+        self._gradients, self._received = (
+            torch.zeros(self.plan.nbytes, dtype=torch.uint8).numpy().data for _ in range(2)
+        )
+        return self._gradients, self._received
+
+    def begin(self) -> Flow:
+        return _LocalFlow(self, self._gradients, self._received)
+
     def start(self, tape: memoryview) -> None:
         """The worker's weights are the job's."""
-        self._tape = _tensor(tape).clone()
+        self._tape = tensor_of(tape).clone()
         self._weights = [_view(self._tape, self.plan, index) for index in range(len(self.plan.spec.tensors))]
         members: list[list[Tensor]] = [[] for _ in self._optimizer_spec.groups]
         for spec, weight in zip(self.plan.spec.tensors, self._weights, strict=True):
@@ -97,12 +135,13 @@ class LocalClient:
         samples: int = 1,
         batches: Sequence[BatchKey] = (),
         groups_json: str = "",
+        base: int | None = None,
     ) -> PushResult:
         began, problem = time.perf_counter(), ""
         if gradients is not None:
-            problem = self._step(_tensor(gradients), absent, groups_json)
+            problem = self._step(tensor_of(gradients), absent, groups_json)
         if weights is not None:
-            _tensor(weights).copy_(self._tape)
+            tensor_of(weights).copy_(self._tape)
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
 
@@ -152,8 +191,39 @@ class LocalClient:
         """Nothing is open."""
 
 
-def _tensor(tape: memoryview) -> Tensor:
-    return torch.frombuffer(tape, dtype=torch.uint8)
+class _LocalFlow:
+    """A push in one piece: there is no way to wait for."""
+
+    def __init__(self, client: LocalClient, gradients: memoryview, weights: memoryview) -> None:
+        self._client = client
+        self._tapes = gradients, weights
+
+    def send(self, start: int, stop: int) -> None:
+        """It is where it has to be."""
+
+    def finish(
+        self,
+        *,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+    ) -> PushResult:
+        gradients, weights = self._tapes
+        return self._client.exchange(
+            gradients=gradients,
+            weights=weights,
+            absent=absent,
+            samples=samples,
+            batches=batches,
+            groups_json=groups_json,
+        )
+
+    def wait(self, start: int, stop: int) -> None:
+        """It came with `finish`."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _view(tape: Tensor, plan: Plan, index: int) -> Tensor:

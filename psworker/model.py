@@ -1,20 +1,26 @@
 """The job's model as one worker handles it: agreed on, uploaded by the first, then pushed and pulled as tapes."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError, error_for
 from pscommon.core.log import BatchKey
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
+from pscommon.values import Lanes
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection import Connection
 from psworker.core.pushes import Pushes
-from psworker.exchange import SLICE_SECONDS
-from psworker.parts import Move, digest_of, shard_exchanges
+from psworker.exchange import SLICE_SECONDS, ShardExchange, combined
+from psworker.flow import ClientFlow, WholeFlow
+from psworker.lane import Cancellation
+from psworker.parts import Exchanges, Move, digest_of
+from psworker.patience import Limits
 from psworker.results import PushResult
+from psworker.tapes import Tapes
 
 
 class SharedModel:
@@ -23,12 +29,16 @@ class SharedModel:
     version: of the weights that were pulled last, the smallest over the shards; gradients count as computed from it.
     """
 
-    def __init__(self, connection: Connection, observes: bool) -> None:
+    def __init__(self, connection: Connection, observes: bool, lanes: Lanes) -> None:
         self.turn = threading.RLock()
         self.version = 0
         self.groups_json = ""
         self._connection = connection
         self._observes = observes
+        self._lanes: Lanes = "grpc" if observes else lanes
+        self._tapes: Tapes | None = None
+        self._flow: ClientFlow | None = None
+        self._have: tuple[memoryview, list[int]] | None = None
         self._spec: ModelSpec | None = None
         self._plan: Plan | None = None
         self._must_upload = False
@@ -40,6 +50,23 @@ class SharedModel:
         if self._plan is None:
             raise InvalidRequestError("no model yet: call register (or agree) first")
         return self._plan
+
+    @property
+    def tapes(self) -> Tapes:
+        """Memory for gradients and weights, which is fastest to exchange."""
+        if self._tapes is None:
+            self._tapes = Tapes(self.plan.nbytes, self._lanes)
+        return self._tapes
+
+    def abandon(self) -> None:
+        """Ends a flow that is still open."""
+        if (flow := self._flow) is not None:
+            flow.abandon()
+
+    def close(self) -> None:
+        """Views of the tapes stay valid."""
+        if self._tapes is not None:
+            self._tapes.close()
 
     def expect(self, version: int) -> None:
         """Pulls from now on bring at least this version."""
@@ -78,6 +105,7 @@ class SharedModel:
         samples: int,
         batches: Sequence[BatchKey],
         groups_json: str,
+        base: int | None,
     ) -> PushResult:
         move = Move(self.plan, gradients, weights, frozenset(absent))
         pull = ps.PULL_NONE if weights is None else ps.PULL_STEP
@@ -92,14 +120,52 @@ class SharedModel:
                 absent=sorted(absent),
                 groups_json=groups_json,
             )
-            return self._push_once(move, header, pull)
+            return self._push_once(move, header, pull, self.version if base is None else base)
 
-    def _push_once(self, move: Move, header: ps.PushPullHeader, pull: "ps.Pull.ValueType") -> PushResult:
+    def begin(self, gradients: memoryview, weights: memoryview) -> ClientFlow | WholeFlow:
+        """A push that may leave before it is complete. One whose last one is in doubt has to be complete first."""
+        move = Move(self.plan, gradients, weights)
+        with self.turn:
+            self._check_idle()
+            if self._observes:
+                raise InvalidRequestError("an observer cannot push")
+            self._offer()
+            if self._pushes.in_doubt or self._connection.lane.direct:
+                return WholeFlow(self, gradients, weights)
+            seq, _ = self._pushes.open()
+            header = ps.PushPullHeader(seq=seq, base=self.version, pull=ps.PULL_STEP)
+            self._flow = flow = ClientFlow(self, move, self._addressed(header))
+            flow.start()
+            return flow
+
+    def carry(self, flow: ClientFlow, move: Move) -> None:
+        """Runs a flow to its end, in a thread of its own."""
+        try:
+            parts = self._carried(move, flow.header, flow.open_parts)
+        except BaseException:
+            if flow.may_count:  # nobody knows what became of it; the same again cannot be told from another
+                self._pushes.fail(b"")
+            raise
+        finally:
+            self._flow = None
+        self._took(move, parts)
+
+    def decided(self, result: PushResult) -> None:
+        """How a flow's push ended; its weights count as pulled."""
+        self._pushes.close()
+        self.expect(result.version)
+        self.version = result.version
+
+    def _check_idle(self) -> None:
+        if self._flow is not None:
+            raise InvalidRequestError("a push is under way: finish or close it first")
+
+    def _push_once(self, move: Move, header: ps.PushPullHeader, pull: "ps.Pull.ValueType", base: int) -> PushResult:
         """A push that got no answer and is now repeated keeps its number, so that it counts once."""
         content = header.SerializeToString(deterministic=True)
         header.pull = pull
         header.seq, repeats = self._pushes.open(digest_of(move, content) if self._pushes.in_doubt else b"")
-        header.base = self.version
+        header.base = base
         try:
             result = self._exchange(move, header, repeats)
         except BaseException:
@@ -109,15 +175,59 @@ class SharedModel:
         return result
 
     def _exchange(self, move: Move, header: ps.PushPullHeader, repeats: bool = False) -> PushResult:
-        lane, place = self._connection.lane, self._connection.place
-        header.job, header.worker, header.min_version = place.job, place.worker, self._at_least
-        result = self._connection.exchange(
-            lambda limits, cancellation: shard_exchanges(lane, move, header, limits, cancellation, repeats)
+        self._check_idle()
+        self._offer()
+        self.tapes.take_in(move)
+        self._addressed(header)
+        parts = self._carried(
+            move, header, lambda exchanges, limits, given_up: exchanges.parts(header, limits, given_up, repeats)
         )
+        self._took(move, parts)
+        result = combined(parts)
         self.expect(result.version)
         if move.weights is not None:
             self.version = result.version
         return result
+
+    def _offer(self) -> None:
+        connection = self._connection
+        if connection.place.worker:
+            self.tapes.offer(connection.lane, connection.place, connection.call_seconds)
+
+    def _addressed(self, header: ps.PushPullHeader) -> ps.PushPullHeader:
+        place = self._connection.place
+        header.job, header.worker, header.min_version = place.job, place.worker, self._at_least
+        return header
+
+    def _carried(
+        self,
+        move: Move,
+        header: ps.PushPullHeader,
+        parts: Callable[[Exchanges, Limits, Cancellation], Sequence[ShardExchange]],
+    ) -> Sequence[ShardExchange]:
+        """Runs the parts of all shards."""
+        connection, tapes = self._connection, self.tapes
+        exchanges = Exchanges(connection.lane, move, tapes.number, tapes.shards, self._versions(move, header))
+        try:
+            return connection.exchange(partial(parts, exchanges))
+        except BaseException:
+            self._have = None
+            tapes.detach()  # servers may still work on what this call left
+            raise
+
+    def _versions(self, move: Move, header: ps.PushPullHeader) -> list[int] | None:
+        """What the tape for the weights holds, where that is known and the rest will do. A pull alone is for all."""
+        known = self._have
+        pushes = header.seq > 0 and header.pull == ps.PULL_STEP
+        return known[1] if known is not None and pushes and known[0] is move.weights else None
+
+    def _took(self, move: Move, parts: Sequence[ShardExchange]) -> None:
+        tapes, lost = self.tapes, [shard for shard, part in enumerate(parts) if part.lost_memory]
+        tapes.give_out(move, lost)
+        if move.weights is not None:
+            self._have = move.weights, [part.version for part in parts]
+        if lost:
+            tapes.detach()
 
     def _upload(self, tape: memoryview) -> None:
         header = ps.PushPullHeader(initial=True, pull=ps.PULL_NONE)

@@ -1,14 +1,15 @@
 """Which bytes of the worker's tapes go to and come from which shard, in the order of the wire."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.tape import Plan, Range
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.exchange import ShardExchange
-from psworker.lane import Cancellation, Lane
+from psworker.lane import Cancellation, Lane, Receiver
 from psworker.patience import Limits
 
 
@@ -37,18 +38,21 @@ class Move:
             if not 0 <= index < len(self.plan.spec.tensors) or self.plan.spec.tensors[index].role != "trainable":
                 raise InvalidRequestError(f"tensor {index} cannot be absent: it is not trainable", "UNKNOWN_TENSOR")
 
-    def sent(self, shard: int) -> list[memoryview]:
-        """What the shard gets, in the order of the wire."""
-        if self.gradients is None:
-            return []
-        trainable = self.plan.without(self.plan.range(shard, "trainable"), self.absent)
-        return _cut(self.gradients, [*trainable, *self._others(shard)])
+    def outgoing(self, shard: int) -> list[Range]:
+        """Where on the tape lies what the shard gets, in the order of the wire."""
+        return [*self.plan.without(self.plan.range(shard, "trainable"), self.absent), *self._others(shard)]
 
-    def received(self, shard: int) -> list[memoryview]:
+    def incoming(self, shard: int, unchanged: Collection[int] = ()) -> list[Range]:
+        """Where on the tape belongs what the shard sends: all but the tensors in `unchanged`."""
+        return [*self.plan.without(self.plan.range(shard, "trainable"), unchanged), *self._others(shard)]
+
+    def sent(self, shard: int) -> list[memoryview]:
+        """What the shard gets."""
+        return _cut(self.gradients, self.outgoing(shard)) if self.gradients is not None else []
+
+    def received(self, shard: int, unchanged: Collection[int] = ()) -> list[memoryview]:
         """Where to write what the shard sends."""
-        if self.weights is None:
-            return []
-        return _cut(self.weights, [self.plan.range(shard, "trainable"), *self._others(shard)])
+        return _cut(self.weights, self.incoming(shard, unchanged)) if self.weights is not None else []
 
     def _others(self, shard: int) -> Iterator[Range]:
         yield self.plan.range(shard, "buffer")
@@ -56,14 +60,50 @@ class Move:
             yield self.plan.range(shard, "frozen")
 
 
-def shard_exchanges(
-    lane: Lane, move: Move, header: ps.PushPullHeader, limits: Limits, cancellation: Cancellation, repeats: bool
-) -> list[ShardExchange]:
-    """One part for each shard, with the header for its own."""
-    return [
-        ShardExchange(lane, shard, _copy(header), move.sent(shard), move.received(shard), limits, cancellation, repeats)
-        for shard in range(move.plan.shards)
-    ]
+class Exchanges:
+    """Makes one part for each shard. in_memory: shards that find the bytes in shared memory `memory`.
+
+    have: the version that the weights' tape holds, by shard.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        move: Move,
+        memory: int = 0,
+        in_memory: Collection[int] = (),
+        have: Sequence[int] | None = None,
+    ) -> None:
+        self.lane, self._move = lane, move
+        self._memory, self._in_memory = memory, in_memory
+        self._have = have
+
+    def parts(
+        self, header: ps.PushPullHeader, limits: Limits, cancellation: Cancellation, repeats: bool
+    ) -> list[ShardExchange]:
+        return [
+            self._part(shard, self.header(shard, header), limits, cancellation, repeats)
+            for shard in range(self._move.plan.shards)
+        ]
+
+    def _part(
+        self, shard: int, header: ps.PushPullHeader, limits: Limits, cancellation: Cancellation, repeats: bool
+    ) -> ShardExchange:
+        receiver = Receiver(partial(_received, self._move, shard))
+        return ShardExchange(self.lane, shard, header, self._move.sent(shard), receiver, limits, cancellation, repeats)
+
+    def header(self, shard: int, header: ps.PushPullHeader) -> ps.PushPullHeader:
+        """A copy for this shard."""
+        own = ps.PushPullHeader()
+        own.CopyFrom(header)
+        own.memory = self._memory if shard in self._in_memory else 0
+        if self._have is not None:
+            own.have = self._have[shard]
+        return own
+
+
+def _received(move: Move, shard: int, result: ps.ExchangeResult) -> list[memoryview]:
+    return move.received(shard, result.unchanged)
 
 
 def digest_of(move: Move, content: bytes) -> bytes:
@@ -73,12 +113,6 @@ def digest_of(move: Move, content: bytes) -> bytes:
         for view in move.sent(shard):
             digest.update(view)
     return digest.digest()
-
-
-def _copy(header: ps.PushPullHeader) -> ps.PushPullHeader:
-    copy = ps.PushPullHeader()
-    copy.CopyFrom(header)
-    return copy
 
 
 def _cut(tape: memoryview, ranges: Sequence[Range]) -> list[memoryview]:

@@ -110,5 +110,5 @@ class Patience:
             self._clock.sleep(FIRST_PAUSE)
 
     def progress(self) -> None:
-        """What is waited for has come nearer: the wait counts from now."""
-        self._started = self._clock.now()
+        """What is waited for has come nearer, or begins only now: wait and silence count from now."""
+        self._started = self._heard = self._clock.now()

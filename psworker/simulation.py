@@ -8,13 +8,12 @@ This is the one module of psworker that knows psserver.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from pscommon.core.errors import PSError
-from pscommon.wire.frames import Filler, chunks, decode_response, encode_header
+from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.archive import Archive
@@ -26,13 +25,14 @@ from psserver.hub import Hub
 from psserver.identity import Identity
 from psserver.metrics import ServerMetrics
 from psserver.servicer import ParameterServer
-from psworker.lane import Answer, Cancellation
+from psworker.lane import Answer, Cancellation, Receiver, take
 from psworker.patience import Clock
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 FOREVER = 1e6
+UNBOUNDED = 1 << 62
 
 TICK = 0.01
 """Simulated seconds that one turn takes."""
@@ -88,7 +88,8 @@ class SimulatedCluster:
         self.deliver()
 
     def _engine(self, shard: int, shards: int) -> Engine:
-        return Engine(shard, shards, ServerMetrics(CollectorRegistry(), shard=shard), lambda version, store: None)
+        metrics = ServerMetrics(CollectorRegistry(), shard=shard)
+        return Engine(shard, shards, metrics, lambda version, store: None, UNBOUNDED, "grpc")
 
     def _server(self, engine: Engine) -> ParameterServer:
         shard = engine.shard
@@ -165,21 +166,23 @@ class DirectLane:
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receive: Sequence[memoryview],
+        receiver: Receiver,
         timeout: float,
         cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
     ) -> Answer:
         may_wait, header.wait_ms = header.wait_ms > 0, 0
-        frames = [encode_header(header), *(chunks(send) if header.has_data else ())]
-        result, *data = map(decode_response, self._cluster.servers[shard].exchange(iter(frames), lambda: True))
+        sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
+        answer = map(decode_response, self._cluster.servers[shard].exchange(iter(sent), lambda: True))
+        result = take(answer, receiver)
         self._cluster.deliver()
-        if not isinstance(result, ps.ExchangeResult):
-            raise PSError("the server sent data before a header")
-        _fill(receive if result.nbytes else (), data)
         pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1
         if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):
             self._hand_on()
         return Answer(result, 0.0, 0.0)
+
+    def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
+        return ps.AttachMemoryResponse(reason="the servers are in this process")
 
     def close(self) -> None:
         """Nothing is open."""
@@ -191,12 +194,6 @@ class DirectLane:
 
     def _hand_on(self) -> None:
         self._cluster.turns.hand_on(self._number)
-
-
-def _fill(views: Sequence[memoryview], data: Sequence[Any]) -> None:
-    filler = Filler(views)
-    for view in data:
-        filler.fill(view)
 
 
 def simulated(shards: int, workers: int, policy: str, staleness: int | None) -> SimulatedCluster:

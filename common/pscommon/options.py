@@ -62,6 +62,40 @@ METRICS_BIND = Option(
     help="Serve Prometheus /metrics, /livez and /readyz here [default: off].",
 )
 
+LANES = Option(
+    "--lanes",
+    section=LOCAL,
+    type=click.Choice(values.LANES),
+    default="auto",
+    show_default=True,
+    help="How tensors move: shm through memory that both share, grpc over the network; auto: shm on one host.",
+)
+
+OVERLAP = Option(
+    "--overlap",
+    section=LOCAL,
+    type=click.Choice(("off", "on")),
+    default="off",
+    show_default=True,
+    help="on: gradients leave during backward, forward waits for weights layer by layer (see Job.optimizer).",
+)
+
+MALLOC = Option(
+    "--malloc",
+    section=LOCAL,
+    type=click.Choice(values.MALLOC),
+    default="tuned",
+    show_default=True,
+    help="tuned: this process keeps freed memory for its next large buffers; system: glibc's own settings.",
+)
+
+IN_FLIGHT = Option(
+    "--in-flight",
+    section=LOCAL,
+    type=Value("BYTES", values.nbytes),
+    help="Bound on bytes of pushes and pulls that a server holds, 2GiB say [default: half of the memory].",
+)
+
 PLACEMENT = (
     Option(
         "--shard",
@@ -197,7 +231,9 @@ WORKER_RANK = Option(
     help="0, 1, ... among workers that start together: order of sums [default: order of joining].",
 )
 
-SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, METRICS_BIND, THREADS, *LOGGING)
+SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS, MALLOC)
+
+SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, *SERVER_LOCAL, *LOGGING)
 
 WORKER: tuple[Option, ...] = (
     SERVERS_ADDRESSES,
@@ -205,8 +241,11 @@ WORKER: tuple[Option, ...] = (
     WORKER_RANK,
     JOB_NAME,
     DEVICE,
+    LANES,
+    OVERLAP,
     THREADS,
     METRICS_BIND,
+    MALLOC,
     *LOGGING,
 )
 
@@ -234,15 +273,16 @@ RUN_ONLY: tuple[Option, ...] = (
     Option("--summary", section=OUTPUT, type=FILE, help="Write what came out as JSON."),
 )
 
-FORWARDED_TO_SERVERS: tuple[Option, ...] = (*POLICY, *DURABILITY)
+FORWARDED_TO_SERVERS: tuple[Option, ...] = (*POLICY, *DURABILITY, LANES, IN_FLIGHT, MALLOC)
 
-FORWARDED_TO_WORKERS: tuple[Option, ...] = (JOB_NAME, CONNECT_TIMEOUT, DEVICE)
+FORWARDED_TO_WORKERS: tuple[Option, ...] = (JOB_NAME, CONNECT_TIMEOUT, DEVICE, LANES, OVERLAP, MALLOC)
 
 RUN: tuple[Option, ...] = (
     *RUN_ONLY,
     *FORWARDED_TO_SERVERS,
     CONNECT_TIMEOUT,
     DEVICE,
+    OVERLAP,
     THREADS,
     METRICS_BIND,
     *LOGGING,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # older releases of click have it without the type of its values
 else:
     ParamType = click.ParamType
+
+Lanes = Literal["auto", "grpc", "shm"]
+LANES = ("auto", "grpc", "shm")
+
+Malloc = Literal["tuned", "system"]
+MALLOC = ("tuned", "system")
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -67,6 +73,15 @@ def _time(text: str) -> float:
     """In seconds; 0 for what is no time at all."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)(ms|s|m|h)?", text)
     return float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
+
+
+def nbytes(text: str) -> int:
+    """A positive number of bytes, or one with a unit: '500MB', '2GiB'."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kMGT]?)(i?)B?", text)
+    value = float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ") if match else 0
+    if value < 1:
+        raise ValueError(f"{text!r} is not a number of bytes (500MB, 2GiB)")
+    return int(value)
 
 
 def listening(text: str) -> str:

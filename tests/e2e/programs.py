@@ -3,9 +3,11 @@
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -116,8 +118,8 @@ class Programs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
+        # short: a DataLoader's processes make sockets there, whose names may have 107 bytes
+        self.temporary = Path(tempfile.mkdtemp(prefix="ps-"))
         self._started: list[Program] = []
 
     def start(self, command: str, *args: object, **environment: object) -> Program:
@@ -144,6 +146,7 @@ class Programs:
     def close(self) -> None:
         for program in self._started:
             program.end()
+        shutil.rmtree(self.temporary)
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
         assert seen("ps_bytes_received_total", **mine) == (1 + 2 * VERSIONS) * plan.shard_nbytes(shard)
         assert seen("ps_bytes_sent_total", **mine) > 0
         assert seen("ps_parameter_bytes", **mine) == plan.shard_nbytes(shard) > 0
-        assert seen("ps_rpc_requests_total", method="Exchange", code="OK", **mine) > 2 * VERSIONS
-        assert seen("ps_rpc_duration_seconds_count", method="Exchange", **mine) > 2 * VERSIONS
+        assert seen("ps_rpc_requests_total", method="ExchangeOnce", code="OK", **mine) > 2 * VERSIONS
+        assert seen("ps_rpc_duration_seconds_count", method="ExchangeOnce", **mine) > 2 * VERSIONS
         assert began <= seen("ps_snapshot_last_success_timestamp_seconds", **mine) <= time.time()
         assert seen("ps_snapshot_duration_seconds_count", **mine) >= 1
         assert seen("ps_snapshot_bytes", **mine) > 2 * plan.shard_nbytes(shard)  # with Adam's moments

@@ -19,10 +19,12 @@ IMPURE_CALLS = {"open", "print", "input", "id"}
 WIRE = {"pscommon.wire", "psserver", "psworker"}
 NUMBERS = {  # the only places that touch tensors; the client of psworker is framework-free
     "pscommon.optimizers", "pscommon.snapshot", "pscommon.weights",
-    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean", "psserver.staging",
+    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean", "psserver.memories",
+    "psserver.staging",
     "psserver.store", "psserver.stretch",
     "psworker.batches", "psworker.bridge", "psworker.cli", "psworker.connect", "psworker.ctl.checks",
-    "psworker.examples", "psworker.job", "psworker.local", "psworker.optimizer", "psworker.simulation",
+    "psworker.examples", "psworker.job", "psworker.local", "psworker.optimizer", "psworker.overlap",
+    "psworker.simulation",
     "psworker.training",
 }  # fmt: skip
 COMMANDS = {"pscommon.config", "pscommon.options", "pscommon.values", "psserver.cli", "psworker.cli"}

@@ -1,16 +1,21 @@
 """Frames made by hand are real protobuf, and real protobuf of any layout is understood."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.wire.channel import FRAME_BYTES, MAX_MESSAGE
-from pscommon.wire.frames import Filler, chunks, decode_request, decode_response, encode_data, encode_header
+from pscommon.wire.frames import Filler, Frame, chunks, decode_request, decode_response, encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as pb
 
 SIZES = (1, 127, 128, 16_383, 16_384, FRAME_BYTES, 2 * FRAME_BYTES)
+
+
+def data(payload: bytes, offset: int = 0) -> Frame[Any]:
+    return Frame(None, memoryview(payload), offset)
 
 
 def unknown_field(number: int = 99) -> bytes:
@@ -31,9 +36,8 @@ def test_data_frame_is_the_generated_message(size: int) -> None:
 def test_generated_data_is_read_without_a_copy(size: int) -> None:
     raw = pb.ExchangeResponse(data=bytes(size)).SerializeToString()
 
-    view = decode_response(raw)
+    view = decode_response(raw).data
 
-    assert isinstance(view, memoryview)
     assert view.obj is raw
     assert view.nbytes == size
 
@@ -43,9 +47,9 @@ def test_headers_are_the_generated_messages() -> None:
     answer = pb.ExchangeResult(outcome=pb.OUTCOME_STALE, version=3, nbytes=2**33)
 
     assert pb.ExchangeRequest.FromString(encode_header(ask)).header == ask
-    assert decode_request(pb.ExchangeRequest(header=ask).SerializeToString()) == ask
+    assert decode_request(pb.ExchangeRequest(header=ask).SerializeToString()) == Frame(ask, memoryview(b""))
     assert pb.ExchangeResponse.FromString(encode_header(answer)).header == answer
-    assert decode_response(pb.ExchangeResponse(header=answer).SerializeToString()) == answer
+    assert decode_response(pb.ExchangeResponse(header=answer).SerializeToString()).header == answer
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -54,24 +58,32 @@ def test_unknown_fields_are_skipped(before: bool) -> None:
         raw = frame.SerializeToString()
         decoded = decode_request(unknown_field() + raw if before else raw + unknown_field())
 
-        assert decoded == (b"payload" if frame.HasField("data") else frame.header)
+        assert decoded == Frame(frame.header if frame.HasField("header") else None, memoryview(frame.data))
 
 
-def test_last_field_of_a_oneof_wins() -> None:
-    header = pb.ExchangeRequest(header=pb.PushPullHeader(job="j")).SerializeToString()
-    data = pb.ExchangeRequest(data=b"xyz").SerializeToString()
+def test_a_header_may_bring_data() -> None:
+    ask = pb.PushPullHeader(job="j", seq=3)
 
-    assert decode_request(header + data) == b"xyz"
-    assert decode_request(data + header) == pb.PushPullHeader(job="j")
-    assert decode_request(data + encode_data(memoryview(b"last"))) == b"last"
+    raw = encode_header(ask, memoryview(b"abc"), memoryview(b"de"))
+
+    assert decode_request(raw) == Frame(ask, memoryview(b"abcde"))
+    assert pb.ExchangeRequest.FromString(raw) == pb.ExchangeRequest(header=ask, data=b"abcde")
+
+
+@pytest.mark.parametrize("offset", [0, 1, 127, 128, 2**40])
+def test_data_may_say_where_it_belongs(offset: int) -> None:
+    raw = encode_data(memoryview(b"abc"), offset=offset)
+
+    assert decode_request(raw) == data(b"abc", offset)
+    assert pb.ExchangeRequest.FromString(raw) == pb.ExchangeRequest(data=b"abc", offset=offset)
+
+
+def test_the_last_of_a_field_that_comes_twice_wins() -> None:
+    assert decode_request(encode_data(memoryview(b"first")) + encode_data(memoryview(b"last"))) == data(b"last")
 
 
 def test_overlong_varint_is_legal() -> None:
-    assert decode_request(b"\x12\x83\x80\x00abc") == b"abc"
-
-
-def test_empty_data_frame_is_data() -> None:
-    assert decode_request(pb.ExchangeRequest(data=b"").SerializeToString()) == b""
+    assert decode_request(b"\x12\x83\x80\x00abc") == data(b"abc")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +103,8 @@ def test_random_bytes_never_do_more_than_be_refused() -> None:
         except InvalidRequestError:
             continue
         reference = pb.ExchangeRequest.FromString(raw)
-        assert decoded == (reference.data if reference.HasField("data") else reference.header)
+        header = reference.header if reference.HasField("header") else None
+        assert decoded == Frame(header, memoryview(reference.data), reference.offset)
 
 
 def test_frames_may_span_views_and_views_frames() -> None:
@@ -106,9 +119,7 @@ def test_frames_may_span_views_and_views_frames() -> None:
             rest -= len(received[-1])
         filler = Filler(map(memoryview, received))
         for raw in frames:
-            data = decode_response(raw)
-            assert isinstance(data, memoryview)
-            filler.fill(data)
+            filler.fill(decode_response(raw).data)
 
         assert filler.complete
         assert b"".join(received) == b"".join(sent)

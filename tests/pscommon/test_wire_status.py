@@ -31,6 +31,14 @@ class Failing:
     def Introduce(self, request: pb.IntroduceRequest, context: grpc.ServicerContext) -> pb.IntroduceResponse:
         return pb.IntroduceResponse()
 
+    def AttachMemory(self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext) -> pb.AttachMemoryResponse:
+        return pb.AttachMemoryResponse()
+
+    def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        with status.answering(context):
+            self.how(context)
+        return request
+
     def Exchange(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with status.answering(context):
             self.how(context)

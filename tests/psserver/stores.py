@@ -67,7 +67,7 @@ class Shards:
     def weights(self) -> dict[str, Tensor]:
         tape = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
         for shard, store in enumerate(self.stores):
-            wire = b"".join(store.views(everything=True))
+            wire = b"".join(store.read(everything=True).views())
             for role in ("trainable", "buffer", "frozen"):
                 span = self.plan.range(shard, role)
                 part, wire = wire[: span.nbytes], wire[span.nbytes :]

@@ -119,11 +119,11 @@ def test_views_are_what_a_worker_pulls() -> None:
     spec = with_buffers()
     store = begun(spec).stores[0]
     plan = Plan(spec, 1)
-    step, everything = (sum(len(view) for view in store.views(which)) for which in (False, True))
+    step, everything = (sum(len(view) for view in store.read(everything=which).views()) for which in (False, True))
 
     assert step == plan.section("trainable").nbytes + plan.section("buffer").nbytes
     assert everything == plan.nbytes == store.nbytes
-    assert all(view.readonly for view in store.views(True))
+    assert all(view.readonly for view in store.read(everything=True).views())
 
 
 # ---- bad numbers --------------------------------------------------------------------------------------------------
@@ -256,4 +256,4 @@ def test_more_shards_than_bytes_to_share_is_fine() -> None:
         many.step(push)
 
     assert same(few.weights(), many.weights())
-    assert [len(store.views(True)) for store in many.stores].count(0) >= 3
+    assert [len(store.read(everything=True).views()) for store in many.stores].count(0) >= 3

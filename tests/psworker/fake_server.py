@@ -208,16 +208,28 @@ class FakeServer(CoordinatorServiceServicer):
 
     def Exchange(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         with answering(context):
-            header = decode_request(next(frames))
-            assert isinstance(header, ps.PushPullHeader)
-            if hooks := self.cluster.before[self.shard]:
-                hooks.popleft()()
-            data = b"".join(bytes(decode_request(raw)) for raw in frames)  # type: ignore[arg-type]
-            result, views = self._exchanged(header, data)
-            if hooks := self.cluster.after[self.shard]:
-                hooks.popleft()()
+            result, views = self._answer(frames)
             yield encode_header(result)
             yield from chunks(views)
+
+    def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        with answering(context):
+            result, views = self._answer(iter([request]))
+            return encode_header(result, *views)
+
+    def AttachMemory(self, request: ps.AttachMemoryRequest, context: grpc.ServicerContext) -> ps.AttachMemoryResponse:
+        return ps.AttachMemoryResponse(reason="a fake has no memory")
+
+    def _answer(self, requests: Iterator[bytes]) -> tuple[ps.ExchangeResult, list[memoryview]]:
+        header, first, _ = decode_request(next(requests))
+        assert header is not None
+        if hooks := self.cluster.before[self.shard]:
+            hooks.popleft()()
+        data = b"".join([first, *(decode_request(raw).data for raw in requests)])
+        answer = self._exchanged(header, data)
+        if hooks := self.cluster.after[self.shard]:
+            hooks.popleft()()
+        return answer
 
     def _exchanged(self, header: ps.PushPullHeader, data: bytes) -> tuple[ps.ExchangeResult, list[memoryview]]:
         cluster, key = self.cluster, (header.worker, header.seq)
@@ -248,7 +260,7 @@ class FakeServer(CoordinatorServiceServicer):
         assert self.cluster.plan is not None
         copy = self.cluster.tape.copy().data
         views = Move(self.cluster.plan, None, copy, everything=header.pull == ps.PULL_ALL).received(self.shard)
-        result.nbytes = sum(view.nbytes for view in views)
+        result.nbytes, result.pulled = sum(view.nbytes for view in views), True
         return result, views
 
     def _check(self, job: str, worker: int) -> None:

@@ -62,6 +62,8 @@ def test_the_script_is_told_what_is_known() -> None:
         "PS_WORKER_RANK": "7",
         "PS_JOB": "before",
         "PS_CONNECT_TIMEOUT": "60.0",
+        "PS_LANES": "auto",
+        "PS_OVERLAP": "0",
         "OTHER": "x",
     }
 

@@ -90,7 +90,7 @@ def test_seconds_tell_where_the_time_went(client: Client) -> None:
     assert set(seconds) == {"push", "wait", "apply", "pull"}
     assert (seconds["wait"], seconds["apply"]) == (0.5, 0.25)
     assert seconds["push"] >= 0
-    assert seconds["pull"] > 0
+    assert seconds["pull"] >= 0
 
 
 def test_base_is_the_version_pulled_last(client: Client, cluster: FakeCluster) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pscommon.core.model import OptimizerSpec
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client import Client
-from psworker.lane import Answer, Cancellation
+from psworker.lane import Answer, Cancellation, Receiver
 from psworker.patience import Clock
 from tests.psworker.fake_server import FakeCluster
 
@@ -40,16 +40,17 @@ class DirectLane:
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receive: Sequence[memoryview],
+        receiver: Receiver,
         timeout: float,
         cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
     ) -> Answer:
         self.waits.append((shard, header.wait_ms))
         sent = ps.PushPullHeader()
         sent.CopyFrom(header)
         result, views = self._cluster.servers[shard]._exchanged(sent, b"".join(send))
         data = memoryview(b"".join(views))
-        for view in receive if result.nbytes else ():
+        for view in receiver.begin(result) if result.nbytes else ():
             view[:], data = data[: view.nbytes], data[view.nbytes :]
         return Answer(result, 0.0, 0.0)
 

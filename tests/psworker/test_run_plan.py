@@ -64,6 +64,9 @@ SERVER_VALUES = {
     "snapshot_every": "5steps",
     "snapshot_keep": "9",
     "resume": "17",
+    "lanes": "grpc",
+    "in_flight": "3000000",
+    "malloc": "system",
 }
 
 

@@ -63,6 +63,12 @@ class UnreachableError(PSError):
     exit_code = 20
 
 
+class InFlightError(PSError):
+    """A server has no room for a push now (--in-flight). Nothing was taken; the push may be sent again in a while."""
+
+    exit_code = 20
+
+
 class WaitTimeoutError(UnreachableError):
     """Everybody answers, but what was waited for did not happen in time; the message names whom it waited for."""
 
@@ -99,8 +105,10 @@ REASONS: dict[str, Row] = {
     "NON_FINITE": Row(NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"),
     "UNREACHABLE": Row(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
     "NOT_READY": Row(UnreachableError, "UNAVAILABLE", True, "the server is still starting; try again"),
+    "NOT_ATTACHED": Row(UnreachableError, "UNAVAILABLE", True, "the server lost this worker's shared memory"),
     "STOPPING": Row(UnreachableError, "UNAVAILABLE", True, "the server is stopping"),
     "WAIT_TIMEOUT": Row(WaitTimeoutError, "DEADLINE_EXCEEDED", True, "somebody else is late; the message says who"),
+    "IN_FLIGHT": Row(InFlightError, "RESOURCE_EXHAUSTED", True, "the server's --in-flight bytes are taken"),
     "TOO_FEW_WORKERS": Row(TooFewWorkersError, "FAILED_PRECONDITION", True, "start more workers"),
 }
 

@@ -1,12 +1,12 @@
 """Frames of the Exchange stream, made and read by hand: a data frame is copied once when sent and never when read.
 
 On the wire every frame is an ExchangeRequest or ExchangeResponse as proto/ has it, so any gRPC client can talk to these
-servers. Both have `header = 1` and `data = 2` in a oneof, so one tag byte tells them apart. What has another layout
-(unknown fields, odd order) is legal protobuf too, and is left to the generated classes.
+servers. What has another layout than ours (unknown fields, fields twice) is legal protobuf too, and is left to the
+generated classes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -17,32 +17,42 @@ from psproto.v1 import parameter_server_pb2 as pb
 
 SERVICE = "psproto.v1.ParameterServerService"
 EXCHANGE = f"/{SERVICE}/Exchange"
+EXCHANGE_ONCE = f"/{SERVICE}/ExchangeOnce"
 
-HEADER_TAG = 0x0A
-DATA_TAG = 0x12
+HEADER_TAG, DATA_TAG, OFFSET_TAG = 0x0A, 0x12, 0x18
+NOTHING = memoryview(b"")
 
 Header = pb.PushPullHeader | pb.ExchangeResult
+H = TypeVar("H", pb.PushPullHeader, pb.ExchangeResult)
 
 
-def encode_header(header: Header) -> bytes:
-    """The first frame of a stream: a PushPullHeader (request) or an ExchangeResult (response)."""
+class Frame(NamedTuple, Generic[H]):
+    """What came: a header, data (a view into what was received, perhaps empty), or both."""
+
+    header: H | None
+    data: memoryview
+    offset: int = 0
+
+
+def encode_header(header: Header, *views: memoryview) -> bytes:
+    """A frame with a PushPullHeader (request) or an ExchangeResult (response), and the bytes of `views` if any."""
     body = header.SerializeToString()
-    return _prefix(HEADER_TAG, len(body)) + body
+    return b"".join((_prefix(HEADER_TAG, len(body)), body, *_data(views)))
 
 
-def encode_data(*views: memoryview) -> bytes:
+def encode_data(*views: memoryview, offset: int = 0) -> bytes:
     """One data frame with the bytes of `views` one after another; copies them once."""
-    return b"".join((_prefix(DATA_TAG, sum(view.nbytes for view in views)), *views))
+    return b"".join((_prefix(OFFSET_TAG, offset) if offset else b"", *_data(views)))
 
 
-def decode_request(raw: bytes) -> pb.PushPullHeader | memoryview:
-    """A frame that a server received. Data comes back as a view into `raw`. InvalidRequestError if it is neither."""
-    return _payload(raw) or _parsed(raw, pb.ExchangeRequest)
+def decode_request(raw: bytes) -> Frame[pb.PushPullHeader]:
+    """A frame that a server received. InvalidRequestError if it is none."""
+    return _read(raw, pb.PushPullHeader) or _parsed(raw, pb.ExchangeRequest)
 
 
-def decode_response(raw: bytes) -> pb.ExchangeResult | memoryview:
+def decode_response(raw: bytes) -> Frame[pb.ExchangeResult]:
     """A frame that a client received, as decode_request."""
-    return _payload(raw) or _parsed(raw, pb.ExchangeResponse)
+    return _read(raw, pb.ExchangeResult) or _parsed(raw, pb.ExchangeResponse)
 
 
 def chunks(views: Iterable[memoryview], size: int = FRAME_BYTES) -> Iterator[bytes]:
@@ -90,25 +100,31 @@ class Filler:
 
 
 class ExchangeStub:
-    """Calls Exchange with raw frames. `ask` is for requests of one frame: the same on the wire, without a thread."""
+    """Calls Exchange with raw frames. The same on the wire, with less machinery: `ask` for requests of one frame,
+    `once` (ExchangeOnce) where one frame each way is enough."""
 
     def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
         self.stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE)
         self.ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(EXCHANGE)
+        self.once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXCHANGE_ONCE)
 
 
 Behaviour = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 
 def add_parameter_server_to_server(servicer: Any, server: grpc.Server) -> None:
-    """As the generated add_ParameterServerServiceServicer_to_server, but Exchange takes and yields raw frames.
+    """As the generated add_ParameterServerServiceServicer_to_server, but exchanges take and give raw frames.
 
-    servicer.Exchange: iterator of bytes (decode_request reads them) and context to iterator of bytes.
+    servicer.Exchange: iterator of bytes (decode_request reads them) and context to iterator of bytes. ExchangeOnce:
+    from bytes to bytes.
     """
     exchange: Behaviour = servicer.Exchange
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Describe": _unary(servicer.Describe, pb.DescribeRequest),
         "Introduce": _unary(servicer.Introduce, pb.IntroduceRequest),
+        "AttachMemory": _unary(servicer.AttachMemory, pb.AttachMemoryRequest),
+        "ExchangeOnce": grpc.unary_unary_rpc_method_handler(servicer.ExchangeOnce),
         "Exchange": grpc.stream_stream_rpc_method_handler(exchange),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -128,27 +144,51 @@ def _flat(view: memoryview) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _prefix(tag: int, length: int) -> bytes:
+def _data(views: tuple[memoryview, ...]) -> tuple[bytes | memoryview, ...]:
+    length = sum(view.nbytes for view in views)
+    return (_prefix(DATA_TAG, length), *views) if length else ()
+
+
+def _prefix(tag: int, number: int) -> bytes:
     out = bytearray((tag,))
-    while length > 0x7F:
-        out.append(length & 0x7F | 0x80)
-        length >>= 7
-    out.append(length)
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
     return bytes(out)
 
 
-def _payload(raw: bytes) -> memoryview | None:
-    """The payload where the frame is exactly one `data` field; None for everything else, also for no bytes."""
-    if not raw or raw[0] != DATA_TAG:
+def _read(raw: bytes, header: type[H]) -> Frame[H] | None:
+    """A frame with each field at most once and no other fields; None for everything else, also for no bytes."""
+    found: dict[int, Any] = {}
+    position = 0
+    while position < len(raw):
+        tag = raw[position]
+        number, position = _varint(raw, position + 1)
+        end = position if tag == OFFSET_TAG else position + number
+        if tag in found or tag not in (HEADER_TAG, DATA_TAG, OFFSET_TAG) or end > len(raw):
+            return None
+        found[tag] = number if tag == OFFSET_TAG else memoryview(raw)[position:end]
+        position = end
+    if position != len(raw) or not found:
         return None
-    length, position, shift = 0, 1, 0
-    while position < len(raw) and shift < 35:
+    try:
+        read = header.FromString(bytes(found[HEADER_TAG])) if HEADER_TAG in found else None
+    except DecodeError:
+        return None
+    return Frame(read, found.get(DATA_TAG, NOTHING), found.get(OFFSET_TAG, 0))
+
+
+def _varint(raw: bytes, position: int) -> tuple[int, int]:
+    """(number, where it ends); a number that does not end there ends beyond the bytes."""
+    number = shift = 0
+    while position < len(raw) and shift < 64:
         byte = raw[position]
-        length |= (byte & 0x7F) << shift
+        number |= (byte & 0x7F) << shift
         position, shift = position + 1, shift + 7
         if byte < 0x80:
-            return memoryview(raw)[position:] if length and position + length == len(raw) else None
-    return None
+            return number, position
+    return 0, len(raw) + 1
 
 
 def _parsed(raw: bytes, kind: Any) -> Any:
@@ -156,10 +196,7 @@ def _parsed(raw: bytes, kind: Any) -> Any:
         frame = kind.FromString(raw)
     except DecodeError as error:
         raise InvalidRequestError(f"not an Exchange frame: {error}") from error
-    match frame.WhichOneof("frame"):
-        case "header":
-            return frame.header
-        case "data":
-            return memoryview(frame.data)
-        case _:
-            raise InvalidRequestError("an Exchange frame with neither header nor data")
+    header = frame.header if frame.HasField("header") else None
+    if header is None and not frame.data:
+        raise InvalidRequestError("an Exchange frame with neither header nor data")
+    return Frame(header, memoryview(frame.data), frame.offset)

@@ -143,11 +143,65 @@ class IntroduceResponse(google.protobuf.message.Message):
 global___IntroduceResponse = IntroduceResponse
 
 @typing.final
+class AttachMemoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    worker: builtins.int
+    memory: builtins.int
+    """number of this offer among those of the worker, from 1"""
+    name: builtins.str
+    """file in /dev/shm, its size without the first page, and what that page holds"""
+    nbytes: builtins.int
+    token: builtins.bytes
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        worker: builtins.int = ...,
+        memory: builtins.int = ...,
+        name: builtins.str = ...,
+        nbytes: builtins.int = ...,
+        token: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "memory", b"memory", "name", b"name", "nbytes", b"nbytes", "token", b"token", "worker", b"worker"]) -> None: ...
+
+global___AttachMemoryRequest = AttachMemoryRequest
+
+@typing.final
+class AttachMemoryResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ATTACHED_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    attached: builtins.bool
+    reason: builtins.str
+    """why not, for people"""
+    def __init__(
+        self,
+        *,
+        attached: builtins.bool = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attached", b"attached", "reason", b"reason"]) -> None: ...
+
+global___AttachMemoryResponse = AttachMemoryResponse
+
+@typing.final
 class ExchangeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """where in the push the data belongs; counts only in a push that began with an open header"""
     data: builtins.bytes
     """raw little-endian bytes of the tape, in order; at most 2 MiB a frame"""
     @property
@@ -156,11 +210,11 @@ class ExchangeRequest(google.protobuf.message.Message):
         self,
         *,
         header: global___PushPullHeader | None = ...,
+        offset: builtins.int = ...,
         data: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["data", b"data", "frame", b"frame", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "frame", b"frame", "header", b"header"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["frame", b"frame"]) -> typing.Literal["header", "data"] | None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header", "offset", b"offset"]) -> None: ...
 
 global___ExchangeRequest = ExchangeRequest
 
@@ -181,6 +235,9 @@ class PushPullHeader(google.protobuf.message.Message):
     PULL_FIELD_NUMBER: builtins.int
     MIN_VERSION_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    OPEN_FIELD_NUMBER: builtins.int
+    HAVE_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     seq: builtins.int
@@ -200,6 +257,12 @@ class PushPullHeader(google.protobuf.message.Message):
     """answer at least this version; a version that does not exist yet is waited for"""
     wait_ms: builtins.int
     """how long the server may hold this call"""
+    memory: builtins.int
+    """the bytes of the push are in this memory of the worker, those of the pull are to be put there; 0: they travel"""
+    open: builtins.bool
+    """the push is not complete yet: a closing header will come"""
+    have: builtins.int
+    """version of the weights that the caller has, which it got from this shard: what has not changed since is not sent"""
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Batch]:
         """batches of the data ledger that this push uses up"""
@@ -224,8 +287,13 @@ class PushPullHeader(google.protobuf.message.Message):
         pull: global___Pull.ValueType = ...,
         min_version: builtins.int = ...,
         wait_ms: builtins.int = ...,
+        memory: builtins.int = ...,
+        open: builtins.bool = ...,
+        have: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "initial", b"initial", "job", b"job", "min_version", b"min_version", "pull", b"pull", "samples", b"samples", "seq", b"seq", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_have", b"_have", "have", b"have"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "pull", b"pull", "samples", b"samples", "seq", b"seq", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_have", b"_have"]) -> typing.Literal["have"] | None: ...
 
 global___PushPullHeader = PushPullHeader
 
@@ -262,9 +330,8 @@ class ExchangeResponse(google.protobuf.message.Message):
         header: global___ExchangeResult | None = ...,
         data: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["data", b"data", "frame", b"frame", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "frame", b"frame", "header", b"header"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["frame", b"frame"]) -> typing.Literal["header", "data"] | None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header"]) -> None: ...
 
 global___ExchangeResponse = ExchangeResponse
 
@@ -281,6 +348,9 @@ class ExchangeResult(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     APPLY_SECONDS_FIELD_NUMBER: builtins.int
     WAIT_SECONDS_FIELD_NUMBER: builtins.int
+    PULLED_FIELD_NUMBER: builtins.int
+    UNCHANGED_FIELD_NUMBER: builtins.int
+    PULL_SECONDS_FIELD_NUMBER: builtins.int
     outcome: global___Outcome.ValueType
     version: builtins.int
     """version of the weights that follow, or of the shard where nothing was pulled"""
@@ -290,10 +360,18 @@ class ExchangeResult(google.protobuf.message.Message):
     detail: builtins.str
     waiting_for: builtins.str
     nbytes: builtins.int
-    """bytes that follow"""
+    """bytes that follow, or were put into shared memory"""
     apply_seconds: builtins.float
     """seconds this push spent in the optimizer, and waiting for the decision"""
     wait_seconds: builtins.float
+    pulled: builtins.bool
+    """the weights of `version` follow, or are in shared memory"""
+    pull_seconds: builtins.float
+    """seconds it took to put the weights into shared memory"""
+    @property
+    def unchanged(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """trainable tensors (indices into the model) that have not changed since `have`: their bytes are not sent"""
+
     def __init__(
         self,
         *,
@@ -306,7 +384,10 @@ class ExchangeResult(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         apply_seconds: builtins.float = ...,
         wait_seconds: builtins.float = ...,
+        pulled: builtins.bool = ...,
+        unchanged: collections.abc.Iterable[builtins.int] | None = ...,
+        pull_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["apply_seconds", b"apply_seconds", "detail", b"detail", "nbytes", b"nbytes", "outcome", b"outcome", "reason", b"reason", "staleness", b"staleness", "version", b"version", "wait_seconds", b"wait_seconds", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_seconds", b"apply_seconds", "detail", b"detail", "nbytes", b"nbytes", "outcome", b"outcome", "pull_seconds", b"pull_seconds", "pulled", b"pulled", "reason", b"reason", "staleness", b"staleness", "unchanged", b"unchanged", "version", b"version", "wait_seconds", b"wait_seconds", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___ExchangeResult = ExchangeResult

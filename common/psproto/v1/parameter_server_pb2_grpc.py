@@ -52,6 +52,16 @@ class ParameterServerServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
+        self.ExchangeOnce = channel.unary_unary(
+                '/psproto.v1.ParameterServerService/ExchangeOnce',
+                request_serializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
+                _registered_method=True)
+        self.AttachMemory = channel.unary_unary(
+                '/psproto.v1.ParameterServerService/AttachMemory',
+                request_serializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServiceServicer(object):
@@ -78,13 +88,35 @@ class ParameterServerServiceServicer(object):
     def Exchange(self, request_iterator, context):
         """Moves one push, one pull, or both, of any size, for one shard.
 
-        Request: one header frame, then data frames until the push's bytes are complete (none for a pull alone).
-        Response: one header frame, then data frames with the bytes of the pull.
+        Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
+        Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+
+        A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
+        may come in any order, and may be sent again, when the later ones count; another header closes it. That header
+        says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
 
         A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
         is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
         job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
         OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
+        A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
+        before it is sent again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExchangeOnce(self, request, context):
+        """The same with one message each way: for what fits into one, and for what goes through shared memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AttachMemory(self, request, context):
+        """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
+        server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
+        grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,6 +139,16 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.Exchange,
                     request_deserializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.SerializeToString,
+            ),
+            'ExchangeOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangeOnce,
+                    request_deserializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.SerializeToString,
+            ),
+            'AttachMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachMemory,
+                    request_deserializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -193,6 +235,60 @@ class ParameterServerService(object):
             '/psproto.v1.ParameterServerService/Exchange',
             psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
             psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.ParameterServerService/ExchangeOnce',
+            psproto_dot_v1_dot_parameter__server__pb2.ExchangeRequest.SerializeToString,
+            psproto_dot_v1_dot_parameter__server__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.ParameterServerService/AttachMemory',
+            psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryRequest.SerializeToString,
+            psproto_dot_v1_dot_parameter__server__pb2.AttachMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

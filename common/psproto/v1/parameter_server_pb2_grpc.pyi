@@ -44,13 +44,34 @@ class ParameterServerServiceStub:
     ]
     """Moves one push, one pull, or both, of any size, for one shard.
 
-    Request: one header frame, then data frames until the push's bytes are complete (none for a pull alone).
-    Response: one header frame, then data frames with the bytes of the pull.
+    Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
+    Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+
+    A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
+    may come in any order, and may be sent again, when the later ones count; another header closes it. That header
+    says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
 
     A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
     is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
     job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
     OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
+    A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
+    before it is sent again.
+    """
+
+    ExchangeOnce: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.parameter_server_pb2.ExchangeRequest,
+        psproto.v1.parameter_server_pb2.ExchangeResponse,
+    ]
+    """The same with one message each way: for what fits into one, and for what goes through shared memory."""
+
+    AttachMemory: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.parameter_server_pb2.AttachMemoryRequest,
+        psproto.v1.parameter_server_pb2.AttachMemoryResponse,
+    ]
+    """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
+    server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
+    grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
     """
 
 class ParameterServerServiceAsyncStub:
@@ -79,13 +100,34 @@ class ParameterServerServiceAsyncStub:
     ]
     """Moves one push, one pull, or both, of any size, for one shard.
 
-    Request: one header frame, then data frames until the push's bytes are complete (none for a pull alone).
-    Response: one header frame, then data frames with the bytes of the pull.
+    Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
+    Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+
+    A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
+    may come in any order, and may be sent again, when the later ones count; another header closes it. That header
+    says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
 
     A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
     is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
     job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
     OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
+    A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
+    before it is sent again.
+    """
+
+    ExchangeOnce: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.parameter_server_pb2.ExchangeRequest,
+        psproto.v1.parameter_server_pb2.ExchangeResponse,
+    ]
+    """The same with one message each way: for what fits into one, and for what goes through shared memory."""
+
+    AttachMemory: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.parameter_server_pb2.AttachMemoryRequest,
+        psproto.v1.parameter_server_pb2.AttachMemoryResponse,
+    ]
+    """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
+    server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
+    grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
     """
 
 class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
@@ -120,13 +162,38 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.parameter_server_pb2.ExchangeResponse], collections.abc.AsyncIterator[psproto.v1.parameter_server_pb2.ExchangeResponse]]:
         """Moves one push, one pull, or both, of any size, for one shard.
 
-        Request: one header frame, then data frames until the push's bytes are complete (none for a pull alone).
-        Response: one header frame, then data frames with the bytes of the pull.
+        Request: a frame with the header, then frames of data until the push's bytes are complete (none for a pull alone).
+        Response: a frame with the header, then frames of data with the bytes of the pull. A header's frame may hold data.
+
+        A push may begin before it is complete (header.open): its data frames then say where their bytes belong (offset),
+        may come in any order, and may be sent again, when the later ones count; another header closes it. That header
+        says what the push is (samples, batches, absent ...); bytes of absent tensors may have been sent or not.
 
         A push is named by (worker, seq). A seq that was already counted is answered DUPLICATE and changes nothing; one that
         is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
         job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
         OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
+        A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
+        before it is sent again.
+        """
+
+    @abc.abstractmethod
+    def ExchangeOnce(
+        self,
+        request: psproto.v1.parameter_server_pb2.ExchangeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.parameter_server_pb2.ExchangeResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.ExchangeResponse]]:
+        """The same with one message each way: for what fits into one, and for what goes through shared memory."""
+
+    @abc.abstractmethod
+    def AttachMemory(
+        self,
+        request: psproto.v1.parameter_server_pb2.AttachMemoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.parameter_server_pb2.AttachMemoryResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.AttachMemoryResponse]]:
+        """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
+        server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
+        grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
         """
 
 def add_ParameterServerServiceServicer_to_server(servicer: ParameterServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

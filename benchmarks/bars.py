@@ -1,0 +1,179 @@
+"""The numbers that the system has to reach, each as a ratio to something measured in the same run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.record import Result
+from benchmarks.sample import Ratio, ratio, sample
+from benchmarks.scale import FULL
+from benchmarks.works import many_tensors, overlap
+from benchmarks.works.entrants import CALL, COPY, GLOO, GLOO_ADAM, RPC, STREAM, TENSORFLOW, ours, team
+
+Measure = Callable[[Result], Ratio | None]
+
+GRPC, SHM = ours("grpc"), ours("shm")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """number: as in the list of what has to be reached. ours, peer: what is divided by what, in words.
+
+    result: the work's name. needs: the contenders whose absence explains that nothing was measured.
+    """
+
+    number: int
+    result: str
+    ours: str
+    peer: str
+    limit: float
+    measure: Measure
+    needs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A bar and what was measured; None where it was not, and then `reason` says why."""
+
+    bar: Bar
+    found: Ratio | None
+    reason: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.found is None else self.found.value <= self.bar.limit
+
+
+def versus(number: int, result: str, mine: str, peer: str, limit: float, metric: str = "seconds") -> Bar:
+    """One contender's metric over another's."""
+
+    def measure(found: Result) -> Ratio | None:
+        a, b = found.find(mine, metric), found.find(peer, metric)
+        return ratio(a, b) if a and b else None
+
+    what = {"seconds": "", "cpu": ": CPU", "p99": ": p99"}[metric]
+    return Bar(number, result, mine + what, peer + what, limit, measure, (mine, peer))
+
+
+def grown(lane: str) -> Bar:
+    """The dearest number of workers over one worker."""
+
+    def measure(found: Result) -> Ratio | None:
+        costs = {workers: cost for workers in FULL.growth if (cost := found.find(team(lane, workers), "server_cpu"))}
+        if 1 not in costs or len(costs) < 2:
+            return None
+        return max((ratio(cost, costs[1]) for workers, cost in costs.items() if workers > 1), key=lambda r: r.value)
+
+    name = ours(lane)
+    needs = (team(lane, 1), team(lane, 2))
+    return Bar(10, "growth", f"{name}: server CPU a push, most of 2 to 16 workers", "1 worker", 1.15, measure, needs)
+
+
+def held(result: str, contender: str) -> Bar:
+    """Peak memory over what is allowed."""
+
+    def measure(found: Result) -> Ratio | None:
+        memory = found.find(contender, "server_memory")
+        if memory is None:
+            return None
+        allowed = found.facts["allowed"]
+        # the highest peak of all rounds counts, not the median
+        return Ratio(memory.most / allowed, memory.least / allowed, memory.most / allowed)
+
+    return Bar(7, result, f"{contender}: most memory", "weights + optimizer state + budget", 1.1, measure, (contender,))
+
+
+def flat(result: str, contender: str) -> Bar:
+    """Peak memory in the last third of the rounds over that in the first third."""
+
+    def measure(found: Result) -> Ratio | None:
+        memory = found.find(contender, "server_memory")
+        if memory is None:
+            return None
+        third = max(1, len(memory.values) // 3)
+        return ratio(sample(memory.values[-third:]), sample(memory.values[:third]))
+
+    return Bar(7, result, f"{contender}: memory at the end", "at the beginning", 1.05, measure, (contender,))
+
+
+def hidden() -> Bar:
+    """A step with overlap over the longer one of its two halves."""
+
+    def measure(found: Result) -> Ratio | None:
+        step, *halves = (
+            found.find(name, "seconds") for name in (overlap.OVERLAPPED, overlap.COMPUTE, overlap.TRANSFER)
+        )
+        known = [half for half in halves if half]
+        return ratio(step, max(known, key=lambda half: half.median)) if step and len(known) == 2 else None
+
+    needs = (overlap.OVERLAPPED, overlap.COMPUTE, overlap.TRANSFER)
+    return Bar(8, "overlap", overlap.OVERLAPPED, "the longer of compute and transfer", 1.2, measure, needs)
+
+
+def same_weights() -> Bar:
+    """Rounds after which the weights with and without overlap differ, as a share of all: none may."""
+
+    def measure(found: Result) -> Ratio | None:
+        a, b = (found.find(name, "digest") for name in (overlap.OVERLAPPED, overlap.PLAIN))
+        if not (a and b):
+            return None
+        share = sum(x != y for x, y in zip(a.values, b.values, strict=True)) / len(a.values)
+        return Ratio(share, share, share)
+
+    needs = (overlap.OVERLAPPED, overlap.PLAIN)
+    return Bar(8, "overlap", "rounds with other weights than without overlap", "all rounds", 0.0, measure, needs)
+
+
+def _many(lane: str) -> list[Bar]:
+    return [
+        versus(5, "many_tensors", ours(lane, f"{level}, many"), ours(lane, f"{level}, one"), 1.3)
+        for level in many_tensors.LEVELS.values()
+    ]
+
+
+def _each_lane(lane: str) -> list[Bar]:
+    return [
+        versus(4, "smallest", ours(lane), CALL, 2.5),
+        versus(4, "smallest", ours(lane), TENSORFLOW, 0.6),
+        *_many(lane),
+        held("memory", ours(lane)),
+        flat("memory", ours(lane)),
+        versus(9, "tail", ours(lane, "busy server"), ours(lane, "idle server"), 3.0, "p99"),
+        grown(lane),
+    ]
+
+
+BARS: tuple[Bar, ...] = tuple(
+    sorted(
+        [
+            versus(1, "push_pull", GRPC, STREAM, 1.25),
+            versus(1, "push_pull", GRPC, TENSORFLOW, 0.8),
+            versus(1, "push_pull", GRPC, RPC, 0.5),
+            versus(2, "push_pull", SHM, GLOO, 0.3),
+            versus(2, "push_pull", SHM, COPY, 1.5),
+            versus(3, "two_workers", SHM, GLOO_ADAM, 0.6),
+            versus(6, "push_pull", SHM, GLOO, 1.0, "cpu"),
+            versus(6, "push_pull", GRPC, TENSORFLOW, 1.0, "cpu"),
+            *_each_lane("grpc"),
+            *_each_lane("shm"),
+            held("memory_crowd", GRPC),
+            hidden(),
+            same_weights(),
+        ],
+        key=lambda bar: bar.number,
+    )
+)
+
+
+def judge(results: Mapping[str, Result]) -> list[Verdict]:
+    """All bars, in order, by what was measured."""
+    return [_judged(bar, results.get(bar.result)) for bar in BARS]
+
+
+def _judged(bar: Bar, result: Result | None) -> Verdict:
+    if result is None:
+        return Verdict(bar, None, "not run")
+    found = bar.measure(result)
+    if found is not None:
+        return Verdict(bar, found)
+    reasons = dict.fromkeys(result.skipped[name] for name in bar.needs if name in result.skipped)
+    return Verdict(bar, None, "; ".join(reasons) or "not measured")

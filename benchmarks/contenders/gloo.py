@@ -1,0 +1,75 @@
+"""Contender: gloo between two processes, what a DDP user has. Args: KIND SETUP [STORE RANK].
+
+KIND "reduce": all_reduce of as many bytes. "adam": then the mean, and torch's fused Adam, in each process.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.setup import Setup
+from benchmarks.speaker import Command, Measurements, Speaker, Team, serve
+
+WARM_UP = 3
+WORLD = 2
+
+
+def reduce(setup: Setup) -> Callable[[], None]:
+    """The numbers are 0: a sum in place of anything else would grow from round to round."""
+    tensor = torch.ones(setup.nbytes // 4)
+    dist.all_reduce(tensor)
+    if tensor.min() != WORLD or tensor.max() != WORLD:
+        raise RuntimeError("gloo's sum is wrong")
+    tensor.zero_()
+    return lambda: dist.all_reduce(tensor)
+
+
+def adam(setup: Setup) -> Callable[[], None]:
+    """One flat parameter whose gradients are 1: the mean of all workers' leaves them at 1."""
+    parameter = torch.nn.Parameter(torch.zeros(setup.nbytes // 4))
+    gradient = parameter.grad = torch.ones(setup.nbytes // 4)
+    optimizer = torch.optim.Adam([parameter], lr=setup.rate, fused=True)
+
+    def work() -> None:
+        dist.all_reduce(gradient)
+        gradient.div_(WORLD)
+        optimizer.step()
+
+    return work
+
+
+def member(kind: str, setup: Setup, store: str, rank: int) -> None:
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORLD))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    work = {"reduce": reduce, "adam": adam}[kind](setup)
+
+    def turn() -> Measurements:
+        began = time.perf_counter()
+        for _ in range(setup.pieces):
+            work()
+        return {"seconds": (time.perf_counter() - began) / setup.pieces, "count": setup.pieces}
+
+    serve({"go": turn}, WARM_UP)
+    dist.destroy_process_group()
+
+
+def main(kind: str, setup: Setup) -> None:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        args = (kind, setup.to_json(), str(Path(folder) / "store"))
+        commands = [Command("benchmarks.contenders.gloo", (*args, str(rank))) for rank in range(WORLD)]
+        team = Team([stack.enter_context(Speaker(command)) for command in commands])
+        serve({"go": team.go})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        member(sys.argv[1], Setup.from_json(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        main(sys.argv[1], Setup.from_json(sys.argv[2]))

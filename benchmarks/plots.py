@@ -1,0 +1,97 @@
+"""The pictures: throughput by lane and size, growth by workers, time by phase of a step."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from benchmarks.record import Result
+from benchmarks.scale import FULL
+from benchmarks.setup import MEGABYTE
+from benchmarks.works import phases
+from benchmarks.works.entrants import GLOO, STREAM, ours, team
+from psworker.stats import PHASES
+
+mpl.use("Agg")  # a picture in a file; no display is needed
+
+LANES = ("grpc", "shm")
+
+Plot = Callable[[Mapping[str, Result], Path], str]
+
+
+def throughput(results: Mapping[str, Result], folder: Path) -> str:
+    """Megabytes a second, both ways together, against the size of the model. Empty where it was not measured."""
+    result = results.get("sizes")
+    if result is None:
+        return ""
+    _, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for name in (*map(ours, LANES), STREAM, GLOO):
+        points = _points(result, name)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", xlabel="model, MB", ylabel="GB/s, there and back", title="push and pull by lane and size")
+    return _saved(axes, folder / "throughput.png")
+
+
+def _points(result: Result, name: str) -> list[tuple[float, float]]:
+    """(MB, GB/s): twice the model's bytes over the median time."""
+    found = []
+    for contender in result.records:
+        base, _, size = contender.rpartition(", ")
+        if base == name and (seconds := result.find(contender, "seconds")):
+            megabytes = float(size.removesuffix(" MB"))
+            found.append((megabytes, 2 * megabytes * MEGABYTE / seconds.median / 1e9))
+    return found
+
+
+def workers(results: Mapping[str, Result], folder: Path) -> str:
+    """The server's CPU a push against the number of workers, least to most as bars."""
+    result = results.get("growth")
+    if result is None:
+        return ""
+    _, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for lane in LANES:
+        counts = [count for count in FULL.growth if team(lane, count) in result.records]
+        costs = [result.find(team(lane, count), "server_cpu") for count in counts]
+        known = [cost for cost in costs if cost]
+        if known:
+            middle = [cost.median * 1e3 for cost in known]
+            below = [(cost.median - cost.least) * 1e3 for cost in known]
+            above = [(cost.most - cost.median) * 1e3 for cost in known]
+            axes.errorbar(counts, middle, yerr=[below, above], marker="o", capsize=3, label=ours(lane))
+    axes.set(xlabel="workers", ylabel="server CPU, ms a push", title="4 MB model, async", ylim=(0, None))
+    return _saved(axes, folder / "growth.png")
+
+
+def step(results: Mapping[str, Result], folder: Path) -> str:
+    """Phases of a training step, stacked: medians."""
+    result = results.get("phases")
+    if result is None:
+        return ""
+    names = [team(lane, count) for lane in LANES for count in phases.WORKERS]
+    names = [name for name in names if name in result.records]
+    _, axes = plt.subplots(figsize=(7, 1 + 0.6 * len(names)), constrained_layout=True)
+    starts = [0.0] * len(names)
+    for phase in PHASES:
+        found = [result.find(name, f"phase.{phase}") for name in names]
+        widths = [sample.median * 1e3 if sample else 0.0 for sample in found]
+        axes.barh(names, widths, left=starts, label=phase)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axes.set(xlabel="ms", title="a training step by phase")
+    axes.invert_yaxis()
+    return _saved(axes, folder / "phases.png")
+
+
+def _saved(axes: Axes, path: Path) -> str:
+    """Writes the picture; its name."""
+    axes.legend(frameon=False, fontsize=8)
+    axes.grid(alpha=0.3)
+    assert axes.figure is not None
+    axes.figure.savefig(path, dpi=120)  # type: ignore[union-attr]
+    plt.close("all")
+    return path.name
+
+
+PLOTS: tuple[Plot, ...] = (throughput, workers, step)

@@ -1,0 +1,63 @@
+"""Contenders taking turns, round by round."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from benchmarks import processes
+from benchmarks.record import Record
+from benchmarks.speaker import Command, Measurements, Speaker
+
+Show = Callable[[str], None]
+
+SETTLE_SECONDS = 0.05
+"""After a turn: what a contender does once it has answered is its own cost, and must not be the next one's."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the result. Entries with equal commands share a process, unless `own` gives one an own name for it."""
+
+    name: str
+    command: Command
+    word: str = "go"
+    own: str = ""
+
+    @property
+    def process(self) -> tuple[Command, str]:
+        return self.command, self.own
+
+
+class Contest:
+    """All contenders of a work, warm, for as long as a `with` lasts."""
+
+    def __init__(self, entries: Sequence[Entry], resources: ExitStack) -> None:
+        self._entries = entries
+        wanted = dict.fromkeys(entry.process for entry in entries)
+        self._speakers = {process: resources.enter_context(Speaker(process[0])) for process in wanted}
+        for speaker in self._speakers.values():
+            speaker.wait_until_ready()
+
+    def run(self, rounds: int, show: Show) -> dict[str, Record]:
+        """Every entry once a round, in an order that is new each round: nobody always comes after the same other."""
+        records: dict[str, Record] = {entry.name: {} for entry in self._entries}
+        for number in range(rounds):
+            show(f"round {number + 1} of {rounds}")
+            for entry in random.Random(number).sample(self._entries, len(self._entries)):
+                for metric, value in measure(self._speakers[entry.process], entry.word).items():
+                    records[entry.name].setdefault(metric, []).append(value)
+        return records
+
+
+def measure(speaker: Speaker, word: str) -> Measurements:
+    """One turn, with what its processes used for it, each a piece: "cpu" seconds and "loopback" bytes."""
+    members = processes.family(speaker.pid)
+    cpu, sent = processes.cpu_seconds(members), processes.loopback_bytes(speaker.pid)
+    measured = speaker.ask(word)
+    time.sleep(SETTLE_SECONDS)
+    count = measured.pop("count", 1)
+    measured["cpu"] = (processes.cpu_seconds(members) - cpu) / count
+    measured["loopback"] = (processes.loopback_bytes(speaker.pid) - sent) / count
+    return measured

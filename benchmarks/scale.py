@@ -1,0 +1,64 @@
+"""How much of everything: the full run, the quick one, and one so small that tests can afford it."""
+
+from dataclasses import dataclass
+
+from benchmarks.setup import MEGABYTE
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes in bytes. small_pieces, pulls, steps, pushes: pieces of work in one turn.
+
+    tensorflow: the Python of an environment that has it; empty: TensorFlow is left out, because of `no_tensorflow`.
+    """
+
+    name: str
+    rounds: int
+    large: int = 100 * MEGABYTE
+    small: int = 50_000
+    small_pieces: int = 200
+    many: int = 40 * MEGABYTE
+    many_tensors: int = 10_000
+    held: int = 400 * MEGABYTE
+    in_flight: int = 800 * MEGABYTE
+    held_steps: int = 20
+    crowd: int = 64
+    crowd_rounds: int = 3
+    medium: int = 4 * MEGABYTE
+    pulls: int = 300
+    pushes: int = 96
+    growth: tuple[int, ...] = (1, 2, 4, 8, 16)
+    sizes: tuple[int, ...] = tuple(size * MEGABYTE for size in (1, 4, 16, 64, 256))
+    link_megabits: int = 200
+    linked: int = 5 * MEGABYTE
+    linked_steps: int = 5
+    trained: int = 40 * MEGABYTE
+    tensorflow: str = ""
+    no_tensorflow: str = "no environment with TensorFlow; make bench-tf makes one"
+
+
+FULL = Scale("full", rounds=11)
+QUICK = Scale("quick", rounds=7, small_pieces=100, pulls=100, no_tensorflow="not in a quick run")
+TINY = Scale(
+    "tiny",
+    rounds=2,
+    large=2 * MEGABYTE,
+    small_pieces=3,
+    many=400_000,
+    many_tensors=100,
+    held=MEGABYTE,
+    in_flight=4 * MEGABYTE,
+    held_steps=2,
+    crowd=3,
+    crowd_rounds=2,
+    medium=400_000,
+    pulls=5,
+    pushes=4,
+    growth=(1, 2),
+    sizes=(400_000, MEGABYTE),
+    linked=200_000,
+    linked_steps=2,
+    trained=200_000,
+    no_tensorflow="not in a tiny run",
+)
+SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

@@ -1,0 +1,29 @@
+"""One file a work: who is compared doing what. WORKS has them all, in the order in which they run."""
+
+from benchmarks.works import (
+    growth,
+    many_tensors,
+    memory,
+    overlap,
+    phases,
+    push_pull,
+    sizes,
+    smallest,
+    tail,
+    two_workers,
+)
+from benchmarks.works.work import Work
+
+WORKS: tuple[Work, ...] = (
+    push_pull.WORK,
+    two_workers.WORK,
+    smallest.WORK,
+    many_tensors.WORK,
+    tail.WORK,
+    growth.WORK,
+    phases.WORK,
+    sizes.WORK,
+    overlap.WORK,
+    memory.STEPS,
+    memory.CROWD,
+)

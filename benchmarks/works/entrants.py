@@ -1,0 +1,57 @@
+"""The contenders by name, and how each is started. Bars and plots call them by these names."""
+
+from benchmarks import product
+from benchmarks.rounds import Entry
+from benchmarks.scale import Scale
+from benchmarks.setup import Setup
+from benchmarks.speaker import Command
+
+STREAM = "bare gRPC stream"
+CALL = "bare gRPC call"
+EMPTY_CALL = "bare gRPC call, empty"
+GLOO = "gloo all_reduce, 2 processes"
+GLOO_ADAM = "gloo all_reduce + fused Adam, 2 processes"
+COPY = "memcpy + SGD + memcpy, 2 processes"
+RPC = "torch.distributed.rpc"
+TENSORFLOW = "TensorFlow ParameterServerStrategy"
+NO_LANES = "this version has only the gRPC lane"
+
+
+def ours(lane: str, what: str = "") -> str:
+    """Our name in the results: "paramserver, shm, arrays"."""
+    return f"paramserver, {lane}" + (f", {what}" if what else "")
+
+
+def team(lane: str, workers: int) -> str:
+    """Our name where the number of workers matters."""
+    return ours(lane, f"{workers} worker" + "s" * (workers > 1))
+
+
+def job(name: str, setup: Setup, kind: str = "exchange") -> Entry:
+    """A job of ours; kind: which of benchmarks.contenders its workers are."""
+    return Entry(name, command("paramserver", kind, setup.to_json()))
+
+
+def peer(name: str, module: str, setup: Setup, *kind: str, word: str = "go") -> Entry:
+    return Entry(name, command(module, *kind, setup.to_json()), word)
+
+
+def tensorflow(scale: Scale, setup: Setup, word: str) -> list[Entry]:
+    """Nobody where there is no TensorFlow; `no_tensorflow` says why."""
+    if not scale.tensorflow:
+        return []
+    module = "benchmarks.contenders.tensorflow_ps"
+    return [Entry(TENSORFLOW, Command(module, (setup.to_json(),), python=scale.tensorflow), word)]
+
+
+def no_tensorflow(scale: Scale) -> dict[str, str]:
+    return {} if scale.tensorflow else {TENSORFLOW: scale.no_tensorflow}
+
+
+def no_lanes(*names: str) -> dict[str, str]:
+    """Who is missing where the client knows no lanes."""
+    return {} if product.HAS_LANES else dict.fromkeys(names, NO_LANES)
+
+
+def command(module: str, *args: str) -> Command:
+    return Command(f"benchmarks.contenders.{module}", args)

@@ -1,0 +1,42 @@
+"""Number 7: the server's memory."""
+
+from contextlib import ExitStack
+
+from benchmarks.product import LANES
+from benchmarks.scale import Scale
+from benchmarks.setup import Setup
+from benchmarks.works.entrants import job, no_lanes, ours
+from benchmarks.works.work import Lineup, Work
+
+ADAM_STATES = 2
+
+
+def steps(scale: Scale, resources: ExitStack) -> Lineup:
+    def setup(lane: str) -> Setup:
+        return Setup(scale.held, optimizer="adam", lanes=lane, pieces=scale.held_steps, in_flight=scale.in_flight)
+
+    entries = [job(ours(lane), setup(lane)) for lane in LANES]
+    return Lineup(entries, no_lanes(ours("shm")), facts(scale))
+
+
+def crowd(scale: Scale, resources: ExitStack) -> Lineup:
+    setup = Setup(scale.held, optimizer="adam", policy="async", clients=scale.crowd, in_flight=scale.in_flight)
+    return Lineup([job(ours("grpc"), setup, "crowd")], {}, facts(scale), scale.crowd_rounds)
+
+
+def facts(scale: Scale) -> dict[str, float]:
+    """allowed: bytes of weights, optimizer state and the budget."""
+    return {"allowed": scale.held * (1 + ADAM_STATES) + scale.in_flight}
+
+
+STEPS = Work(
+    "memory",
+    "The server's resident memory at its peak in each round, beyond that of a server without a model: 400 MB model, "
+    "Adam, 1 worker, 20 steps a round. What a worker shares with it through /dev/shm is the worker's and shown apart.",
+    steps,
+)
+CROWD = Work(
+    "memory_crowd",
+    "The same with 64 clients that all push 400 MB at once (async), over gRPC.",
+    crowd,
+)

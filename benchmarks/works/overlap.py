@@ -1,0 +1,55 @@
+"""Number 8: communication behind computation, over a slow link."""
+
+from contextlib import ExitStack
+
+from benchmarks import link
+from benchmarks.contenders.training import HAS_OVERLAP
+from benchmarks.rounds import Entry
+from benchmarks.scale import Scale
+from benchmarks.setup import Setup
+from benchmarks.speaker import Command, Speaker
+from benchmarks.works.entrants import command
+from benchmarks.works.work import Lineup, Work
+
+COMPUTE, TRANSFER, PLAIN, OVERLAPPED = "compute alone", "transfer alone", "step without overlap", "step with overlap"
+FIRST_BATCH = 256
+
+
+def lineup(scale: Scale, resources: ExitStack) -> Lineup:
+    reason = link.missing()
+    if reason:
+        return Lineup([], dict.fromkeys((COMPUTE, TRANSFER, PLAIN, OVERLAPPED), reason))
+    ends = resources.enter_context(link.SlowLink(scale.link_megabits))
+    batch = balanced(Setup(scale.linked, pieces=scale.linked_steps, batch=FIRST_BATCH), ends)
+    setup = Setup(scale.linked, pieces=scale.linked_steps, batch=batch)
+    entries = [
+        Entry(COMPUTE, distant(setup, ends), "compute"),
+        Entry(TRANSFER, distant(setup, ends), "transfer"),
+        # a process of its own: the transfers change the weights of theirs, and this one's are compared
+        Entry(PLAIN, distant(setup, ends), own=PLAIN),
+    ]
+    facts = {"batch": float(batch)}
+    if not HAS_OVERLAP:
+        return Lineup(entries, {OVERLAPPED: "this version has no overlap"}, facts)
+    overlapped = Setup(scale.linked, pieces=scale.linked_steps, batch=batch, overlap=True)
+    return Lineup([*entries, Entry(OVERLAPPED, distant(overlapped, ends))], {}, facts)
+
+
+def balanced(setup: Setup, ends: link.SlowLink) -> int:
+    """The batch size with which computing takes as long as the transfer; at least 1."""
+    with Speaker(distant(setup, ends)) as probe:
+        probe.wait_until_ready()
+        compute, transfer = probe.ask("compute")["seconds"], probe.ask("transfer")["seconds"]
+    return max(1, round(setup.batch * transfer / compute))
+
+
+def distant(setup: Setup, ends: link.SlowLink) -> Command:
+    return command("distant", setup.to_json(), ends.server, ends.worker)
+
+
+WORK = Work(
+    "overlap",
+    "Training over a link of 200 Mbit/s each way (network namespaces, veth, tbf): a perceptron of 5 MB whose batch "
+    "size makes computing take as long as the transfer; gRPC lane, 1 worker, 1 server, SGD.",
+    lineup,
+)

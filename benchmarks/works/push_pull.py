@@ -1,0 +1,43 @@
+"""Numbers 1, 2 and 6: a large model's gradients to a server and its new weights back."""
+
+from contextlib import ExitStack
+
+from benchmarks.product import LANES
+from benchmarks.scale import Scale
+from benchmarks.setup import Setup
+from benchmarks.works.entrants import (
+    COPY,
+    GLOO,
+    RPC,
+    STREAM,
+    job,
+    no_lanes,
+    no_tensorflow,
+    ours,
+    peer,
+    tensorflow,
+)  # fmt: skip
+from benchmarks.works.work import Lineup, Work
+
+
+def lineup(scale: Scale, resources: ExitStack) -> Lineup:
+    setup = Setup(scale.large)
+    entries = [job(ours(lane), Setup(scale.large, lanes=lane)) for lane in LANES]
+    entries += [job(ours(lane, "arrays"), Setup(scale.large, lanes=lane), "arrays") for lane in LANES]
+    entries += [
+        peer(STREAM, "grpc_stream", setup),
+        peer(GLOO, "gloo", setup, "reduce"),
+        peer(COPY, "shared_copy", setup),
+        peer(RPC, "torch_rpc", setup),
+        *tensorflow(scale, setup, "worker"),
+    ]
+    return Lineup(entries, no_tensorflow(scale) | no_lanes(ours("shm"), ours("shm", "arrays")))
+
+
+WORK = Work(
+    "push_pull",
+    "Gradients of a ResNet-50-like model (100 MB float32 in 160 tensors) to a server, SGD, new weights back; 1 worker, "
+    "1 server. The bare stream moves the same bytes and applies nothing; gloo sums the same bytes and applies nothing.",
+    lineup,
+    quick=True,
+)

@@ -1,0 +1,28 @@
+"""Room for a round: who waits for others keeps its push staged, so the pushes of all workers must fit at once."""
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model import ModelSpec
+from pscommon.core.tape import Plan
+from psserver.core.coordinator import Coordinator
+
+
+def push_nbytes(spec: ModelSpec, shards: int) -> int:
+    """Bytes of a push on the shard that gets most."""
+    plan = Plan(spec, shards)
+    return max(sum(plan.range(shard, role).nbytes for role in ("trainable", "buffer")) for shard in range(shards))
+
+
+def check_room(coordinator: Coordinator, worker: int, nbytes: int, in_flight: int) -> None:
+    """InvalidRequestError where a round with this worker, which is about to register, would not fit --in-flight.
+
+    nbytes: of one push. In sync and ssp such a round would never close; in async one push need not wait for another.
+    Pushes through shared memory take no room, but who has it is not known yet, so all are counted.
+    """
+    others = [member for member in coordinator.roster.registered() if member.worker != worker]
+    workers = 1 + len(others) if coordinator.policy.bound is not None else 1
+    needed = workers * nbytes
+    if needed > in_flight:
+        raise InvalidRequestError(
+            f"a round of {workers} workers has {needed} bytes in flight on a server, more than --in-flight {in_flight}: "
+            f"start the servers with --in-flight {needed}, or more servers, or fewer workers"
+        )

@@ -1,0 +1,55 @@
+"""Memory of workers on this host that the server has attached: pushes are read from it, pulls written to it."""
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pscommon.core.errors import UnreachableError
+from pscommon.shared_memory import NotSharedError, Offer, attach
+from pscommon.values import Lanes
+from psproto.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psserver")
+
+
+class Tapes(NamedTuple):
+    """A worker's two tapes, whole, in memory that it shares. number: of the offer."""
+
+    number: int
+    gradients: Tensor
+    weights: Tensor
+
+
+class Memories:
+    """By worker, the last one that it offered. What a staged push refers to stays mapped as long as it is needed."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._tapes: dict[int, Tapes] = {}
+
+    def attach(self, request: pb.AttachMemoryRequest) -> str:
+        """Takes an offer; why not, in words, or nothing."""
+        if self._lanes == "grpc":
+            return "the server runs with --lanes grpc"
+        try:
+            memory = attach(Offer(request.name, request.token, request.nbytes)).memory
+        except NotSharedError as error:
+            return str(error)
+        whole = torch.frombuffer(memory, dtype=torch.uint8) if request.nbytes else torch.empty(0, dtype=torch.uint8)
+        gradients, weights = whole[: request.nbytes // 2], whole[request.nbytes // 2 :]
+        self._tapes[request.worker] = Tapes(request.memory, gradients, weights)
+        log.info("memory attached", extra={"worker": request.worker, "nbytes": request.nbytes})
+        return ""
+
+    def tapes(self, header: pb.PushPullHeader) -> Tapes:
+        """Those that a request names. UnreachableError where they are not attached (any more): offer them again."""
+        tapes = self._tapes.get(header.worker)
+        if tapes is None or tapes.number != header.memory:
+            raise UnreachableError(f"memory {header.memory} of worker {header.worker} is not attached", "NOT_ATTACHED")
+        return tapes
+
+    def drop(self, worker: int) -> None:
+        """The worker is out of the job."""
+        self._tapes.pop(worker, None)

@@ -1,0 +1,101 @@
+"""Weights on their way out. A reading shows one version from its first byte to its last, whatever is applied meanwhile.
+
+Its frames are made when they are sent, from the weights themselves. Before these change, whoever changes them calls
+`freeze`: readings that are not through get a copy, one for all of them. So an update never waits for a slow receiver,
+and nothing is copied in the common case, where everybody has received before the next update.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from pscommon.core.model import Role
+from pscommon.wire.channel import FRAME_BYTES
+from pscommon.wire.frames import encode_data
+from psserver.stretch import Memory, raw
+
+Span = tuple[Role, int, int]
+"""Bytes [start, stop) of one of the shard's ranges, named by its role."""
+
+
+class Readings:
+    """All readings of one shard. copy: makes a copy of the weights that step; free: takes its memory back."""
+
+    def __init__(self, copy: Callable[[], Memory], free: Callable[[Memory], None]) -> None:
+        self._copy, self._free = copy, free
+        self._lock = threading.Lock()
+        self._live: set[Reading] = set()
+        self._users: dict[int, int] = {}
+
+    def open(self, weights: Memory, spans: Sequence[Span]) -> "Reading":
+        """Only while nothing changes the weights."""
+        reading = Reading(self, weights, spans)
+        with self._lock:
+            self._live.add(reading)
+        return reading
+
+    def freeze(self) -> None:
+        """The weights are about to change."""
+        with self._lock:
+            live, self._live = self._live, set()
+            if not live:
+                return
+            copy = self._copy()
+            self._users[id(copy)] = len(live)
+            for reading in live:
+                reading.memory, reading.frozen = {**reading.memory, **copy}, copy
+
+    def encode(self, reading: "Reading", spans: Sequence[Span]) -> bytes:
+        with self._lock:
+            memory = reading.memory
+            return encode_data(*(raw(memory[role][start:stop]) for role, start, stop in spans))
+
+    def close(self, reading: "Reading") -> None:
+        with self._lock:
+            self._live.discard(reading)
+            frozen, reading.frozen = reading.frozen, None
+            if frozen is None:
+                return
+            self._users[id(frozen)] -= 1
+            if not self._users[id(frozen)]:
+                del self._users[id(frozen)]
+                self._free(frozen)
+
+
+class Reading:
+    """One pull's bytes. To be closed, whether it was read to its end or not."""
+
+    def __init__(self, readings: Readings, weights: Memory, spans: Sequence[Span]) -> None:
+        self.memory = weights
+        self.frozen: Memory | None = None
+        self.nbytes = sum(stop - start for _, start, stop in spans)
+        self._readings = readings
+        self._spans = spans
+
+    def frames(self) -> Iterator[bytes]:
+        """Data frames with all bytes in order; each is made when it is asked for."""
+        for spans in _grouped(self._spans, FRAME_BYTES):
+            yield self._readings.encode(self, spans)
+
+    def views(self) -> list[memoryview]:
+        """All bytes, where they lie; only while nothing changes the weights."""
+        return [raw(self.memory[role][start:stop]).toreadonly() for role, start, stop in self._spans if start < stop]
+
+    def close(self) -> None:
+        """Harmless to repeat."""
+        self._readings.close(self)
+
+
+def _grouped(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
+    """The spans, cut so that each group but the last has `size` bytes."""
+    group: list[Span] = []
+    room = size
+    for role, start, stop in spans:
+        while start < stop:
+            taken = min(room, stop - start)
+            group.append((role, start, start + taken))
+            start, room = start + taken, room - taken
+            if not room:
+                yield group
+                group, room = [], size
+    if group:
+        yield group

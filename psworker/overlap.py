@@ -1,0 +1,400 @@
+"""How a step's gradients get to the servers and the weights come back: as a whole, or while the model computes.
+
+Overlap: gradients leave in buckets during backward, last layers first, and forward waits for new weights layer by
+layer. Nothing of this changes a result: what left early is compared at step() with what the script has made of it, and
+goes again where it differs. The comparison is by identity and torch's count of changes in place. Changes that torch
+does not count (`parameter.grad.data.mul_`, writing through numpy) are not seen once a gradient has left.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, repeat
+from operator import is_, is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pscommon.core.log import BatchKey
+from pscommon.core.tape import ALIGN, Range
+from psworker.bridge import Bridge, Ready, present, versions
+from psworker.local import Flow, JobClient
+from psworker.results import PushResult
+
+BUCKET_BYTES = 1 << 20
+
+PATIENCE = 100
+"""Steps for which a bucket stays until step() after its gradients were changed behind its back, as by clipping."""
+
+Enter = Callable[[str], str]
+"""Tells the job what the worker does from now on; returns what it did before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What goes with a step's gradients. groups_json: the parameter groups where they may have changed, else empty."""
+
+    samples: int
+    batches: Sequence[BatchKey]
+    groups_json: str
+
+
+class Courier:
+    """Makes steps one after another: everything goes, then everything comes."""
+
+    def __init__(self, bridge: Bridge, client: JobClient) -> None:
+        self._bridge = bridge
+        self._client = client
+
+    def push(self, push: Push) -> PushResult | None:
+        """Sends the model's gradients. Returns how it ended; None where that is not known yet."""
+        absent = self._bridge.gather()
+        result = self._client.exchange(
+            gradients=self._bridge.gradients.memory,
+            weights=self._bridge.weights.memory,
+            absent=absent,
+            samples=push.samples,
+            batches=push.batches,
+            groups_json=push.groups_json,
+        )
+        self._bridge.scatter()
+        return result
+
+    def pull(self) -> None:
+        """The job's newest weights and buffers into the model."""
+        self._bridge.reattach()
+        self._client.exchange(gradients=None, weights=self._bridge.weights.memory)
+        self._bridge.scatter()
+
+    def settle(self) -> None:
+        """Waits until no push is on its way and its weights are in the model; raises what it ended with."""
+
+    def close(self) -> None:
+        """Takes the job's hands off the model, without waiting for anything."""
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Bucket:
+    """The trainable tensors [first, last) in tape order, which leave together.
+
+    missing: how many of them still lack gradients in this step. sent: the gradients that have left, and their versions.
+    stays: for so many steps it leaves at step() only.
+    """
+
+    first: int
+    last: int
+    missing: int = 0
+    sent: tuple[list[Tensor | None], list[int]] | None = None
+    stays: int = 0
+
+    def holds(self, grads: list[Tensor | None]) -> bool:
+        """These very gradients, as they are now, have left."""
+        if self.sent is None:
+            return False
+        then, counted = self.sent
+        return all(map(is_, grads, then)) and versions(present(grads)) == counted
+
+
+class Departures:
+    """Sends each bucket as soon as backward has made its gradients.
+
+    A parameter is expected to get as many gradients as in the step before: so accumulation over several backwards
+    sends once, and a layer that is not used holds up nobody. `begin` opens a push.
+    """
+
+    def __init__(self, bridge: Bridge, begin: Callable[[], Flow]) -> None:
+        self._bridge = bridge
+        self._begin = begin
+        self._flow: Flow | None = None
+        self._extents = bridge.trainable.extents
+        self.buckets = _buckets(self._extents)
+        self._bucket_of = [bucket for bucket in reversed(self.buckets) for _ in range(bucket.first, bucket.last)]
+        self._expected = [1] * len(self._extents)
+        self._leaving: deque[tuple[Ready, list[Range]]] = deque()
+        self._renew(self._expected)
+        self._hooks = [_hook(tensor, self._counter(i)) for i, tensor in enumerate(bridge.trainable.tensors)]
+
+    def _counter(self, place: int) -> Callable[[Tensor], None]:
+        bucket = self._bucket_of[place]
+
+        def made(parameter: Tensor) -> None:
+            self._counts[place] = count = self._counts[place] + 1
+            if count == self._expected[place]:
+                bucket.missing -= 1
+                if not bucket.missing and not bucket.stays:
+                    self._leave(bucket)
+
+        return made
+
+    @torch.no_grad()
+    def _leave(self, bucket: Bucket) -> None:
+        grads = self._bridge.grads(bucket.first, bucket.last)
+        self._bridge.write(bucket.first, grads)
+        bucket.sent = grads, versions(present(grads))
+        spans = self._spans(bucket, grads)
+        self._leaving.append((self._bridge.gradients.to_host(spans), spans))
+        self._flow = flow = self._flow or self._begin()
+        while self._leaving and self._leaving[0][0].query():
+            _send(flow, self._leaving.popleft()[1])
+
+    def finish(self, push: Push) -> tuple[Flow, PushResult]:
+        """Sends all that has not left as it is now, and waits for the decision."""
+        self._bridge.reattach()
+        self._flow = flow = self._flow or self._begin()
+        for ready, spans in self._leaving:
+            ready.synchronize()
+            _send(flow, spans)
+        grads = self._bridge.grads()
+        absent, again = self._bridge.absent(grads), self._send_changed(flow, grads)
+        result = flow.finish(absent=absent, samples=push.samples, batches=push.batches, groups_json=push.groups_json)
+        self._learn(again)
+        self._flow = None
+        return flow, result
+
+    def _send_changed(self, flow: Flow, grads: list[Tensor | None]) -> list[Bucket]:
+        """Returns the buckets that had left and have to leave again."""
+        changed = [bucket for bucket in self.buckets if not bucket.holds(grads[bucket.first : bucket.last])]
+        for bucket in changed:
+            self._bridge.write(bucket.first, grads[bucket.first : bucket.last])
+        self._bridge.write_buffers()
+        spans = [span for bucket in changed for span in self._spans(bucket, grads[bucket.first : bucket.last])]
+        self._bridge.gradients.to_host([*spans, self._bridge.buffer_range]).synchronize()
+        _send(flow, spans)
+        return [bucket for bucket in changed if bucket.sent is not None]
+
+    def _spans(self, bucket: Bucket, grads: list[Tensor | None]) -> list[Range]:
+        """The fewest stretches of tape that hold the bucket's gradients; the padding between two goes along."""
+        spans, first = [], bucket.first
+        for here, run in groupby(map(is_not, grads, repeat(None))):
+            last = first + len(list(run))
+            if here:
+                spans.append(Range(self._extents[first].start, _padded(self._extents[last - 1].stop)))
+            first = last
+        return [span for span in spans if span.nbytes]
+
+    def _learn(self, again: list[Bucket]) -> None:
+        """What the next step will be like."""
+        for bucket in self.buckets:
+            bucket.stays = max(0, bucket.stays - 1)
+        for bucket in again:
+            places = slice(bucket.first, bucket.last)
+            if self._counts[places] == self._expected[places]:
+                bucket.stays = PATIENCE
+        self._renew(self._counts)
+
+    def _renew(self, expected: list[int]) -> None:
+        self._expected = expected
+        self._counts = [0] * len(expected)
+        self._leaving.clear()
+        for bucket in self.buckets:
+            bucket.missing = sum(map(bool, expected[bucket.first : bucket.last]))
+            bucket.sent = None
+
+    def give_up(self) -> None:
+        """Nothing has left; the next step starts anew."""
+        flow, self._flow = self._flow, None
+        self._renew(self._expected)
+        if flow is not None:
+            flow.close()
+
+    def close(self) -> None:
+        """Backward is torch's own again."""
+        for hook in self._hooks:
+            hook.remove()
+        self.give_up()
+
+
+def _buckets(extents: Sequence[Range]) -> list[Bucket]:
+    """Neighbours on the tape, of BUCKET_BYTES at least but for the one at the tape's start, which comes last."""
+    found, last = [], len(extents)
+    for first in range(len(extents) - 1, -1, -1):
+        if first == 0 or extents[last - 1].stop - extents[first].start >= BUCKET_BYTES:
+            found.append(Bucket(first, last))
+            last = first
+    return found
+
+
+def _send(flow: Flow, spans: Sequence[Range]) -> None:
+    for start, stop in spans:
+        flow.send(start, stop)
+
+
+def _padded(position: int) -> int:
+    return -(-position // ALIGN) * ALIGN
+
+
+def _hook(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
+    """torch only takes it from a parameter that trains at the moment; it stays when that is switched off and on."""
+    trains = tensor.requires_grad
+    handle = tensor.requires_grad_(True).register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
+    tensor.requires_grad_(trains)
+    return handle
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """A hook before a module runs, or before its state is read or loaded. A copy of the module has an OpenGate."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self, *_: Any) -> None:
+        self._function()
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return OpenGate, ()
+
+
+class OpenGate:
+    """The hook in a copy of the model, which has weights of its own and waits for nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Nothing to do."""
+
+
+def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
+    """Before state_dict and load_state_dict of the model or any part of it: settle. Returns the handles."""
+    gate = Gate(settle)
+    handles: list[Any] = []
+    for module in model.modules():
+        handles.append(module.register_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
+        handles.append(module.register_load_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
+    return handles
+
+
+class Arrivals:
+    """Lets each module wait for its own weights and buffers before it runs forward.
+
+    A module may use weights of another one that is never called itself (MultiheadAttention does). So whatever no
+    forward has called since the last step is waited for first of all; and without gradients, where torch takes such
+    short cuts more often, everything is. enter: tells the job what the worker does.
+    """
+
+    def __init__(self, bridge: Bridge, model: nn.Module, enter: Enter) -> None:
+        self._bridge = bridge
+        self._enter = enter
+        self._flow: Flow | None = None
+        modules = list(model.modules())
+        extents = bridge.moving_extents()
+        self._owned = {number: spans for number, spans in enumerate(_owned(modules, extents)) if spans}
+        self._left: dict[int, list[Range]] = {}
+        self._called: set[int] = set()
+        self._first: list[int] = []
+        self._hooks = barriers(model, self.settle)
+        for number, module in enumerate(modules):
+            gate = Gate(partial(self.pass_through, number))
+            self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
+
+    def expect(self, flow: Flow) -> None:
+        """The weights of this push are on their way."""
+        self._flow, self._left = flow, self._owned.copy()
+        self._first = sorted(self._owned.keys() - self._called)
+        self._called = set()
+
+    def pass_through(self, number: int) -> None:
+        """A module is about to run forward."""
+        self._called.add(number)
+        if self._flow is None:
+            return None
+        if not torch.is_grad_enabled():
+            return self.settle()
+        wanted = [*self._first, number]
+        self._first = []
+        if any(each in self._left for each in wanted):
+            self._wait([span for each in wanted for span in self._left.pop(each, ())])
+        if not self._left:
+            self.settle()
+        return None
+
+    def settle(self) -> None:
+        """All that is still on its way."""
+        if self._flow is None:
+            return
+        spans = [span for owned in self._left.values() for span in owned]
+        self._left.clear()
+        self._wait(spans)
+        flow, self._flow = self._flow, None
+        flow.close()
+
+    def _wait(self, spans: list[Range]) -> None:
+        flow = self._flow
+        assert flow is not None
+        before = self._enter("pull")
+        try:
+            for start, stop in spans:
+                flow.wait(start, stop)
+        except BaseException:
+            # the model holds weights of two versions now, as after an exchange that failed
+            self._flow = None
+            flow.close()
+            raise
+        finally:
+            self._enter(before)
+        self._bridge.weights.from_host(spans)
+
+    def close(self) -> None:
+        """Forward is the model's own again."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _owned(modules: Sequence[nn.Module], extents: dict[int, Range]) -> Iterator[list[Range]]:
+    """By module, where its own parameters and buffers lie. extents: by id of the tensor."""
+    for module in modules:
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        yield _merged(sorted(extents[id(tensor)] for tensor in tensors if id(tensor) in extents))
+
+
+def _merged(extents: Sequence[Range]) -> list[Range]:
+    """Neighbours with only padding between them as one."""
+    found: list[Range] = []
+    for extent in extents:
+        if found and extent.start - found[-1].stop < ALIGN:
+            found[-1] = Range(found[-1].start, max(found[-1].stop, extent.stop))
+        elif extent.nbytes:
+            found.append(extent)
+    return found
+
+
+class Overlap(Courier):
+    """Makes steps that begin in backward and end in the next forward. See this module's text for what is seen."""
+
+    def __init__(self, bridge: Bridge, client: JobClient, model: nn.Module, enter: Enter) -> None:
+        super().__init__(bridge, client)
+        self._arrivals = Arrivals(bridge, model, enter)
+        self._departures = Departures(bridge, self._begin)
+
+    def _begin(self) -> Flow:
+        """A client has one push at a time, so what the last one brings must be here first."""
+        self._arrivals.settle()
+        return self._client.begin()
+
+    def push(self, push: Push) -> PushResult:
+        self._arrivals.settle()
+        try:
+            flow, result = self._departures.finish(push)
+        except BaseException:
+            self._departures.give_up()
+            raise
+        self._arrivals.expect(flow)
+        return result
+
+    def pull(self) -> None:
+        """What of the next gradient has left already is dropped, and goes again later."""
+        self._arrivals.settle()
+        self._departures.give_up()
+        super().pull()
+
+    def settle(self) -> None:
+        self._arrivals.settle()
+
+    def close(self) -> None:
+        self._arrivals.close()
+        self._departures.close()

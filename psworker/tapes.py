@@ -1,0 +1,104 @@
+"""A worker's two tapes, in memory that servers of the same host share: they read gradients and write weights there."""
+
+import logging
+from collections.abc import Collection, Sequence
+
+from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.shared_memory import NoSharedMemoryError, Region, sweep
+from pscommon.values import Lanes
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.lane import Lane
+from psworker.lease import Place
+from psworker.parts import Move
+
+log = logging.getLogger("psworker")
+
+
+class Tapes:
+    """`gradients` and `weights`, writable, `nbytes` each, at one address for life.
+
+    number: of the offer that stands, 0: none. shards: those that have attached it.
+    """
+
+    def __init__(self, nbytes: int, lanes: Lanes) -> None:
+        self.number = 0
+        self.shards: frozenset[int] = frozenset()
+        self._lanes = lanes
+        self._wanted = lanes != "grpc"
+        self._offers = 0
+        self._region = Region(2 * nbytes)
+        self.gradients, self.weights = self._region.memory[:nbytes], self._region.memory[nbytes:]
+
+    def offer(self, lane: Lane, place: Place, timeout: float) -> None:
+        """To all servers, unless there is an offer that stands. Those that cannot attach are reached over gRPC.
+
+        InvalidRequestError where --lanes shm demands what cannot be.
+        """
+        if self.number or not self._wanted:
+            return
+        reasons = self._offer(lane, place, timeout)
+        if self._lanes == "shm" and reasons:
+            self.detach()
+            raise InvalidRequestError(f"--lanes shm is not possible: {'; '.join(reasons)}")
+        if self.shards:
+            others = f", over gRPC to the others: {'; '.join(reasons)}" if reasons else ""
+            log.info("tensors move through shared memory to shards %s%s", sorted(self.shards), others)
+        if not self.shards:
+            self._wanted = False
+            self.detach()
+            log.info("tensors move over gRPC, not shared memory: %s", reasons[0])
+
+    def take_in(self, move: Move) -> None:
+        """Puts what shards will read from shared memory there, unless it is there already."""
+        if move.gradients is not None and move.gradients is not self.gradients:
+            inner = Move(move.plan, self.gradients, None, move.absent, move.everything)
+            for shard in self.shards:
+                _copy(move.sent(shard), inner.sent(shard))
+
+    def give_out(self, move: Move, lost: Collection[int]) -> None:
+        """Gets what shards have written to shared memory; the `lost` ones have sent it instead."""
+        if move.weights is not None and move.weights is not self.weights:
+            inner = Move(move.plan, None, self.weights, move.absent, move.everything)
+            for shard in self.shards.difference(lost):
+                _copy(inner.received(shard), move.received(shard))
+
+    def detach(self) -> None:
+        """What servers still do to the memory that was offered no longer shows here, nor the other way."""
+        self.number, self.shards = 0, frozenset()
+        self._region.detach()
+
+    def close(self) -> None:
+        """Views that are still in use stay valid."""
+        self._region.hide()
+
+    def _offer(self, lane: Lane, place: Place, timeout: float) -> Sequence[str]:
+        """Returns why not, for each shard that did not attach."""
+        sweep()
+        try:
+            offer = self._region.share()
+        except NoSharedMemoryError as error:
+            return [str(error)]
+        self._offers += 1
+        request = ps.AttachMemoryRequest(
+            job=place.job, worker=place.worker, memory=self._offers,
+            name=offer.name, nbytes=offer.nbytes, token=offer.token,
+        )  # fmt: skip
+        answers = {shard: _asked(lane, shard, request, timeout) for shard in range(len(lane.addresses))}
+        self._region.hide()
+        self.number = self._offers
+        self.shards = frozenset(shard for shard, reason in answers.items() if not reason)
+        return [f"shard {shard}: {reason}" for shard, reason in answers.items() if reason]
+
+
+def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[:] = source
+
+
+def _asked(lane: Lane, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> str:
+    """Why the shard did not attach; a shard that does not answer will be met again over gRPC."""
+    try:
+        answer = lane.attach(shard, request, timeout)
+    except PSError as error:
+        return str(error)
+    return "" if answer.attached else answer.reason or "no reason given"

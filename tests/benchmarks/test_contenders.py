@@ -1,0 +1,150 @@
+"""Each contender does one turn of a tiny piece of work. Contenders check themselves what they have moved."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import link
+from benchmarks.contenders.exchange import check_weights
+from benchmarks.product import LANES
+from benchmarks.rounds import Entry, measure
+from benchmarks.scale import TINY
+from benchmarks.setup import Setup
+from benchmarks.shapes import shapes
+from benchmarks.speaker import ROOT, Measurements, Speaker
+from benchmarks.works import entrants
+from benchmarks.works.entrants import job, peer
+from psworker.stats import PHASES
+
+NBYTES = 400_000
+TINY_SETUP = Setup(NBYTES, pieces=2)
+TENSORFLOW = ROOT / ".venv-tf/bin/python"
+
+
+def turns(entry: Entry, *words: str) -> list[Measurements]:
+    with Speaker(entry.command) as speaker:
+        speaker.wait_until_ready()
+        return [measure(speaker, word) for word in words]
+
+
+def turn(entry: Entry) -> Measurements:
+    return turns(entry, entry.word)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lane"), [*(("exchange", lane) for lane in LANES), *zip(("arrays", "modules"), LANES, strict=True)]
+)
+def test_our_workers(kind: str, lane: str) -> None:
+    """The gRPC lane moves all bytes twice, the shared one next to none; the server needs memory for the model."""
+    measured = turn(job("ours", Setup(NBYTES, pieces=2, lanes=lane), kind))
+
+    assert measured["seconds"] > 0
+    assert measured["server_memory"] > NBYTES
+    assert (measured["loopback"] > 1.5 * NBYTES) == (lane == "grpc")
+
+
+def test_training() -> None:
+    """Its phases are those of job.stats, and they make up the step."""
+    measured = turn(job("ours", Setup(NBYTES, pieces=3, lanes=LANES[-1]), "training"))
+
+    phases = [value for name, value in measured.items() if name.startswith("phase.")]
+    assert len(phases) == len(PHASES)
+    assert sum(phases) == pytest.approx(measured["seconds"], rel=0.2)
+
+
+def test_two_workers_and_two_servers() -> None:
+    measured = turn(job("ours", Setup(NBYTES, optimizer="adam", servers=2, workers=2)))
+
+    assert measured["seconds"] > 0
+    assert 4 * NBYTES < measured["loopback"] < 5 * NBYTES
+
+
+def test_a_crowd_in_one_process() -> None:
+    """Three clients that push: three times the bytes, one way."""
+    measured = turn(job("ours", Setup(NBYTES, policy="async", clients=3), "crowd"))
+
+    assert 3 * NBYTES < measured["loopback"] < 4 * NBYTES
+
+
+def test_pulls_beside_pushes() -> None:
+    """The pusher really pushes meanwhile."""
+    setup = Setup(NBYTES, optimizer="adam", workers=2, policy="async", pieces=5)
+
+    quiet, loud = turns(peer("ours", "tail", setup), "idle", "busy")
+
+    assert 0 < quiet["seconds"] <= quiet["p99"]
+    assert 0 < loud["seconds"] <= loud["p99"]
+    assert loud["pushes_per_second"] > 0
+    assert "pushes_per_second" not in quiet
+
+
+def test_bare_stream() -> None:
+    assert 2 * NBYTES < turn(peer("peer", "grpc_stream", TINY_SETUP))["loopback"] < 3 * NBYTES
+
+
+def test_bare_call() -> None:
+    full, empty = turns(peer("peer", "grpc_unary", Setup(50_000, model="1", pieces=20)), "go", "empty")
+
+    assert 100_000 < full["loopback"] < 105_000
+    assert empty["loopback"] < 5_000
+
+
+@pytest.mark.parametrize("kind", ["reduce", "adam"])
+def test_gloo(kind: str) -> None:
+    """Between two processes a sum moves every byte twice."""
+    assert 2 * NBYTES < turn(peer("peer", "gloo", Setup(NBYTES, optimizer="adam"), kind))["loopback"] < 3 * NBYTES
+
+
+def test_copies() -> None:
+    assert turn(peer("peer", "shared_copy", TINY_SETUP))["seconds"] > 0
+
+
+def test_torch_rpc() -> None:
+    assert turn(peer("peer", "torch_rpc", TINY_SETUP))["seconds"] > 0
+
+
+@pytest.mark.skipif(not TENSORFLOW.exists(), reason="no environment with TensorFlow; make bench-tf makes one")
+def test_tensorflow() -> None:
+    """In a network of its own, where its loopback counts nothing but its own bytes."""
+    scale = replace(TINY, tensorflow=str(TENSORFLOW))
+    (entry,) = entrants.tensorflow(scale, TINY_SETUP, "worker")
+
+    for measured in turns(entry, "worker", "coordinator"):
+        assert 2 * NBYTES < measured["loopback"] < 3 * NBYTES
+
+
+def test_over_a_slow_link() -> None:
+    """2 MB at 50 Mbit/s take 0.28 s each way, less the burst that passes at once; and nothing is left of the link."""
+    if reason := link.missing():
+        pytest.skip(reason)
+    setup = Setup(2_000_000, batch=1)
+    with link.SlowLink(50) as ends:
+        names = {ends.server, ends.worker}
+        command = entrants.command("distant", setup.to_json(), ends.server, ends.worker)
+        measured = turn(Entry("ours", command, "transfer"))
+
+    assert 0.5 < measured["seconds"] < 5
+    assert not names & set(os.listdir("/run/netns"))
+
+
+def test_idle_contenders_are_caught() -> None:
+    """Weights that did not move, or moved too often, are an error."""
+    setup = Setup(NBYTES)
+    check_weights(np.full(3, -0.5, np.float32), setup, 5)
+
+    for wrong in (np.zeros(3, np.float32), np.full(3, -0.6, np.float32)):
+        with pytest.raises(RuntimeError, match="after 5 updates weights are"):
+            check_weights(wrong, setup, 5)
+
+
+def test_shapes() -> None:
+    """About the bytes that were asked for, in so many tensors."""
+    large, many = shapes("resnet", 100_000_000), shapes("1000", 40_000_000)
+
+    assert (len(large), len(many)) == (160, 1000)
+    assert sum(shape[0] * 4 for shape in many.values()) == 40_000_000
+    assert 99_000_000 < sum(shape[0] * 4 for shape in large.values()) <= 100_000_000
+    with pytest.raises(ValueError, match="too few"):
+        shapes("resnet", 1000)

@@ -1,0 +1,43 @@
+"""Medians, quantiles and ratios."""
+
+import math
+
+import pytest
+
+from benchmarks.sample import Sample, ratio, sample
+
+
+def test_sample() -> None:
+    """The median of an even number of values lies between the middle two; quantiles are values that occurred."""
+    found = sample([4.0, 1.0, 2.0, 100.0])
+
+    assert (found.least, found.median, found.most) == (1.0, 3.0, 100.0)
+    assert [found.quantile(share) for share in (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)] == [1.0, 1.0, 2.0, 4.0, 100.0, 100.0]
+
+
+def test_p99_of_many() -> None:
+    """One in a hundred may be above it."""
+    assert sample([float(number) for number in range(1, 201)]).quantile(0.99) == 198.0
+
+
+def test_empty() -> None:
+    with pytest.raises(ValueError, match="needs values"):
+        sample([])
+
+
+def test_ratio_is_of_medians_and_its_spread_of_neighbours() -> None:
+    """A machine that is twice as slow in some rounds moves the medians, not the rounds' own ratios."""
+    found = ratio(Sample((1.0, 2.0, 2.0, 1.0)), Sample((2.0, 4.0, 4.0, 2.0)))
+
+    assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
+    assert ratio(Sample((3.0, 1.0, 1.0)), Sample((1.0, 1.0, 2.0))).value == 1.0
+
+
+def test_ratio_needs_the_same_rounds() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        ratio(Sample((1.0, 2.0)), Sample((1.0,)))
+
+
+def test_ratio_to_nothing() -> None:
+    """Less than a tick of CPU is not a peer that one can beat."""
+    assert ratio(Sample((1.0,)), Sample((0.0,))).value == math.inf

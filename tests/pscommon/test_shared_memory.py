@@ -1,0 +1,229 @@
+"""A region keeps its bytes and its address, whatever becomes of its file; one process."""
+
+import gc
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pscommon.shared_memory import Offer, Region, attach, sweep
+
+SIZES = [0, 1, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 1_000_003]
+
+
+def address(memory: memoryview) -> int:
+    return int(np.asarray(memory).__array_interface__["data"][0])
+
+
+def pattern(nbytes: int) -> bytes:
+    return np.random.default_rng(7).bytes(nbytes)
+
+
+def mapped(name: str) -> bool:
+    return name in Path("/proc/self/maps").read_text()
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+def opened(folder: Path) -> list[str]:
+    """This process's open files in the folder, removed ones too."""
+    links = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except FileNotFoundError:  # the descriptor that listed them
+            continue
+    return [link for link in links if link.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_bytes_and_address_stay(nbytes: int, tmp_path: Path) -> None:
+    region = Region(nbytes, tmp_path)
+    start, expected = address(region.memory), pattern(nbytes)
+    assert (bytes(region.memory), region.memory.format, region.memory.readonly) == (bytes(nbytes), "B", False)
+    region.memory[:] = expected
+
+    shared = [region.share, region.hide, region.hide]
+    private = [region.detach, region.detach]
+    for change in (*shared, *private, *shared, region.share, *private):
+        change()
+        assert region.shared == (change not in private)
+        assert region.memory == expected
+        assert address(region.memory) == start
+        assert nbytes == 0 or start % mmap.PAGESIZE == 0
+    region.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int, tmp_path: Path) -> None:
+    region = Region(nbytes, tmp_path)
+    region.memory[:] = pattern(nbytes)
+    attached = attach(region.share(), tmp_path)
+    region.hide()
+    assert (bytes(attached.memory), attached.memory.readonly, attached.memory.format) == (pattern(nbytes), False, "B")
+
+    region.memory[:] = bytes(nbytes)
+    assert attached.memory == bytes(nbytes)
+    attached.memory[:] = b"\x01" * nbytes
+    assert region.memory == b"\x01" * nbytes
+
+    region.detach()
+    region.memory[:] = b"\x02" * nbytes
+    assert attached.memory == b"\x01" * nbytes
+    attached.memory[:] = b"\x03" * nbytes
+    assert region.memory == b"\x02" * nbytes
+    attached.close()
+    region.close()
+
+
+def test_sharing_again_cuts_the_old_file_off(tmp_path: Path) -> None:
+    region = Region(100, tmp_path)
+    first = attach(region.share(), tmp_path)
+    offer = region.share()
+    second = attach(offer, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [offer.name]
+
+    region.memory[0] = 9
+    assert (first.memory[0], second.memory[0]) == (0, 9)
+    region.close()
+
+
+def test_arrays_and_tensors_never_move(tmp_path: Path) -> None:
+    region = Region(4096, tmp_path)
+    array = np.frombuffer(region.memory, dtype=np.float32)
+    tensor = torch.frombuffer(region.memory, dtype=torch.float32)
+    array[:] = np.arange(1024)
+    attached = attach(region.share(), tmp_path)
+    theirs = torch.frombuffer(attached.memory, dtype=torch.float32)
+    assert torch.equal(theirs, torch.arange(1024, dtype=torch.float32))
+
+    theirs.mul_(2)
+    assert (array[3], float(tensor[3])) == (6.0, 6.0)
+    region.detach()
+    theirs.zero_()
+    tensor.add_(1)
+    assert (array[3], array[1023]) == (7.0, 2047.0)
+    region.close()
+
+
+def test_a_reader_sees_the_same_bytes_all_the_time(tmp_path: Path) -> None:
+    """Were the new memory mapped first and filled then, the reader would see zeros."""
+    region = Region(1 << 20, tmp_path)
+    region.memory[:] = b"\x05" * (1 << 20)
+    array = np.frombuffer(region.memory, dtype=np.uint8)
+    done, started, seen = threading.Event(), threading.Event(), set[int]()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.update((int(array.min()), int(array.max())))
+            started.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    started.wait()
+    try:
+        for _ in range(20):
+            region.share()
+            region.detach()
+    finally:
+        done.set()
+        reader.join()
+    assert seen == {5}
+    region.close()
+
+
+def test_views_outlive_close_and_then_the_memory_is_freed(tmp_path: Path) -> None:
+    region = Region(5000, tmp_path)
+    offer = region.share()
+    attached = attach(offer, tmp_path)
+    array, tensor = np.frombuffer(region.memory, dtype=np.uint8), torch.frombuffer(attached.memory, dtype=torch.uint8)
+    for _ in range(2):
+        region.close()
+        attached.close()
+    assert (len(region.memory), len(attached.memory), region.shared) == (0, 0, False)
+    region.detach()
+    with pytest.raises(ValueError, match="closed"):
+        region.share()
+
+    array[4999] = 8
+    assert int(tensor[4999]) == 8
+    del array
+    gc.collect()
+    assert mapped(offer.name)
+    assert int(tensor[4999]) == 8
+    del tensor
+    gc.collect()
+    assert not mapped(offer.name)
+
+
+def test_a_view_that_is_released_does_not_free_the_memory(tmp_path: Path) -> None:
+    region = Region(5000, tmp_path)
+    attached = attach(region.share(), tmp_path)
+    with region.memory as memory:
+        memory[0] = 5
+    gc.collect()
+    attached.memory[1] = 6
+
+    region.detach()
+    assert attached.memory[:2] == bytes([5, 6])
+    region.close()
+
+
+def test_private_memory_is_freed_too() -> None:
+    before = address_space()
+    for _ in range(20):
+        Region(1 << 30).close()
+
+    assert address_space() - before < 1 << 30
+
+
+def test_a_hidden_file_is_neither_named_nor_open(tmp_path: Path) -> None:
+    region = Region(100, tmp_path)
+    region.share()
+    assert len(opened(tmp_path)) == len(list(tmp_path.iterdir())) == 1
+    for _ in range(2):
+        region.hide()
+        assert (opened(tmp_path), list(tmp_path.iterdir())) == ([], [])
+    assert region.shared
+    region.close()
+
+
+def test_a_region_that_nobody_holds_takes_its_file_along(tmp_path: Path) -> None:
+    region = Region(100, tmp_path)
+    region.share()
+    del region
+    gc.collect()
+
+    assert (opened(tmp_path), list(tmp_path.iterdir())) == ([], [])
+
+
+def test_the_usual_folder() -> None:
+    region = Region(10)
+    offer = region.share()
+    try:
+        assert Path("/dev/shm", offer.name).stat().st_mode & 0o7777 == 0o600
+        assert offer.name not in sweep()
+        attach(offer).memory[0] = 4
+    finally:
+        region.close()
+    assert region.shared is False
+    assert not Path("/dev/shm", offer.name).exists()
+
+
+def test_an_offer_says_what_it_is_and_never_the_same_twice(tmp_path: Path) -> None:
+    region = Region(10, tmp_path)
+    first, second = region.share(), region.share()
+
+    assert isinstance(first, Offer)
+    assert (first.nbytes, len(first.token), "/" in first.name) == (10, 32, False)
+    assert first.name != second.name
+    assert first.token != second.token
+    region.close()

@@ -1,0 +1,220 @@
+"""Regions between processes, some of which are killed."""
+
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pscommon.shared_memory import Offer, Region, attach, sweep
+
+# shares 5000 bytes of 7, prints the offer and waits; a fork waits too, or closes what it has and ends
+CREATOR = """
+import os, sys
+from pathlib import Path
+from pscommon.shared_memory import Region
+region = Region(5000, Path(sys.argv[1]))
+region.memory[:] = b"\\7" * 5000
+offer = region.share()
+if "hide" in sys.argv:
+    region.hide()
+if "fork" in sys.argv or "ended" in sys.argv:
+    child = os.fork()
+    if not child and "ended" in sys.argv:
+        region.close()
+        del region
+        sys.exit()
+    if child and "ended" in sys.argv:
+        os.waitpid(child, 0)
+if "fork" not in sys.argv or child:
+    print(offer.name, offer.token.hex(), offer.nbytes, flush=True)
+os.read(0, 1)
+"""
+
+# reads "index" or "index value" and answers with what is there then
+PEER = """
+import sys
+from pathlib import Path
+from pscommon.shared_memory import Offer, attach
+attached = attach(Offer(sys.argv[2], bytes.fromhex(sys.argv[3]), int(sys.argv[4])), Path(sys.argv[1]))
+print("attached", flush=True)
+for line in sys.stdin:
+    index, *value = map(int, line.split())
+    if value:
+        attached.memory[index] = value[0]
+    print(attached.memory[index], flush=True)
+"""
+
+
+class Program:
+    """A process that answers lines."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+
+    def ask(self, line: str = "") -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if line:
+            print(line, file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().rstrip("\n")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+@contextmanager
+def program(text: str, *arguments: str) -> Iterator[Program]:
+    command = [sys.executable, "-c", text, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Program(process)
+        finally:
+            process.kill()
+
+
+def offered(creator: Program) -> Offer:
+    name, token, nbytes = creator.ask().split()
+    return Offer(name, bytes.fromhex(token), int(nbytes))
+
+
+@contextmanager
+def peer(offer: Offer, folder: Path) -> Iterator[Program]:
+    with program(PEER, str(folder), offer.name, offer.token.hex(), str(offer.nbytes)) as attached:
+        assert attached.ask() == "attached"
+        yield attached
+
+
+def test_two_processes_see_each_other_until_detach(tmp_path: Path) -> None:
+    region = Region(10_000_000, tmp_path)
+    region.memory[9_999_999] = 1
+    with peer(region.share(), tmp_path) as other:
+        region.hide()
+        assert other.ask("9999999") == "1"
+        region.memory[5_000_000] = 2
+        assert other.ask("5000000") == "2"
+        assert other.ask("0 3") == "3"
+        assert region.memory[0] == 3
+
+        region.detach()
+        assert other.ask("0 4") == "4"
+        assert region.memory[0] == 3
+        region.memory[1] = 5
+        assert other.ask("1") == "0"
+    region.close()
+
+
+def test_a_creator_killed_before_hide_leaves_a_file_for_sweep(tmp_path: Path) -> None:
+    with program(CREATOR, str(tmp_path)) as creator:
+        offer = offered(creator)
+        attached = attach(offer, tmp_path)
+        assert sweep(tmp_path) == []
+        creator.kill()
+
+    assert [path.name for path in tmp_path.iterdir()] == [offer.name]
+    assert sweep(tmp_path) == [offer.name]
+    assert list(tmp_path.iterdir()) == []
+    assert attached.memory == b"\7" * 5000  # still there for those who have it
+
+
+def test_a_creator_killed_after_hide_leaves_nothing(tmp_path: Path) -> None:
+    with program(CREATOR, str(tmp_path), "hide") as creator:
+        offered(creator)
+        creator.kill()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_attacher_that_is_killed_leaves_nothing_and_harms_nobody(tmp_path: Path) -> None:
+    region = Region(5000, tmp_path)
+    with peer(region.share(), tmp_path) as other:
+        region.hide()
+        assert other.ask("4999 6") == "6"
+        other.kill()
+
+    region.memory[0] = 1
+    assert (region.memory[0], region.memory[4999]) == (1, 6)
+    region.detach()
+    assert region.memory[4999] == 6
+    region.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_that_ends_takes_neither_name_nor_lock(tmp_path: Path) -> None:
+    with program(CREATOR, str(tmp_path), "ended") as creator:
+        offer = offered(creator)
+
+        assert sweep(tmp_path) == []
+        assert attach(offer, tmp_path).memory == b"\7" * 5000
+
+
+def test_a_fork_that_lives_keeps_the_file_until_it_ends(tmp_path: Path) -> None:
+    with program(CREATOR, str(tmp_path), "fork") as creator:
+        offer = offered(creator)
+        creator.kill()
+        assert sweep(tmp_path) == []
+
+        descriptor = os.open(tmp_path / offer.name, os.O_RDONLY)
+        assert creator.process.stdin is not None
+        creator.process.stdin.close()  # the fork reads its end, and ends
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.close(descriptor)
+        assert sweep(tmp_path) == [offer.name]
+
+
+def test_a_script_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
+    with program(CREATOR, str(tmp_path)) as creator:
+        offered(creator)
+        assert creator.process.stdin is not None
+        creator.process.stdin.close()
+        assert creator.process.wait(30) == 0
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweep_removes_only_what_is_ours(tmp_path: Path) -> None:
+    ours = "paramserver-" + "0" * 32
+    names = ["paramserver-", f"{ours}0", "paramserver-" + "g" * 32, "other"]
+    for name in [*names, ours]:
+        (tmp_path / name).write_text("")
+    (tmp_path / ("paramserver-" + "1" * 32)).mkdir()
+    (tmp_path / ("paramserver-" + "2" * 32)).symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / ("paramserver-" + "3" * 32))
+
+    assert sweep(tmp_path) == [ours]
+    assert len(list(tmp_path.iterdir())) == len(names) + 3
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_sweep_may_be_faster_than_the_lock(holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between open and flock, and is through or still at work when the creator wants its lock."""
+    region, real = Region(100, tmp_path), fcntl.flock
+    victims: list[Path] = []
+    held: list[int] = []
+
+    def sweep_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        victims.extend(tmp_path.iterdir())
+        if holds:
+            held.append(os.open(victims[0], os.O_RDONLY))
+            real(held[0], fcntl.LOCK_EX)
+        else:
+            assert sweep(tmp_path) == [victims[0].name]
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    offer = region.share()
+    for descriptor in held:
+        os.close(descriptor)
+    assert [path.name for path in tmp_path.iterdir()] == [offer.name] != [victims[0].name]
+    assert sweep(tmp_path) == []
+    attach(offer, tmp_path).memory[0] = 2
+    assert region.memory[0] == 2
+    region.close()
+    gc.collect()

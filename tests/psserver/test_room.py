@@ -1,0 +1,69 @@
+"""How many workers a job has room for."""
+
+import pytest
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from psserver.core.coordinator import Coordinator
+from psserver.core.policy import policy
+from psserver.core.room import check_room, push_nbytes
+from tests.psserver.test_coordinator import Job
+
+MODEL = ModelSpec(
+    (
+        TensorSpec("w", (160,), "float32"),
+        TensorSpec("m", (16,), "float32", "buffer"),
+        TensorSpec("f", (999,), "float32", "frozen"),
+    ),
+    OptimizerSpec("sgd", ({"lr": 0.1},)),
+)
+
+
+@pytest.mark.parametrize(("shards", "most"), [(1, 704), (2, 320 + 64), (3, 256 + 64)])
+def test_a_push_is_as_large_as_its_largest_part(shards: int, most: int) -> None:
+    assert push_nbytes(MODEL, shards) == most
+
+
+def fits(coordinator: Coordinator, worker: int, in_flight: int) -> bool:
+    try:
+        check_room(coordinator, worker, 10, in_flight)
+    except InvalidRequestError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "needed"), [("sync", None, 40), ("ssp", 0, 40), ("ssp", 3, 40), ("async", None, 10)]
+)
+def test_a_round_needs_room_for_everybody(name: str, bound: int | None, needed: int) -> None:
+    coordinator = Job(policy(name, bound), workers=3).coordinator
+    newcomer = coordinator.join(0.0, None, "host", 1, "cpu").worker
+
+    assert [fits(coordinator, newcomer, room) for room in (needed - 1, needed)] == [False, True]
+
+
+def test_who_registers_again_is_not_counted_twice_and_who_has_left_not_at_all() -> None:
+    job = Job(workers=3)
+    assert fits(job.coordinator, 1, 30)
+    assert not fits(job.coordinator, 1, 29)
+    job.coordinator.leave(2, "", 0.0)
+
+    assert fits(job.coordinator, 1, 20)
+    assert fits(job.coordinator, 99, 30)
+
+
+def test_who_waits_for_data_is_counted() -> None:
+    """It comes back into the rounds without asking."""
+    job = Job(workers=2)
+    for number in range(4):
+        job.ask(1, received=number)
+    job.ask(2, idle=True)
+
+    assert not fits(job.coordinator, 99, 29)
+
+
+def test_the_message_says_what_to_do() -> None:
+    with pytest.raises(InvalidRequestError, match="--in-flight 29: start the servers with --in-flight 30") as caught:
+        check_room(Job(workers=2).coordinator, 99, 10, 29)
+
+    assert caught.value.exit_code == 2
