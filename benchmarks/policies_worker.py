@@ -24,7 +24,7 @@ def main(output: Path, slowdown: float, epochs: int) -> None:
         for x, y in job.batches(training_set, 32, epochs=epochs):
             if job.rank == 1:
                 time.sleep(slowdown)
-            F.cross_entropy(model(x), y).backward()
+            F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             if job.rank == 0 and job.stats.steps % 4 == 0:

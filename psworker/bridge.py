@@ -9,7 +9,6 @@ over them would cost more than moving their bytes. Loops stand only where someth
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import compress, repeat
 from operator import attrgetter, getitem, is_, is_not
 from typing import Protocol
@@ -21,9 +20,6 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
 from pscommon.core.tape import Plan, Range
 from pscommon.optimizers import spec_of
-
-HANDFUL = 1000
-"""Tensors that one thread copies at a time: a small tensor costs a microsecond, and the next ones can be looked up."""
 
 _GRAD, _LAYOUT, _VERSION = attrgetter("grad"), attrgetter("layout"), attrgetter("_version")
 
@@ -200,8 +196,6 @@ class Bridge:
         self.buffer_range = plan.section("buffer")
         self.moving = Range(0, self.buffer_range.stop)
         self._everything = Range(0, plan.nbytes)
-        many = self.device.type == "cpu" and len(self.trainable.tensors) > 2 * HANDFUL
-        self._copiers = ThreadPoolExecutor(torch.get_num_threads(), "paramserver-copy") if many else None
         self.weights.to_host([self._everything]).synchronize()
 
     def _tapes(self, memory: tuple[memoryview, memoryview], apart: bool) -> tuple[Tape, Tape]:
@@ -212,31 +206,16 @@ class Bridge:
     def gather(self) -> frozenset[int]:
         """Gradients and buffers onto the gradients' tape. Returns the trainable tensors that have no gradient."""
         self.reattach()
-        grads = self._collect()
+        grads = self.grads()
+        self.write(0, grads)
         self.write_buffers()
         self.gradients.to_host([self.moving]).synchronize()
         return self.absent(grads)
-
-    def _collect(self) -> list[Tensor | None]:
-        """Takes all gradients to their places, and returns them."""
-        if self._copiers is None:
-            grads = self.grads()
-            self.write(0, grads)
-            return grads
-        grads, copies = [], []
-        for first in range(0, len(self.trainable.tensors), HANDFUL):
-            some = self.grads(first, first + HANDFUL)
-            copies.append(self._copiers.submit(self.write, first, some))
-            grads += some
-        for copy in copies:
-            copy.result()
-        return grads
 
     def grads(self, first: int = 0, last: int | None = None) -> list[Tensor | None]:
         """What the trainable tensors [first, last) in tape order have as .grad now."""
         return list(map(_GRAD, self.trainable.tensors[first:last]))
 
-    @torch.no_grad()
     def write(self, first: int, grads: Sequence[Tensor | None]) -> None:
         """Gradients of consecutive trainable tensors from `first` on to their places beside the model."""
         slots, given = self.trainable.gradients[first : first + len(grads)], present(grads)

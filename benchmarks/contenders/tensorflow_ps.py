@@ -43,7 +43,7 @@ def free_ports(count: int) -> list[int]:
 
 def server(job: str, cluster: Cluster) -> None:
     """A server of TensorFlow until standard input ends."""
-    import tensorflow as tf
+    import tensorflow as tf  # type: ignore[import-untyped]
 
     kept = tf.distribute.Server(tf.train.ClusterSpec(cluster), job_name=job, task_index=0, protocol="grpc")
     sys.stdin.read()
@@ -54,7 +54,7 @@ class Training:
     """Variables on the server, and a step that pushes and pulls all of them."""
 
     def __init__(self, setup: Setup, cluster: Cluster) -> None:
-        import tensorflow as tf
+        import tensorflow as tf  # type: ignore[import-untyped]
 
         self._tf, self._setup, self._updates = tf, setup, 0
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster), rpc_layer="grpc")
