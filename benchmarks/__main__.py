@@ -1,6 +1,6 @@
 """Runs the benchmarks: contenders take turns, results become JSON, a page and pictures.
 
-    python -m benchmarks                          everything, into benchmarks/results (twenty minutes)
+    python -m benchmarks                          everything, into benchmarks/results (half an hour)
     python -m benchmarks --only push_pull tail    some works; results of the others stay as they are
     python -m benchmarks --scale quick            the main ratios in two minutes; writes only with --output
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from benchmarks.record import Result
 from benchmarks.sample import Ratio, ratio, sample
 from benchmarks.scale import FULL
-from benchmarks.works import many_tensors, overlap
+from benchmarks.works import many_tensors, memory, overlap
 from benchmarks.works.entrants import CALL, COPY, GLOO, GLOO_ADAM, RPC, STREAM, TENSORFLOW, ours, team
 
 Measure = Callable[[Result], Ratio | None]
@@ -72,12 +72,12 @@ def held(result: str, contender: str) -> Bar:
     """Peak memory over what is allowed."""
 
     def measure(found: Result) -> Ratio | None:
-        memory = found.find(contender, "server_memory")
-        if memory is None:
+        peaks = found.find(contender, "server_memory")
+        if peaks is None:
             return None
         allowed = found.facts["allowed"]
         # the highest peak of all rounds counts, not the median
-        return Ratio(memory.most / allowed, memory.least / allowed, memory.most / allowed)
+        return Ratio(peaks.most / allowed, peaks.least / allowed, peaks.most / allowed)
 
     return Bar(7, result, f"{contender}: most memory", "weights + optimizer state + budget", 1.1, measure, (contender,))
 
@@ -86,11 +86,11 @@ def flat(result: str, contender: str) -> Bar:
     """Peak memory in the last third of the rounds over that in the first third."""
 
     def measure(found: Result) -> Ratio | None:
-        memory = found.find(contender, "server_memory")
-        if memory is None:
+        peaks = found.find(contender, "server_memory")
+        if peaks is None:
             return None
-        third = max(1, len(memory.values) // 3)
-        return ratio(sample(memory.values[-third:]), sample(memory.values[:third]))
+        third = max(1, len(peaks.values) // 3)
+        return ratio(sample(peaks.values[-third:]), sample(peaks.values[:third]))
 
     return Bar(7, result, f"{contender}: memory at the end", "at the beginning", 1.05, measure, (contender,))
 
@@ -155,7 +155,7 @@ BARS: tuple[Bar, ...] = tuple(
             versus(6, "push_pull", GRPC, TENSORFLOW, 1.0, "cpu"),
             *_each_lane("grpc"),
             *_each_lane("shm"),
-            held("memory_crowd", GRPC),
+            held("memory_crowd", memory.MANY),
             hidden(),
             same_weights(),
         ],

@@ -1,8 +1,6 @@
-"""What of the system under test a contender needs to know: how a job is started and what it can do."""
+"""What of the system under test a contender needs to know: how a job is started and joined."""
 
-import inspect
-from collections.abc import Sequence
-from typing import Any
+import os
 
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
@@ -10,37 +8,28 @@ from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from psworker.client import Client
 from psworker.local_servers import LocalServers
 
-HAS_LANES = "lanes" in inspect.signature(Client.__init__).parameters
-HAS_FLAGS = "flags" in inspect.signature(LocalServers.__init__).parameters
-LANES = ("grpc", "shm") if HAS_LANES else ("grpc",)
+LANES = ("grpc", "shm")
 
 
-def flags(setup: Setup) -> list[str]:
-    """Of ps-server, beside those that LocalServers sets."""
-    if not HAS_FLAGS:
-        return []
-    return ["--lanes", setup.lanes, *(["--in-flight", str(setup.in_flight)] if setup.in_flight else [])]
+def configure(setup: Setup) -> None:
+    """Servers and workers that this process starts or becomes take their lane and budget from its environment."""
+    os.environ["PS_LANES"] = setup.lanes
+    if setup.in_flight:
+        os.environ["PS_IN_FLIGHT"] = str(setup.in_flight)
 
 
 def servers(setup: Setup) -> LocalServers:
     """For a `with`; its address is shard 0's."""
-    more: dict[str, Any] = {"flags": flags(setup)} if HAS_FLAGS else {}
-    return LocalServers(setup.servers, setup.workers, setup.policy, None, **more)
+    configure(setup)
+    return LocalServers(setup.servers, setup.workers, setup.policy, None)
 
 
 def client(address: str, rank: int, setup: Setup) -> Client:
-    more: dict[str, Any] = {"lanes": setup.lanes} if HAS_LANES else {}
-    return Client(address, rank=rank, **more)
+    configure(setup)
+    return Client(address, rank=rank)
 
 
 def spec(setup: Setup) -> ModelSpec:
     """The model as the servers see it: float32, one parameter group."""
     tensors = tuple(TensorSpec(name, shape, "float32") for name, shape in shapes(setup.model, setup.nbytes).items())
     return ModelSpec(tensors, OptimizerSpec(setup.optimizer, ({"lr": setup.rate},)))
-
-
-def tapes(made: Client, nbytes: int) -> Sequence[memoryview]:
-    """Gradients and weights, in the memory that is fastest for this client's lane."""
-    if HAS_LANES:
-        return made.tapes()
-    return memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))

@@ -7,6 +7,7 @@ from benchmarks.bars import Verdict, judge
 from benchmarks.plots import PLOTS
 from benchmarks.record import Result
 from benchmarks.sample import Sample
+from benchmarks.works import WORKS
 
 HEAD = """# Benchmarks
 
@@ -51,7 +52,7 @@ def write(results: Mapping[str, Result], folder: Path) -> Path:
 def text(results: Mapping[str, Result], pictures: Sequence[str]) -> str:
     parts = [HEAD, "## Bars", bars_table(judge(results))]
     parts += [f"![{Path(picture).stem}]({picture})" for picture in pictures]
-    parts += [section(result) for result in results.values()]
+    parts += [section(results[work.name]) for work in WORKS if work.name in results]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

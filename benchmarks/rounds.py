@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from benchmarks.record import Record
 from benchmarks.speaker import Command, Measurements, Speaker
 
 Show = Callable[[str], None]
+
+AT_ONCE = 2
+"""Contenders that start at a time: dozens of starting processes would starve each other until leases end."""
 
 SETTLE_SECONDS = 0.05
 """After a turn: what a contender does once it has answered is its own cost, and must not be the next one's."""
@@ -36,8 +40,14 @@ class Contest:
     def __init__(self, entries: Sequence[Entry], resources: ExitStack) -> None:
         self._entries = entries
         wanted = dict.fromkeys(entry.process for entry in entries)
-        self._speakers = {process: resources.enter_context(Speaker(process[0])) for process in wanted}
-        for speaker in self._speakers.values():
+        self._speakers: dict[tuple[Command, str], Speaker] = {}
+        warming: deque[Speaker] = deque()
+        for process in wanted:
+            if len(warming) == AT_ONCE:
+                warming.popleft().wait_until_ready()
+            self._speakers[process] = resources.enter_context(Speaker(process[0]))
+            warming.append(self._speakers[process])
+        for speaker in warming:
             speaker.wait_until_ready()
 
     def run(self, rounds: int, show: Show) -> dict[str, Record]:

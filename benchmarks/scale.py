@@ -26,7 +26,7 @@ class Scale:
     crowd_rounds: int = 3
     medium: int = 4 * MEGABYTE
     pulls: int = 300
-    pushes: int = 96
+    pushes: int = 192
     growth: tuple[int, ...] = (1, 2, 4, 8, 16)
     sizes: tuple[int, ...] = tuple(size * MEGABYTE for size in (1, 4, 16, 64, 256))
     link_megabits: int = 200

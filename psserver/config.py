@@ -56,7 +56,7 @@ class ServerConfig:
     port_file: Path | None = None
     """The bound port is written here."""
     lanes: Lanes = "auto"
-    """grpc: no shared memory; shm: nothing else, for pushes and pulls of tensors."""
+    """grpc: no shared memory; shm: no push over the network (pulls of observers may)."""
     in_flight: int = 0
     """Bytes of pushes and pulls that this server holds at a time; 0 becomes half of the memory."""
     malloc: Malloc = "tuned"

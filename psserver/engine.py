@@ -152,6 +152,7 @@ class Engine:
         store = self.wait_for_store(seconds)
         if header.memory:
             return store.staging_on(self.memories.tapes(header).gradients, header.absent)
+        self.memories.check_wire()
         nbytes = store.nbytes if header.initial else store.step_nbytes
         claim = self.budget.take(header.worker, nbytes, seconds, alive)
         try:

@@ -45,7 +45,6 @@ LAST_SNAPSHOT = 30.0
 """Seconds that the end of a job waits for its last snapshot."""
 
 T = TypeVar("T")
-
 log = logging.getLogger("psserver")
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pscommon.core.errors import UnreachableError
+from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.shared_memory import NotSharedError, Offer, attach
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
@@ -42,6 +42,11 @@ class Memories:
         self._tapes[request.worker] = Tapes(request.memory, gradients, weights)
         log.info("memory attached", extra={"worker": request.worker, "nbytes": request.nbytes})
         return ""
+
+    def check_wire(self) -> None:
+        """InvalidRequestError where pushes may not come over the network."""
+        if self._lanes == "shm":
+            raise InvalidRequestError("this server runs with --lanes shm: pushes come through shared memory only")
 
     def tapes(self, header: pb.PushPullHeader) -> Tapes:
         """Those that a request names. UnreachableError where they are not attached (any more): offer them again."""

@@ -147,7 +147,7 @@ class Store:
         return frozenset(tensor for tensor, changed in self._changed.items() if changed <= since)
 
     def read(self, anything: bool = True, everything: bool = False, unchanged: Collection[int] = ()) -> Reading:
-        """The current weights in the order of the wire: trainable ones but those in `unchanged`, and buffers, or
+        """The current weights in the order of the wire: buffers, trainable ones but those in `unchanged`, and
         (everything) frozen ones too, or (not anything) none. Call it while nothing is applied, and close it."""
         return self._readings.open(self._weights, self._spans(everything, unchanged) if anything else [])
 
@@ -159,11 +159,13 @@ class Store:
         return sum(stop - start for _, start, stop in spans)
 
     def _spans(self, everything: bool, unchanged: Collection[int]) -> list[Span]:
-        trainable = self._stretch.ranges["trainable"]
-        others: tuple[Role, ...] = ("buffer", "frozen") if everything else ("buffer",)
+        trainable, buffers, frozen = (self._stretch.ranges[role] for role in ROLES)
         kept = self._stretch.plan.without(trainable, unchanged)
-        spans: list[Span] = [("trainable", a - trainable.start, b - trainable.start) for a, b in kept]
-        return [*spans, *((role, 0, self._stretch.ranges[role].nbytes) for role in others)]
+        return [
+            ("buffer", 0, buffers.nbytes),
+            *(("trainable", start - trainable.start, stop - trainable.start) for start, stop in kept),
+            ("frozen", 0, frozen.nbytes if everything else 0),
+        ]
 
     def _copy(self) -> Memory:
         """What steps; what is frozen never changes."""

@@ -1,8 +1,8 @@
 """Between a torch model and the job's tape: which tensors there are, where they lie, and how bytes get in and out.
 
 On the CPU the model's parameters and buffers become views of the very memory that the client sends from and receives
-into: pulling moves no tensor. On a GPU they become views of a tape there, and one copy each way through pinned memory
-joins it to the tape on the host.
+into: pulling moves no tensor. On a GPU they become views of a tape there, and copies through pinned memory join it
+to the one on the host.
 
 Thousands of tensors are handled as lists that are made once and passed over in C (map, _foreach_copy_): a Python loop
 over them would cost more than moving their bytes. Loops stand only where something unusual has been found.
@@ -62,10 +62,10 @@ class Tape:
         return _Now()
 
     def from_host(self, spans: Sequence[Range]) -> None:
-        """These bytes to the model: what it computes next sees them. The host's must stay until `rest`."""
+        """These bytes to the model: what it computes next sees them. Not twice the same ones without `rest` between."""
 
     def rest(self) -> None:
-        """Waits until the bytes on the host may change again."""
+        """Waits until what `from_host` was given last has been taken."""
 
 
 class TwinTape(Tape):
@@ -85,24 +85,51 @@ class TwinTape(Tape):
             self.near[start:stop].copy_(self.host[start:stop])
 
 
+class Landing:
+    """A copy from a GPU that ends in memory which a GPU does not reach: the last part of the way is made when the first
+    is done, by whoever asks.
+    """
+
+    def __init__(self, done: Ready, spans: Sequence[Range], source: Tensor, target: Tensor) -> None:
+        self._done = done
+        self._spans = spans
+        self._source, self._target = source, target
+
+    def query(self) -> bool:
+        if not self._done.query():
+            return False
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        self._done.synchronize()
+        for start, stop in self._spans:
+            self._target[start:stop].copy_(self._source[start:stop])
+        self._spans = ()
+
+
 class CudaTape(Tape):
-    """The model's bytes lie on a GPU, the client's in pinned memory; a stream of its own copies between them.
+    """The model's bytes lie on a GPU. A stream of its own copies between them and pinned memory, a twin of the host's:
+    what the client shares with servers may be mapped anew at any time, which a GPU must not see.
 
     The stream first waits, on the GPU, for what the model's stream has been given so far. So the host only waits where
     it needs the bytes, and the model computes on meanwhile.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data)
-        self.near = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, memory: memoryview, device: torch.device) -> None:
+        super().__init__(memory)
+        self.near = torch.zeros(memory.nbytes, dtype=torch.uint8, device=device)
+        self._pinned = torch.zeros(memory.nbytes, dtype=torch.uint8, pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._taken: Ready = _Now()
 
     def to_host(self, spans: Sequence[Range]) -> Ready:
-        return self._copy(self.host, self.near, spans)
+        return Landing(self._copy(self._pinned, self.near, spans), spans, self._pinned, self.host)
 
     def from_host(self, spans: Sequence[Range]) -> None:
-        self._taken = self._copy(self.near, self.host, spans)
+        for start, stop in spans:
+            self._pinned[start:stop].copy_(self.host[start:stop])
+        self._taken = self._copy(self.near, self._pinned, spans)
         torch.cuda.current_stream(self.near.device).wait_stream(self._stream)
 
     def rest(self) -> None:
@@ -180,7 +207,7 @@ class Bridge:
     def attach(self, plan: Plan, memory: tuple[memoryview, memoryview], apart: bool = False) -> None:
         """Moves the model onto the tape, values and all. Parameters stay the same objects; only their storage moves.
 
-        memory: the client's, of plan.nbytes bytes, for gradients and weights; on a GPU pinned memory takes its place.
+        memory: the client's, of plan.nbytes bytes each, for gradients and weights.
         apart: the model's weights do not lie in it, so that it may change while the model computes.
         """
         self.gradients, self.weights = self._tapes(memory, apart)
@@ -200,7 +227,7 @@ class Bridge:
 
     def _tapes(self, memory: tuple[memoryview, memoryview], apart: bool) -> tuple[Tape, Tape]:
         if self.device.type == "cuda":
-            return CudaTape(memory[0].nbytes, self.device), CudaTape(memory[1].nbytes, self.device)
+            return CudaTape(memory[0], self.device), CudaTape(memory[1], self.device)
         return Tape(memory[0]), TwinTape(memory[1]) if apart else Tape(memory[1])
 
     def gather(self) -> frozenset[int]:
@@ -221,8 +248,10 @@ class Bridge:
         slots, given = self.trainable.gradients[first : first + len(grads)], present(grads)
         if not all(map(is_, map(_LAYOUT, given), repeat(torch.strided))):
             self._refuse_sparse(first, grads)
+        if len(given) < len(grads):
+            slots = list(compress(slots, map(is_not, grads, repeat(None))))
         if given:
-            torch._foreach_copy_(list(compress(slots, map(is_not, grads, repeat(None)))), given)
+            torch._foreach_copy_(slots, given)
 
     def _refuse_sparse(self, first: int, grads: Sequence[Tensor | None]) -> None:
         for place, grad in enumerate(grads, first):

@@ -168,13 +168,12 @@ def combined(parts: Sequence[ShardExchange]) -> PushResult:
     if unfit is not None and unfit.status == "rejected":
         _raise_if_out(unfit)
     status = unfit.status if unfit else "applied" if any(p.status == "applied" for p in parts) else parts[0].status
-    seconds = [part.seconds for part in parts]
     return PushResult(
         status=status,
         version=min(part.version for part in parts),
         staleness=max(part.result.staleness for part in parts),
         reason=unfit.reason if unfit else "",
-        seconds={key: max(row[key] for row in seconds) for key in seconds[0]},
+        seconds=max((part.seconds for part in parts), key=lambda row: sum(row.values())),
     )
 
 

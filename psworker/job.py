@@ -237,10 +237,12 @@ class Job:
             self._leave(reason)
 
     def _leave(self, reason: str) -> None:
-        if self._optimizer is not None:
-            self._optimizer.close()
-        self.client.leave(reason)
-        self.client.close()
+        try:
+            if self._optimizer is not None:
+                self._optimizer.close()
+        finally:
+            self.client.leave(reason)
+            self.client.close()
 
     def __enter__(self) -> Self:
         return self

@@ -186,7 +186,6 @@ class Pipeline(Courier):
         absent = self._bridge.gather()  # before the weights come: with them come the buffers
         if result is not None:
             self._unload(result)
-            self._bridge.weights.rest()
         self._start(Flight(push, absent, base))
 
     def pull(self) -> None:

@@ -43,8 +43,12 @@ class Move:
         return [*self.plan.without(self.plan.range(shard, "trainable"), self.absent), *self._others(shard)]
 
     def incoming(self, shard: int, unchanged: Collection[int] = ()) -> list[Range]:
-        """Where on the tape belongs what the shard sends: all but the tensors in `unchanged`."""
-        return [*self.plan.without(self.plan.range(shard, "trainable"), unchanged), *self._others(shard)]
+        """Where on the tape belongs what the shard sends: all but the tensors in `unchanged`.
+
+        Buffers come first: a forward that waits layer by layer needs those of its first layer soon.
+        """
+        buffers, *frozen = self._others(shard)
+        return [buffers, *self.plan.without(self.plan.range(shard, "trainable"), unchanged), *frozen]
 
     def sent(self, shard: int) -> list[memoryview]:
         """What the shard gets."""

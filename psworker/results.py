@@ -17,8 +17,8 @@ class PushResult:
     version: applied updates in the weights that came with it (or on the servers), the smallest over the shards.
     staleness: updates that were applied between the version of the gradient and this push.
     reason: empty, or a REASON of pscommon.core.errors and a text: "NON_FINITE: worker 3 (...): tensor conv1.weight".
-    seconds: "push" (sending), "wait" (for the policy's decision), "apply" (the optimizer) and "pull" (receiving), each
-    of the shard on which it took longest.
+    seconds: "push" (sending), "wait" (for the policy's decision), "apply" (the optimizer) and "pull" (receiving), on
+    the shard that took longest.
     """
 
     status: Status

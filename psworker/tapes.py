@@ -83,8 +83,10 @@ class Tapes:
             job=place.job, worker=place.worker, memory=self._offers,
             name=offer.name, nbytes=offer.nbytes, token=offer.token,
         )  # fmt: skip
-        answers = {shard: _asked(lane, shard, request, timeout) for shard in range(len(lane.addresses))}
-        self._region.hide()
+        try:
+            answers = {shard: _asked(lane, shard, request, timeout) for shard in range(len(lane.addresses))}
+        finally:
+            self._region.hide()
         self.number = self._offers
         self.shards = frozenset(shard for shard, reason in answers.items() if not reason)
         return [f"shard {shard}: {reason}" for shard, reason in answers.items() if reason]

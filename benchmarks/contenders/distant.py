@@ -22,10 +22,11 @@ START_SECONDS = 60.0
 @contextmanager
 def server(setup: Setup, namespace: str) -> Iterator[str]:
     """One server in that namespace; gives its address."""
+    product.configure(setup)
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port"
         command = [*link.inside(namespace), sys.executable, "-m", "psserver", "--shard", "0/1"]
-        command += ["--bind", f"{link.SERVER_ADDRESS}:0", "--port-file", str(port_file), *product.flags(setup)]
+        command += ["--bind", f"{link.SERVER_ADDRESS}:0", "--port-file", str(port_file)]
         command += ["--log-level", "warning"]
         tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid())]
         process = subprocess.Popen([*tether, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

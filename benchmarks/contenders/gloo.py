@@ -14,24 +14,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.contenders.exchange import check_weights
 from benchmarks.setup import Setup
 from benchmarks.speaker import Command, Measurements, Speaker, Team, serve
 
 WARM_UP = 3
 WORLD = 2
 
+Work = tuple[Callable[[], None], Callable[[int], None]]
+"""A piece, and what checks that so many were done."""
 
-def reduce(setup: Setup) -> Callable[[], None]:
-    """The numbers are 0: a sum in place of anything else would grow from round to round."""
+
+def reduce(setup: Setup) -> Work:
+    """The numbers are 0, after a first sum that is checked: in place, any other would grow from round to round."""
     tensor = torch.ones(setup.nbytes // 4)
     dist.all_reduce(tensor)
     if tensor.min() != WORLD or tensor.max() != WORLD:
         raise RuntimeError("gloo's sum is wrong")
     tensor.zero_()
-    return lambda: dist.all_reduce(tensor)
+    return lambda: dist.all_reduce(tensor), lambda updates: None
 
 
-def adam(setup: Setup) -> Callable[[], None]:
+def adam(setup: Setup) -> Work:
     """One flat parameter whose gradients are 1: the mean of all workers' leaves them at 1."""
     parameter = torch.nn.Parameter(torch.zeros(setup.nbytes // 4))
     gradient = parameter.grad = torch.ones(setup.nbytes // 4)
@@ -42,19 +46,24 @@ def adam(setup: Setup) -> Callable[[], None]:
         gradient.div_(WORLD)
         optimizer.step()
 
-    return work
+    return work, lambda updates: check_weights(parameter.detach()[[0, -1]].numpy(), setup, updates)
 
 
 def member(kind: str, setup: Setup, store: str, rank: int) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORLD))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    work = {"reduce": reduce, "adam": adam}[kind](setup)
+    work, check = {"reduce": reduce, "adam": adam}[kind](setup)
+    updates = 0
 
     def turn() -> Measurements:
+        nonlocal updates
         began = time.perf_counter()
         for _ in range(setup.pieces):
             work()
-        return {"seconds": (time.perf_counter() - began) / setup.pieces, "count": setup.pieces}
+        seconds = (time.perf_counter() - began) / setup.pieces
+        updates += setup.pieces
+        check(updates)
+        return {"seconds": seconds, "count": setup.pieces}
 
     serve({"go": turn}, WARM_UP)
     dist.destroy_process_group()

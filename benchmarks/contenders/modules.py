@@ -1,6 +1,5 @@
 """One of our workers: `optimizer.step()` of a torch script whose gradients are there. Args: SETUP ADDRESS RANK."""
 
-import os
 import sys
 import time
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 import psworker
+from benchmarks import product
 from benchmarks.contenders.exchange import WARM_UP, check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
@@ -30,7 +30,7 @@ def module(setup: Setup) -> nn.Module:
 
 def main(setup: Setup, address: str, rank: int) -> None:
     tune_malloc()
-    os.environ["PS_LANES"] = setup.lanes
+    product.configure(setup)
     torch.set_num_threads(1)
     model = module(setup)
     with psworker.connect(address, rank=rank, device="cpu") as job:

@@ -54,7 +54,7 @@ class Training:
     """Variables on the server, and a step that pushes and pulls all of them."""
 
     def __init__(self, setup: Setup, cluster: Cluster) -> None:
-        import tensorflow as tf  # type: ignore[import-untyped]
+        import tensorflow as tf
 
         self._tf, self._setup, self._updates = tf, setup, 0
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster), rpc_layer="grpc")

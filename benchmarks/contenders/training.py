@@ -4,8 +4,6 @@ Words: "go", steps as a script makes them; "compute", the same without the optim
 """
 
 import hashlib
-import inspect
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import psworker
+from benchmarks import product
 from benchmarks.contenders.modules import OPTIMIZERS
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
@@ -23,7 +22,6 @@ from pscommon.malloc import tune_malloc
 from psworker.job import Job
 from psworker.stats import PHASES
 
-HAS_OVERLAP = "overlap" in inspect.signature(Job.optimizer).parameters
 DEPTH = 8
 RATE = 1e-3
 
@@ -41,9 +39,8 @@ class Training:
     def __init__(self, setup: Setup, job: Job) -> None:
         self._setup, self._job = setup, job
         self._model = network(setup.nbytes)
-        more: dict[str, Any] = {"overlap": True} if setup.overlap else {}
         optimizer = OPTIMIZERS[setup.optimizer](self._model.parameters(), lr=RATE)
-        self._optimizer = job.optimizer(optimizer, self._model, **more)
+        self._optimizer = job.optimizer(optimizer, self._model, overlap=setup.overlap)
         width = next(self._model.parameters()).shape[1]
         # one item of the data set is a whole batch: putting rows together is not what is measured
         data = torch.randn(4, setup.batch, width, generator=torch.Generator().manual_seed(1))
@@ -88,8 +85,7 @@ class Training:
 
     def _digest(self) -> float:
         """48 bits of a hash: as many as a JSON number holds exactly."""
-        if HAS_OVERLAP:
-            self._job.wait()
+        self._job.wait()
         found = hashlib.sha256()
         for parameter in self._model.parameters():
             found.update(parameter.detach().numpy().data)
@@ -98,7 +94,7 @@ class Training:
 
 def main(setup: Setup, address: str, rank: int) -> None:
     tune_malloc()
-    os.environ["PS_LANES"] = setup.lanes
+    product.configure(setup)
     torch.set_num_threads(1)
     with psworker.connect(address, rank=rank, device="cpu") as job:
         training = Training(setup, job)

@@ -1,6 +1,5 @@
 """The contenders by name, and how each is started. Bars and plots call them by these names."""
 
-from benchmarks import product
 from benchmarks.rounds import Entry
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
@@ -14,7 +13,6 @@ GLOO_ADAM = "gloo all_reduce + fused Adam, 2 processes"
 COPY = "memcpy + SGD + memcpy, 2 processes"
 RPC = "torch.distributed.rpc"
 TENSORFLOW = "TensorFlow ParameterServerStrategy"
-NO_LANES = "this version has only the gRPC lane"
 
 
 def ours(lane: str, what: str = "") -> str:
@@ -46,11 +44,6 @@ def tensorflow(scale: Scale, setup: Setup, word: str) -> list[Entry]:
 
 def no_tensorflow(scale: Scale) -> dict[str, str]:
     return {} if scale.tensorflow else {TENSORFLOW: scale.no_tensorflow}
-
-
-def no_lanes(*names: str) -> dict[str, str]:
-    """Who is missing where the client knows no lanes."""
-    return {} if product.HAS_LANES else dict.fromkeys(names, NO_LANES)
 
 
 def command(module: str, *args: str) -> Command:

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
-from benchmarks.works.entrants import job, no_lanes, team
+from benchmarks.works.entrants import job, team
 from benchmarks.works.work import Lineup, Work
 
 
@@ -18,7 +18,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         for lane in LANES
         for workers in scale.growth
     ]
-    return Lineup(entries, no_lanes(*(team("shm", workers) for workers in scale.growth)))
+    return Lineup(entries)
 
 
 WORK = Work(

@@ -5,10 +5,12 @@ from contextlib import ExitStack
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
-from benchmarks.works.entrants import job, no_lanes, ours
+from benchmarks.works.entrants import job, ours
 from benchmarks.works.work import Lineup, Work
 
 ADAM_STATES = 2
+MANY = ours("grpc", "many clients")
+"""The crowd's name."""
 
 
 def steps(scale: Scale, resources: ExitStack) -> Lineup:
@@ -16,12 +18,12 @@ def steps(scale: Scale, resources: ExitStack) -> Lineup:
         return Setup(scale.held, optimizer="adam", lanes=lane, pieces=scale.held_steps, in_flight=scale.in_flight)
 
     entries = [job(ours(lane), setup(lane)) for lane in LANES]
-    return Lineup(entries, no_lanes(ours("shm")), facts(scale))
+    return Lineup(entries, facts=facts(scale))
 
 
 def crowd(scale: Scale, resources: ExitStack) -> Lineup:
     setup = Setup(scale.held, optimizer="adam", policy="async", clients=scale.crowd, in_flight=scale.in_flight)
-    return Lineup([job(ours("grpc"), setup, "crowd")], {}, facts(scale), scale.crowd_rounds)
+    return Lineup([job(MANY, setup, "crowd")], facts=facts(scale), rounds=scale.crowd_rounds)
 
 
 def facts(scale: Scale) -> dict[str, float]:

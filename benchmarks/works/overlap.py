@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 
 from benchmarks import link
-from benchmarks.contenders.training import HAS_OVERLAP
 from benchmarks.rounds import Entry
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
@@ -22,17 +21,15 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     ends = resources.enter_context(link.SlowLink(scale.link_megabits))
     batch = balanced(Setup(scale.linked, pieces=scale.linked_steps, batch=FIRST_BATCH), ends)
     setup = Setup(scale.linked, pieces=scale.linked_steps, batch=batch)
+    overlapped = Setup(scale.linked, pieces=scale.linked_steps, batch=batch, overlap=True)
     entries = [
         Entry(COMPUTE, distant(setup, ends), "compute"),
         Entry(TRANSFER, distant(setup, ends), "transfer"),
         # a process of its own: the transfers change the weights of theirs, and this one's are compared
         Entry(PLAIN, distant(setup, ends), own=PLAIN),
+        Entry(OVERLAPPED, distant(overlapped, ends)),
     ]
-    facts = {"batch": float(batch)}
-    if not HAS_OVERLAP:
-        return Lineup(entries, {OVERLAPPED: "this version has no overlap"}, facts)
-    overlapped = Setup(scale.linked, pieces=scale.linked_steps, batch=batch, overlap=True)
-    return Lineup([*entries, Entry(OVERLAPPED, distant(overlapped, ends))], {}, facts)
+    return Lineup(entries, {}, {"batch": float(batch)})
 
 
 def balanced(setup: Setup, ends: link.SlowLink) -> int:

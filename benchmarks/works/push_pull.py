@@ -11,7 +11,6 @@ from benchmarks.works.entrants import (
     RPC,
     STREAM,
     job,
-    no_lanes,
     no_tensorflow,
     ours,
     peer,
@@ -31,7 +30,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         peer(RPC, "torch_rpc", setup),
         *tensorflow(scale, setup, "worker"),
     ]
-    return Lineup(entries, no_tensorflow(scale) | no_lanes(ours("shm"), ours("shm", "arrays")))
+    return Lineup(entries, no_tensorflow(scale))
 
 
 WORK = Work(

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
 from benchmarks.setup import MEGABYTE, Setup
-from benchmarks.works.entrants import GLOO, STREAM, job, no_lanes, ours, peer
+from benchmarks.works.entrants import GLOO, STREAM, job, ours, peer
 from benchmarks.works.work import Lineup, Work
 
 TURN_BYTES = 100 * MEGABYTE
@@ -29,7 +29,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
             peer(sized(STREAM, nbytes), "grpc_stream", setup),
             peer(sized(GLOO, nbytes), "gloo", setup, "reduce"),
         ]
-    return Lineup(entries, no_lanes(*(sized(ours("shm"), nbytes) for nbytes in scale.sizes)))
+    return Lineup(entries)
 
 
 WORK = Work(

@@ -9,7 +9,6 @@ from benchmarks.works.entrants import (
     CALL,
     EMPTY_CALL,
     job,
-    no_lanes,
     no_tensorflow,
     ours,
     peer,
@@ -28,7 +27,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         peer(EMPTY_CALL, "grpc_unary", setup("grpc"), word="empty"),
         *tensorflow(scale, setup("grpc"), "coordinator"),
     ]
-    return Lineup(entries, no_tensorflow(scale) | no_lanes(ours("shm")))
+    return Lineup(entries, no_tensorflow(scale))
 
 
 WORK = Work(

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
-from benchmarks.works.entrants import no_lanes, ours, peer
+from benchmarks.works.entrants import ours, peer
 from benchmarks.works.work import Lineup, Work
 
 
@@ -20,7 +20,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         for lane in LANES
         for word in ("idle", "busy")
     ]
-    return Lineup(entries, no_lanes(ours("shm", "idle server"), ours("shm", "busy server")))
+    return Lineup(entries)
 
 
 WORK = Work(

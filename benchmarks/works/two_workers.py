@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
-from benchmarks.works.entrants import GLOO_ADAM, job, no_lanes, ours, peer
+from benchmarks.works.entrants import GLOO_ADAM, job, ours, peer
 from benchmarks.works.work import Lineup, Work
 
 
@@ -15,7 +15,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
     entries = [job(ours(lane), setup(lane)) for lane in LANES]
     entries.append(peer(GLOO_ADAM, "gloo", setup("grpc"), "adam"))
-    return Lineup(entries, no_lanes(ours("shm")))
+    return Lineup(entries)
 
 
 WORK = Work(

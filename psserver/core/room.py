@@ -23,6 +23,6 @@ def check_room(coordinator: Coordinator, worker: int, nbytes: int, in_flight: in
     needed = workers * nbytes
     if needed > in_flight:
         raise InvalidRequestError(
-            f"a round of {workers} workers has {needed} bytes in flight on a server, more than --in-flight {in_flight}: "
+            f"a round of {workers} workers has {needed} bytes in flight on a server, over --in-flight {in_flight}: "
             f"start the servers with --in-flight {needed}, or more servers, or fewer workers"
         )

@@ -73,6 +73,17 @@ def test_prometheus_scrapes_every_container() -> None:
     assert f"http://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
 
 
+def test_shared_memory_is_laid_over_all_four_services() -> None:
+    """One owner, whom the others join and wait for; the memory can be made larger."""
+    overlay = (DEPLOY / "docker-compose.shm.yml").read_text()
+    found = dict(re.findall(r"^  ([\w-]+):\n    ipc: (\S+)$", overlay, re.M))
+    joined = ("server-1", "worker-0", "worker-1")
+
+    assert found == {"server-0": "shareable", **dict.fromkeys(joined, "service:server-0")}
+    assert re.search(r"^  server-0:\n    ipc: .*\n    shm_size: \${SHM_SIZE:-\w+}$", overlay, re.M)
+    assert all("depends_on: [server-0" in text for text in (overlay, COMPOSE))
+
+
 def test_processes_in_the_image_are_nobody() -> None:
     """No root at run time, and signals reach the command itself."""
     runtime = DOCKERFILE.partition(" AS runtime")[2]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError
+from psproto.v1 import coordinator_pb2 as co
 from psworker import Client, OptimizerSpec
 from psworker.flow import ClientFlow
 from psworker.results import PushResult
@@ -17,8 +18,8 @@ from tests.e2e.workers import connected, count, counted, counter, until, weights
 
 Make = Callable[..., Cluster]
 
-PARAMS = {"w": np.ones((900, 401), np.float32), "bias": np.ones(301), "half": np.ones(77, np.float16)}
-BUFFERS = {"mean": np.zeros(130, np.float32)}
+PARAMS: dict[str, Any] = {"w": np.ones((900, 401), np.float32), "bias": np.ones(301), "half": np.ones(77, np.float16)}
+BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32)}
 STEPS = 12
 LANES = pytest.mark.parametrize("lanes", ["grpc", "shm"])
 
@@ -82,19 +83,19 @@ def outcome(result: PushResult) -> tuple[Any, ...]:
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:
     """After every step, on the worker, and at the end on the servers, bit for bit."""
-    with registered(cluster(shards).address, lanes="grpc") as whole:
-        with registered(cluster(shards).address, lanes=lanes) as pieces:
-            for number in range(STEPS):
-                step = draw(whole, number)
-                expected, weights = bytearray(step.tape), whole.tapes()[1]
-                result = whole.exchange(
-                    gradients=memoryview(expected), weights=weights, absent=step.absent, samples=step.samples
-                )
+    addresses = [cluster(shards).address for _ in range(2)]
+    with registered(addresses[0], lanes="grpc") as whole, registered(addresses[1], lanes=lanes) as pieces:
+        for number in range(STEPS):
+            step = draw(whole, number)
+            expected, weights = bytearray(step.tape), whole.tapes()[1]
+            result = whole.exchange(
+                gradients=memoryview(expected), weights=weights, absent=step.absent, samples=step.samples
+            )
 
-                assert outcome(flowed(pieces, step)) == outcome(result)
-                assert bytes(pieces.tapes()[1]) == bytes(weights), f"step {number}"
-                assert (pieces.version, whole.version) == (number + 1, number + 1)
-            found, wanted = weights_of(pieces.addresses[0]), weights_of(whole.addresses[0])
+            assert outcome(flowed(pieces, step)) == outcome(result)
+            assert bytes(pieces.tapes()[1]) == bytes(weights), f"step {number}"
+            assert (pieces.version, whole.version) == (number + 1, number + 1)
+        found, wanted = weights_of(pieces.addresses[0]), weights_of(whole.addresses[0])
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -147,7 +148,7 @@ def test_no_second_push_while_one_is_open(lanes: Any, cluster: Make) -> None:
             flow.wait(0, 1)
         with pytest.raises(InvalidRequestError, match="samples=0 < 1"):
             flow.finish(samples=0)
-        with pytest.raises(InvalidRequestError, match="tensor 9 cannot be absent|list index") as caught:
+        with pytest.raises(InvalidRequestError, match="tensor 9 cannot be absent") as caught:
             flow.finish(absent=[9])
         assert caught.value.reason == "UNKNOWN_TENSOR"
         assert flow.finish().status == "applied"
@@ -179,22 +180,13 @@ def test_worker_that_is_out_of_the_job_hears_of_it_at_finish(lanes: Any, cluster
     made = cluster(2, policy="async")
     with counter(made.address, lanes=lanes) as client, counter(made.address) as other:
         flow = client.begin()
-        client._connection._heartbeat.stop()  # type: ignore[union-attr]
-        hub = made.servers[0].hub
-        assert hub is not None
-        client._connection.lane.leave(_leaving(client), 5.0)
+        client._connection.lane.leave(co.LeaveRequest(job=client.job, worker=client.worker), 5.0)
         with pytest.raises(FencedError):
             flow.finish()
         flow.close()
         count(other)
 
         assert counted(other.pull()) == 1
-
-
-def _leaving(client: Client) -> Any:
-    from psproto.v1 import coordinator_pb2 as co
-
-    return co.LeaveRequest(job=client.job, worker=client.worker)
 
 
 @LANES

@@ -1,34 +1,36 @@
 """Shared memory and gRPC move the same bytes: which of them is taken, what it says, and that nobody sees a mixture."""
 
 import logging
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.log import PushKey
 from pscommon.weights import weights_sha256
 from psserver.app import Server
 from psworker import Client, OptimizerSpec, WaitTimeoutError
 from tests.e2e.conftest import Cluster
-from tests.e2e.workers import connected, count, counted, counter, together, until, weights_of
+from tests.e2e.workers import ONES, connected, count, counted, counter, together, until, weights_of
 
 Make = Callable[..., Cluster]
 Step = Callable[[Client, dict[str, Any]], object]
 
 STEPS = 20
-PARAMS = {"w": np.ones((700, 500), np.float32), "bias": np.ones(301), "half": np.ones(77, np.float16)}
-BUFFERS = {"mean": np.zeros(130, np.float32), "batches": np.zeros((), np.int64)}
+PARAMS: dict[str, Any] = {"w": np.ones((700, 500), np.float32), "bias": np.ones(301), "half": np.ones(77, np.float16)}
+BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32), "batches": np.zeros((), np.int64)}
 FROZEN = {"mask": np.arange(900, dtype=np.int32)}
 SHARED = "tensors move through shared memory to shards"
 TRAVEL = "tensors move over gRPC, not shared memory"
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What workers have logged about lanes."""
     caplog.set_level(logging.INFO, "psworker")
     return lambda: [record.getMessage() for record in caplog.records if "tensors move" in record.getMessage()]
@@ -211,9 +213,8 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
     made = cluster(2, policy="async")
     start = {"w": np.zeros(size, np.float32)}
 
-    def push(client: Client) -> None:
-        for _ in range(pushes):
-            client.push({"w": np.ones(size, np.float32)})
+    def push(client: Client) -> set[float]:
+        return {client.push({"w": np.ones(size, np.float32)}).version for _ in range(pushes)}
 
     def look(client: Client) -> set[float]:
         seen: set[float] = set()
@@ -228,7 +229,7 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
         for client in (first, second):
             client.register(start, OptimizerSpec("sgd", lr=1.0))
         border = first.plan.range(0, "trainable").nbytes // 4
-        _, seen = together(lambda: push(first), lambda: look(second))  # type: ignore[func-returns-value]
+        _, seen = together(lambda: push(first), lambda: look(second))
     assert len(seen) > 3, "the reader came too late to see anything"
 
 
@@ -272,32 +273,69 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
         assert counted(weights_of(made.address)) == 1
 
 
-def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(cluster: Make) -> None:
+def given_up(client: Client, servers: list[Server]) -> None:
+    """Ctrl-C, once the push is staged."""
+
+    def interrupt() -> None:
+        until(lambda: all(server.engine.make_report().staged for server in servers), "the push is staged")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            client.exchange(gradients=client.tapes()[0], weights=client.tapes()[1])
+    finally:
+        thread.join()
+
+
+def timed_out(client: Client, servers: list[Server]) -> None:
+    with pytest.raises(WaitTimeoutError):
+        client.exchange(gradients=client.tapes()[0], weights=client.tapes()[1])
+
+
+@pytest.mark.parametrize("ended", [timed_out, given_up])
+def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
+    ended: Callable[[Client, list[Server]], None], cluster: Make
+) -> None:
     """Nobody waits for the first push any more when the second worker makes the round complete. It counts as it was
     when it was sent, and its weights are written where nobody looks."""
     made = cluster(2, min_workers=2)
+    timeout = 1.0 if ended is timed_out else 30.0
     clients = together(
-        lambda: counter(made.address, 0, wait_timeout=1.0), lambda: counter(made.address, 1, wait_timeout=30.0)
+        lambda: counter(made.address, 0, wait_timeout=timeout, lanes="shm"), lambda: counter(made.address, 1)
     )
-    with clients[0] as patient, clients[1] as late:
-        tape, weights = patient.tapes()
+    with clients[0] as client, clients[1] as late:
+        tape, weights = client.tapes()
         numbers = np.frombuffer(tape, np.float32)
         numbers[:] = 1.0
-        with pytest.raises(WaitTimeoutError):
-            patient.exchange(gradients=tape, weights=weights)
+        ended(client, made.servers)
         numbers[:], weights[:] = 77.0, bytes([7]) * weights.nbytes
-
         count(late)
-        staged = [server.engine.outcome(PushKey(patient.worker, 1)) for server in made.servers]
+        outcomes = [server.engine.outcome(PushKey(client.worker, 1)) for server in made.servers]
 
-        assert [outcome and outcome.status for outcome in staged] == ["applied", "applied"]
+        assert [outcome and outcome.status for outcome in outcomes] == ["applied", "applied"]
         assert counted(late.pull()) == 1
         assert (numbers == 77).all()
         assert bytes(weights) == bytes([7]) * weights.nbytes
 
         numbers[:] = 5.0  # with the other's 1, a mean of 3
-        together(lambda: patient.exchange(gradients=tape, weights=weights), lambda: count(late))  # type: ignore[arg-type]
+        together(lambda: str(client.exchange(gradients=tape, weights=weights)), lambda: str(late.push(ONES)))
         assert counted(late.pull()) == 4
-        assert [memory_number(server, patient.worker) for server in made.servers] == [2, 2]
+        assert [memory_number(server, client.worker) for server in made.servers] == [2, 2]
         assert (np.frombuffer(weights, np.float32)[:120] == -4).all()
         until(lambda: all(server.engine.budget.used == 0 for server in made.servers), "everything is given back")
+
+
+def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
+    made = cluster(2)
+    with counter(made.address, lanes="shm", connect_timeout=1.0) as client:
+        memories = [server.engine.memories._tapes[client.worker].gradients for server in made.servers]
+        made.close()
+        with pytest.raises(UnreachableError):
+            count(client)
+        client.tapes()[0][0] = 200
+        memories[1][1] = 201
+
+        assert memories[0][0] != 200
+        assert client.tapes()[0][1] != 201

@@ -81,7 +81,7 @@ def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> Non
         optimizer = job.optimizer(adam(model), model, overlap=mode == "overlap", pipeline=mode == "pipeline")
         job.enter("compute")
         began = time.perf_counter()
-        for number in range(STEPS):
+        for number in range(5 * STEPS):
             backward(model, job.rank, number)
             optimizer.step()
             optimizer.zero_grad()
@@ -95,7 +95,8 @@ def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> Non
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, lanes: str) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes: str) -> None:
     """In the median of some pushes of 16 MB: a moment's delay outside of the exchange is none of its business."""
 
     def script(job: Job) -> float:
@@ -108,7 +109,7 @@ def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, lanes: str) -> None
             shares.append(sum(result.seconds.values()) / (time.perf_counter() - began))
         return median(shares)
 
-    for share in real(cluster(1, min_workers=2, lanes=lanes).address, 2, script):
+    for share in real(cluster(shards, min_workers=2, lanes=lanes).address, 2, script):
         assert share == pytest.approx(1.0, rel=0.05)
 
 
@@ -195,3 +196,59 @@ def test_a_pipeline_under_sync_is_refused(cluster: Make) -> None:
             job.optimizer(adam(model), model, pipeline=True)
 
     real(cluster(1).address, 1, script)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("where", ["in forward", "after backward", "after step"])
+def test_others_go_on_when_a_worker_fails_in_the_middle(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str, where: str
+) -> None:
+    """Its push has begun, or its weights are still coming; it leaves, and the other one's steps count alone."""
+    monkeypatch.setattr(overlap, "BUCKET_BYTES", 1024)
+
+    def fail(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        backward(model, 1, 2)
+        if where != "after backward":
+            optimizer.step()
+        if where == "in forward":
+            model[0](torch.zeros(2, 6))  # type: ignore[operator]
+        raise ZeroDivisionError
+
+    def script(job: Job) -> int:
+        model = net()
+        optimizer = job.optimizer(adam(model), model, overlap=True)
+        for number in range(STEPS):
+            if number == 2 and job.rank == 1:
+                with pytest.raises(ZeroDivisionError), job:
+                    fail(model, optimizer)
+                return job.version
+            backward(model, job.rank, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        return job.version
+
+    versions = real(cluster(2, min_workers=2, lanes=lanes).address, 2, script)
+
+    assert versions[0] == STEPS
+    assert versions[1] == (2 if where == "after backward" else 3)
+
+
+def test_a_nan_stops_the_worker_and_not_the_model(cluster: Make) -> None:
+    """The push is refused on every shard; the next step is the first again."""
+
+    def script(job: Job) -> tuple[bool, int]:
+        model = net()
+        optimizer = job.optimizer(adam(model), model, overlap=True)
+        before = state(model)
+        backward(model, 0, 0)
+        next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+        parameters = dict(model.named_parameters())
+        same = all(torch.equal(before[name], parameters[name]) for name in parameters)
+        optimizer.zero_grad()
+        backward(model, 0, 1)
+        optimizer.step()
+        return same, job.version
+
+    assert real(cluster(2).address, 1, script) == [(True, 1)]

@@ -1,6 +1,7 @@
 """Each setting of ps-server changes what a server does."""
 
 import json
+import platform
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 
 from pscommon import options
-from pscommon.core.errors import WaitTimeoutError
+from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
+from pscommon.memory import usable_memory
 from pscommon.snapshot import Snapshots
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
+from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
 from tests.e2e.seen import Seen
@@ -248,6 +251,39 @@ def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int)
 # ---- this process ---------------------------------------------------------------------------------------------------
 
 
+@seen("lanes")
+@pytest.mark.parametrize(
+    ("flags", "grpc", "shm"),
+    [([], "taken", "taken"), (["--lanes", "grpc"], "taken", "refused"), (["--lanes", "shm"], "refused", "taken")],
+)
+def test_lanes(serve: Serve, flags: list[object], grpc: str, shm: str) -> None:
+    """Pushes of a worker that has one lane only."""
+    for lanes, expected in (("grpc", grpc), ("shm", shm)):
+        assert trained(serve(*flags).address, lanes=lanes) == expected
+
+
+def trained(address: str, **options: Any) -> str:
+    try:
+        with counter(address, **options) as client:
+            count(client)
+    except InvalidRequestError as error:
+        return "refused" if "--lanes" in str(error) or "--in-flight" in str(error) else str(error)
+    return "taken"
+
+
+@seen("in_flight")
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], "taken"), (["--in-flight", 960], "taken"), (["--in-flight", 959], "refused")]
+)
+def test_in_flight(serve: Serve, flags: list[object], expected: str) -> None:
+    """A push of the counters' two tensors has 512 and 448 bytes."""
+    assert trained(serve(*flags).address) == expected
+
+
+def test_half_of_the_memory_may_be_in_flight(serve: Serve) -> None:
+    assert serve().engine.budget.limit == usable_memory() // 2
+
+
 @seen("metrics_bind")
 def test_metrics_bind(serve: Serve) -> None:
     address = f"127.0.0.1:{free_port()}"
@@ -256,13 +292,15 @@ def test_metrics_bind(serve: Serve) -> None:
     assert get(address, "/livez").status == 200
 
 
-# ps-server, and at its end what became of torch
-SERVER = """
+# ps-server, and at its end what became of torch and malloc
+SERVER = f"""
+{MAPPED}
 import sys
 from psserver import cli
 code = cli.main(sys.argv[1:])
 import torch
 print("threads", torch.get_num_threads())
+print("mapped", mapped())
 sys.exit(code)
 """
 
@@ -272,7 +310,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
     """Two servers that differ in what only a process of its own has; each has lost a worker, and has ended."""
     variants = {
         "text": ("--threads", 3, "--log-format", "text"),
-        "json": ("--log-level", "warning", "--log-format", "json"),
+        "json": ("--log-level", "warning", "--log-format", "json", "--malloc", "system"),
     }
     with programs_in(tmp_path_factory.mktemp("servers")) as programs:
         started = []
@@ -292,7 +330,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
 
 @seen("threads")
 def test_threads(two: tuple[Program, Program]) -> None:
-    assert [server.out for server in two] == ["threads 3\n", "threads 1\n"]
+    assert [server.out.splitlines()[0] for server in two] == ["threads 3", "threads 1"]
+
+
+@seen("malloc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_malloc(two: tuple[Program, Program]) -> None:
+    assert [server.out.splitlines()[1] for server in two] == ["mapped False", "mapped True"]
 
 
 @seen("log_level")

@@ -13,6 +13,7 @@ import psworker
 from pscommon.snapshot import Snapshots
 from psworker import Client
 from tests.e2e.conftest import Cluster
+from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, Programs, programs_in
 from tests.e2e.seen import Seen
 from tests.ports import free_ports
@@ -20,7 +21,9 @@ from tests.ports import free_ports
 seen = Seen("run")
 
 # Tells what it sees of the job, then trains a little.
-SCRIPT = """
+SCRIPT = (
+    MAPPED
+    + """
 import json, os, sys, urllib.request
 import numpy as np, torch, psworker
 from contextlib import closing
@@ -28,17 +31,30 @@ from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
+TOLD = ("PS_DEVICE", "PS_CONNECT_TIMEOUT", "PS_LANES", "PS_OVERLAP")
+
+def second():
+    "Is there room in flight for another worker?"
+    try:
+        with psworker.Client() as client:
+            client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
+    except psworker.PSError as error:
+        return "--in-flight" not in str(error)
+    return True
+
 with psworker.Client() as client:
     client.register({"w": np.zeros(100)}, psworker.OptimizerSpec("sgd", lr=1.0))
     with closing(open_channel(client.addresses[0])) as channel:
         joined = CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
     alive = [urllib.request.urlopen(f"http://{address}/livez", timeout=20).status for address in sys.argv[1:]]
-    environment = {name: os.environ.get(name) for name in ("PS_DEVICE", "PS_CONNECT_TIMEOUT")}
+    environment = {name: os.environ.get(name) for name in TOLD}
+    environment |= {"mapped": mapped(), "second": second()}
     told = {"threads": torch.get_num_threads(), "lease": joined.lease_ms, "alive": alive, **environment}
     print(json.dumps({**client.status(), **told}))
     for _ in range(4):
         client.push({"w": np.ones(100)})
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +73,7 @@ def chosen(programs: Programs) -> Program:
         "--servers 2 --workers 1 --summary s.json --log-dir logs --policy ssp --staleness 3 --max-staleness 9 "
         "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 "
         f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} "
-        "--log-level warning --log-format json"
+        "--log-level warning --log-format json --lanes grpc --overlap on --malloc system --in-flight 448"
     )
     return done(programs.run("ps-run", *line.split(), "train.py", *metrics))
 
@@ -106,6 +122,10 @@ TOLD: dict[str, tuple[str, Any, Any]] = {
     "connect_timeout": ("PS_CONNECT_TIMEOUT", "33.0", "60.0"),
     "device": ("PS_DEVICE", "cpu", None),
     "threads": ("threads", 2, 1),
+    "lanes": ("PS_LANES", "grpc", "auto"),
+    "overlap": ("PS_OVERLAP", "1", "0"),
+    "malloc": ("mapped", True, False),
+    "in_flight": ("second", False, True),  # a push has 832 bytes, at most 448 on one of two servers
     "metrics_bind": ("alive", [200, 200, 200], []),
 }
 

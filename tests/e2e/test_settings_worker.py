@@ -2,35 +2,41 @@
 
 import json
 import os
+import platform
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import psworker
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from psworker import cli
 from tests.e2e.conftest import Cluster
+from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, Programs, programs_in
 from tests.e2e.seen import Seen
-from tests.e2e.workers import status
+from tests.e2e.workers import ONES, status, until
 
 Make = Callable[..., Cluster]
 Told = Callable[..., None]
 
 seen = Seen("worker")
 
+ZEROS = {name: np.zeros_like(one) for name, one in ONES.items()}
+
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     """told(flags ...): from now on this process is told what ps-worker tells its script with these flags."""
-    known = [name for name in os.environ if name.startswith("PS_")]
-    for name in known:
-        monkeypatch.delenv(name)
 
     def tell(*flags: object) -> None:
+        for name in [name for name in os.environ if name.startswith("PS_")]:
+            monkeypatch.delenv(name)
         environment: dict[str, str] = {}
         with cli.COMMAND.make_context("ps-worker", [*map(str, flags), "train.py"]) as ctx:
             cli.export(ctx.params, environment)
@@ -93,18 +99,53 @@ def test_connect_timeout(told: Told) -> None:
     assert time.monotonic() - began < 10
 
 
+@seen("lanes")
+@pytest.mark.parametrize(("flags", "refused"), [([], ""), (["--lanes", "grpc"], "shm"), (["--lanes", "shm"], "grpc")])
+def test_lanes(cluster: Make, told: Told, flags: list[object], refused: str) -> None:
+    """Which of the servers that have one lane only a worker cannot train with."""
+    for lanes in ("grpc", "shm"):
+        told("--ps", cluster(1, lanes=lanes).address, *flags)
+        expected = pytest.raises(InvalidRequestError, match="--lanes shm") if lanes == refused else nullcontext()
+        with psworker.Client() as client, expected:
+            client.register(ZEROS, psworker.OptimizerSpec("sgd", lr=1.0))
+            assert client.push(ONES).status == "applied"
+
+
+@seen("overlap")
+@pytest.mark.parametrize(("flags", "early"), [([], False), (["--overlap", "off"], False), (["--overlap", "on"], True)])
+def test_overlap(cluster: Make, told: Told, flags: list[object], early: bool) -> None:
+    """Does a push begin before step()? Over gRPC one that is under way takes room."""
+    servers = cluster(1, lanes="grpc")
+    budget = servers.servers[0].engine.budget
+    told("--ps", servers.address, "--device", "cpu", *flags)
+    with psworker.connect() as job:
+        model = torch.nn.Linear(10, 10)
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for _ in range(2):
+            model(torch.ones(10)).sum().backward()
+            if early:
+                until(lambda: budget.used > 0, "a push under way")
+            assert budget.used == (512 if early else 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        job.wait()
+
+
 # ---- what only a process of its own has -----------------------------------------------------------------------------
 
-SCRIPT = """
+SCRIPT = (
+    MAPPED
+    + """
 import json, logging, sys, urllib.request, torch
 log = logging.getLogger("script")
 log.debug("a detail")
 log.warning("a warning")
-found = {"threads": torch.get_num_threads(), "alive": None}
+found = {"threads": torch.get_num_threads(), "alive": None, "mapped": mapped()}
 if len(sys.argv) > 1:
     found["alive"] = urllib.request.urlopen(f"http://{sys.argv[1]}/livez", timeout=20).read().decode()
 print(json.dumps(found))
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +157,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
     with programs_in(tmp_path_factory.mktemp("workers")) as programs:
         programs.script(SCRIPT)
         first = local(programs, *text, "train.py", address)
-        second = local(programs, "--threads", 1, "--log-level", "warning", "--log-format", "json", "train.py")
+        json_log = ("--log-level", "warning", "--log-format", "json")
+        second = local(programs, "--threads", 1, "--malloc", "system", *json_log, "train.py")
         assert (first.wait(), second.wait()) == (0, 0), first.said + second.said
         yield first, second
 
@@ -133,6 +175,12 @@ def found(program: Program) -> dict[str, Any]:
 @seen("threads")
 def test_threads(two: tuple[Program, Program]) -> None:
     assert [found(worker)["threads"] for worker in two] == [3, 1]
+
+
+@seen("malloc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_malloc(two: tuple[Program, Program]) -> None:
+    assert [found(worker)["mapped"] for worker in two] == [False, True]
 
 
 @seen("metrics_bind")

@@ -161,7 +161,7 @@ def test_what_a_script_did_to_its_weights_is_replaced_where_the_job_has_changed(
 def test_after_an_error_everything_comes(cluster: Make, lanes: Any) -> None:
     """Nobody knows then what the worker has."""
     servers = cluster(2, min_workers=2)
-    with joined(servers.address, lanes=lanes, wait_timeout=0.3) as one, joined(servers.address, lanes=lanes) as other:
+    with joined(servers.address, lanes=lanes) as other, joined(servers.address, lanes=lanes, wait_timeout=0.3) as one:
         with pytest.raises(WaitTimeoutError):
             one.push_pull(ones("a"))
         for array in one.weights.values():

@@ -10,7 +10,9 @@ import pytest
 from pscommon import options, values
 from pscommon.config import Option, given, pick, run_command, sources
 from pscommon.core.errors import MismatchError, TakenError
+from pscommon.memory import usable_memory
 from pscommon.values import Shard, SnapshotEvery
+from psserver.config import ServerConfig
 
 ALL = [(table, option) for table, members in options.TABLES.items() for option in members]
 
@@ -270,6 +272,13 @@ BAD_VALUES = [
     ("worker", "--ps", ",", "no address"),
     ("worker", "--ps", "a:1,b", "is not HOST:PORT"),
     ("worker", "--device", "gpu", "auto, cpu, cuda"),
+    ("server", "--in-flight", "0", "is not a number of bytes"),
+    ("server", "--in-flight", "lots", "is not a number of bytes"),
+    ("server", "--lanes", "udp", "'auto', 'grpc', 'shm'"),
+    ("server", "--malloc", "jemalloc", "'tuned', 'system'"),
+    ("worker", "--lanes", "udp", "'auto', 'grpc', 'shm'"),
+    ("worker", "--overlap", "yes", "'off', 'on'"),
+    ("run", "--in-flight", "-1", "is not a number of bytes"),
     ("run", "--workers", "0", "x>=1"),
     ("run", "--max-restarts", "-1", "x>=0"),
 ]
@@ -292,6 +301,33 @@ def test_values() -> None:
     assert values.addresses("a:1, b:2") == "a:1,b:2"
     assert values.listening("[::1]:0") == "[::1]:0"
     assert values.host_and_port("[::1]:80") == ("[::1]", 80)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", 1), ("500", 500), ("500B", 500), ("16MB", 16_000_000), ("16M", 16_000_000), ("2k", 2000),
+        ("2GiB", 2 << 30), ("2Gi", 2 << 30), ("1.5kiB", 1536), ("0.5 GB", 500_000_000), (".5kB", 500),
+        ("1TiB", 1 << 40), ("3TB", 3 * 10**12),
+    ],
+)  # fmt: skip
+def test_numbers_of_bytes(text: str, expected: int) -> None:
+    assert values.nbytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "0MB", "0.4", "-1", "MB", "1mb", "1KB", "1.2.3k", "1e9", "2 G B", "half"])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a number of bytes \(500MB, 2GiB\)"):
+        values.nbytes(text)
+
+
+def test_half_of_the_memory_is_in_flight_by_default() -> None:
+    limits = []
+    for line in ([], ["--in-flight", "3MB"]):
+        with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
+            limits.append(ServerConfig.from_settings(ctx.params).in_flight)
+
+    assert limits == [usable_memory() // 2, 3_000_000]
 
 
 COMMAND = options.command("server", "ps-server", help="Some help.", epilog="Examples: one")

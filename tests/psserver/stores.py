@@ -68,7 +68,7 @@ class Shards:
         tape = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
         for shard, store in enumerate(self.stores):
             wire = b"".join(store.read(everything=True).views())
-            for role in ("trainable", "buffer", "frozen"):
+            for role in ("buffer", "trainable", "frozen"):
                 span = self.plan.range(shard, role)
                 part, wire = wire[: span.nbytes], wire[span.nbytes :]
                 tape[span.start : span.stop] = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else 0

@@ -12,7 +12,8 @@ from pscommon.core.errors import InFlightError, InvalidRequestError
 from psserver.budget import TURN_SECONDS, Budget, Claim
 from tests.e2e.workers import together, until
 
-LONG = 30.0
+LONG = 100.0
+"""Seconds: more than `until` waits."""
 WORK = bytes(1 << 16)
 
 
@@ -46,7 +47,7 @@ class Crowd:
         self._budget.give(self.claims.pop(worker))
 
     def expect(self, *granted: int) -> None:
-        """These have room, in this order, and everybody else has looked and waits still."""
+        """These have got room, in this order, and nobody else."""
         until(lambda: len(self.granted) >= len(granted), f"{granted}")
         assert self.granted == list(granted)
 
@@ -54,13 +55,12 @@ class Crowd:
         """Everybody gets room, one after another."""
 
         def over() -> bool:
+            ended = not any(thread.is_alive() for thread in self._threads)
             for worker in list(self.claims):
                 self.give(worker)
-            return not self._budget.waiting
+            return ended
 
         until(over, "the end")
-        for thread in self._threads:
-            thread.join(LONG)
 
 
 @pytest.fixture
@@ -69,7 +69,9 @@ def ten() -> Budget:
 
 
 @pytest.fixture
-def crowd(ten: Budget) -> Iterator[Crowd]:
+def crowd(ten: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+    """Nobody in it looks by itself whether it is its turn: it has to be woken."""
+    monkeypatch.setattr("psserver.budget.TURN_SECONDS", LONG)
     crowd = Crowd(ten)
     yield crowd
     crowd.go()
@@ -138,6 +140,17 @@ def test_small_claims_do_not_pass_a_large_one(ten: Budget, crowd: Crowd) -> None
     until(lambda: len(crowd.granted) == 5, "the small ones")
 
 
+def test_all_that_fit_go_at_once(ten: Budget, crowd: Crowd) -> None:
+    full = ten.take(1, 10, LONG)
+    for worker in range(2, 9):
+        crowd.wait(worker, 2)
+    ten.give(full)
+    until(lambda: len(crowd.granted) == 5, "all that fit")
+
+    assert set(crowd.granted) == {2, 3, 4, 5, 6}  # their threads may note it in another order
+    assert (ten.used, ten.waiting) == (10, 2)
+
+
 def test_who_waits_too_long_is_told_what_was_full_and_lets_the_next_one_go(ten: Budget, crowd: Crowd) -> None:
     held = ten.take(1, 6, LONG)
     began = time.monotonic()
@@ -149,7 +162,7 @@ def test_who_waits_too_long_is_told_what_was_full_and_lets_the_next_one_go(ten: 
     assert caught.value.reason == "IN_FLIGHT"
     crowd.expect(9)
     assert crowd.refused == [8]
-    assert 0.5 <= time.monotonic() - began < 0.5 + TURN_SECONDS
+    assert time.monotonic() - began >= 0.5
     ten.give(held)
 
 
@@ -166,7 +179,8 @@ def test_what_can_never_fit_is_refused_at_once(ten: Budget) -> None:
     assert ten.take(2, 10, 0.0).nbytes == 10
 
 
-def test_a_caller_that_is_gone_leaves_the_queue(ten: Budget, crowd: Crowd) -> None:
+def test_a_caller_that_is_gone_leaves_the_queue(ten: Budget, crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psserver.budget.TURN_SECONDS", TURN_SECONDS)
     full, here = ten.take(1, 5, LONG), threading.Event()
     here.set()
     crowd.wait(2, 10, alive=here.is_set)

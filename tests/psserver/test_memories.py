@@ -10,6 +10,7 @@ import torch
 from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.model import OptimizerSpec
 from pscommon.shared_memory import Offer, Region
+from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.memories import Memories
 from psserver.store import Store
@@ -65,6 +66,15 @@ def test_a_server_without_the_lane_says_so(region: Region) -> None:
     assert "--lanes grpc" in memories.attach(asked(region.share()))
     with pytest.raises(UnreachableError):
         memories.tapes(header())
+
+
+@pytest.mark.parametrize(("lanes", "allowed"), [("grpc", True), ("auto", True), ("shm", False)])
+def test_a_server_for_shared_memory_takes_no_push_over_the_network(lanes: Lanes, allowed: bool) -> None:
+    if allowed:
+        Memories(lanes).check_wire()
+        return
+    with pytest.raises(InvalidRequestError, match="runs with --lanes shm"):
+        Memories(lanes).check_wire()
 
 
 @pytest.mark.parametrize("spoiled", ["name", "token", "nbytes"])

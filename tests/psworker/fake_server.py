@@ -10,12 +10,12 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
-from pscommon.core.errors import FencedError, MismatchError, UnreachableError
+from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError, UnreachableError
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
 from pscommon.wire import codec
 from pscommon.wire.channel import SERVER_OPTIONS
-from pscommon.wire.frames import Filler, add_parameter_server_to_server, chunks, decode_request, encode_header
+from pscommon.wire.frames import Filler, Frame, add_parameter_server_to_server, chunks, decode_request, encode_header
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -24,6 +24,10 @@ from psworker.parts import Move
 
 Hook = Callable[[], None]
 Key = tuple[int, int]
+
+
+def _nothing(number: int) -> None:
+    """No hook."""
 
 
 def lost() -> None:
@@ -35,6 +39,7 @@ class FakeCluster:
     """All servers of one job. `changed` guards the state; tests read it and set the switches below.
 
     before, after: by shard, hooks that are called when an Exchange begins and just before it is answered, once each.
+    incoming, outgoing: by shard, called before each data frame of an Exchange is taken or sent, with its number from 0.
     waits_for: not empty: pushes stay undecided, for this reason. joined: followers know shard 0 from the start.
     """
 
@@ -44,6 +49,8 @@ class FakeCluster:
         self.changed = threading.Condition()
         self.before: dict[int, deque[Hook]] = defaultdict(deque)
         self.after: dict[int, deque[Hook]] = defaultdict(deque)
+        self.incoming: dict[int, Callable[[int], None]] = {}
+        self.outgoing: dict[int, Callable[[int], None]] = {}
         self.control: dict[str, deque[Hook]] = defaultdict(deque)
         self.waits_for = ""
         self.stopping = False
@@ -207,12 +214,16 @@ class FakeServer(CoordinatorServiceServicer):
         return ps.IntroduceResponse()
 
     def Exchange(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        self.cluster.calls["Exchange"] += 1
         with answering(context):
             result, views = self._answer(frames)
             yield encode_header(result)
-            yield from chunks(views)
+            for number, frame in enumerate(chunks(views)):
+                self.cluster.outgoing.get(self.shard, _nothing)(number)
+                yield frame
 
     def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        self.cluster.calls["ExchangeOnce"] += 1
         with answering(context):
             result, views = self._answer(iter([request]))
             return encode_header(result, *views)
@@ -225,11 +236,32 @@ class FakeServer(CoordinatorServiceServicer):
         assert header is not None
         if hooks := self.cluster.before[self.shard]:
             hooks.popleft()()
-        data = b"".join([first, *(decode_request(raw).data for raw in requests)])
+        frames = self._counted(requests)
+        data = self._opened(header, frames) if header.open else b"".join([first, *(frame.data for frame in frames)])
         answer = self._exchanged(header, data)
         if hooks := self.cluster.after[self.shard]:
             hooks.popleft()()
         return answer
+
+    def _counted(self, requests: Iterator[bytes]) -> Iterator[Frame[ps.PushPullHeader]]:
+        for number, raw in enumerate(requests):
+            self.cluster.incoming.get(self.shard, _nothing)(number)
+            yield decode_request(raw)
+
+    def _opened(self, header: ps.PushPullHeader, frames: Iterator[Frame[ps.PushPullHeader]]) -> bytes:
+        """A push that comes in pieces, as if it had come whole; what is missing is not a number."""
+        plan = self.cluster.plan
+        assert plan is not None
+        held = plan.range(self.shard, "trainable"), plan.range(self.shard, "buffer")
+        tape = bytearray(b"\xff" * plan.nbytes)
+        for frame in frames:
+            start = held[0].start if frame.offset < held[0].nbytes else held[1].start - held[0].nbytes
+            tape[start + frame.offset : start + frame.offset + frame.data.nbytes] = frame.data
+            if frame.header is not None:
+                header.MergeFrom(frame.header)
+                move = Move(plan, memoryview(tape), None, frozenset(header.absent))
+                return b"".join(move.sent(self.shard))
+        raise InvalidRequestError("the push ended without the header that closes it")
 
     def _exchanged(self, header: ps.PushPullHeader, data: bytes) -> tuple[ps.ExchangeResult, list[memoryview]]:
         cluster, key = self.cluster, (header.worker, header.seq)

@@ -1,6 +1,10 @@
 import io
+import itertools
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +115,19 @@ def test_hyper_parameters_travel_when_they_changed() -> None:
     told = [call["groups_json"] for call in client.sent]
     assert [bool(text) for text in told] == [True, False, True]
     assert '"lr": 0.2' in told[2]
+
+
+def test_a_learning_rate_that_is_changed_in_place_travels() -> None:
+    """A tensor, as torch.compile's users have it: the same object holds another number."""
+    client = Recording()
+    _, net, optimizer = started(client, lr=torch.tensor(0.5))
+
+    for _ in range(3):
+        gradient(net)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    assert [json.loads(call["groups_json"])[0]["lr"] for call in client.sent] == [0.5, 0.25, 0.125]
 
 
 def test_step_evaluates_a_closure_and_returns_its_loss() -> None:
@@ -242,6 +259,13 @@ def test_a_nan_is_an_error_that_names_the_tensor_and_changes_nothing() -> None:
     assert job.version == 1
 
 
+class Boasting(Recording):
+    """Says that a push took longer than the step that waited for it, as one may that overlaps the script's work."""
+
+    def exchange(self, **call: Any) -> PushResult:
+        return replace(super().exchange(**call), seconds={"push": 9.0, "wait": 9.0, "apply": 9.0, "pull": 9.0})
+
+
 class Stale(Recording):
     """Finds every push too old."""
 
@@ -283,6 +307,30 @@ def test_stats_tell_where_a_step_s_time_went() -> None:
     assert job.stats.total["compute"] > job.stats.last["compute"] > 0
     assert job.stats.samples_per_second > 0
     assert {"data", "compute", "push", "idle"} <= set(client.phases)
+
+
+def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the exchange says it spent is taken from the time in which the script waited for it, never added."""
+    ticks = itertools.count()
+    monkeypatch.setattr("psworker.stats.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    job, net, optimizer = started(Boasting())
+    job.enter("compute")  # tick 0
+
+    for _ in range(3):
+        gradient(net)
+        optimizer.step()
+        assert min(job.stats.last.values()) >= 0
+    job.stats.finish_step(0, {})
+
+    assert sum(job.stats.total.values()) == next(ticks) - 1
+
+
+def test_waiting_without_a_step_is_nothing() -> None:
+    Job(LocalClient()).wait()
+    job, _, _ = started()
+    job.wait()
+
+    assert job.last is None
 
 
 def test_resume_brings_a_scheduler_to_where_the_job_stands() -> None:

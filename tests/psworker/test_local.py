@@ -48,3 +48,22 @@ def test_ps_local_wins_over_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     job = psworker.connect("127.0.0.1:9")
 
     assert job.policy == "local"
+
+
+def test_overlap_without_servers_is_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_LOCAL", "1")
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    runs = []
+
+    for switch in ("0", "1"):
+        monkeypatch.setenv("PS_OVERLAP", switch)
+        model = net()
+        with psworker.connect() as job:
+            optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+            for batch in job.batches(x, batch_size=6, epochs=3, seed=5):
+                F.mse_loss(model(batch), batch.sum(1, keepdim=True)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(list(model.parameters()))
+
+    assert all(torch.equal(mine, other) for mine, other in zip(*runs, strict=True))

@@ -29,7 +29,7 @@ class _PullEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     PULL_NONE: _Pull.ValueType  # 1
     """nothing"""
     PULL_STEP: _Pull.ValueType  # 2
-    """trainable tensors and buffers"""
+    """buffers, then trainable tensors"""
     PULL_ALL: _Pull.ValueType  # 3
     """everything, frozen tensors too"""
 
@@ -39,7 +39,7 @@ PULL_UNSPECIFIED: Pull.ValueType  # 0
 PULL_NONE: Pull.ValueType  # 1
 """nothing"""
 PULL_STEP: Pull.ValueType  # 2
-"""trainable tensors and buffers"""
+"""buffers, then trainable tensors"""
 PULL_ALL: Pull.ValueType  # 3
 """everything, frozen tensors too"""
 global___Pull = Pull
