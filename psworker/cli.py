@@ -74,7 +74,7 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
         "PS_JOB": settings["job"],
         "PS_CONNECT_TIMEOUT": settings["connect_timeout"],
         "PS_LANES": settings["lanes"],
-        "PS_OVERLAP": "1" if settings["overlap"] == "on" else "0",
+        "PS_OVERLAP": settings["overlap"],
         "PS_WORKER_RANK": settings["worker_rank"],
         "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
     }

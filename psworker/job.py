@@ -76,7 +76,7 @@ class Job:
         weights into it later changes only this worker's copy, until the next step.
 
         overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
-        the results are the same. None: as PS_OVERLAP=1 in the environment says. Two things are then the script's care:
+        the results are the same. None: as PS_OVERLAP=on in the environment says. Two things are then the script's care:
         after step(), call `job.wait()` before reading or changing weights by hand, other than by calling modules,
         state_dict() or load_state_dict(); and change gradients after backward only in ways that torch counts:
         `grad.mul_()` and clip_grad_norm_ are seen, `grad.data.mul_()` and writing through numpy are not.
@@ -261,4 +261,4 @@ class Job:
 
 def _wanted() -> bool:
     """What the operator wants who does not know the script."""
-    return os.environ.get("PS_OVERLAP", "0") not in ("", "0")
+    return os.environ.get("PS_OVERLAP") == "on"

@@ -128,7 +128,7 @@ def test_a_loop_with_overlap_is_the_loop_without(cluster: Make, monkeypatch: pyt
         return job.stats.samples, state(model)
 
     results = []
-    for switch in ("0", "1"):
+    for switch in ("off", "on"):
         monkeypatch.setenv("PS_OVERLAP", switch)
         results += real(cluster(2, min_workers=2).address, 2, script)
 

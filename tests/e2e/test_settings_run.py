@@ -123,7 +123,7 @@ TOLD: dict[str, tuple[str, Any, Any]] = {
     "device": ("PS_DEVICE", "cpu", None),
     "threads": ("threads", 2, 1),
     "lanes": ("PS_LANES", "grpc", "auto"),
-    "overlap": ("PS_OVERLAP", "1", "0"),
+    "overlap": ("PS_OVERLAP", "on", "off"),
     "malloc": ("mapped", True, False),
     "in_flight": ("second", False, True),  # a push has 832 bytes, at most 448 on one of two servers
     "metrics_bind": ("alive", [200, 200, 200], []),

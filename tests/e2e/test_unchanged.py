@@ -119,7 +119,7 @@ def test_a_pull_alone_brings_everything_that_steps(cluster: Make) -> None:
         assert sent() == ALL
 
 
-def test_frozen_tensors_travel_once_and_buffers_always(cluster: Make) -> None:
+def test_frozen_tensors_travel_once_and_buffers_with_each_version(cluster: Make) -> None:
     servers = cluster(1)
     buffer = np.zeros(BUFFER, np.float32)
     with connected(servers.address, lanes="grpc") as client:
@@ -131,6 +131,8 @@ def test_frozen_tensors_travel_once_and_buffers_always(cluster: Make) -> None:
         for names, nbytes in (("a", 1024 + 128), ("", 128)):
             client.push_pull(ones(names) | {"m": buffer + 3})
             assert sent() == nbytes
+        assert client.push_pull({"a": np.full(256, np.nan, np.float32), "m": buffer}).status == "rejected"
+        assert sent() == 0
         client.pull()
         assert sent() == 1024 + 128
 

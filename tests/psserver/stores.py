@@ -67,7 +67,9 @@ class Shards:
     def weights(self) -> dict[str, Tensor]:
         tape = torch.zeros(self.plan.nbytes, dtype=torch.uint8)
         for shard, store in enumerate(self.stores):
-            wire = b"".join(store.read(everything=True).views())
+            reading = store.read(everything=True)
+            wire = b"".join(reading.views())
+            reading.close()
             for role in ("buffer", "trainable", "frozen"):
                 span = self.plan.range(shard, role)
                 part, wire = wire[: span.nbytes], wire[span.nbytes :]

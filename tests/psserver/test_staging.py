@@ -73,6 +73,17 @@ def test_a_bad_number_is_known_before_the_rest_has_come() -> None:
     assert not staging.gradients_are_finite
 
 
+@pytest.mark.parametrize("upto", [0, 4, 508])
+def test_nobody_knows_before_the_last_byte_is_here(upto: int) -> None:
+    staging = begun(of("float32")).stores[0].staging()
+    torch.frombuffer(staging.views[0], dtype=torch.float32).fill_(1.0)
+    staging.filled(upto)
+    assert not staging.gradients_are_finite
+    staging.filled(512)
+
+    assert staging.gradients_are_finite
+
+
 def test_what_was_seen_is_not_read_again() -> None:
     """The second pass over a large push would cost as much as the update."""
     store = begun(of("float32")).stores[0]

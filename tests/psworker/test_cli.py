@@ -63,7 +63,7 @@ def test_the_script_is_told_what_is_known() -> None:
         "PS_JOB": "before",
         "PS_CONNECT_TIMEOUT": "60.0",
         "PS_LANES": "auto",
-        "PS_OVERLAP": "0",
+        "PS_OVERLAP": "off",
         "OTHER": "x",
     }
 

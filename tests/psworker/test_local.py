@@ -55,7 +55,7 @@ def test_overlap_without_servers_is_plain_training(monkeypatch: pytest.MonkeyPat
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
     runs = []
 
-    for switch in ("0", "1"):
+    for switch in ("off", "on"):
         monkeypatch.setenv("PS_OVERLAP", switch)
         model = net()
         with psworker.connect() as job:

@@ -274,7 +274,7 @@ def test_where_it_makes_no_sense_it_is_refused() -> None:
 
 
 def test_alone_each_step_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PS_OVERLAP", "1")
+    monkeypatch.setenv("PS_OVERLAP", "on")
     job, model, optimizer = started(LocalClient())
 
     step(model, optimizer, 0)

@@ -59,6 +59,9 @@ SERVER_OPTIONS: tuple[Option, ...] = (
     # sockets that connect and then say nothing are dropped
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.http2.settings_timeout", 5_000),
+    # gRPC takes bytes in before a call asks for them, and its windows would grow to a whole push for each that waits
+    # for room: 64 of 4 MB held 610 MB instead of 160, for 3 % of the time of a push of 100 MB
+    ("grpc.http2.bdp_probe", 0),
 )
 
 
