@@ -151,7 +151,7 @@ class Engine:
         seconds = header.wait_ms / 1000
         store = self.wait_for_store(seconds)
         if header.memory:
-            return store.staging_on(self.memories.tapes(header).gradients, header.absent)
+            return store.staging_on(self.memories.tapes(header).gradients, header.absent, header.initial)
         self.memories.check_wire()
         nbytes = store.nbytes if header.initial else store.step_nbytes
         claim = self.budget.take(header.worker, nbytes, seconds, alive)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
-from pscommon.shared_memory import NotSharedError, Offer, attach
+from pscommon.shared_memory import NotSharedError, Offer, attach, sweep
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
 
@@ -56,5 +56,6 @@ class Memories:
         return tapes
 
     def drop(self, worker: int) -> None:
-        """The worker is out of the job."""
+        """The worker is out of the job. If it died while its file still had a name, the name goes now."""
         self._tapes.pop(worker, None)
+        sweep()

@@ -68,10 +68,10 @@ class Store:
         """
         return self._pool.take(absent, initial)
 
-    def staging_on(self, tape: Tensor, absent: Collection[int]) -> Staging:
-        """A push that lies, complete, on a whole tape of a worker's."""
+    def staging_on(self, tape: Tensor, absent: Collection[int], initial: bool = False) -> Staging:
+        """A push, or (initial) all weights, that lies, complete, on a whole tape of a worker's."""
         memory = self._stretch.on_tape(tape)
-        return Staging(self._stretch, memory, self._pool.checked(absent), ours=False)
+        return Staging(self._stretch, memory, self._pool.checked(absent), initial, ours=False)
 
     def release(self, staging: Staging) -> None:
         """The staging's memory may be used again; nobody may write to its views any more."""

@@ -339,3 +339,13 @@ def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
 
         assert memories[0][0] != 200
         assert client.tapes()[0][1] != 201
+
+
+def test_initial_values_that_only_a_buffer_may_have(cluster: Make) -> None:
+    """An attention mask of -inf is accepted whichever way it comes."""
+    mask = np.array([0, -np.inf, 1], np.float32)
+    for lanes in ("grpc", "shm"):
+        with connected(cluster().address, lanes=lanes) as client:
+            client.register({"w": np.ones(9)}, OptimizerSpec("sgd", lr=1.0), buffers={"mask": mask})
+
+            assert np.array_equal(client.pull()["mask"], mask)
