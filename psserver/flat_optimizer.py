@@ -6,7 +6,8 @@ tensor that got no gradient in a round is left out, as torch leaves out a parame
 state and its step count stay as they are.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -167,6 +168,8 @@ class _Pass:
         self._groups: list[int] = []
         # torch wants a parameter to start with, and Adagrad would allocate state for it; without a gradient it is idle
         self._optimizer: torch.optim.Optimizer = kind.torch_class([torch.empty(0)])
+        # torch's own step without what it is wrapped in for profiler and compiler, which costs more than a small step
+        self._torch_step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(self._optimizer).step)
 
     def add(self, group: int, weights: Tensor, state: Mapping[str, Tensor]) -> None:
         """The next run's weights and state."""
@@ -186,8 +189,11 @@ class _Pass:
             group.update(groups[number])
             group.update(self._kind.first if count == 0 else {})
             self._bind(run, group["params"], gradients, count)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        with torch.no_grad():
+            self._torch_step(self._optimizer)
+        for group in self._optimizer.param_groups[1:]:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _bind(self, run: Run, parameters: list[Tensor], gradients: Memory, count: int) -> None:
         flat = self._stretch.view(gradients, parameters[0].dtype, run.start, run.stop)
