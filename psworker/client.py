@@ -17,13 +17,14 @@ from psproto.v1 import coordinator_pb2 as co
 from psworker.arrays import Array, Arrays, ArrayTape, spec_of
 from psworker.connection import Connection
 from psworker.discovery import addresses_of, discover
-from psworker.flow import ClientFlow, WholeFlow
+from psworker.flow import ClientFlow
 from psworker.lane import GrpcLane, Lane
 from psworker.lease import Place, Progress
 from psworker.model import SharedModel
 from psworker.patience import Limits
 from psworker.results import Lease, PushResult
 from psworker.share import DataShare
+from psworker.whole_flow import WholeFlow
 
 CONNECT_SECONDS = "60"
 

@@ -282,31 +282,3 @@ class ClientFlow:
         with self.changed:
             self._over = True
             self.changed.notify_all()
-
-
-class WholeFlow:
-    """A flow that sends nothing before it is complete, and ends with everything here."""
-
-    def __init__(self, model: "SharedModel", gradients: memoryview, weights: memoryview) -> None:
-        self._model = model
-        self._gradients, self._weights = gradients, weights
-
-    def send(self, start: int, stop: int) -> None:
-        """It goes with finish."""
-
-    def finish(
-        self,
-        *,
-        absent: Collection[int] = (),
-        samples: int = 1,
-        batches: Sequence[BatchKey] = (),
-        groups_json: str = "",
-    ) -> PushResult:
-        """The whole exchange."""
-        return self._model.exchange(self._gradients, self._weights, absent, samples, batches, groups_json, None)
-
-    def wait(self, start: int, stop: int) -> None:
-        """It is here."""
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -16,6 +16,7 @@ from pscommon.core.tape import Plan
 from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, validate
 from psworker.bridge import tensor_of
 from psworker.results import Lease, PushResult, Status
+from psworker.whole_flow import WholeFlow
 
 log = logging.getLogger("psworker")
 
@@ -112,7 +113,7 @@ class LocalClient:
         return self._gradients, self._received
 
     def begin(self) -> Flow:
-        return _LocalFlow(self, self._gradients, self._received)
+        return WholeFlow(self.exchange, self._gradients, self._received)
 
     def start(self, tape: memoryview) -> None:
         """The worker's weights are the job's."""
@@ -186,41 +187,6 @@ class LocalClient:
 
     def leave(self, reason: str = "") -> None:
         """Nobody waits."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _LocalFlow:
-    """A push in one piece: there is no way to wait for."""
-
-    def __init__(self, client: LocalClient, gradients: memoryview, weights: memoryview) -> None:
-        self._client = client
-        self._tapes = gradients, weights
-
-    def send(self, start: int, stop: int) -> None:
-        """It is where it has to be."""
-
-    def finish(
-        self,
-        *,
-        absent: Collection[int] = (),
-        samples: int = 1,
-        batches: Sequence[BatchKey] = (),
-        groups_json: str = "",
-    ) -> PushResult:
-        gradients, weights = self._tapes
-        return self._client.exchange(
-            gradients=gradients,
-            weights=weights,
-            absent=absent,
-            samples=samples,
-            batches=batches,
-            groups_json=groups_json,
-        )
-
-    def wait(self, start: int, stop: int) -> None:
-        """It came with `finish`."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -15,12 +15,13 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection import Connection
 from psworker.core.pushes import Pushes
 from psworker.exchange import SLICE_SECONDS, ShardExchange, combined
-from psworker.flow import ClientFlow, WholeFlow
+from psworker.flow import ClientFlow
 from psworker.lane import Cancellation
 from psworker.parts import Exchanges, Move, digest_of
 from psworker.patience import Limits
 from psworker.results import PushResult
 from psworker.tapes import Tapes
+from psworker.whole_flow import WholeFlow
 
 
 class SharedModel:
@@ -131,7 +132,7 @@ class SharedModel:
                 raise InvalidRequestError("an observer cannot push")
             self._offer()
             if self._pushes.in_doubt or self._connection.lane.direct:
-                return WholeFlow(self, gradients, weights)
+                return WholeFlow(self.exchange, gradients, weights)
             seq, _ = self._pushes.open()
             header = ps.PushPullHeader(seq=seq, base=self.version, pull=ps.PULL_STEP)
             self._flow = flow = ClientFlow(self, move, self._addressed(header))

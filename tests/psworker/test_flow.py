@@ -14,8 +14,9 @@ from pscommon.core.log import BatchKey
 from pscommon.core.model import OptimizerSpec
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client import Client
-from psworker.flow import ClientFlow, WholeFlow
+from psworker.flow import ClientFlow
 from psworker.patience import Clock
+from psworker.whole_flow import WholeFlow
 from tests.psworker.fake_server import FakeCluster, FakeServer, lost
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
