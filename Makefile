@@ -5,6 +5,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
+TEST_PROCESSES ?= 2
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 
 .PHONY: setup demo test check lint proto bench bench-quick bench-tf test-compose clean
@@ -26,7 +27,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
 
 check: lint test
 
