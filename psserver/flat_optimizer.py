@@ -197,6 +197,8 @@ class _Pass:
 
     def _bind(self, run: Run, parameters: list[Tensor], gradients: Memory, count: int) -> None:
         flat = self._stretch.view(gradients, parameters[0].dtype, run.start, run.stop)
-        for parameter, gradient in zip(parameters, torch.split(flat, parameters[0].numel()), strict=True):
+        parts = (flat,) if len(parameters) == 1 else torch.split(flat, parameters[0].numel())
+        for parameter, gradient in zip(parameters, parts, strict=True):
             parameter.grad = gradient
-            self._optimizer.state[parameter]["step"].fill_(count)
+            if self._kind.by_step:
+                self._optimizer.state[parameter]["step"].fill_(count)

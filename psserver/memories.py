@@ -4,22 +4,22 @@ import logging
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.shared_memory import NotSharedError, Offer, attach, sweep
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
+from psserver.stretch import Tape
 
 log = logging.getLogger("psserver")
 
 
 class Tapes(NamedTuple):
-    """A worker's two tapes, whole, in memory that it shares. number: of the offer."""
+    """A worker's two tapes. number: of the offer."""
 
     number: int
-    gradients: Tensor
-    weights: Tensor
+    gradients: Tape
+    weights: Tape
 
 
 class Memories:
@@ -39,7 +39,7 @@ class Memories:
             return str(error)
         whole = torch.frombuffer(memory, dtype=torch.uint8) if request.nbytes else torch.empty(0, dtype=torch.uint8)
         gradients, weights = whole[: request.nbytes // 2], whole[request.nbytes // 2 :]
-        self._tapes[request.worker] = Tapes(request.memory, gradients, weights)
+        self._tapes[request.worker] = Tapes(request.memory, Tape(gradients), Tape(weights))
         log.info("memory attached", extra={"worker": request.worker, "nbytes": request.nbytes})
         return ""
 

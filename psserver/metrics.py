@@ -47,7 +47,7 @@ class ServerMetrics:
 
     def pushed(self, outcome: str, staleness: int | None = None) -> None:
         """One push was decided: one of OUTCOMES, and its staleness in versions where it has one."""
-        self._pushes.labels(self._shard, outcome).inc()
+        self._outcomes[outcome].inc()
         if staleness is not None:
             self._staleness.observe(staleness)
 
@@ -62,8 +62,10 @@ class ServerMetrics:
 
     def moved(self, received: int = 0, sent: int = 0) -> None:
         """Bytes of gradients that came and of weights that went."""
-        self._received.inc(received)
-        self._sent.inc(sent)
+        if received:
+            self._received.inc(received)
+        if sent:
+            self._sent.inc(sent)
 
     def rpc(self, method: str, code: str, seconds: float) -> None:
         """One call ended: its short name and its canonical status code (see psserver.interceptor)."""
@@ -139,8 +141,8 @@ class ServerMetrics:
         self._barrier = self._histogram("ps_barrier_wait_seconds", "Time a push was staged until decided", SECONDS)
         self._staleness = self._histogram("ps_staleness_versions", "Updates between a push and its weights", _VERSIONS)
         self._pushes = self._counter("ps_pushes_total", "Pushes by what became of them", "outcome")
-        for outcome in OUTCOMES:  # all from zero on, so that a rate sees the first one
-            self._pushes.labels(self._shard, outcome)
+        # all from zero on, so that a rate sees the first one
+        self._outcomes = {outcome: self._pushes.labels(self._shard, outcome) for outcome in OUTCOMES}
 
     def _network(self) -> None:
         self._received = self._counter("ps_bytes_received_total", "Bytes of pushes").labels(self._shard)

@@ -42,7 +42,7 @@ class Readings:
             copy = self._copy()
             self._users[id(copy)] = len(live)
             for reading in live:
-                reading.memory, reading.frozen = {**reading.memory, **copy}, copy
+                reading.memory, reading.frozen = Memory({**reading.memory, **copy}), copy
 
     def encode(self, reading: "Reading", spans: Sequence[Span]) -> bytes:
         with self._lock:

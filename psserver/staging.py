@@ -7,7 +7,6 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import Scalar
-from pscommon.core.tape import Range
 from psserver.budget import Claim
 from psserver.stretch import DTYPES, Memory, Stretch, raw
 
@@ -17,7 +16,7 @@ class Staging:
 
     memory: the ranges, with holes for the absent tensors, so that all pushes line up; None once it was released.
     ours: it is the server's, which may overwrite it; else a worker's, who waits until the push is decided.
-    views: writable bytes, to be filled one after another with what comes from the wire.
+    views: writable bytes, to be filled one after another with what comes from the wire; none in a worker's memory.
     absent: trainable tensors (indices into the model) that the push has no gradient for.
     groups: the push's hyper-parameters of each group, set by whoever received them; None: unchanged.
     claim: what the server's budget lent for it.
@@ -33,11 +32,10 @@ class Staging:
         self.groups: tuple[Mapping[str, Scalar], ...] | None = None
         self.claim: Claim | None = None
         self._stretch = stretch
-        gradients = stretch.plan.without(stretch.ranges["trainable"], absent)
-        kept = [*gradients, stretch.ranges["buffer"], *([stretch.ranges["frozen"]] if initial else [])]
-        self.views = [raw(stretch.bytes_of(memory, span)) for span in kept if span.nbytes]
-        self.nbytes = sum(span.nbytes for span in kept)
-        self._watched = _single(stretch, memory, gradients)
+        spans = stretch.push(absent, initial)
+        self.views = [raw(stretch.bytes_of(memory, span)) for span in spans] if ours else []
+        self.nbytes = sum(span.nbytes for span in spans)
+        self._watched = _single(stretch, memory, absent) if ours else None
         self._seen, self._finite = 0, True
 
     def close(self, absent: Collection[int]) -> None:
@@ -80,13 +78,12 @@ def _checked(stretch: Stretch, absent: Collection[int]) -> frozenset[int]:
     return frozenset(absent)
 
 
-def _single(stretch: Stretch, memory: Memory, gradients: list[Range]) -> torch.Tensor | None:
+def _single(stretch: Stretch, memory: Memory, absent: frozenset[int]) -> torch.Tensor | None:
     """The gradients as one flat tensor, if they are of one dtype and without holes."""
-    segments = stretch.segments["trainable"]
-    dtypes = {DTYPES[segment.dtype] for segment in segments}
-    if gradients != [stretch.ranges["trainable"]] or len(dtypes) != 1:
+    dtypes = {DTYPES[segment.dtype] for segment in stretch.segments["trainable"]}
+    if not stretch.trainable.isdisjoint(absent) or len(dtypes) != 1:
         return None
-    return stretch.view(memory, dtypes.pop(), *gradients[0])
+    return stretch.view(memory, dtypes.pop(), *stretch.ranges["trainable"])
 
 
 class StagingPool:

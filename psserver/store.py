@@ -1,5 +1,6 @@
 """All numbers of one shard: weights, optimizer state, and the pushes that wait to be counted."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -15,7 +16,7 @@ from psserver.flat_optimizer import FlatOptimizer, StateReader
 from psserver.mean import mean_of_values, sum_gradients
 from psserver.reading import Reading, Readings, Span
 from psserver.staging import Staging, StagingPool
-from psserver.stretch import DTYPES, Memory, Stretch, raw
+from psserver.stretch import DTYPES, Memory, Stretch, Tape, raw
 
 STEP_ROLES: tuple[Role, ...] = ("trainable", "buffer")
 
@@ -68,10 +69,9 @@ class Store:
         """
         return self._pool.take(absent, initial)
 
-    def staging_on(self, tape: Tensor, absent: Collection[int], initial: bool = False) -> Staging:
-        """A push, or (initial) all weights, that lies, complete, on a whole tape of a worker's."""
-        memory = self._stretch.on_tape(tape)
-        return Staging(self._stretch, memory, self._pool.checked(absent), initial, ours=False)
+    def staging_on(self, tape: Tape, absent: Collection[int], initial: bool = False) -> Staging:
+        """A push, or (initial) all weights, that lies, complete, on a worker's tape."""
+        return Staging(self._stretch, tape.of(self._stretch), self._pool.checked(absent), initial, ours=False)
 
     def release(self, staging: Staging) -> None:
         """The staging's memory may be used again; nobody may write to its views any more."""
@@ -151,26 +151,30 @@ class Store:
         (everything) frozen ones too, or (not anything) none. Call it while nothing is applied, and close it."""
         return self._readings.open(self._weights, self._spans(everything, unchanged) if anything else [])
 
-    def copy_to(self, tape: Tensor, everything: bool = False, unchanged: Collection[int] = ()) -> int:
-        """As read, onto a whole tape of a worker's; returns the bytes copied."""
-        target, spans = self._stretch.on_tape(tape), self._spans(everything, unchanged)
-        for role, start, stop in spans:
-            target[role][start:stop].copy_(self._weights[role][start:stop])
-        return sum(stop - start for _, start, stop in spans)
+    def copy_to(self, tape: Tape, everything: bool = False, unchanged: Collection[int] = ()) -> int:
+        """As read, onto a worker's tape; returns the bytes copied."""
+        target, copied = tape.of(self._stretch), 0
+        for role, start, stop in self._spans(everything, unchanged):
+            whole = target[role].nbytes == stop - start
+            into, out_of = target[role], self._weights[role]
+            (into if whole else into[start:stop]).copy_(out_of if whole else out_of[start:stop])
+            copied += stop - start
+        return copied
 
     def _spans(self, everything: bool, unchanged: Collection[int]) -> list[Span]:
         trainable, buffers, frozen = (self._stretch.ranges[role] for role in ROLES)
         kept = self._stretch.plan.without(trainable, unchanged)
-        return [
+        spans: list[Span] = [
             ("buffer", 0, buffers.nbytes),
             *(("trainable", start - trainable.start, stop - trainable.start) for start, stop in kept),
             ("frozen", 0, frozen.nbytes if everything else 0),
         ]
+        return [span for span in spans if span[1] < span[2]]
 
     def _copy(self) -> Memory:
         """What steps; what is frozen never changes."""
         room = self._pool.borrow()
-        return {role: room[role].copy_(self._weights[role]) for role in STEP_ROLES}
+        return Memory({role: room[role].copy_(self._weights[role]) for role in STEP_ROLES})
 
     def groups(self) -> tuple[Mapping[str, Scalar], ...]:
         """Hyper-parameters of each parameter group as they stand."""
@@ -210,6 +214,8 @@ class Store:
     def _sum_gradients(
         self, total: Memory, memories: list[Memory], absent: tuple[frozenset[int], ...], factors: list[float]
     ) -> None:
+        if len(memories) == 1 and memories[0] is total:
+            return
         for piece in self._stretch.pieces(absent):
             target, *views = [
                 self._stretch.view(memory, piece.dtype, piece.start, piece.stop) for memory in (total, *memories)
@@ -250,4 +256,4 @@ def _memory(staging: Staging) -> Memory:
 
 def _is_finite(flat: Tensor) -> bool:
     """NaN and Inf survive a sum, which takes one fast pass; a sum that overflowed is told apart by the extremes."""
-    return bool(flat.sum().isfinite()) or all(bool(extreme.isfinite()) for extreme in torch.aminmax(flat))
+    return math.isfinite(flat.sum().item()) or all(math.isfinite(extreme.item()) for extreme in torch.aminmax(flat))

@@ -1,6 +1,6 @@
 """One shard's stretch of the tape in memory: its trainable, buffer and frozen ranges."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,9 +15,18 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 BLOCK = 1 << 20
 """Bytes to work on at a time where intermediate results are needed, so that these are small and stay in the cache."""
 
+VIEWS_KEPT = 64
 
-Memory = Mapping[Role, torch.Tensor]
-"""The bytes of each of a shard's ranges; in a buffer of the server's they lie end to end, on a worker's tape apart."""
+
+class Memory(dict[Role, torch.Tensor]):
+    """The bytes of each of a shard's ranges; in a buffer of the server's they lie end to end, on a worker's tape apart.
+
+    views: typed ones, kept because making them costs more than a small step.
+    """
+
+    def __init__(self, ranges: dict[Role, torch.Tensor]) -> None:
+        super().__init__(ranges)
+        self.views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
 
 
 class Piece(NamedTuple):
@@ -44,17 +53,18 @@ class Stretch:
         self.nbytes = self.step_nbytes + self.ranges["frozen"].nbytes
         self.trainable = frozenset(held.tensor for held in plan.slices(self.ranges["trainable"]))
         self.pieces = lru_cache(maxsize=32)(self._pieces)
+        self.push = lru_cache(maxsize=32)(self._push)
 
     def end_to_end(self, buffer: torch.Tensor) -> Memory:
         """The ranges in a buffer of `nbytes` or (without what is frozen) `step_nbytes` bytes, in the wire's order."""
         trainable, step = self.ranges["trainable"].nbytes, self.step_nbytes
-        return {"trainable": buffer[:trainable], "buffer": buffer[trainable:step], "frozen": buffer[step:]}
+        return Memory({"trainable": buffer[:trainable], "buffer": buffer[trainable:step], "frozen": buffer[step:]})
 
     def on_tape(self, tape: torch.Tensor) -> Memory:
         """The ranges in a whole tape, a worker's. InvalidRequestError where it is not one of this model."""
         if len(tape) != self.plan.nbytes:
             raise InvalidRequestError(f"a tape of this model is {self.plan.nbytes} bytes, not {len(tape)}")
-        return {role: tape[held.start : held.stop] for role, held in self.ranges.items()}
+        return Memory({role: tape[held.start : held.stop] for role, held in self.ranges.items()})
 
     def bytes_of(self, memory: Memory, span: Range) -> torch.Tensor:
         """The bytes of a range, which lies within one role."""
@@ -65,7 +75,12 @@ class Stretch:
 
     def view(self, memory: Memory, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """The elements of tape [start, stop); flat, shares the memory."""
-        return self.bytes_of(memory, Range(start, stop)).view(dtype)
+        view = memory.views.get((dtype, start, stop))
+        if view is None:
+            if len(memory.views) >= VIEWS_KEPT:
+                memory.views.clear()
+            view = memory.views[dtype, start, stop] = self.bytes_of(memory, Range(start, stop)).view(dtype)
+        return view
 
     def slices(self, start: int, stop: int) -> Iterator[Slice]:
         """The tensors with bytes in tape [start, stop)."""
@@ -73,6 +88,12 @@ class Stretch:
 
     def name(self, tensor: int) -> str:
         return self.plan.spec.tensors[tensor].name
+
+    def _push(self, absent: frozenset[int], initial: bool) -> tuple[Range, ...]:
+        """What a push without the tensors in `absent`, or (initial) one of all weights, holds. Cached as `push`."""
+        gradients = self.plan.without(self.ranges["trainable"], absent)
+        spans = [*gradients, self.ranges["buffer"], *([self.ranges["frozen"]] if initial else [])]
+        return tuple(span for span in spans if span.nbytes)
 
     def _pieces(self, absent: tuple[frozenset[int], ...]) -> tuple[Piece, ...]:
         """The trainable range cut where the dtype or the set of pushes that hold a gradient changes.
@@ -90,6 +111,20 @@ class Stretch:
                 elif holders:
                     found.append(piece)
         return tuple(found)
+
+
+class Tape:
+    """A worker's whole tape in memory that it shares, and a shard's ranges of it, which are found once."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._found: tuple[Stretch, Memory] | None = None
+
+    def of(self, stretch: Stretch) -> Memory:
+        """InvalidRequestError where it is not a tape of the stretch's model."""
+        if self._found is None or self._found[0] is not stretch:
+            self._found = stretch, stretch.on_tape(self.whole)
+        return self._found[1]
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -9,11 +9,13 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.model import OptimizerSpec
+from pscommon.core.tape import Plan
 from pscommon.shared_memory import Offer, Region
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.memories import Memories
 from psserver.store import Store
+from psserver.stretch import VIEWS_KEPT, Stretch, Tape
 from tests.psserver.stores import SGD, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,11 +55,11 @@ def test_both_sides_see_the_same_bytes(memories: Memories, region: Region) -> No
     assert memories.attach(asked(region.share())) == ""
     tapes = memories.tapes(header())
     region.memory[3:5] = b"de"
-    tapes.weights[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    tapes.weights.whole[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
 
-    assert bytes(tapes.gradients[:5].tolist()) == b"abcde"
+    assert bytes(tapes.gradients.whole[:5].tolist()) == b"abcde"
     assert bytes(region.memory[TAPE : TAPE + 4]) == bytes([1, 2, 3, 4])
-    assert (tapes.number, len(tapes.gradients), len(tapes.weights)) == (1, TAPE, TAPE)
+    assert (tapes.number, len(tapes.gradients.whole), len(tapes.weights.whole)) == (1, TAPE, TAPE)
 
 
 def test_a_server_without_the_lane_says_so(region: Region) -> None:
@@ -96,7 +98,7 @@ def test_what_cannot_be_attached_leaves_the_former_offer(memories: Memories, reg
 def test_only_the_last_offer_of_a_worker_stands(memories: Memories, region: Region) -> None:
     for number in (1, 2):
         assert memories.attach(asked(region.share(), memory=number)) == ""
-    memories.tapes(header(memory=2)).weights[0] = 9
+    memories.tapes(header(memory=2)).weights.whole[0] = 9
 
     assert region.memory[TAPE] == 9
     for other in (header(memory=1), header(memory=3), header(worker=2, memory=2)):
@@ -112,7 +114,7 @@ def test_a_dropped_worker_has_no_memory_here(memories: Memories, region: Region)
     memories.drop(1)
     memories.drop(1)
     assert mapped() == before + 2  # what a staged push refers to stays
-    held[0] = 7
+    held.whole[0] = 7
     assert region.memory[0] == 7
     del held
 
@@ -127,7 +129,20 @@ def test_a_model_without_bytes_can_be_attached(memories: Memories) -> None:
     tapes = memories.tapes(header())
     region.hide()
 
-    assert (len(tapes.gradients), len(tapes.weights)) == (0, 0)
+    assert (len(tapes.gradients.whole), len(tapes.weights.whole)) == (0, 0)
+
+
+def test_ranges_and_views_of_a_tape_are_made_once_for_each_model() -> None:
+    tape, stretch, other = Tape(torch.zeros(TAPE, dtype=torch.uint8)), *(Stretch(Plan(SPEC, 1), 0) for _ in range(2))
+    memory = tape.of(stretch)
+    view = stretch.view(memory, torch.float32, 0, 64)
+
+    assert tape.of(stretch) is memory
+    assert stretch.view(memory, torch.float32, 0, 64) is view
+    assert tape.of(other) is not memory
+    for start in range(2 * VIEWS_KEPT):
+        stretch.view(memory, torch.uint8, start, start + 1)
+    assert len(memory.views) <= VIEWS_KEPT
 
 
 @pytest.mark.parametrize("length", [0, TAPE - 1, TAPE - 64, TAPE + 64])
@@ -137,9 +152,9 @@ def test_a_tape_of_another_model_is_refused(length: int) -> None:
     assert store.step_nbytes == TAPE
 
     with pytest.raises(InvalidRequestError, match=f"a tape of this model is {TAPE} bytes, not {length}"):
-        store.staging_on(tape, [])
+        store.staging_on(Tape(tape), [])
     with pytest.raises(InvalidRequestError):
-        store.copy_to(tape)
+        store.copy_to(Tape(tape))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -149,9 +164,9 @@ def test_pushes_and_pulls_on_tapes_are_those_of_the_wire(shards: int) -> None:
         push = noise(SPEC, update, roles=("trainable", "buffer"))
         over_wire.step(push)
         tape = tape_of(over_wire.plan.starts, push)
-        on_tapes.apply([[store.staging_on(tape, []) for store in on_tapes.stores]], [1])
+        on_tapes.apply([[store.staging_on(Tape(tape), []) for store in on_tapes.stores]], [1])
     pulled = torch.zeros(TAPE, dtype=torch.uint8)
-    sizes = [store.copy_to(pulled) for store in on_tapes.stores]
+    sizes = [store.copy_to(Tape(pulled)) for store in on_tapes.stores]
 
     assert sum(sizes) == TAPE
     weights = over_wire.weights()
@@ -186,7 +201,7 @@ def test_an_update_never_writes_to_a_workers_gradients(name: str, pushes: int) -
     tapes = [torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(pushes)]
     before = [tape.clone() for tape in tapes]
     for _ in range(3):
-        stagings = [store.staging_on(tape, []) for tape in tapes]
+        stagings = [store.staging_on(Tape(tape), []) for tape in tapes]
         store.apply(stagings, [1] * pushes)
         for staging in stagings:
             store.release(staging)

@@ -116,7 +116,7 @@ class Counted:
     """Readings of one tensor, whose copies are counted and may be given back only once."""
 
     def __init__(self) -> None:
-        self.weights: Memory = {"trainable": torch.zeros(64, dtype=torch.uint8)}
+        self.weights = Memory({"trainable": torch.zeros(64, dtype=torch.uint8)})
         self.out: list[Memory] = []
         self.copies = 0
         self.readings = Readings(self._copy, self._free)
@@ -130,7 +130,7 @@ class Counted:
 
     def _copy(self) -> Memory:
         self.copies += 1
-        self.out.append({"trainable": self.weights["trainable"].clone()})
+        self.out.append(Memory({"trainable": self.weights["trainable"].clone()}))
         return self.out[-1]
 
     def _free(self, memory: Memory) -> None:

@@ -14,6 +14,7 @@ from psproto.v1 import parameter_server_pb2 as pb
 from psserver.receiving import Coverage, receive, receive_open
 from psserver.staging import Staging
 from psserver.store import Store
+from psserver.stretch import Tape
 from tests.psserver.stores import SGD, begun, model, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,7 +197,7 @@ def test_only_what_has_a_gradient_can_be_absent(staging: Staging, absent: list[i
 
 def test_an_open_push_does_not_know_yet_what_is_absent(store: Store) -> None:
     """Or its offsets would mean something else."""
-    on_tape = store.staging_on(torch.zeros(LENGTH, dtype=torch.uint8), [])
+    on_tape = store.staging_on(Tape(torch.zeros(LENGTH, dtype=torch.uint8)), [])
     for staging in (store.staging([1]), on_tape):
         with pytest.raises(InvalidRequestError, match="says at its end what is absent"):
             opened(staging, piece(0, LENGTH))

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from pscommon.core.model import ROLES, ModelSpec, Role, TensorSpec
@@ -101,12 +102,16 @@ class Plan:
 
     def range(self, shard: int, role: Role) -> Range:
         """What `shard` holds of a role; empty where there are more shards than blocks of 64 bytes."""
-        start, stop = self._sections[role]
-        blocks = (stop - start) // ALIGN
-        return Range(
-            start + blocks * shard // self.shards * ALIGN,
-            start + blocks * (shard + 1) // self.shards * ALIGN,
-        )
+        return self._ranges[role][shard]
+
+    @cached_property
+    def _ranges(self) -> dict[Role, list[Range]]:
+        found = {}
+        for role, (start, stop) in self._sections.items():
+            blocks = (stop - start) // ALIGN
+            cuts = [start + blocks * shard // self.shards * ALIGN for shard in range(self.shards + 1)]
+            found[role] = [Range(*pair) for pair in pairwise(cuts)]
+        return found
 
     def slices(self, span: Range) -> Iterator[Slice]:
         """The tensors that have bytes in `span`, in tape order."""
@@ -139,6 +144,8 @@ class Plan:
 
     def without(self, span: Range, absent: Collection[int]) -> list[Range]:
         """`span` less the whole 64-byte blocks of the tensors in `absent`, as the fewest ranges, ascending."""
+        if not absent:
+            return [span] if span.start < span.stop else []
         extents = [(self.starts[i], self.starts[i] + _padded(self.spec.tensors[i].nbytes)) for i in absent]
         kept, position = [], span.start
         for start, stop in sorted(extent for extent in extents if extent[0] < extent[1]):
