@@ -69,7 +69,13 @@ class Server:
         self.metrics = ServerMetrics(registry, shard=config.shard)
         self.archive = Archive(config.data_dir, config.shard, config.shards, config.snapshot_keep, self.metrics)
         self.engine = Engine(
-            config.shard, config.shards, self.metrics, self.archive.cut, config.in_flight, config.lanes
+            config.shard,
+            config.shards,
+            self.metrics,
+            self.archive.cut,
+            config.in_flight,
+            config.lanes,
+            config.threads or 1,
         )
         self._grpc, self.address = self._listen()
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
@@ -187,7 +193,7 @@ def run(config: ServerConfig) -> int:
     shared_memory.sweep()
     if config.malloc == "tuned":
         tune_malloc()
-    torch.set_num_threads(config.threads or 1)
+    torch.set_num_threads(1)  # the engine has a team; torch's would be one for each thread that answers a call
     server = Server(config)
     signals = _Signals(server)
     try:

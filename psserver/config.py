@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pscommon.core.errors import InvalidRequestError
 from pscommon.logs import Format
 from pscommon.memory import usable_memory
+from pscommon.team import cores
 from pscommon.values import Lanes, Malloc, Shard, SnapshotEvery, check_policy, host_and_port
 
 FIRST_PORT = 50051
@@ -61,8 +62,7 @@ class ServerConfig:
     """Bytes of pushes and pulls that this server holds at a time; 0 becomes half of the memory."""
     malloc: Malloc = "tuned"
     threads: int | None = None
-    """Threads that torch applies updates with; None becomes 1: updates run in the threads of calls, each of which would
-    get as many threads of its own."""
+    """How many work on one update of a large model; None becomes the cores, 4 at most: then memory is the limit."""
     log_level: str = "info"
     log_format: Format = "auto"
 
@@ -75,7 +75,7 @@ class ServerConfig:
         if not self.in_flight:
             object.__setattr__(self, "in_flight", usable_memory() // 2)
         if self.threads is None:
-            object.__setattr__(self, "threads", 1)
+            object.__setattr__(self, "threads", min(4, cores()))
         if self.shard == 0:
             object.__setattr__(self, "join", None)
         self._check_numbers()

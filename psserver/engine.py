@@ -18,6 +18,7 @@ from pscommon.core.model import ITEMSIZE, ROLES, ModelSpec, OptimizerSpec, Scala
 from pscommon.core.tape import Plan
 from pscommon.optimizers import groups_from_json, validate
 from pscommon.snapshot import Manifest
+from pscommon.team import Team
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.budget import Budget
@@ -49,6 +50,7 @@ class Engine:
     """A shard's owner. `report` is called, outside all locks, whenever there is something new to tell the coordinator.
 
     cut(version, store) is called, while nothing is applied, to start a snapshot of exactly this version.
+    threads: how many work on one update of a large model.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Engine:
         cut: Callable[[int, Store], None],
         in_flight: int,
         lanes: Lanes,
+        threads: int = 1,
     ) -> None:
         self.shards = shards
         self.metrics = metrics
@@ -72,6 +75,7 @@ class Engine:
         self.sent_bytes = 0
         self.duplicates = 0
         self._cut = cut
+        self._team = Team(threads)
         self._machine = Shard(shard)
         self._changed = threading.Condition()
         self._carrying = threading.RLock()
@@ -104,7 +108,7 @@ class Engine:
         """The job's model is known: make room for this shard's part. Repeating it is harmless."""
         if self._machine.begun or (self._model is not None and self._model.fingerprint() == spec.fingerprint()):
             return
-        store = Store(Plan(spec, self.shards), self.shard)
+        store = Store(Plan(spec, self.shards), self.shard, self._team)
         with self._carrying, self._changed:
             self._install(spec, store)
 
@@ -124,7 +128,7 @@ class Engine:
 
     def restore(self, epoch: int, manifest: Manifest, reader: TapeReader) -> None:
         """Everything from a snapshot; what was staged before is void."""
-        store = Store(Plan(manifest.model, self.shards), self.shard)
+        store = Store(Plan(manifest.model, self.shards), self.shard, self._team)
         store.restore(reader)
         with self._carrying, self._changed:
             self._release(list(self._kept))

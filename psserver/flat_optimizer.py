@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pscommon.core.model import OptimizerSpec
-from pscommon.core.tape import Segment
+from pscommon.core.tape import Range, Segment, cut
 from pscommon.optimizers import SUPPORTED, Groups, Kind, State
+from pscommon.team import ALONE, Team
 from psserver.stretch import DTYPES, Memory, Stretch, blocks, padded, raw
 
 PASSES_KEPT = 8
@@ -51,9 +52,10 @@ class FlatOptimizer:
     State is created when it is first needed, for a whole parameter group at once, and so on all shards together.
     """
 
-    def __init__(self, stretch: Stretch, weights: Memory, spec: OptimizerSpec) -> None:
+    def __init__(self, stretch: Stretch, weights: Memory, spec: OptimizerSpec, team: Team = ALONE) -> None:
         self.groups: Groups = spec.groups
         self._kind = SUPPORTED[spec.name]
+        self._team = team
         self._stretch = stretch
         self._weights = weights
         self._segments = stretch.segments["trainable"]
@@ -64,15 +66,15 @@ class FlatOptimizer:
         ]
         self._steps = torch.zeros(len(self._slices), dtype=torch.int64)
         self._state: list[dict[str, Tensor]] = [{} for _ in self._segments]
-        self._passes: dict[tuple[Run, ...], _Pass] = {}
-        self._last: tuple[frozenset[int], _Pass] | None = None
+        self._passes: dict[tuple[Run, ...], _Passes] = {}
+        self._last: tuple[frozenset[int], _Passes] | None = None
 
     def step(self, gradients: Memory, absent: frozenset[int]) -> None:
         """One step of all tensors but those in `absent`."""
         self._create_state()
-        chosen = self._pass(absent)
-        chosen.step(gradients, self.groups, self._steps)
-        for run in chosen.runs:
+        runs, passes = self._chosen(absent)
+        self._team.map(lambda each: each.step(gradients, self.groups, self._steps), passes)
+        for run in runs:
             if self._state_of(run.segment):
                 self._steps[run.first : run.last] += 1
 
@@ -121,7 +123,7 @@ class FlatOptimizer:
         # zeros, unlike full, takes no memory before it is written to
         return torch.full((size,), value, dtype=dtype) if value else torch.zeros(size, dtype=dtype)
 
-    def _pass(self, absent: frozenset[int]) -> "_Pass":
+    def _chosen(self, absent: frozenset[int]) -> "_Passes":
         """Tensors that stepped together stay together, so the runs change only with `absent`."""
         if self._last is None or self._last[0] != absent:
             runs = self._runs(absent)
@@ -129,7 +131,7 @@ class FlatOptimizer:
             if found is None:
                 if len(self._passes) == PASSES_KEPT:
                     self._passes.pop(next(iter(self._passes)))
-                found = self._passes[runs] = self._prepare(runs)
+                found = self._passes[runs] = runs, self._prepare(runs)
             self._last = absent, found
         return self._last[1]
 
@@ -147,36 +149,46 @@ class FlatOptimizer:
             before = (place + 1, segment, count)
         return tuple(runs)
 
-    def _prepare(self, runs: tuple[Run, ...]) -> "_Pass":
-        prepared = _Pass(self._kind, self._stretch, runs)
-        for run in runs:
+    def _prepare(self, runs: tuple[Run, ...]) -> "list[_Pass]":
+        """One for each thread of the team that is worth it, with its part of every run."""
+        parts = self._team.parts(sum(run.stop - run.start for run in runs))
+        cuts = [cut(Range(run.start, run.stop), parts) for run in runs]
+        return [self._part(list(zip(runs, spans, strict=True))) for spans in zip(*cuts, strict=True)]
+
+    def _part(self, runs: list[tuple[Run, Range]]) -> "_Pass":
+        prepared = _Pass(self._kind, self._stretch)
+        for run, span in runs:
+            if not span.nbytes:
+                continue
             segment = self._segments[run.segment]
             dtype = DTYPES[segment.dtype]
-            first, last = ((position - segment.start) // dtype.itemsize for position in (run.start, run.stop))
+            first, last = ((position - segment.start) // dtype.itemsize for position in span)
             state = {name: tensor[first:last] for name, tensor in self._state[run.segment].items()}
-            prepared.add(segment.group, self._stretch.view(self._weights, dtype, run.start, run.stop), state)
+            prepared.add(run, span, segment.group, self._stretch.view(self._weights, dtype, *span), state)
         return prepared
+
+
+_Passes = tuple[tuple[Run, ...], "list[_Pass]"]
 
 
 class _Pass:
     """A torch optimizer whose parameters are runs of the tape, and whose state are views of the flat one."""
 
-    def __init__(self, kind: Kind, stretch: Stretch, runs: tuple[Run, ...]) -> None:
-        self.runs = runs
+    def __init__(self, kind: Kind, stretch: Stretch) -> None:
         self._kind = kind
         self._stretch = stretch
-        self._groups: list[int] = []
+        self._runs: list[tuple[Run, Range, int]] = []
         # torch wants a parameter to start with, and Adagrad would allocate state for it; without a gradient it is idle
         self._optimizer: torch.optim.Optimizer = kind.torch_class([torch.empty(0)])
         # torch's own step without what it is wrapped in for profiler and compiler, which costs more than a small step
         self._torch_step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(self._optimizer).step)
 
-    def add(self, group: int, weights: Tensor, state: Mapping[str, Tensor]) -> None:
-        """The next run's weights and state."""
+    def add(self, run: Run, span: Range, group: int, weights: Tensor, state: Mapping[str, Tensor]) -> None:
+        """The next run, of which this takes `span`: its parameter group, and the span's weights and state."""
         columns = (weights, *state.values())
         fused = weights.dtype in self._kind.fused
         rows = [columns] if fused else list(blocks(*columns))
-        self._groups.append(group)
+        self._runs.append((run, span, group))
         self._optimizer.add_param_group({"params": [row[0] for row in rows], "fused": fused, "foreach": False})
         for parameter, *kept in rows:
             step = torch.zeros((), dtype=torch.float32)
@@ -184,19 +196,19 @@ class _Pass:
 
     def step(self, gradients: Memory, groups: Groups, steps: Tensor) -> None:
         """One step; `steps` has the count of each of the shard's slices before it."""
-        for run, number, group in zip(self.runs, self._groups, self._optimizer.param_groups[1:], strict=True):
+        for (run, span, number), group in zip(self._runs, self._optimizer.param_groups[1:], strict=True):
             count = int(steps[run.first])
             group.update(groups[number])
             group.update(self._kind.first if count == 0 else {})
-            self._bind(run, group["params"], gradients, count)
+            self._bind(span, group["params"], gradients, count)
         with torch.no_grad():
             self._torch_step(self._optimizer)
         for group in self._optimizer.param_groups[1:]:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _bind(self, run: Run, parameters: list[Tensor], gradients: Memory, count: int) -> None:
-        flat = self._stretch.view(gradients, parameters[0].dtype, run.start, run.stop)
+    def _bind(self, span: Range, parameters: list[Tensor], gradients: Memory, count: int) -> None:
+        flat = self._stretch.view(gradients, parameters[0].dtype, *span)
         parts = (flat,) if len(parameters) == 1 else torch.split(flat, parameters[0].numel())
         for parameter, gradient in zip(parameters, parts, strict=True):
             parameter.grad = gradient

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model import ROLES, Role, Scalar
-from pscommon.core.tape import Plan, Segment
+from pscommon.core.tape import Plan, Range, Segment, cut
 from pscommon.optimizers import groups_from_json, validate
+from pscommon.team import ALONE, Team
 from psserver.flat_optimizer import FlatOptimizer, StateReader
 from psserver.mean import mean_of_values, sum_gradients
 from psserver.reading import Reading, Readings, Span
 from psserver.staging import Staging, StagingPool
-from psserver.stretch import DTYPES, Memory, Stretch, Tape, raw
+from psserver.stretch import DTYPES, Memory, Piece, Stretch, Tape, raw
 
 STEP_ROLES: tuple[Role, ...] = ("trainable", "buffer")
 
@@ -36,8 +38,9 @@ class Store:
     Raises UnsupportedOptimizerError or InvalidRequestError for an optimizer that cannot be run.
     """
 
-    def __init__(self, plan: Plan, shard: int) -> None:
+    def __init__(self, plan: Plan, shard: int, team: Team = ALONE) -> None:
         self._stretch = Stretch(plan, shard)
+        self._team = team
         self._weights = self._stretch.end_to_end(torch.zeros(self._stretch.nbytes, dtype=torch.uint8))
         self._pool = StagingPool(self._stretch)
         self._readings = Readings(self._copy, self._pool.give_back)
@@ -45,7 +48,7 @@ class Store:
         self._changed = dict.fromkeys(self._stretch.trainable, 0)
         self._all_changed = 0
         self._like = validate(plan.spec.optimizer)
-        self._optimizer = FlatOptimizer(self._stretch, self._weights, self._like)
+        self._optimizer = FlatOptimizer(self._stretch, self._weights, self._like, team)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +89,7 @@ class Store:
         memory = _memory(staging)
         pieces = () if staging.gradients_are_finite else self._stretch.pieces((self._missing(staging),))
         for piece in pieces:
-            if not _is_finite(self._stretch.view(memory, piece.dtype, piece.start, piece.stop)):
+            if not self._is_finite(memory, piece):
                 for held in self._stretch.slices(piece.start, piece.stop):
                     if not _is_finite(self._stretch.view(memory, piece.dtype, held.start, held.stop)):
                         return self._stretch.name(held.tensor)
@@ -155,11 +158,16 @@ class Store:
         """As read, onto a worker's tape; returns the bytes copied."""
         target, copied = tape.of(self._stretch), 0
         for role, start, stop in self._spans(everything, unchanged):
-            whole = target[role].nbytes == stop - start
-            into, out_of = target[role], self._weights[role]
-            (into if whole else into[start:stop]).copy_(out_of if whole else out_of[start:stop])
+            self._copy_span(self._weights[role], target[role], start, stop)
             copied += stop - start
         return copied
+
+    def _copy_span(self, source: Tensor, target: Tensor, start: int, stop: int) -> None:
+        if stop - start == len(source) and self._team.parts(stop - start) == 1:
+            target.copy_(source)  # two slices less
+            return
+        parts = cut(Range(start, stop), self._team.parts(stop - start))
+        self._team.map(lambda part: target[slice(*part)].copy_(source[slice(*part)]), parts)
 
     def _spans(self, everything: bool, unchanged: Collection[int]) -> list[Span]:
         trainable, buffers, frozen = (self._stretch.ranges[role] for role in ROLES)
@@ -217,11 +225,18 @@ class Store:
         if len(memories) == 1 and memories[0] is total:
             return
         for piece in self._stretch.pieces(absent):
-            target, *views = [
-                self._stretch.view(memory, piece.dtype, piece.start, piece.stop) for memory in (total, *memories)
-            ]
-            parts = [views[push] for push in piece.holders]
-            sum_gradients(target, parts, [factors[push] for push in piece.holders])
+            for_each = partial(self._sum_part, piece, total, memories, factors)
+            self._team.map(for_each, cut(piece.span, self._team.parts(piece.span.nbytes * len(memories))))
+
+    def _sum_part(self, piece: Piece, total: Memory, memories: list[Memory], factors: list[float], part: Range) -> None:
+        target, *views = [self._stretch.view(memory, piece.dtype, *part) for memory in (total, *memories)]
+        sum_gradients(target, [views[push] for push in piece.holders], [factors[push] for push in piece.holders])
+
+    def _is_finite(self, memory: Memory, piece: Piece) -> bool:
+        def look(part: Range) -> bool:
+            return _is_finite(self._stretch.view(memory, piece.dtype, *part))
+
+        return all(self._team.map(look, cut(piece.span, self._team.parts(piece.span.nbytes))))
 
     def _find_in_buffers(self, memory: Memory) -> str:
         for segment in self._stretch.segments["buffer"]:

@@ -40,6 +40,10 @@ class Piece(NamedTuple):
     stop: int
     holders: tuple[int, ...]
 
+    @property
+    def span(self) -> Range:
+        return Range(self.start, self.stop)
+
 
 class Stretch:
     """Where everything of `shard` lies in memory, `nbytes` bytes in all. Positions are always positions on the tape."""

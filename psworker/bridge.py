@@ -8,10 +8,11 @@ Thousands of tensors are handled as lists that are made once and passed over in 
 over them would cost more than moving their bytes. Loops stand only where something unusual has been found.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import compress, repeat
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_, is_not
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,12 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
 from pscommon.core.tape import Plan, Range
 from pscommon.optimizers import spec_of
+from pscommon.team import Team, cores
 
-_GRAD, _LAYOUT, _VERSION = attrgetter("grad"), attrgetter("layout"), attrgetter("_version")
+MANY = 2048
+"""From so many tensors on, a call of torch for each of them costs more than to move their bytes."""
+
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
 class Ready(Protocol):
@@ -201,6 +206,7 @@ class Bridge:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._tensors: dict[str, Tensor] = dict(model.named_parameters()) | _persistent_buffers(model)
+        self._team = Team(min(2, cores()))
         self.spec = _model_spec(model, self._tensors, optimizer)
         self.device = _only_device(self._tensors)
 
@@ -232,12 +238,27 @@ class Bridge:
 
     def gather(self) -> frozenset[int]:
         """Gradients and buffers onto the gradients' tape. Returns the trainable tensors that have no gradient."""
-        self.reattach()
-        grads = self.grads()
-        self.write(0, grads)
+        grads = self._gather_many() if len(self.trainable.tensors) >= MANY else self._gather_few()
         self.write_buffers()
         self.gradients.to_host([self.moving]).synchronize()
         return self.absent(grads)
+
+    def _gather_few(self) -> list[Tensor | None]:
+        self.reattach()
+        return self._gather_between(0, None)
+
+    def _gather_many(self) -> list[Tensor | None]:
+        """Half of the time goes by in torch's calls, without the GIL, and half with it: a second thread is worth it."""
+        cuts = range(0, len(self.trainable.tensors), MANY // 2)
+        work: list[Callable[[], Any]] = [self.reattach]
+        work += [partial(self._gather_between, first, first + MANY // 2) for first in cuts]
+        _, *grads = self._team.map(_call, work)
+        return list(chain.from_iterable(grads))
+
+    def _gather_between(self, first: int, last: int | None) -> list[Tensor | None]:
+        grads = self.grads(first, last)
+        self.write(first, grads)
+        return grads
 
     def grads(self, first: int = 0, last: int | None = None) -> list[Tensor | None]:
         """What the trainable tensors [first, last) in tape order have as .grad now."""
@@ -246,12 +267,14 @@ class Bridge:
     def write(self, first: int, grads: Sequence[Tensor | None]) -> None:
         """Gradients of consecutive trainable tensors from `first` on to their places beside the model."""
         slots, given = self.trainable.gradients[first : first + len(grads)], present(grads)
-        if not all(map(is_, map(_LAYOUT, given), repeat(torch.strided))):
-            self._refuse_sparse(first, grads)
         if len(given) < len(grads):
             slots = list(compress(slots, map(is_not, grads, repeat(None))))
-        if given:
-            torch._foreach_copy_(slots, given)
+        try:
+            if given:
+                torch._foreach_copy_(slots, given)
+        except RuntimeError:
+            self._refuse_sparse(first, grads)
+            raise
 
     def _refuse_sparse(self, first: int, grads: Sequence[Tensor | None]) -> None:
         for place, grad in enumerate(grads, first):
@@ -300,6 +323,12 @@ class Bridge:
         weight.copy_(current.detach())
         tensor.data = weight
         self._owners[place][self._keys[place]] = tensor
+
+
+@torch.no_grad()
+def _call(work: Callable[[], Any]) -> Any:
+    """In any thread: torch.no_grad is a thread's own."""
+    return work()
 
 
 def present(grads: Sequence[Tensor | None]) -> list[Tensor]:

@@ -52,7 +52,7 @@ THREADS = Option(
     "--threads",
     section=LOCAL,
     type=COUNT,
-    help="Threads that torch computes with [default: 1 a server; torch decides for a worker].",
+    help="Threads that compute [default: a server's cores, 4 at most; torch decides for a worker].",
 )
 
 METRICS_BIND = Option(

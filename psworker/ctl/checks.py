@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from pscommon import team
 from pscommon.core.errors import PSError
 from psworker.ctl.output import size
 
@@ -67,8 +68,7 @@ def devices() -> Finding:
 
 
 def cores() -> Finding:
-    usable = len(os.sched_getaffinity(0))
-    return Finding("cores", "ok", f"{usable} usable of {os.cpu_count()}")
+    return Finding("cores", "ok", f"{team.cores()} usable of {os.cpu_count()}")
 
 
 def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:

@@ -15,6 +15,7 @@ import click
 from pscommon import logs, options
 from pscommon.config import given, run_command
 from pscommon.core.errors import InvalidRequestError
+from pscommon.team import cores
 from pscommon.values import check_policy
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT
 from psworker.run import plan, report
@@ -87,11 +88,6 @@ def check(settings: dict[str, Any], script: Script) -> None:
     summary: Path | None = settings["summary"]
     if summary and not os.access(summary.resolve().parent, os.W_OK):
         raise InvalidRequestError(f"--summary {summary}: its folder does not exist or cannot be written to")
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def log_folder(settings: dict[str, Any], folder: Path) -> Path:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from pscommon.core.tape import Plan
+from pscommon.team import ALONE, Team
 from psserver.staging import Staging
 from psserver.store import Store
 
@@ -30,9 +31,9 @@ def one_thread() -> Iterator[None]:
 class Shards:
     """`shards` stores of one job. Tensors go in and come out by name, with the shapes of the model."""
 
-    def __init__(self, spec: ModelSpec, shards: int) -> None:
+    def __init__(self, spec: ModelSpec, shards: int, team: Team = ALONE) -> None:
         self.plan = Plan(spec, shards)
-        self.stores = [Store(self.plan, shard) for shard in range(shards)]
+        self.stores = [Store(self.plan, shard, team) for shard in range(shards)]
         self.extents = {t.name: (self.plan.extent(i), t) for i, t in enumerate(spec.tensors)}
 
     def begin(self, values: Named) -> None:

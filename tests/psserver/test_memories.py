@@ -11,12 +11,13 @@ from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.model import OptimizerSpec
 from pscommon.core.tape import Plan
 from pscommon.shared_memory import Offer, Region
+from pscommon.team import Team
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.memories import Memories
 from psserver.store import Store
 from psserver.stretch import VIEWS_KEPT, Stretch, Tape
-from tests.psserver.stores import SGD, begun, model, noise, one_thread  # noqa: F401
+from tests.psserver.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -190,6 +191,19 @@ OPTIMIZERS = {
     "rmsprop": {"lr": 0.1, "weight_decay": 0.1},
     "adagrad": {"lr": 0.1, "weight_decay": 0.1},
 }
+
+
+def test_a_team_sees_and_copies_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pscommon.team.PART_BYTES", 64)
+    store = Shards(SPEC, 1, Team(3)).stores[0]
+    for place in range(107):
+        tape = torch.zeros(TAPE // 4)
+        tape[place if place < 100 else place + 12] = float("nan")  # after the first tensor comes padding
+        assert store.find_non_finite(store.staging_on(Tape(tape.view(torch.uint8)), [])) == f"t{int(place >= 100)}"
+    push, pulled = (torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(2))
+    store.begin(store.staging_on(Tape(push), [], initial=True))
+    assert store.copy_to(Tape(pulled)) == TAPE
+    assert torch.equal(pulled, push)
 
 
 @pytest.mark.parametrize("pushes", [1, 2])

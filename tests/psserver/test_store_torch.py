@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.optimizers import SUPPORTED, Groups, validate
+from pscommon.team import Team
 from tests.psserver.stores import Plain, Shards, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,15 +119,17 @@ def test_16_bit_weights_follow_a_double_precision_process(name: str, group: dict
 
 
 @pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), *VARIANTS[-2:]])
-def test_the_number_of_threads_does_not_show(name: str, groups: list[dict[str, Any]]) -> None:
-    """Long enough for torch to split its work, into parts of odd length."""
+def test_the_number_of_threads_does_not_show(
+    name: str, groups: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pscommon.team.PART_BYTES", 4096)
     spec = model(
-        ((90_001,), "float32"), ((70, 1001), "float64"), ((5,), "float32"), optimizer=OptimizerSpec(name, (groups[0],))
-    )
+        ((90_001,), "float32"), ((70, 1001), "float64"), ((5,), "float32"), ((70_003,), "bfloat16"),
+        optimizer=OptimizerSpec(name, (groups[0],)),
+    )  # fmt: skip
     results = []
-    for threads, shards in ((1, 1), (3, 1), (2, 3)):
-        torch.set_num_threads(threads)
-        job = Shards(spec, shards)
+    for threads, shards in ((1, 1), (3, 1), (4, 1), (2, 3)):
+        job = Shards(spec, shards, Team(threads))
         job.begin(noise(spec, seed=7))
         for step in range(3):
             job.step(*(noise(spec, 10 * step + worker) for worker in range(3)), samples=[1, 2, 4])

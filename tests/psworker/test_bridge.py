@@ -16,6 +16,14 @@ from psworker.local import LocalClient
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
+@pytest.fixture(autouse=True, params=["few tensors", "many tensors"])
+def amount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to gather gradients: all at once, and pieces of one tensor by two threads."""
+    if request.param == "many tensors":
+        monkeypatch.setattr("psworker.bridge.MANY", 2)
+        monkeypatch.setattr("psworker.bridge.cores", lambda: 2)
+
+
 def data(steps: int, width: int = 4) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(8, width, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(steps)]

@@ -52,6 +52,12 @@ class Segment(NamedTuple):
     stop: int
 
 
+def cut(span: Range, parts: int) -> list[Range]:
+    """A range that starts and ends on multiples of ALIGN in so many equal parts that do too; some may be empty."""
+    blocks = span.nbytes // ALIGN
+    return [Range(*pair) for pair in pairwise(span.start + blocks * part // parts * ALIGN for part in range(parts + 1))]
+
+
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
@@ -106,12 +112,7 @@ class Plan:
 
     @cached_property
     def _ranges(self) -> dict[Role, list[Range]]:
-        found = {}
-        for role, (start, stop) in self._sections.items():
-            blocks = (stop - start) // ALIGN
-            cuts = [start + blocks * shard // self.shards * ALIGN for shard in range(self.shards + 1)]
-            found[role] = [Range(*pair) for pair in pairwise(cuts)]
-        return found
+        return {role: cut(section, self.shards) for role, section in self._sections.items()}
 
     def slices(self, span: Range) -> Iterator[Slice]:
         """The tensors that have bytes in `span`, in tape order."""
