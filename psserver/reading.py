@@ -8,13 +8,9 @@ and nothing is copied in the common case, where everybody has received before th
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from pscommon.core.model import Role
 from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.frames import encode_data
-from psserver.stretch import Memory, raw
-
-Span = tuple[Role, int, int]
-"""Bytes [start, stop) of one of the shard's ranges, named by its role."""
+from psserver.stretch import Memory, Span, raw
 
 
 class Readings:
@@ -78,7 +74,7 @@ class Reading:
 
     def views(self) -> list[memoryview]:
         """All bytes, where they lie; only while nothing changes the weights."""
-        return [raw(self.memory[role][start:stop]).toreadonly() for role, start, stop in self._spans if start < stop]
+        return [self.memory.raw(*span).toreadonly() for span in self._spans]
 
     def close(self) -> None:
         """Harmless to repeat."""

@@ -1,5 +1,6 @@
 """Memory for pushes between their arrival and the update that counts them."""
 
+import math
 import threading
 from collections.abc import Collection, Mapping
 
@@ -8,7 +9,7 @@ import torch
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import Scalar
 from psserver.budget import Claim
-from psserver.stretch import DTYPES, Memory, Stretch, raw
+from psserver.stretch import Memory, Stretch
 
 
 class Staging:
@@ -33,8 +34,8 @@ class Staging:
         self.claim: Claim | None = None
         self._stretch = stretch
         spans = stretch.push(absent, initial)
-        self.views = [raw(stretch.bytes_of(memory, span)) for span in spans] if ours else []
-        self.nbytes = sum(span.nbytes for span in spans)
+        self.views = [memory.raw(*span) for span in spans] if ours else []
+        self.nbytes = sum(stop - start for _, start, stop in spans)
         self._watched = _single(stretch, memory, absent) if ours else None
         self._seen, self._finite = 0, True
 
@@ -55,7 +56,7 @@ class Staging:
         if self._watched is not None:
             upto = min(nbytes // self._watched.element_size(), len(self._watched))
             if upto > self._seen:
-                self._finite = self._finite and bool(self._watched[self._seen : upto].sum().isfinite())
+                self._finite = self._finite and math.isfinite(self._watched[self._seen : upto].sum().item())
                 self._seen = upto
 
     @property
@@ -80,10 +81,9 @@ def _checked(stretch: Stretch, absent: Collection[int]) -> frozenset[int]:
 
 def _single(stretch: Stretch, memory: Memory, absent: frozenset[int]) -> torch.Tensor | None:
     """The gradients as one flat tensor, if they are of one dtype and without holes."""
-    dtypes = {DTYPES[segment.dtype] for segment in stretch.segments["trainable"]}
-    if not stretch.trainable.isdisjoint(absent) or len(dtypes) != 1:
+    if stretch.only_dtype is None or not stretch.trainable.isdisjoint(absent):
         return None
-    return stretch.view(memory, dtypes.pop(), *stretch.ranges["trainable"])
+    return stretch.view(memory, stretch.only_dtype, *stretch.ranges["trainable"])
 
 
 class StagingPool:

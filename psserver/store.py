@@ -16,9 +16,9 @@ from pscommon.optimizers import groups_from_json, validate
 from pscommon.team import ALONE, Team
 from psserver.flat_optimizer import FlatOptimizer, StateReader
 from psserver.mean import mean_of_values, sum_gradients
-from psserver.reading import Reading, Readings, Span
+from psserver.reading import Reading, Readings
 from psserver.staging import Staging, StagingPool
-from psserver.stretch import DTYPES, Memory, Piece, Stretch, Tape, raw
+from psserver.stretch import DTYPES, Memory, Piece, Span, Stretch, Tape, raw
 
 STEP_ROLES: tuple[Role, ...] = ("trainable", "buffer")
 
@@ -170,13 +170,9 @@ class Store:
         self._team.map(lambda part: target[slice(*part)].copy_(source[slice(*part)]), parts)
 
     def _spans(self, everything: bool, unchanged: Collection[int]) -> list[Span]:
-        trainable, buffers, frozen = (self._stretch.ranges[role] for role in ROLES)
-        kept = self._stretch.plan.without(trainable, unchanged)
-        spans: list[Span] = [
-            ("buffer", 0, buffers.nbytes),
-            *(("trainable", start - trainable.start, stop - trainable.start) for start, stop in kept),
-            ("frozen", 0, frozen.nbytes if everything else 0),
-        ]
+        stretch = self._stretch
+        frozen = [stretch.span("frozen")] if everything else []
+        spans = [stretch.span("buffer"), *stretch.trainable_spans(unchanged), *frozen]
         return [span for span in spans if span[1] < span[2]]
 
     def _copy(self) -> Memory:

@@ -1,6 +1,6 @@
 """One shard's stretch of the tape in memory: its trainable, buffer and frozen ranges."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,16 +17,29 @@ BLOCK = 1 << 20
 
 VIEWS_KEPT = 64
 
+Span = tuple[Role, int, int]
+"""Bytes [start, stop) of one of the shard's ranges, named by its role."""
+
 
 class Memory(dict[Role, torch.Tensor]):
     """The bytes of each of a shard's ranges; in a buffer of the server's they lie end to end, on a worker's tape apart.
 
-    views: typed ones, kept because making them costs more than a small step.
+    views: typed ones, and `bytes`, untyped ones: kept because making them costs more than a small step.
     """
 
     def __init__(self, ranges: dict[Role, torch.Tensor]) -> None:
         super().__init__(ranges)
         self.views: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+        self.bytes: dict[tuple[Role, int, int], memoryview] = {}
+
+    def raw(self, role: Role, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of a range, writable."""
+        found = self.bytes.get((role, start, stop))
+        if found is None:
+            if len(self.bytes) >= VIEWS_KEPT:
+                self.bytes.clear()
+            found = self.bytes[role, start, stop] = raw(self[role][start:stop])
+        return found
 
 
 class Piece(NamedTuple):
@@ -55,6 +68,8 @@ class Stretch:
         self.segments: dict[Role, list[Segment]] = {role: plan.segments(self.ranges[role]) for role in ROLES}
         self.step_nbytes = self.ranges["trainable"].nbytes + self.ranges["buffer"].nbytes
         self.nbytes = self.step_nbytes + self.ranges["frozen"].nbytes
+        dtypes = {segment.dtype for segment in self.segments["trainable"]}
+        self.only_dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
         self.trainable = frozenset(held.tensor for held in plan.slices(self.ranges["trainable"]))
         self.pieces = lru_cache(maxsize=32)(self._pieces)
         self.push = lru_cache(maxsize=32)(self._push)
@@ -93,11 +108,20 @@ class Stretch:
     def name(self, tensor: int) -> str:
         return self.plan.spec.tensors[tensor].name
 
-    def _push(self, absent: frozenset[int], initial: bool) -> tuple[Range, ...]:
+    def _push(self, absent: frozenset[int], initial: bool) -> tuple[Span, ...]:
         """What a push without the tensors in `absent`, or (initial) one of all weights, holds. Cached as `push`."""
-        gradients = self.plan.without(self.ranges["trainable"], absent)
-        spans = [*gradients, self.ranges["buffer"], *([self.ranges["frozen"]] if initial else [])]
-        return tuple(span for span in spans if span.nbytes)
+        spans = [*self.trainable_spans(absent), self.span("buffer"), *([self.span("frozen")] if initial else [])]
+        return tuple(span for span in spans if span[1] < span[2])
+
+    def span(self, role: Role) -> Span:
+        """All bytes of a range."""
+        return role, 0, self.ranges[role].nbytes
+
+    def trainable_spans(self, absent: Collection[int]) -> list[Span]:
+        """The trainable range without the tensors in `absent`."""
+        origin = self.ranges["trainable"].start
+        kept = self.plan.without(self.ranges["trainable"], absent)
+        return [("trainable", start - origin, stop - origin) for start, stop in kept]
 
     def _pieces(self, absent: tuple[frozenset[int], ...]) -> tuple[Piece, ...]:
         """The trainable range cut where the dtype or the set of pushes that hold a gradient changes.
