@@ -25,13 +25,20 @@ class RpcTimer(grpc.ServerInterceptor):
 
     def __init__(self, record: Record) -> None:
         self._record = record
+        self._timed: dict[str, tuple[Any, Any]] = {}
 
     def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        handler = continuation(handler_call_details)
+        handler, method = continuation(handler_call_details), handler_call_details.method
         if handler is None:
             return None
+        known, timed = self._timed.get(method, (None, None))
+        if known is not handler:
+            timed = self._wrapped(method.rpartition("/")[2], handler)
+            self._timed[method] = handler, timed
+        return timed
+
+    def _wrapped(self, method: str, handler: Any) -> Any:
         kind, make = _KINDS[handler.request_streaming, handler.response_streaming]
-        method = handler_call_details.method.rpartition("/")[2]
         wrap = self._stream if handler.response_streaming else self._unary
         return make(wrap(method, getattr(handler, kind)), handler.request_deserializer, handler.response_serializer)
 

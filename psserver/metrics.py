@@ -69,8 +69,14 @@ class ServerMetrics:
 
     def rpc(self, method: str, code: str, seconds: float) -> None:
         """One call ended: its short name and its canonical status code (see psserver.interceptor)."""
-        self._rpcs.labels(self._shard, method, code).inc()
-        self._rpc_seconds.labels(self._shard, method).observe(seconds)
+        if (method, code) not in self._calls:
+            self._calls[method, code] = (
+                self._rpcs.labels(self._shard, method, code),
+                self._rpc_seconds.labels(self._shard, method),
+            )
+        count, duration = self._calls[method, code]
+        count.inc()
+        duration.observe(seconds)
 
     def workers(self, counts: Mapping[str, int]) -> None:
         """The roster by state; a state that is not named counts none."""
@@ -148,6 +154,7 @@ class ServerMetrics:
         self._received = self._counter("ps_bytes_received_total", "Bytes of pushes").labels(self._shard)
         self._sent = self._counter("ps_bytes_sent_total", "Bytes of pulls").labels(self._shard)
         self._rpcs = self._counter("ps_rpc_requests_total", "Calls that ended", "method", "code")
+        self._calls: dict[tuple[str, str], tuple[Counter, Histogram]] = {}  # looking series up costs more than a count
         labels = ("shard", "method")
         self._rpc_seconds = Histogram(
             "ps_rpc_duration_seconds", "Calls, waits included", labels, buckets=SECONDS, registry=self._registry
