@@ -67,9 +67,9 @@ class Reading:
         self._readings = readings
         self._spans = spans
 
-    def frames(self) -> Iterator[bytes]:
-        """Data frames with all bytes in order; each is made when it is asked for."""
-        for spans in _grouped(self._spans, FRAME_BYTES):
+    def frames(self, size: int = FRAME_BYTES) -> Iterator[bytes]:
+        """Data frames with all bytes in order, `size` in each; each is made when it is asked for."""
+        for spans in _grouped(self._spans, size):
             yield self._readings.encode(self, spans)
 
     def views(self) -> list[memoryview]:

@@ -7,6 +7,7 @@ import grpc
 
 from pscommon.core.errors import FencedError, InFlightError, InvalidRequestError, MismatchError
 from pscommon.core.log import PushKey, Staged
+from pscommon.core.tape import piece_nbytes
 from pscommon.wire.codec import batches_from_proto
 from pscommon.wire.frames import Frame, decode_request, encode_header
 from pscommon.wire.status import answering
@@ -60,7 +61,8 @@ class ParameterServer:
         try:
             with self._engine.reading(header, result, alive) as reading:
                 yield encode_header(result)
-                yield from reading.frames()
+                # an open push is one of a worker that computes on with what has come
+                yield from reading.frames(piece_nbytes(reading.nbytes)) if header.open else reading.frames()
         except InFlightError as full:
             yield encode_header(self._pending(str(full)))
 

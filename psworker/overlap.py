@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from pscommon.core.log import BatchKey
-from pscommon.core.tape import ALIGN, Range
+from pscommon.core.tape import ALIGN, Range, piece_nbytes
 from psworker.bridge import Bridge, Ready, present, versions
 from psworker.local import Flow, JobClient
 from psworker.results import PushResult
-
-BUCKET_BYTES = 1 << 20
 
 PATIENCE = 100
 """Steps for which a bucket stays until step() after its gradients were changed behind its back, as by clipping."""
@@ -210,10 +208,11 @@ class Departures:
 
 
 def _buckets(extents: Sequence[Range]) -> list[Bucket]:
-    """Neighbours on the tape, of BUCKET_BYTES at least but for the one at the tape's start, which comes last."""
+    """Neighbours on the tape, a piece at least but for the one at the tape's start, which comes last."""
     found, last = [], len(extents)
+    least = piece_nbytes(extents[-1].stop) if extents else 0
     for first in range(len(extents) - 1, -1, -1):
-        if first == 0 or extents[last - 1].stop - extents[first].start >= BUCKET_BYTES:
+        if first == 0 or extents[last - 1].stop - extents[first].start >= least:
             found.append(Bucket(first, last))
             last = first
     return found

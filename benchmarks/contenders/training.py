@@ -22,7 +22,7 @@ from pscommon.malloc import tune_malloc
 from psworker.job import Job
 from psworker.stats import PHASES
 
-DEPTH = 8
+DEPTH = 32
 RATE = 1e-3
 
 

@@ -115,7 +115,7 @@ def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes:
 
 def test_a_loop_with_overlap_is_the_loop_without(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator switches it on; asking for data, sitting out and pulling at the end do not disturb a push."""
-    monkeypatch.setattr(overlap, "BUCKET_BYTES", 1024)
+    monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 1024)
     data = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
 
     def script(job: Job) -> tuple[int, Named]:
@@ -204,7 +204,7 @@ def test_others_go_on_when_a_worker_fails_in_the_middle(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str, where: str
 ) -> None:
     """Its push has begun, or its weights are still coming; it leaves, and the other one's steps count alone."""
-    monkeypatch.setattr(overlap, "BUCKET_BYTES", 1024)
+    monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 1024)
 
     def fail(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         backward(model, 1, 2)

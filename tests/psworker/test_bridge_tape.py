@@ -139,7 +139,7 @@ def _two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
         return LaterTape(memory[0]), LaterTape(memory[1])
 
     monkeypatch.setattr(Bridge, "_tapes", tapes)
-    monkeypatch.setattr(overlap, "BUCKET_BYTES", 128)
+    monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
 @pytest.mark.usefixtures("_two_memories")

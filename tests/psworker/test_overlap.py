@@ -34,7 +34,7 @@ from tests.psworker.overlap_cases import (
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "BUCKET_BYTES", 128)
+    monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
 def both(make: Make, **choice: Any) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any], LateClient]:

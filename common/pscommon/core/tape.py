@@ -23,6 +23,9 @@ from pscommon.core.model import ROLES, ModelSpec, Role, TensorSpec
 
 ALIGN = 64
 
+PIECES = 32
+SMALLEST_PIECE, LARGEST_PIECE = 64 << 10, 1 << 20
+
 
 class Range(NamedTuple):
     """Bytes [start, stop) of the tape."""
@@ -56,6 +59,15 @@ def cut(span: Range, parts: int) -> list[Range]:
     """A range that starts and ends on multiples of ALIGN in so many equal parts that do too; some may be empty."""
     blocks = span.nbytes // ALIGN
     return [Range(*pair) for pair in pairwise(span.start + blocks * part // parts * ALIGN for part in range(parts + 1))]
+
+
+def piece_nbytes(nbytes: int) -> int:
+    """Into what pieces to cut a transfer whose first ones are used while the last ones are on their way.
+
+    What cannot be hidden behind computing is about the first and the last piece, so they are a small part of all; but
+    each costs a message, and those of 1 MiB are the cheapest by the byte.
+    """
+    return max(SMALLEST_PIECE, min(LARGEST_PIECE, nbytes // PIECES))
 
 
 def _padded(nbytes: int) -> int:
