@@ -33,6 +33,7 @@ class Readings:
         """The weights are about to change."""
         with self._lock:
             live, self._live = self._live, set()
+            live = {reading for reading in live if reading.left}
             if not live:
                 return
             copy = self._copy()
@@ -43,6 +44,7 @@ class Readings:
     def encode(self, reading: "Reading", spans: Sequence[Span]) -> bytes:
         with self._lock:
             memory = reading.memory
+            reading.left -= sum(stop - start for _, start, stop in spans)
             return encode_data(*(raw(memory[role][start:stop]) for role, start, stop in spans))
 
     def close(self, reading: "Reading") -> None:
@@ -58,12 +60,12 @@ class Readings:
 
 
 class Reading:
-    """One pull's bytes. To be closed, whether it was read to its end or not."""
+    """One pull's bytes. To be closed, whether it was read to its end or not. left: bytes that no frame has yet."""
 
     def __init__(self, readings: Readings, weights: Memory, spans: Sequence[Span]) -> None:
         self.memory = weights
         self.frozen: Memory | None = None
-        self.nbytes = sum(stop - start for _, start, stop in spans)
+        self.nbytes = self.left = sum(stop - start for _, start, stop in spans)
         self._readings = readings
         self._spans = spans
 

@@ -149,6 +149,21 @@ def test_nothing_is_copied_when_nobody_reads() -> None:
     assert counted.copies == 0
 
 
+def test_a_reading_whose_frames_have_all_been_made_needs_no_copy() -> None:
+    counted = Counted()
+    through, half = counted.open(), counted.open()
+    content = b"".join(through.frames())
+    counted.update()
+    assert counted.copies == 1  # for the other one
+    half.close()
+    counted.update()
+    through.close()
+
+    assert counted.copies == 1
+    assert counted.out == []
+    assert not any(decode_response(content).data)
+
+
 def test_all_readings_of_a_version_share_a_copy_which_the_last_one_frees() -> None:
     counted = Counted()
     readings = [counted.open() for _ in range(3)]
