@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError
+from pscommon.core.tape import PIECES
 from psproto.v1 import coordinator_pb2 as co
+from psserver import reading
 from psworker import Client, OptimizerSpec
 from psworker.flow import ClientFlow
 from psworker.results import PushResult
@@ -97,6 +100,27 @@ def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster:
             assert (pieces.version, whole.version) == (number + 1, number + 1)
         found, wanted = weights_of(pieces.addresses[0]), weights_of(whole.addresses[0])
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_is_used_as_it_comes_comes_in_small_pieces(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is not, does not: each message costs something."""
+    frames: list[int] = []
+    encode = reading.encode_data
+    monkeypatch.setattr(reading, "encode_data", lambda *views: frames.append(0) or encode(*views))
+    model, spec = {"w": np.zeros(1 << 20, np.float32)}, OptimizerSpec("sgd", lr=1.0)
+    with connected(cluster().address, lanes="grpc") as client:
+        client.register(model, spec)
+        gradients, weights = client.tapes()
+        frames.clear()
+        client.exchange(gradients=gradients, weights=weights)
+        whole = len(frames)
+        frames.clear()
+        with closing(client.begin()) as flow:
+            flow.send(0, 64)
+            flow.finish()
+            flow.wait(0, client.plan.nbytes)
+
+    assert (whole, len(frames)) == (4, PIECES)
 
 
 def test_half_of_the_shards_in_shared_memory(cluster: Make) -> None:

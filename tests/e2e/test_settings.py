@@ -3,22 +3,26 @@
 import json
 import platform
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pscommon import options
 from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
 from pscommon.memory import usable_memory
 from pscommon.snapshot import Snapshots
+from pscommon.team import cores
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
+from psworker import OptimizerSpec
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
@@ -292,14 +296,12 @@ def test_metrics_bind(serve: Serve) -> None:
     assert get(address, "/livez").status == 200
 
 
-# ps-server, and at its end what became of torch and malloc
+# ps-server, and at its end what became of malloc
 SERVER = f"""
 {MAPPED}
 import sys
 from psserver import cli
 code = cli.main(sys.argv[1:])
-import torch
-print("threads", torch.get_num_threads())
 print("mapped", mapped())
 sys.exit(code)
 """
@@ -309,7 +311,7 @@ sys.exit(code)
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
     """Two servers that differ in what only a process of its own has; each has lost a worker, and has ended."""
     variants = {
-        "text": ("--threads", 3, "--log-format", "text"),
+        "text": ("--log-format", "text"),
         "json": ("--log-level", "warning", "--log-format", "json", "--malloc", "system"),
     }
     with programs_in(tmp_path_factory.mktemp("servers")) as programs:
@@ -329,14 +331,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
 
 
 @seen("threads")
-def test_threads(two: tuple[Program, Program]) -> None:
-    assert [server.out.splitlines()[0] for server in two] == ["threads 3", "threads 1"]
+@pytest.mark.parametrize(("flags", "most"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)])
+def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
+    """How many work on a large update beside the one that answers."""
+    before, large = set(threading.enumerate()), {"w": np.ones(4 << 20, np.float32)}
+    with connected(serve(*flags).address) as client:
+        client.register(large, OptimizerSpec("sgd", lr=1.0))
+        client.push(large)
+        team = [each for each in threading.enumerate() if each not in before and each.name.startswith("team")]
+
+        assert len(team) <= most
+        assert bool(team) == bool(most)
 
 
 @seen("malloc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_malloc(two: tuple[Program, Program]) -> None:
-    assert [server.out.splitlines()[1] for server in two] == ["mapped False", "mapped True"]
+    assert [server.out.splitlines()[0] for server in two] == ["mapped False", "mapped True"]
 
 
 @seen("log_level")

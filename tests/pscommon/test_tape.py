@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscommon.core.model import ROLES, ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import ALIGN, Plan, Range
+from pscommon.core.tape import ALIGN, PIECES, Plan, Range, piece_nbytes
 from tests.pscommon import architectures
 from tests.pscommon.architectures import Shapes
 
@@ -175,3 +175,9 @@ def test_absent_tensors_at_the_edges_of_a_range() -> None:
     assert plan.without(whole, {1}) == [Range(0, 64), Range(128, 256)]
     assert plan.without(whole, {0, 1, 2, 3}) == []
     assert plan.without(Range(64, 128), {0, 3}) == [Range(64, 128)]
+
+
+def test_pieces_are_a_small_part_of_all_but_neither_tiny_nor_larger_than_a_cheap_message() -> None:
+    sizes = [piece_nbytes(nbytes) for nbytes in (0, 1 << 20, 4 << 20, 1 << 30)]
+
+    assert sizes == [64 << 10, 64 << 10, (4 << 20) // PIECES, 1 << 20]
