@@ -150,7 +150,7 @@ class FlatOptimizer:
         return tuple(runs)
 
     def _prepare(self, runs: tuple[Run, ...]) -> "list[_Pass]":
-        """One for each thread of the team that is worth it, with its part of every run."""
+        """One for each part that the team's threads take, with a piece of every run."""
         parts = self._team.parts(sum(run.stop - run.start for run in runs))
         cuts = [cut(Range(run.start, run.stop), parts) for run in runs]
         return [self._part(list(zip(runs, spans, strict=True))) for spans in zip(*cuts, strict=True)]

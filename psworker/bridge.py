@@ -206,9 +206,10 @@ class Bridge:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._tensors: dict[str, Tensor] = dict(model.named_parameters()) | _persistent_buffers(model)
-        self._team = Team(min(2, cores()))
         self.spec = _model_spec(model, self._tensors, optimizer)
         self.device = _only_device(self._tensors)
+        # a GPU copies many at once, and on the stream of the script's own thread
+        self._team = Team(min(2, cores()) if self.device.type == "cpu" else 1)
 
     def attach(self, plan: Plan, memory: tuple[memoryview, memoryview], apart: bool = False) -> None:
         """Moves the model onto the tape, values and all. Parameters stay the same objects; only their storage moves.
