@@ -1,0 +1,124 @@
+"""Small logs, and disks that fail when they are told to."""
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pscommon.record_log import LogDamagedError, LogFiles, RecordLog
+
+Row = tuple[int, bytes, bytes]
+FIRST: Row = (1, b"first", b"")
+ROWS: list[Row] = [(2, b"header", bytes(range(40))), (3, b"", b"x" * 25), (70000, b"end", b"")]
+
+
+def row(number: int, nbytes: int = 20) -> Row:
+    """A record that differs from all others."""
+    return number, b"header %d" % number, bytes([number % 256]) * nbytes
+
+
+def begin(log: RecordLog, name: str, *rows: Row) -> None:
+    log.begin(name, [(kind, header, [payload]) for kind, header, payload in rows])
+
+
+def append(log: RecordLog, *rows: Row) -> None:
+    for kind, header, payload in rows:
+        log.append(kind, header, [payload])
+
+
+def rows_of(log: RecordLog, name: str) -> tuple[list[Row], bool]:
+    """What a segment holds, and whether its end is torn."""
+    reader = log.read(name)
+    rows = [(kind, header, payload.tobytes()) for kind, header, payload in reader]
+    return rows, reader.torn
+
+
+def readable(log: RecordLog, name: str) -> tuple[list[Row], str]:
+    """What can be read of a segment, and how it ends: "whole", "torn" or "damaged"."""
+    reader, rows = log.read(name), []
+    try:
+        for kind, header, payload in reader:
+            rows.append((kind, header, payload.tobytes()))
+    except LogDamagedError:
+        return rows, "damaged"
+    return rows, "torn" if reader.torn else "whole"
+
+
+def stored(folder: Path) -> dict[str, tuple[list[Row], bool]]:
+    """All segments, as a process that starts now would find them."""
+    log = RecordLog(folder, "no")
+    return {name: rows_of(log, name) for name in log.segments()}
+
+
+class Watched(LogFiles):
+    """The real disk, with a list of what was asked of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def _meet(self, operation: str) -> None:
+        self.seen.append(operation)
+
+    def make_folder(self, path: Path) -> None:
+        self._meet("make_folder")
+        super().make_folder(path)
+
+    def open(self, path: Path) -> int:
+        self._meet("open")
+        return super().open(path)
+
+    def write(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        self._meet("write")
+        return super().write(descriptor, views, offset)
+
+    def sync(self, descriptor: int) -> None:
+        self._meet("sync")
+        super().sync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        self._meet("sync_folder")
+        super().sync_folder(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._meet("rename")
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self._meet("remove")
+        super().remove(path)
+
+
+class Failing(Watched):
+    """The n-th operation fails with `code`, and with `for_good` all after it; without a code, a write is cut short.
+
+    A write that fails has written `part` bytes, as a disk that fills up does.
+    """
+
+    def __init__(self, limit: int, code: int, part: int = 0, for_good: bool = False) -> None:
+        super().__init__()
+        self.limit = limit
+        self._code = code
+        self._part = part
+        self._for_good = for_good
+
+    @property
+    def failed(self) -> bool:
+        return 0 < self.limit <= len(self.seen)
+
+    def _due(self) -> bool:
+        return self.failed if self._for_good else len(self.seen) == self.limit
+
+    def _meet(self, operation: str) -> None:
+        super()._meet(operation)
+        if operation != "write" and self._due():
+            raise OSError(self._code or errno.EIO, os.strerror(self._code or errno.EIO))
+
+    def write(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        self._meet("write")
+        if not self._due():
+            return os.pwritev(descriptor, views, offset)
+        part = b"".join(views)[: self._part]
+        done = os.pwrite(descriptor, part, offset)
+        if self._code:
+            raise OSError(self._code, os.strerror(self._code))
+        return done
