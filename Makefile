@@ -6,9 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
 TEST_PROCESSES ?= 2
+CHAOS_MINUTES ?= 5
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 
-.PHONY: setup demo test check lint proto bench bench-quick bench-tf test-compose clean
+.PHONY: setup demo test check lint proto bench bench-quick bench-tf chaos test-compose clean
 
 setup: $(VENV)/.setup-done
 
@@ -52,6 +53,9 @@ $(TF_VENV)/.setup-done:
 	echo '*' > $(TF_VENV)/.gitignore
 	$(TF_VENV)/bin/pip install --quiet --disable-pip-version-check '$(TENSORFLOW)'
 	@touch $@
+
+chaos: setup # random faults over real processes; CHAOS_MINUTES=60 CHAOS_SEED=7 for an hour that can be had again
+	$(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
 	deploy/test-compose

@@ -33,6 +33,7 @@ from psserver.interceptor import RpcTimer
 from psserver.link import Link
 from psserver.metrics import ServerMetrics
 from psserver.servicer import ParameterServer
+from psserver.shard_log import ShardLog
 from psserver.status import statistics
 
 CALLS = 1024
@@ -76,6 +77,8 @@ class Server:
             config.in_flight,
             config.lanes,
             config.threads or 1,
+            self._make_log(),
+            config.fitness,
         )
         self._grpc, self.address = self._listen()
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
@@ -89,6 +92,14 @@ class Server:
         if config.metrics_bind is not None:
             self.monitor = Monitor(config.metrics_bind, registry, self.ready)
             self._resources.callback(self.monitor.close)
+
+    def _make_log(self) -> ShardLog | None:
+        config = self.config
+        if config.durability != "log" or config.data_dir is None:
+            return None
+        log = ShardLog(config.data_dir, config.shard, config.shards, config.log_fsync, self.metrics.log_failed)
+        self._resources.callback(log.close)
+        return log
 
     def _listen(self) -> tuple[grpc.Server, str]:
         server = grpc.server(

@@ -22,6 +22,7 @@ from pscommon.snapshot import Manifest, Part, Snapshots, TapeReader
 from psserver.core.cuts import Cutting, PartReport
 from psserver.engine import Engine
 from psserver.metrics import ServerMetrics
+from psserver.recovery import LogUnfitError
 from psserver.store import Store
 
 log = logging.getLogger("psserver")
@@ -75,7 +76,7 @@ class Archive:
             self._set_aside(-1)
             return None
         if isinstance(resume, int):
-            return self._exactly(resume)
+            return self.exactly(resume)
         manifest, skipped = self._snapshots.newest_valid()
         for problem in skipped:
             log.error("skipped a damaged snapshot", extra={"problem": problem})
@@ -83,8 +84,10 @@ class Archive:
             raise SnapshotError(f"none of the snapshots in {self._snapshots.folder} is valid: {'; '.join(skipped)}")
         return self._chosen(manifest) if manifest else None
 
-    def _exactly(self, version: int) -> Manifest:
-        assert self._snapshots is not None
+    def exactly(self, version: int) -> Manifest:
+        """The snapshot of this version; newer ones are set aside. SnapshotError where it is not there or not sound."""
+        if self._snapshots is None:
+            raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
         if version not in self._snapshots.versions():
             raise SnapshotError(
                 f"no snapshot of version {version} in {self._snapshots.folder}; there are {self._snapshots.versions()}",
@@ -138,6 +141,21 @@ class Archive:
         self.newest_version = manifest.version
         return ""
 
+    def recover_into(self, engine: Engine, epoch: int, manifest: Manifest | None) -> str:
+        """Make this shard what it was: a snapshot and its own log on top; empty, or why that cannot be."""
+        if self._snapshots is None:
+            return f"shard {self._shard} has no --data-dir"
+        reader = None
+        if manifest is not None:
+            plan = Plan(manifest.model, self._shards)
+            reader = TapeReader(self._snapshots, manifest, [plan.range(self._shard, role) for role in ROLES])
+        try:
+            engine.recover(epoch, manifest, reader)
+        except (LogUnfitError, SnapshotError) as error:
+            return str(error)
+        self.newest_version = manifest.version if manifest else None
+        return ""
+
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def cut(self, version: int, store: Store) -> None:
@@ -170,8 +188,8 @@ class Archive:
         self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
         log.error("snapshot failed; training goes on", extra={"problem": self.problem})
 
-    def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> None:
-        """All shards have written, or failed to: the manifest makes it a snapshot, older ones go."""
+    def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest | None:
+        """All shards have written, or failed to: the manifest makes it a snapshot, older ones go. None: it failed."""
         assert self._snapshots is not None
         if cutting.problem:
             self.problem = cutting.problem
@@ -179,16 +197,18 @@ class Archive:
             log.error(
                 "snapshot failed; training goes on", extra={"version": cutting.version, "problem": cutting.problem}
             )
-            return
+            return None
+        manifest = self._manifest(cutting, job, model)
         try:
-            self._snapshots.commit(self._manifest(cutting, job, model))
+            self._snapshots.commit(manifest)
             self._snapshots.prune(self._keep)
             self.kept = self._snapshots.versions()
         except SnapshotError as error:
             self._failed(error)
-            return
+            return None
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
         log.info("snapshot written", extra={"version": cutting.version})
+        return manifest
 
     def _manifest(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest:
         parts = [cutting.parts[shard] for shard in range(self._shards)]

@@ -9,9 +9,25 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.logs import Format
 from pscommon.memory import usable_memory
 from pscommon.team import cores
-from pscommon.values import Lanes, Malloc, Shard, SnapshotEvery, check_policy, host_and_port
+from pscommon.values import (
+    BadGradients,
+    Durability,
+    Lanes,
+    LateGradients,
+    LogFsync,
+    Malloc,
+    OnWorkerLoss,
+    Shard,
+    SnapshotEvery,
+    check_policy,
+    host_and_port,
+)
+from psserver.core.cuts import Every
+from psserver.core.policy import policy
+from psserver.core.rules import Fitness, OnLoss, Rules
 
 FIRST_PORT = 50051
+SHRINK = OnWorkerLoss()
 EVERYWHERE = ("0.0.0.0", "[::]")
 
 
@@ -41,6 +57,19 @@ class ServerConfig:
     """The first round waits for so many workers."""
     lease: float = 5.0
     """Seconds without a sign of life after which a worker is dropped."""
+    on_worker_loss: OnWorkerLoss = SHRINK
+    """What happens to the place of a worker that is lost."""
+    backup_workers: int = 0
+    """sync: so many of the slowest need not be waited for in a round."""
+    late_gradients: LateGradients = "return"
+    """What becomes of the data of a gradient that came after its round had closed without it."""
+    global_batch: int | None = None
+    """sync: samples of one update; None: one batch of each worker."""
+    bad_gradients: BadGradients = "abort"
+    """What happens to gradients with NaN or Inf, or with a norm above max_norm."""
+    max_norm: float | None = None
+    quarantine_after: int | None = None
+    """So many bad gradients in a row, and the worker is out; None: never."""
     job: str | None = None
     """The job's name; None: shard 0 makes one up."""
     exit_when_done: bool = False
@@ -50,6 +79,9 @@ class ServerConfig:
     snapshot_every: SnapshotEvery | None = None
     """None becomes 60 s where there is a data_dir."""
     snapshot_keep: int = 3
+    durability: Durability = "snapshot"
+    """log: each update is written down before it is acknowledged."""
+    log_fsync: LogFsync = "everysec"
     resume: Literal["auto", "never"] | int = "auto"
     """auto: from the newest valid snapshot if there is one; a number: from that version or not at all."""
     metrics_bind: str | None = None
@@ -86,7 +118,16 @@ class ServerConfig:
             raise InvalidRequestError(
                 f"--shard {self.shard}/{self.shards}: shards are counted from 0, so I is less than N"
             )
-        least = {"min_workers": 1, "snapshot_keep": 1, "threads": 1, "staleness": 0, "max_staleness": 0}
+        least = {
+            "min_workers": 1,
+            "backup_workers": 0,
+            "global_batch": 1,
+            "quarantine_after": 1,
+            "snapshot_keep": 1,
+            "threads": 1,
+            "staleness": 0,
+            "max_staleness": 0,
+        }
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
@@ -104,10 +145,45 @@ class ServerConfig:
             raise InvalidRequestError(
                 f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where others reach it"
             )
+        self._check_sync()
+        if not self.data_dir and self.durability == "log":
+            raise InvalidRequestError("--durability log needs --data-dir: that is where the log lies")
         if not self.data_dir and self.snapshot_every is not None:
             raise InvalidRequestError(f"--snapshot-every {self.snapshot_every} needs --data-dir")
         if not self.data_dir and isinstance(self.resume, int):
             raise InvalidRequestError(f"--resume {self.resume} needs --data-dir")
+
+    def _check_sync(self) -> None:
+        barrier = self.policy == "sync" or (self.policy == "ssp" and self.staleness == 0)
+        if self.backup_workers and not barrier:
+            raise InvalidRequestError(f"--backup-workers {self.backup_workers} is for sync: {self.policy} never waits")
+        if self.global_batch is not None and not barrier:
+            raise InvalidRequestError(f"--global-batch {self.global_batch} is for sync, where an update is a round")
+        if self.global_batch is not None and self.backup_workers:
+            raise InvalidRequestError(
+                "--global-batch takes all of a round, --backup-workers leaves some out: choose one"
+            )
+
+    def rules(self) -> Rules:
+        """What the coordinator goes by."""
+        every = self.snapshot_every
+        return Rules(
+            policy(self.policy, self.staleness, self.max_staleness, self.backup_workers),
+            self.min_workers,
+            self.lease,
+            Every(every.seconds, every.steps) if every else Every(),
+            OnLoss(self.on_worker_loss.mode, self.on_worker_loss.seconds),
+            self.late_gradients,
+            self.bad_gradients,
+            self.max_norm,
+            self.quarantine_after,
+            self.global_batch,
+        )
+
+    @property
+    def fitness(self) -> Fitness:
+        """What a shard looks at in gradients."""
+        return Fitness(self.bad_gradients, self.max_norm is not None)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ServerConfig":

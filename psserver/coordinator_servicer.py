@@ -22,6 +22,7 @@ from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.archive import groups_of
 from psserver.core.cuts import PartReport
+from psserver.core.following import Way
 from psserver.fleet import Server, Told
 from psserver.hub import Hub
 
@@ -40,13 +41,15 @@ class Coordinator(CoordinatorServiceServicer):
     def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         with answering(context):
             rank = request.rank if request.HasField("rank") else None
-            member = self._hub.join(request.job, rank, request.host, request.pid, request.device)
+            member = self._hub.join(request.job, rank, request.host, request.pid, request.device, request.attempt)
             return pb.JoinResponse(
                 job=self._hub.job,
                 worker=member.worker,
                 addresses=self._hub.fleet.addresses,
                 lease_ms=round(self._hub.config.lease * 1000),
-                policy=self._hub.config.policy,
+                policy=self._hub.policy,
+                open_loop=self._hub.open_loop,
+                bad_gradients=self._hub.config.bad_gradients,
             )
 
     def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
@@ -82,8 +85,10 @@ class Coordinator(CoordinatorServiceServicer):
     def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         with answering(context):
             self._hub.check_job(request.job)
-            stopping = self._hub.beat(request.worker, request.step_seconds, request.samples_per_second, request.phase)
-            return pb.HeartbeatResponse(version=self._hub.version, stopping=stopping)
+            stopping, draining = self._hub.beat(
+                request.worker, request.step_seconds, request.samples_per_second, request.phase
+            )
+            return pb.HeartbeatResponse(version=self._hub.version, stopping=stopping, draining=draining)
 
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
@@ -100,7 +105,9 @@ class Coordinator(CoordinatorServiceServicer):
             )  # fmt: skip
             if batches is None:
                 return pb.NextBatchResponse(waiting_for=self._hub.waiting_for, version=self._hub.version)
-            return pb.NextBatchResponse(numbers=batches.numbers, end=batches.end, version=self._hub.version)
+            return pb.NextBatchResponse(
+                numbers=batches.numbers, end=batches.end, version=self._hub.version, following=batches.following
+            )
 
     def ReturnBatches(self, request: pb.ReturnBatchesRequest, context: Context) -> pb.ReturnBatchesResponse:
         with answering(context):
@@ -122,6 +129,23 @@ class Coordinator(CoordinatorServiceServicer):
         with answering(context):
             version = self._hub.save(request.wait_ms / 1000)
             return pb.SaveSnapshotResponse(version=version, path=self._hub.archive.path(version))
+
+    def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        with answering(context):
+            self._hub.drain(request.worker)
+            return pb.DrainResponse()
+
+    def RestoreSnapshot(self, request: pb.RestoreSnapshotRequest, context: Context) -> pb.RestoreSnapshotResponse:
+        with answering(context):
+            self._hub.restore(request.version)
+            return pb.RestoreSnapshotResponse()
+
+    def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
+        with answering(context):
+            staleness = request.staleness if request.HasField("staleness") else None
+            max_staleness = request.max_staleness if request.HasField("max_staleness") else None
+            self._hub.set_policy(request.policy, staleness, max_staleness)
+            return pb.SetPolicyResponse()
 
     def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
         with answering(context):
@@ -156,17 +180,17 @@ class Coordinator(CoordinatorServiceServicer):
         listener = _Listener(self._hub, server, requests)
         listener.hear(first)
         listener.start()
-        told, model = Told(first.report.epoch, first.report.index) if first.job == self._hub.job else Told(), ""
+        told, model = Told(first.report.epoch, first.report.index), ""
         while context.is_active() and listener.is_alive():
-            response, told, model = self._tell(told, model)
+            response, told, model = self._tell(server, told, model)
             yield response
             if response.stop:
                 return
-            self._hub.wait_for_news(told, LINK_BEAT)
+            self._hub.wait_for_news(server, told, LINK_BEAT)
 
-    def _tell(self, told: Told, model: str) -> tuple[pb.LinkShardResponse, Told, str]:
+    def _tell(self, server: Server, told: Told, model: str) -> tuple[pb.LinkShardResponse, Told, str]:
         """The next response; how far the shard is told with it; the fingerprint of the model that it knows then."""
-        hub, news = self._hub, self._hub.news(told)
+        hub, news = self._hub, self._hub.news(server, told)
         response = pb.LinkShardResponse(
             job=hub.job,
             addresses=hub.fleet.addresses,
@@ -177,10 +201,11 @@ class Coordinator(CoordinatorServiceServicer):
             entries=[entry_to_proto(entry) for entry in news.entries],
             snapshots=news.snapshots,
         )
-        if news.restore is not None:
-            response.restore.version, response.restore.index = news.restore.version, news.restore.index
-            response.restore.manifest_json = news.restore.as_json()
-        if news.model is not None and news.model.fingerprint() != model:
+        response.recover, response.begin = news.way is Way.RECOVER, news.way is Way.BEGIN
+        if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):
+            response.restore.version, response.restore.index = news.snapshot.version, news.snapshot.index
+            response.restore.manifest_json = news.snapshot.as_json()
+        if news.model is not None and (news.way is Way.BEGIN or news.model.fingerprint() != model):
             model = news.model.fingerprint()
             response.model.CopyFrom(model_to_proto(news.model))
         return response, news.told, model
@@ -210,5 +235,5 @@ class _Listener(threading.Thread):
         if request.HasField("snapshot_part"):
             part = request.snapshot_part
             hub.snapshot_part(shard, PartReport(part.version, part.file, part.nbytes, part.sha256, part.problem))
-        if request.HasField("report") and request.job == hub.job:
+        if request.HasField("report"):
             hub.report(report_from_proto(shard, request.report))

@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
 
 from pscommon.core.errors import UnreachableError
 from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
@@ -22,35 +21,25 @@ from pscommon.team import Team
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.budget import Budget
+from psserver.core.rules import ANY, Fitness
 from psserver.core.shard import LogError, Outcome, Shard
+from psserver.fitness import examined
 from psserver.memories import Memories
 from psserver.metrics import ServerMetrics
 from psserver.reading import Reading
+from psserver.recovery import Kept, LogUnfitError, Recovery, apply
+from psserver.shard_log import ShardLog
 from psserver.staging import Staging
 from psserver.store import Store, TapeReader
-
-
-@dataclass(slots=True)
-class Kept:
-    """A staged push's numbers, and when they were complete (monotonic seconds)."""
-
-    staging: Staging
-    since: float
-
-
-class Timing(NamedTuple):
-    """Seconds that a push waited, staged, for the decision, and that the update took that counted it."""
-
-    seq: int
-    wait: float
-    apply: float
+from psserver.timing import Timing
 
 
 class Engine:
     """A shard's owner. `report` is called, outside all locks, whenever there is something new to tell the coordinator.
 
     cut(version, store) is called, while nothing is applied, to start a snapshot of exactly this version.
-    threads: how many work on one update of a large model.
+    threads: how many work on one update of a large model. log: where everything is written down before it is told.
+    fitness: what is looked at in a gradient.
     """
 
     def __init__(
@@ -62,6 +51,8 @@ class Engine:
         in_flight: int,
         lanes: Lanes,
         threads: int = 1,
+        log: ShardLog | None = None,
+        fitness: Fitness = ANY,
     ) -> None:
         self.shards = shards
         self.metrics = metrics
@@ -76,6 +67,9 @@ class Engine:
         self.duplicates = 0
         self._cut = cut
         self._team = Team(threads)
+        self._log = log
+        self._fitness = fitness
+        self._logging = threading.Lock()  # a push is written and staged, or a new segment begun: never both at once
         self._machine = Shard(shard)
         self._changed = threading.Condition()
         self._carrying = threading.RLock()
@@ -111,6 +105,8 @@ class Engine:
         store = Store(Plan(spec, self.shards), self.shard, self._team)
         with self._carrying, self._changed:
             self._install(spec, store)
+            if self._log is not None:
+                self._log.model(spec)
 
     def _install(self, spec: ModelSpec, store: Store) -> None:
         self._model, self._store, self._like = spec, store, validate(spec.optimizer)
@@ -120,22 +116,54 @@ class Engine:
         numbers = sum((s.stop - s.start) // ITEMSIZE[spec.tensors[s.tensor].dtype] for s in held)
         self.metrics.model(numbers, store.nbytes)
 
-    def follow(self, epoch: int, base: int) -> None:
-        """The log to follow (see Shard.follow); a log of another epoch is void, unless a restore comes with it."""
-        with self._carrying, self._changed:
-            if not self._machine.begun:
-                self._machine.follow(epoch, base)
+    def begin_log(self, epoch: int, base: int) -> None:
+        """Follow a log from `base` on with nothing: what was here before is void."""
+        with self._carrying, self._logging, self._changed:
+            self._forget(Shard(self.shard))
+            self._machine.follow(epoch, base)
+            self._model = self._store = self._like = None
+            self._begin_segment()
 
     def restore(self, epoch: int, manifest: Manifest, reader: TapeReader) -> None:
         """Everything from a snapshot; what was staged before is void."""
         store = Store(Plan(manifest.model, self.shards), self.shard, self._team)
         store.restore(reader)
-        with self._carrying, self._changed:
-            self._release(list(self._kept))
-            self._machine = Shard(self.shard)
+        with self._carrying, self._logging, self._changed:
+            self._forget(Shard(self.shard))
             self._machine.restore(epoch, manifest.version, manifest.index)
             self._install(manifest.model, store)
+            self._begin_segment()
         self.metrics.version(manifest.version)
+
+    def _forget(self, machine: Shard) -> None:
+        """Another machine, and nothing staged."""
+        self._release(list(self._kept))
+        self._machine = machine
+        if self._log is not None:
+            self._log.clear()
+
+    def _begin_segment(self) -> None:
+        if self._log is not None:
+            machine = self._machine
+            staged = [(machine.staged[key], kept.staging) for key, kept in self._kept.items()]
+            self._log.begin(machine.version, machine.state(), self._model, staged)
+
+    def recover(self, epoch: int, manifest: Manifest | None, reader: TapeReader | None) -> None:
+        """Be what this shard was before it died: the snapshot, and all that it had written down since.
+
+        LogUnfitError: the log is not there, or does not go with the snapshot and the epoch; then nothing has changed.
+        """
+        if self._log is None:
+            raise LogUnfitError("this server keeps no log")
+        recovery = Recovery(self.shard, self.shards, self._team, epoch, manifest, reader)
+        recovery.read(self._log)
+        with self._carrying, self._logging, self._changed:
+            self._machine, self._kept = recovery.machine, recovery.kept
+            if recovery.model is not None and recovery.store is not None:
+                self._install(recovery.model, recovery.store)
+            self._begin_segment()
+            self._changed.notify_all()
+        self.metrics.version(self._machine.version)
 
     def wait_for_store(self, seconds: float) -> Store:
         """The numbers, once the model is known; a worker may be quicker here than the coordinator's word."""
@@ -179,15 +207,9 @@ class Engine:
 
     def stage(self, staged: Staged, staging: Staging) -> bool:
         """A push has come, whole. False: it had been decided before, and its bytes were for nothing."""
-        assert self._store is not None
-        if tensor := self._store.find_non_finite(staging):
-            staged = Staged(staged.key, staged.samples, staged.base, staged.batches, f"NON_FINITE: tensor {tensor}")
-        with self._changed:
-            decided = self._machine.outcome(staged.key) is not None
-            fresh = self._machine.offer(staged)
-            self.duplicates += decided
-            if fresh:
-                self._kept[staged.key] = Kept(staging, time.monotonic())
+        staged = examined(staged, staging, self._numbers, self._fitness)
+        with self._logging:
+            decided, fresh = self._keep(staged, staging)
         self.received_bytes += staging.nbytes
         self.metrics.moved(received=staging.nbytes)
         if fresh:
@@ -195,8 +217,22 @@ class Engine:
         else:
             self.release(staging)
         if decided:
+            self.duplicates += 1
             self.metrics.pushed("duplicate")
         return not decided
+
+    def _keep(self, staged: Staged, staging: Staging) -> tuple[bool, bool]:
+        """Had it been decided before; and is it new? Then it is on the disk, where there is a log, and staged."""
+        with self._changed:
+            if decided := self._machine.outcome(staged.key) is not None:
+                return decided, False
+        if self._log is not None and staged.key not in self._kept:
+            self._log.push(staged, staging)
+        with self._changed:
+            fresh = self._machine.offer(staged)
+            if fresh:
+                self._kept[staged.key] = Kept(staging, time.monotonic())
+            return False, fresh
 
     def outcome(self, key: PushKey) -> Outcome | None:
         with self._changed:
@@ -294,17 +330,28 @@ class Engine:
             with self._changed:
                 ready = self._machine.accept(epoch, entries)
             for entry in ready:
+                if self._log is not None:
+                    self._log.entry(entry)
                 self._carry_out(entry)
                 with self._changed:
                     self._machine.done(entry)
                     self._release([key for key in self._kept if key not in self._machine.staged])
                     self._changed.notify_all()
+                if isinstance(entry, Cut):
+                    with self._logging:
+                        self._begin_segment()
         if ready:
             self.report()
 
+    def snapshot_written(self, version: int) -> None:
+        """All shards have written this version: what was noted down before is not needed any more."""
+        if self._log is not None:
+            self._log.retire(version)
+
     def make_report(self) -> Report:
         with self._changed:
-            return self._machine.report()
+            report = self._machine.report()
+        return replace(report, log_bytes=self._log.nbytes) if self._log is not None else report
 
     def stop(self, reason: str) -> None:
         """Answer everyone who waits."""
@@ -335,7 +382,7 @@ class Engine:
     def _apply(self, entry: Apply, store: Store) -> None:
         began = time.monotonic()
         kept = [self._kept[c.key] for c in entry.contributions]
-        store.apply([k.staging for k in kept], [c.samples for c in entry.contributions])
+        apply(store, entry, self._kept)
         seconds = time.monotonic() - began
         self.apply_seconds += seconds
         self.metrics.applied(seconds, len(kept))

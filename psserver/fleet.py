@@ -11,44 +11,56 @@ from pscommon.core.errors import MismatchError
 from pscommon.core.log import Entry
 from pscommon.core.model import ModelSpec
 from pscommon.snapshot import Manifest
+from psserver.core.following import Way
+from psserver.core.shard import NO_LOG
 
 
 class Told(NamedTuple):
-    """How far a shard has been told the log."""
+    """What a shard has been told over one line: how far the log goes, and the way to come to follow it."""
 
-    epoch: int = -1
+    epoch: int = NO_LOG
     reached: int = 0
+    way: Way | None = None
 
 
 class News(NamedTuple):
-    """What to tell a shard, and how far it has then been told."""
+    """What to tell a shard, and how far it has then been told. way: how it comes to follow, where it does not yet."""
 
     told: Told
     base: int
     model: ModelSpec | None
-    restore: Manifest | None
+    way: Way
+    snapshot: Manifest | None
     entries: list[Entry]
     snapshots: list[int]
 
 
 @dataclass(slots=True)
 class Server:
-    """What the coordinator knows of a shard's process. instance differs at every start of it, line at every connect."""
+    """What the coordinator knows of a shard's process. instance differs at every start of it, line at every connect.
+
+    ready: it follows the log of now. way: what it was told to do to come there. recovers: it was asked to read its log.
+    """
 
     shard: int
     address: str = ""
     instance: str = ""
     connected: bool = False
     line: int = 0
-    restored: int | None = None
+    ready: bool = False
+    way: Way | None = None
+    recovers: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
 
 
+DOING = {Way.RECOVER: "read its log", Way.RESTORE: "load snapshot {version}"}
+
+
 class Fleet:
-    """All servers, by shard; shard 0's is this process. restore: the snapshot that all have to load."""
+    """All servers, by shard; shard 0's is this process. snapshot: the one that the log of now goes on from, if any."""
 
     def __init__(self, shards: int, address: str) -> None:
-        self.restore: Manifest | None = None
+        self.snapshot: Manifest | None = None
         self._servers = [Server(shard) for shard in range(shards)]
         self._servers[0].address, self._servers[0].connected = address, True
 
@@ -69,10 +81,12 @@ class Fleet:
         absent = [f"shard {s.shard}" for s in self._servers if not s.connected]
         if absent:
             return f"{', '.join(absent)} of {len(self._servers)} to connect"
-        if self.restore is None:
-            return ""
-        late = [f"shard {s.shard}" for s in self._servers if s.restored != self.restore.version]
-        return f"{', '.join(late)} to load snapshot {self.restore.version}" if late else ""
+        late = [f"shard {s.shard} {self._doing(s)}" for s in self._servers if not s.ready]
+        return ", ".join(late)
+
+    def _doing(self, server: Server) -> str:
+        text = DOING.get(server.way, "join") if server.way is not None else "join"
+        return "to " + text.format(version=self.snapshot.version if self.snapshot else 0)
 
     def connect(self, shard: int, shards: int, address: str, instance: str) -> bool:
         """A process says that it is a shard. True: it replaces one that was lost. MismatchError if it cannot be."""
@@ -83,7 +97,9 @@ class Fleet:
         if server.connected and server.instance != instance:
             raise MismatchError(f"shard {shard} is already served by {server.address}", "SHARD_TAKEN")
         reborn = bool(server.instance) and server.instance != instance
+        server.recovers = server.recovers and server.instance == instance
         server.address, server.instance, server.connected = address, instance, True
+        server.ready, server.way = False, None
         server.line += 1
         return reborn
 
@@ -92,8 +108,8 @@ class Fleet:
         if self._servers[shard].line == line:
             self._servers[shard].connected = False
 
-    def begin_restore(self, manifest: Manifest) -> None:
-        """All have to load this snapshot."""
-        self.restore = manifest
+    def new_log(self, snapshot: Manifest | None) -> None:
+        """A log that goes on from a snapshot, or from nothing, begins: nobody follows it yet."""
+        self.snapshot = snapshot
         for server in self._servers:
-            server.restored = None
+            server.ready, server.way = False, None

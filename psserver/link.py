@@ -146,23 +146,31 @@ class Link:
     def _hear(self, response: pb.LinkShardResponse) -> None:
         self._identity.learn(response.job, response.addresses)
         self._waiting_for = response.waiting_for
-        if response.HasField("restore"):
-            self._restore(response.epoch, response.restore)
-        else:
-            self._engine.follow(response.epoch, response.base)
+        if response.recover or response.HasField("restore"):
+            self._restore(response)
+        elif response.begin:
+            self._engine.begin_log(response.epoch, response.base)
+            self._news.set()
         if response.HasField("model"):
             self._engine.set_model(model_from_proto(response.model))
         if response.entries:
             self._engine.deliver(response.epoch, [entry_from_proto(entry) for entry in response.entries])
         if response.snapshots:
             self._archive.retain(response.snapshots)
+            self._engine.snapshot_written(max(response.snapshots))
         if response.stop:
             self.ended.set()
             self._news.set()
 
-    def _restore(self, epoch: int, restore: pb.Restore) -> None:
-        manifest = Manifest.from_json(restore.manifest_json)
-        problem = self._archive.load_into(self._engine, epoch, manifest)
-        result = pb.RestoreResult(version=restore.version, problem=problem)
+    def _restore(self, response: pb.LinkShardResponse) -> None:
+        """Load a snapshot, or be again what this shard was before it died."""
+        told = response.HasField("restore")
+        manifest = Manifest.from_json(response.restore.manifest_json) if told else None
+        if response.recover:
+            problem = self._archive.recover_into(self._engine, response.epoch, manifest)
+        else:
+            assert manifest is not None
+            problem = self._archive.load_into(self._engine, response.epoch, manifest)
+        result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)
         self._outbox.append(pb.LinkShardRequest(restored=result))
         self._news.set()

@@ -106,6 +106,15 @@ class ServerMetrics:
         known = reason if reason in SNAPSHOT_FAILURES else OTHER
         self._snapshot_failures.labels(self._shard, known).inc()
 
+    def log_failed(self, reason: str) -> None:
+        """The log could not be written; reason as for `snapshot_failed`."""
+        known = reason if reason in SNAPSHOT_FAILURES else OTHER
+        self._log_failures.labels(self._shard, known).inc()
+
+    def updates_lost(self, count: int) -> None:
+        """The job went back to a snapshot, and so many updates are gone."""
+        self._lost.inc(count)
+
     def _label(self, worker: str) -> str:
         if worker in self._known:
             return worker
@@ -176,6 +185,11 @@ class ServerMetrics:
         self._snapshot_failures = self._counter("ps_snapshot_failures_total", "Snapshots that failed", "reason")
         for reason in SNAPSHOT_FAILURES:
             self._snapshot_failures.labels(self._shard, reason)
+        self._log_failures = self._counter("ps_log_failures_total", "Writes to the log that failed", "reason")
+        for reason in SNAPSHOT_FAILURES:
+            self._log_failures.labels(self._shard, reason)
+        lost = self._counter("ps_updates_lost_total", "Updates lost when the job went back to a snapshot")
+        self._lost = lost.labels(self._shard)
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
         return Gauge(name, about, ("shard", *labels), registry=self._registry)

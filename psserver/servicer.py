@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import grpc
 
-from pscommon.core.errors import FencedError, InFlightError, InvalidRequestError, MismatchError
+from pscommon.core.errors import InFlightError, InvalidRequestError, MismatchError, out_of_the_job
 from pscommon.core.log import PushKey, Staged
 from pscommon.core.tape import piece_nbytes
 from pscommon.wire.codec import batches_from_proto
@@ -131,7 +131,7 @@ class ParameterServer:
         result = pb.ExchangeResult(outcome=pb.OUTCOME_NONE, version=self._engine.version)
         if outcome is not None:
             if outcome.reason == "FENCED":
-                raise FencedError(f"worker {header.worker} is out of the job: {outcome.detail}")
+                raise out_of_the_job(header.worker, outcome.detail)
             result.outcome = pb.OUTCOME_DUPLICATE if again else OUTCOMES[outcome.status]
             result.version, result.staleness = outcome.version, outcome.staleness
             result.reason, result.detail = outcome.reason, outcome.detail

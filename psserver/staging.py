@@ -64,6 +64,13 @@ class Staging:
         """True: all were looked at and are. False: nobody knows yet."""
         return self._watched is not None and self._finite and self._seen == len(self._watched)
 
+    @property
+    def contents(self) -> list[memoryview]:
+        """Its bytes as they travel, without absent tensors, wherever they lie."""
+        if self.memory is None:
+            raise ValueError("this staging was released")
+        return [self.memory.raw(*span) for span in self._stretch.push(self.absent, self.initial)]
+
     def release(self) -> Memory | None:
         """Lets go of the memory, which is returned the first time."""
         memory, self.memory = self.memory, None

@@ -4,6 +4,9 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from pscommon.core.loop import LoopSpec
+from pscommon.core.stream import StreamSpec
+from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
 from psserver.engine import Engine
 
@@ -28,6 +31,8 @@ def describe(
         "seconds": round(now - began, 3),
         "waiting_for": hub.waiting_for,
         "min_workers": coordinator.min_workers,
+        "backup_workers": policy.backup,
+        **settings(hub.config),
         "servers": servers(hub),
         "workers": workers(coordinator, now),
         "data": data(coordinator),
@@ -38,6 +43,20 @@ def describe(
         "metrics": {name: value for name, (_, value) in sorted(coordinator.metrics.items())},
         "model": model(hub, coordinator),
         "finished": coordinator.roster.finished,
+    }
+
+
+def settings(config: ServerConfig) -> dict[str, Any]:
+    """What happens when something goes wrong."""
+    return {
+        "on_worker_loss": str(config.on_worker_loss),
+        "late_gradients": config.late_gradients,
+        "global_batch": config.global_batch,
+        "bad_gradients": config.bad_gradients,
+        "max_norm": config.max_norm,
+        "quarantine_after": config.quarantine_after,
+        "durability": config.durability,
+        "log_fsync": config.log_fsync,
     }
 
 
@@ -88,13 +107,20 @@ def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
 def data(coordinator: Coordinator) -> list[dict[str, Any]]:
     return [
         {
-            "loop": loop.spec.loop, "size": loop.spec.size, "batch_size": loop.spec.batch_size,
-            "epochs": loop.spec.epochs, "epoch": loop.committed // max(1, loop.spec.batches_in_epoch),
-            "committed": loop.committed, "leased": loop.leased, "dropped": loop.dropped, "total": loop.spec.total,
-            "ended": loop.ended,
+            "loop": loop.spec.loop, "batch_size": loop.spec.batch_size, "epochs": loop.spec.epochs,
+            "committed": loop.committed, "leased": loop.leased, "dropped": loop.dropped,
+            "duplicates": loop.duplicates, "ended": loop.ended, **_extent(loop.spec, loop.committed),
         }
         for loop in coordinator.ledger.loops.values()
     ]  # fmt: skip
+
+
+def _extent(spec: LoopSpec | StreamSpec, committed: int) -> dict[str, Any]:
+    """How much there is; nobody knows that of a stream."""
+    if isinstance(spec, StreamSpec):
+        return {"sources": spec.sources}
+    epoch = committed // max(1, spec.batches_in_epoch)
+    return {"size": spec.size, "total": spec.total, "epoch": epoch}
 
 
 def model(hub: "Hub", coordinator: Coordinator) -> dict[str, Any] | None:

@@ -95,37 +95,51 @@ class Store:
                         return self._stretch.name(held.tensor)
         return "" if staging.initial else self._find_in_buffers(memory)
 
+    def mend(self, staging: Staging) -> None:
+        """Puts zeros for NaN and Inf in the gradients."""
+        memory = _memory(staging)
+        for piece in self._stretch.pieces((self._missing(staging),)):
+            self._stretch.view(memory, piece.dtype, *piece.span).nan_to_num_(0.0, 0.0, 0.0)
+
+    def square_norm(self, staging: Staging) -> float:
+        """The sum of the squares of this shard's part of the gradient, in float64."""
+        memory = _memory(staging)
+        views = (self._stretch.view(memory, p.dtype, *p.span) for p in self._stretch.pieces((self._missing(staging),)))
+        return math.fsum(torch.linalg.vector_norm(view, dtype=torch.float64).item() ** 2 for view in views)
+
     def begin(self, staging: Staging) -> None:
         """The initial weights."""
         given = _memory(staging)
         for role in ROLES:
             self._weights[role].copy_(given[role])
 
-    def apply(self, stagings: Sequence[Staging], samples: Sequence[int]) -> None:
+    def apply(self, stagings: Sequence[Staging], samples: Sequence[int], scales: Sequence[float] = ()) -> None:
         """One optimizer step with the mean of the pushes, weighted by samples (each at least 1), summed in this order.
 
+        scales: what each push's gradients are multiplied with besides; empty: 1.
         A tensor without a gradient in some pushes counts as zero there; one without a gradient in all of them is not
         touched. Uses the groups of the first staging that has them. The stagings' contents are used up.
         """
         if not stagings or min(samples) < 1:
             raise ValueError(f"cannot average {len(stagings)} pushes with samples {list(samples)}")
-        factors = [count / sum(samples) for count in samples]
+        shares = [count / sum(samples) for count in samples]
+        factors = [share * scale for share, scale in zip(shares, scales or [1.0] * len(shares), strict=True)]
         memories = [_memory(staging) for staging in stagings]
         absent = tuple(self._missing(staging) for staging in stagings)
         self._optimizer.groups = next((s.groups for s in stagings if s.groups is not None), self._optimizer.groups)
         self._readings.freeze()
-        with self._room_for_sum(stagings) as total:
+        with self._room_for_sum(stagings, factors) as total:
             self._sum_gradients(total, memories, absent, factors)
             self._optimizer.step(total, frozenset.intersection(*absent))
         for segment in self._stretch.segments["buffer"]:
             values = [self._view(memory, segment) for memory in memories]
-            mean_of_values(self._view(self._weights, segment), values, factors)
+            mean_of_values(self._view(self._weights, segment), values, shares)
         self._count_changes(frozenset.intersection(*absent))
 
     @contextmanager
-    def _room_for_sum(self, stagings: Sequence[Staging]) -> Iterator[Memory]:
+    def _room_for_sum(self, stagings: Sequence[Staging], factors: Sequence[float]) -> Iterator[Memory]:
         """The first push's memory, which has room for every tensor, its own or not; a worker's is not written to."""
-        if len(stagings) == 1 or stagings[0].ours:
+        if list(factors) == [1.0] or stagings[0].ours:
             yield _memory(stagings[0])
             return
         room = self._pool.borrow()
@@ -218,7 +232,7 @@ class Store:
     def _sum_gradients(
         self, total: Memory, memories: list[Memory], absent: tuple[frozenset[int], ...], factors: list[float]
     ) -> None:
-        if len(memories) == 1 and memories[0] is total:
+        if factors == [1.0] and memories[0] is total:
             return
         for piece in self._stretch.pieces(absent):
             for_each = partial(self._sum_part, piece, total, memories, factors)

@@ -23,16 +23,19 @@ from pscommon.core.errors import (
 from pscommon.core.model import OptimizerSpec as _OptimizerSpec
 from pscommon.core.model import Scalar
 from psworker.connect import connect
+from psworker.drain import DrainedError
 
 if TYPE_CHECKING:
     from psworker.client import Client
     from psworker.job import Job
     from psworker.results import PushResult
+    from psworker.streams import StreamDataset
     from psworker.training import DistributedTraining
 
 __all__ = [
     "Client",
     "DistributedTraining",
+    "DrainedError",
     "FencedError",
     "InvalidRequestError",
     "Job",
@@ -42,6 +45,7 @@ __all__ = [
     "PSError",
     "PushResult",
     "SnapshotError",
+    "StreamDataset",
     "TakenError",
     "TooFewWorkersError",
     "UnreachableError",
@@ -55,6 +59,7 @@ _LAZY = {
     "DistributedTraining": "psworker.training",
     "Job": "psworker.job",
     "PushResult": "psworker.results",
+    "StreamDataset": "psworker.streams",
 }
 
 

@@ -2,21 +2,23 @@
 
 A batch is a number; the loop's spec says which samples it stands for. The loader's sampler leases numbers while the
 ledger has some to give. When it has none, all that is in the loader is used up first, then the worker waits, sitting
-out of rounds, until a lost worker's batches come back or the loop ends.
+out of rounds, until a lost worker's batches come back or the loop ends. Streams are read in psworker/streams.py.
 """
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
+from pscommon.core.stream import Spec
 
 if TYPE_CHECKING:
     from psworker.job import Job
@@ -25,48 +27,84 @@ FETCH, COMPUTE = 0, 1
 
 
 class Usage:
-    """Batches that were handed to the script since its last step: the next one commits them."""
+    """Batches that were handed to the script since its last push: the next one commits them.
+
+    samples: since the last step. following: how many more batches belong to that push (--global-batch).
+    lost: why that step must not count, because it uses gradients of a place that this worker has lost.
+    """
+
+    batches: tuple[BatchKey, ...]
+    samples: int
+    following: int
+    lost: PSError | None
 
     def __init__(self) -> None:
-        self.batches: tuple[BatchKey, ...] = ()
-        self.samples = 0
+        self.clear()
 
-    def add(self, key: BatchKey, samples: int) -> None:
+    def add(self, key: BatchKey, samples: int, following: int | None) -> None:
+        """following: None where each batch may be a push of its own. A batch without samples is not trained on."""
         self.batches = (*self.batches, key)
         self.samples += samples
+        if samples and following is not None:
+            self._check_whole()
+            self.following, self._ended = following, following == 0
+
+    def _check_whole(self) -> None:
+        if self._ended:
+            raise InvalidRequestError(
+                "--global-batch decides how many batches make an update, so call optimizer.step() after each batch; "
+                "where there is nothing to train, go through job.batches under torch.no_grad()"
+            )
+
+    def lose(self, error: PSError) -> None:
+        """The batches so far went back to the pool; those that are still to come are this worker's."""
+        self.batches, self.following, self._ended, self.lost = (), 0, False, error
 
     def clear(self) -> None:
-        self.batches, self.samples = (), 0
+        self.batches, self.lost = (), None
+        self.samples = self.following = 0
+        self._ended = False
 
 
 class Wanted(NamedTuple):
     """A batch to fetch."""
 
-    number: int
+    key: BatchKey
     indices: list[int]
+    seeds: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        return len(self.indices)
+
+
+class Found(NamedTuple):
+    """A batch that was read from a stream."""
+
+    key: BatchKey
+    samples: int
     seeds: tuple[int, ...]
 
 
 class Leases:
-    """The loader's sampler. Ends when the ledger has nothing at the moment; `wait` tells whether that was the end."""
+    """Numbers of batches. Ends when the ledger has none at the moment; `wait` tells whether that was the end."""
 
-    def __init__(self, job: "Job", spec: LoopSpec) -> None:
+    def __init__(self, job: "Job", spec: Spec) -> None:
         self._job = job
         self._spec = spec
         self._ready: deque[int] = deque()
-        self._held: set[int] = set()
+        self._held: dict[int, int | None] = {}
         self._ended = False
 
-    def __iter__(self) -> Iterator[Wanted]:
+    def __iter__(self) -> Iterator[int]:
         return self
 
-    def __next__(self) -> Wanted:
+    def __next__(self) -> int:
         if not self._ready and not self.over:
             self._ask(idle=False)
         if not self._ready or self.over:
             raise StopIteration
-        number = self._ready.popleft()
-        return Wanted(number, self._spec.indices(number).tolist(), self._seeds(number))
+        return self._ready.popleft()
 
     @property
     def over(self) -> bool:
@@ -81,28 +119,55 @@ class Leases:
         return not self.over
 
     def _ask(self, idle: bool) -> None:
-        lease = self._job.client.next_batches(self._spec, idle=idle)
-        self._ready.extend(lease.numbers)
-        self._held.update(lease.numbers)
-        self._ended = lease.end and not lease.numbers
-        if lease.sat_out and not idle:
-            self._job.pull()
+        """Gets nothing if the job had gone on without this worker, which is then back."""
+        with self._job.healing():
+            lease = self._job.client.next_batches(self._spec, idle=idle)
+            self._job.prospers()
+            self._ready.extend(lease.numbers)
+            self._held.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
+            self._ended = lease.end and not lease.numbers
+            if self._ended and not self._job.usage.batches:  # else it ends for this worker only, with those in hand
+                self._job.passed(self._spec.loop)
+            if lease.sat_out and not idle:
+                self._job.pull()
 
-    def use(self, number: int) -> None:
-        """The script gets this batch. One that it gets while gradients are off weighs nothing in the next step."""
-        self._held.remove(number)
-        weight = len(self._spec.indices(number)) if torch.is_grad_enabled() else 0
-        self._job.usage.add(BatchKey(self._spec.loop, number), weight)
+    def use(self, key: BatchKey, samples: int) -> bool:
+        """The script gets this batch. One that it gets while gradients are off weighs nothing in the next step.
+
+        False: it is not this worker's any more, and the script must not have it.
+        """
+        if key.number not in self._held:
+            return False
+        following = self._held.pop(key.number)
+        self._job.usage.add(key, samples if torch.is_grad_enabled() else 0, following)
+        return True
+
+    def find_end(self, key: BatchKey) -> None:
+        """There is nothing in this batch: its source ends before it."""
+        if key.number in self._held:
+            del self._held[key.number]
+            with self._job.healing():
+                self._job.client.return_batches([key])
+
+    def forget(self) -> None:
+        """All that was leased and not used is others' now. What the loader has fetched of it is passed over."""
+        self._ready.clear()
+        self._held.clear()
 
     def give_back(self) -> None:
         """What was leased and not used is free for others."""
-        held, self._held = sorted(self._held), set()
+        held, self._held = sorted(self._held), {}
         self._ready.clear()
         if held:
             self._job.client.return_batches([BatchKey(self._spec.loop, number) for number in held])
 
-    def _seeds(self, number: int) -> tuple[int, ...]:
-        return self._spec.seed % 2**64, self._spec.epoch(number), self._spec.position(number)
+
+class Source(Protocol):
+    """Where the batches of leased numbers come from."""
+
+    def open(self, leases: Leases) -> Iterable[tuple[Wanted | Found, Any]]:
+        """What the batches are and the batches, ending with `leases`; to be gone through again when there are more."""
+        ...
 
 
 class Fetcher(Dataset[Any]):
@@ -119,18 +184,50 @@ class Fetcher(Dataset[Any]):
         return wanted, self._collate(samples)
 
 
+class MapStyle:
+    """A data set with items by number. loader: options of torch's DataLoader."""
+
+    def __init__(self, spec: LoopSpec, fetcher: Fetcher, loader: dict[str, Any]) -> None:
+        self._spec = spec
+        self._fetcher = fetcher
+        self._options = loader
+
+    def open(self, leases: Leases) -> DataLoader[Any]:
+        # a generator of its own: the loader would draw its workers' seeds from the script's
+        generator = torch.Generator().manual_seed(self._spec.seed)
+        options = {"generator": generator, "persistent_workers": self._options.get("num_workers", 0) > 0}
+        options |= self._options
+        sampler = Sampler(self._spec, leases)
+        return DataLoader(self._fetcher, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
+
+
+class Sampler:
+    """What to fetch, in the order of the leases."""
+
+    def __init__(self, spec: LoopSpec, leases: Leases) -> None:
+        self._spec = spec
+        self._leases = leases
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return map(self._wanted, self._leases)
+
+    def _wanted(self, number: int) -> Wanted:
+        spec = self._spec
+        seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
+        return Wanted(BatchKey(spec.loop, number), spec.indices(number).tolist(), seeds)
+
+
 class Batches:
     """One loop, to be gone through once: `for batch in job.batches(...)`. Made by `Job.batches`.
 
-    spec: the loop; spec.total is its number of batches, all workers together.
+    spec: the loop; spec.total is its number of batches, all workers together, where it is no stream.
     """
 
-    def __init__(self, job: "Job", spec: LoopSpec, fetcher: Fetcher, reseed: bool, loader: dict[str, Any]) -> None:
+    def __init__(self, job: "Job", spec: Spec, source: Source, reseed: bool) -> None:
         self.spec = spec
         self._job = job
-        self._fetcher = fetcher
+        self._source = source
         self._reseed = reseed
-        self._options = loader
         self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,33 +239,26 @@ class Batches:
     def _run(self) -> Iterator[Any]:
         leases = Leases(self._job, self.spec)
         with self._job.looping(leases):
-            loader = self._loader(leases)
+            source = self._source.open(leases)
             more = True
             while more:
-                for wanted, batch in self._timed(loader):
-                    leases.use(wanted.number)
-                    if self._reseed:
-                        reseed(*wanted.seeds, COMPUTE)
-                    yield batch
+                for item, batch in self._timed(source):
+                    if leases.use(item.key, item.samples):
+                        if self._reseed:
+                            reseed(*item.seeds, COMPUTE)
+                        yield batch
                 self._job.enter("wait")
                 more = leases.wait()
             self._job.enter("compute")
 
-    def _timed(self, loader: DataLoader[Any]) -> Iterator[tuple[Wanted, Any]]:
+    def _timed(self, source: Iterable[tuple[Wanted | Found, Any]]) -> Iterator[tuple[Wanted | Found, Any]]:
         self._job.enter("data")
-        for item in loader:
+        for item in source:
             if self._job.client.stopping:
                 return
             self._job.enter("compute")
             yield item
             self._job.enter("data")
-
-    def _loader(self, leases: Leases) -> DataLoader[Any]:
-        # a generator of its own: the loader would draw its workers' seeds from the script's
-        generator = torch.Generator().manual_seed(self.spec.seed)
-        options = {"generator": generator, "persistent_workers": self._options.get("num_workers", 0) > 0}
-        options |= self._options
-        return DataLoader(self._fetcher, batch_size=None, sampler=leases, collate_fn=_as_it_is, **options)
 
 
 def map_style(dataset: Any) -> Any:
@@ -177,7 +267,8 @@ def map_style(dataset: Any) -> Any:
         dataset = TensorDataset(*dataset)
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InvalidRequestError(
-            f"job.batches needs a map-style data set, with len() and items by number, not {type(dataset).__name__}"
+            f"job.batches needs a map-style data set, with len() and items by number, or a stream, an IterableDataset "
+            f"or one with read(source, offset), not {type(dataset).__name__}"
         )
     return dataset
 

@@ -9,14 +9,15 @@ from typing import Any, Self
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec, OptimizerSpec
+from pscommon.core.stream import Spec
 from pscommon.core.tape import Plan
 from pscommon.values import LANES, Lanes, seconds
 from psproto.v1 import coordinator_pb2 as co
 from psworker.arrays import Array, Arrays, ArrayTape, spec_of
 from psworker.connection import Connection
 from psworker.discovery import addresses_of, discover
+from psworker.drain import DrainedError
 from psworker.flow import ClientFlow
 from psworker.lane import GrpcLane, Lane
 from psworker.lease import Place, Progress
@@ -27,6 +28,7 @@ from psworker.share import DataShare
 from psworker.whole_flow import WholeFlow
 
 CONNECT_SECONDS = "60"
+COMES_BACK = "comes back as a new worker"
 
 
 class Client:
@@ -43,7 +45,8 @@ class Client:
     end as they like, but neither use this Client nor make one: gRPC does not survive a fork.
 
     Any call may raise UnreachableError, WaitTimeoutError (both name whom it waited for), FencedError once the job went
-    on without this worker, MismatchError for servers that are not one job's complete set or run another job, and
+    on without this worker (`rejoin` brings it back), MismatchError for servers that are not one job's complete set or
+    run another job, DrainedError for a worker that was asked to leave and would have to wait long for others, and
     InvalidRequestError for bad arguments.
     """
 
@@ -70,12 +73,13 @@ class Client:
         self._data = DataShare(self._connection, self._model)
         self._weights: ArrayTape | None = None
         self._gradients: ArrayTape | None = None
+        self._leaves = False
         if not observe:
             self._join(_rank(rank, environment), device)
 
     def _join(self, rank: int | None, device: str) -> None:
         try:
-            self._connection.join(rank, device)
+            self._connection.join(rank, _attempt(os.environ), device)
         except BaseException:
             self._finalizer()
             raise
@@ -86,12 +90,17 @@ class Client:
 
     @property
     def worker(self) -> int:
-        """This worker's number, new at every connect; 0 for an observer."""
+        """This worker's number, new at every connect and `rejoin`; 0 for an observer."""
         return self._connection.place.worker
 
     @property
     def policy(self) -> str:
         return self._connection.policy
+
+    @property
+    def bad_gradients(self) -> str:
+        """What becomes of gradients with NaN or Inf: abort, skip or clip; empty for an observer."""
+        return self._connection.bad_gradients
 
     @property
     def addresses(self) -> Sequence[str]:
@@ -114,9 +123,19 @@ class Client:
         return self._model.groups_json
 
     @property
+    def open_loop(self) -> int:
+        """Loops before it had ended when this worker joined."""
+        return self._connection.place.open_loop
+
+    @property
+    def draining(self) -> bool:
+        """This worker was asked to leave, by SIGTERM to ps-worker or by ps-ctl drain."""
+        return self._connection.drain.asked
+
+    @property
     def stopping(self) -> bool:
-        """The job is being ended: finish the step, then close."""
-        return self._connection.place.stopping
+        """The job is being ended, or this worker was asked to leave: finish the step, then close."""
+        return self._connection.place.stopping or self.draining
 
     # ---- numpy arrays -----------------------------------------------------------------------------------------------
 
@@ -180,6 +199,9 @@ class Client:
             weights = self._known_weights()
             if self._gradients is None:
                 raise InvalidRequestError("an observer cannot push")
+            if self._leaves:
+                raise DrainedError("this worker was asked to leave (client.stopping), and has made its last push")
+            self._leaves = self.draining
             absent = self._gradients.write_gradients(grads, weights)
             return self.exchange(
                 gradients=self._gradients.memory,
@@ -246,7 +268,7 @@ class Client:
 
     # ---- data and membership ----------------------------------------------------------------------------------------
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False) -> Lease:
         """Up to `count` batches of a loop. idle: nothing is in hand, so wait for some or the loop's end.
 
         Waiting means to sit out of rounds meanwhile. Without `idle` it answers at once, perhaps with nothing.
@@ -277,6 +299,24 @@ class Client:
         found: dict[str, Any] = json.loads(answer.status_json)
         return found
 
+    def rejoin(self) -> None:
+        """Comes back after a FencedError: a new worker of the same job, with the model that was registered.
+
+        What the old one had not pushed is lost, and what it had leased went back. Pull before computing on.
+        MismatchError if the servers run another job or model now, FencedError if they have lost the job's weights.
+        """
+        with self._model.turn:
+            self._model.check_idle()
+            self._connection.rejoin(COMES_BACK)
+            self._model.renew()
+
+    def retire(self, reason: str = "") -> None:
+        """Leaves the rounds, as `leave`, but stays to look on: pulls, reports and status go on until `close`."""
+        with self._model.turn:
+            self._model.check_idle()
+            self._connection.rejoin(reason)
+            self._model.withdraw()
+
     def leave(self, reason: str = "") -> None:
         """Nobody waits for this worker any more. reason: empty when it is done. Harmless to repeat."""
         self._connection.leave(reason)
@@ -293,7 +333,7 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
+        if kind is not None and not issubclass(kind, DrainedError):
             self.leave(f"failed: {kind.__name__}")
         self.close()
 
@@ -327,3 +367,8 @@ def _lanes(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
 def _rank(rank: int | None, environment: Mapping[str, str]) -> int | None:
     given = environment.get("PS_WORKER_RANK", "")
     return int(given) if rank is None and given else rank
+
+
+def _attempt(environment: Mapping[str, str]) -> int:
+    """How often the launcher had started this process's rank before."""
+    return int(environment.get("PS_WORKER_ATTEMPT") or 0)

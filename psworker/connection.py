@@ -10,10 +10,11 @@ from typing import TypeVar
 from pscommon.core.errors import InvalidRequestError, PSError
 from psproto.v1 import coordinator_pb2 as co
 from psworker.crew import Crew
+from psworker.drain import Drain
 from psworker.exchange import ShardExchange, in_turn
 from psworker.lane import Cancellation, Lane
 from psworker.lease import Heartbeat, Place, Progress
-from psworker.patience import Limits, Patience
+from psworker.patience import Limits, Patience, Waits
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
@@ -26,14 +27,20 @@ log = logging.getLogger("psworker")
 
 
 class Connection:
-    """Open until `close`. limits: how long requests may go on; place: worker 0, an observer's, until `join`."""
+    """Open until `close`. limits: how long requests may go on; place: worker 0, an observer's, until `join`.
+
+    drain: whether this worker was asked to leave.
+    """
 
     def __init__(self, lane: Lane, limits: Limits, place: Place) -> None:
         self.lane = lane
         self.place = place
-        self.policy = ""
+        self.policy = self.bad_gradients = ""
+        self.drain = Drain(lane.clock)
         self._limits = limits
+        self._waits = Waits()
         self._crew = Crew("psworker-shard")
+        self._request = co.JoinRequest()
         self._heartbeat: Heartbeat | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -44,15 +51,38 @@ class Connection:
         """Deadline of a call that the coordinator answers at once: no longer than a server may be silent."""
         return min(CALL_SECONDS, self._limits.connect)
 
-    def join(self, rank: int | None, device: str) -> None:
-        """Gets a place in the job and keeps it. MismatchError if another job than the place's runs here."""
-        request = co.JoinRequest(job=self.place.job, host=socket.gethostname(), pid=os.getpid(), device=device)
+    def join(self, rank: int | None, attempt: int, device: str) -> None:
+        """Gets a place in the job and keeps it. MismatchError if another job than the place's runs here.
+
+        attempt: how often a launcher had started this rank before.
+        """
+        self._request = co.JoinRequest(host=socket.gethostname(), pid=os.getpid(), device=device)
         if rank is not None:
-            request.rank = rank
-        answer = self.call("joining the job", lambda: self.lane.join(request, self.call_seconds))
-        self.place, self.policy, self._left = Place(answer.job, answer.worker), answer.policy, False
-        if not self.lane.direct:
-            self._heartbeat = Heartbeat(self.place, self.lane, answer.lease_ms / 1000)
+            self._request.rank, self._request.attempt = rank, attempt
+        self._enter()
+        self.drain.opens()
+
+    def rejoin(self, reason: str) -> None:
+        """Gets another place in the same job, as a new worker, and gives up the one it had for this reason."""
+        self._check_open()
+        old, heartbeat = self.place, self._heartbeat
+        if not old.worker:
+            raise InvalidRequestError("an observer has no place in the job to come back to")
+        self._enter()
+        if heartbeat is not None:
+            heartbeat.stop()
+        self._say_goodbye(old, reason)
+
+    def _enter(self) -> None:
+        lane, self._request.job = self.lane, self.place.job
+        limits = self._watched(lambda: None, self.drain.check)
+        answer = Patience("joining the job", lane.clock, limits).ask(
+            lambda: lane.join(self._request, self.call_seconds)
+        )
+        self.place, self._left = Place(answer.job, answer.worker, answer.open_loop), False
+        self.policy, self.bad_gradients = answer.policy, answer.bad_gradients
+        if not lane.direct:
+            self._heartbeat = Heartbeat(self.place, lane, answer.lease_ms / 1000, self.drain, self._waits)
 
     def call(self, what: str, call: Callable[[], T]) -> T:
         """The answer to a request of the coordinator, which is repeated while nobody answers."""
@@ -61,13 +91,13 @@ class Connection:
     def patience(self, what: str) -> Patience:
         """For a request that may have to wait."""
         self.check()
-        return Patience(what, self.lane.clock, self._watched(lambda: None))
+        return Patience(what, self.lane.clock, self._watched(self.place.check, self.drain.check))
 
     def exchange(self, parts: Callable[[Limits, Cancellation], Sequence[ShardExchange]]) -> Sequence[ShardExchange]:
         """Carries out the shards' parts, at the same time where the lane allows it."""
         self.check()
         cancellation = Cancellation(alone=len(self.lane.addresses) == 1)
-        exchanges = parts(self._watched(cancellation.check), cancellation)
+        exchanges = parts(self._watched(cancellation.check, self.place.check, self.drain.check), cancellation)
         if self.lane.direct:
             in_turn(exchanges)
         else:
@@ -76,13 +106,16 @@ class Connection:
 
     def check(self) -> None:
         """Raises if this connection cannot be used (any more)."""
+        self._check_open()
+        self.place.check()
+
+    def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise InvalidRequestError(
                 f"this Client belongs to process {self._pid}, from which this one was forked: use it there"
             )
         if self._closed:
             raise InvalidRequestError("this Client is closed")
-        self.place.check()
         if self._left and self.place.worker:
             raise InvalidRequestError("this Client has left the job")
 
@@ -90,20 +123,24 @@ class Connection:
         """What the next heartbeat says; where no thread sends any, this is one."""
         self.place.progress = progress
         if self.lane.direct:
-            self.place.beat(self.lane, self.call_seconds)
+            self.place.beat(self.lane, self.call_seconds, self.drain)
 
     def leave(self, reason: str) -> None:
         """Tells the job that nobody has to wait for this worker. Silence does no harm: the lease ends."""
         if self._left or self._pid != os.getpid():
             return
         self._left = True
+        self.drain.closes()
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        request = co.LeaveRequest(job=self.place.job, worker=self.place.worker, reason=reason)
+        self._say_goodbye(self.place, reason)
+
+    def _say_goodbye(self, place: Place, reason: str) -> None:
+        request = co.LeaveRequest(job=place.job, worker=place.worker, reason=reason)
         try:
             self.lane.leave(request, LEAVE_SECONDS)
         except PSError as error:
-            log.debug("worker %d could not say that it leaves: %s", self.place.worker, error)
+            log.debug("worker %d could not say that it leaves: %s", place.worker, error)
 
     def close(self, reason: str = "") -> None:
         """Leaves, ends the threads, closes the channels. Harmless to repeat, and in a forked process."""
@@ -114,11 +151,17 @@ class Connection:
         self._crew.close()
         self.lane.close()
 
-    def _watched(self, check: Callable[[], None]) -> Limits:
-        place = self.place
+    def _watched(self, *checks: Callable[[], None]) -> Limits:
+        place, drain = self.place, self.drain
 
-        def both() -> None:
-            check()
-            place.check()
+        def check() -> None:
+            for each in checks:
+                each()
 
-        return replace(self._limits, check=both, hurry=lambda: place.stopping)
+        return replace(
+            self._limits,
+            check=check,
+            hurry=lambda: place.stopping,
+            deadline=lambda: drain.deadline,
+            waits=self._waits,
+        )

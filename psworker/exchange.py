@@ -2,7 +2,16 @@
 
 from collections.abc import Sequence
 
-from pscommon.core.errors import InFlightError, PSError, UnreachableError, WaitTimeoutError, error_for
+from pscommon.core.errors import (
+    REASONS,
+    FencedError,
+    InFlightError,
+    MismatchError,
+    PSError,
+    UnreachableError,
+    WaitTimeoutError,
+    error_for,
+)
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.lane import Answer, Cancellation, Lane, Receiver
 from psworker.patience import Limits, Patience
@@ -93,7 +102,7 @@ class ShardExchange:
     def step(self, slice_seconds: float) -> bool:
         """One attempt, in which the server may hold the call for so long. True: finished."""
         try:
-            answer = self._attempt(self._patience.left(slice_seconds))
+            answer = self._asked(self._patience.left(slice_seconds))
         except (WaitTimeoutError, InFlightError) as error:
             self._patience.waited(str(error))
         except UnreachableError as error:
@@ -105,6 +114,13 @@ class ShardExchange:
         else:
             return self._take(answer)
         return False
+
+    def _asked(self, wait: float) -> Answer:
+        self._patience.asked()
+        try:
+            return self._attempt(wait)
+        finally:
+            self._patience.answered()
 
     def _attempt(self, wait: float) -> Answer:
         self._attempts += self._pushes
@@ -178,5 +194,6 @@ def combined(parts: Sequence[ShardExchange]) -> PushResult:
 
 
 def _raise_if_out(part: ShardExchange) -> None:
-    if part.result.reason in ("FENCED", "JOB_MISMATCH", "MODEL_MISMATCH", "SHARD_MISMATCH"):
-        raise error_for(part.result.reason, part.result.detail or part.result.reason)
+    reason = part.result.reason
+    if reason in REASONS and issubclass(REASONS[reason].error, (FencedError, MismatchError)):
+        raise error_for(reason, part.result.detail or reason)

@@ -116,6 +116,7 @@ class OpenExchange(ShardExchange):
         self._attempts += 1
         self._header.open, self._header.wait_ms = True, round(wait * 1000)
         frames = self.opening.frames(self._header)
+        self._patience.answered()  # it waits for the script: see `expected`
         try:
             return self._lane.exchange(
                 self._shard, self._header, (), self._receiver, LONGEST_BACKWARD, self._cancellation, frames
@@ -123,9 +124,19 @@ class OpenExchange(ShardExchange):
         finally:
             self._patience.progress()  # the script has computed all this while: that was no silence
 
+    def expected(self) -> None:
+        """The push is being closed, so it is the server's turn."""
+        self._patience.asked()
+
+    def over(self) -> None:
+        """Nobody expects anything of it any more."""
+        self._patience.answered()
+
     def _wait_for_close(self) -> None:
         """Takes over what the push has become."""
+        self._patience.answered()
         self.opening.closed.wait()
+        self._patience.asked()
         if self.opening.header is None:
             raise PSError("the push was given up")
         self._send, self._complete = self.opening.views, True
@@ -216,6 +227,9 @@ class ClientFlow:
             samples=samples, batches=codec.batches_to_proto(batches), absent=sorted(absent), groups_json=groups_json
         )
         self._model.tapes.take_in(move)
+        with self.changed:
+            for part in () if self._over else self.parts:
+                part.expected()
         for shard, opening in enumerate(self._openings):
             opening.close(header, move.sent(shard), move.outgoing(shard))
         self._until(lambda: all(arrival.result is not None for arrival in self._arrivals))
@@ -281,4 +295,6 @@ class ClientFlow:
             self._error = error
         with self.changed:
             self._over = True
+            for part in self.parts:
+                part.over()
             self.changed.notify_all()

@@ -6,20 +6,28 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.errors import FencedError, InvalidRequestError, PSError, QuarantinedError, UnreachableError
 from pscommon.core.loop import LoopSpec
-from psworker import metrics
-from psworker.batches import Batches, Fetcher, Leases, Usage, map_style
+from pscommon.core.stream import StreamSpec
+from psworker import metrics, streams
+from psworker.batches import Batches, Fetcher, Leases, MapStyle, Usage, map_style
+from psworker.drain import DrainedError
 from psworker.local import JobClient
 from psworker.optimizer import ServerOptimizer
 from psworker.results import PushResult
 from psworker.stats import Stats
+from psworker.streams import Stream, is_stream, stream_of
+
+T = TypeVar("T")
+
+MOST_RETURNS = 5
+"""So often in a row a worker comes back and is out again before anything that it asks for has succeeded."""
 
 log = logging.getLogger("psworker")
 
@@ -41,6 +49,10 @@ class Job:
         self.first_version = 0
         self._optimizer: ServerOptimizer | None = None
         self._loops = 0
+        self._passed: set[int] = set()
+        self._leases: list[Leases] = []
+        self._retired = False
+        self._returns = 0
         self._epochs: dict[tuple[int, int], int] = {}
         self._closed = False
 
@@ -53,6 +65,11 @@ class Job:
     def policy(self) -> str:
         """How the servers let steps count: sync, async or ssp; "local" without servers."""
         return self.client.policy
+
+    @property
+    def stopping(self) -> bool:
+        """The job ends, or this worker was asked to leave: make no further step. `batches` looks itself."""
+        return self.client.stopping
 
     @property
     def last(self) -> PushResult | None:
@@ -110,6 +127,7 @@ class Job:
         seed: int = 0,
         drop_last: bool = False,
         *,
+        sources: int | None = None,
         reseed: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
@@ -121,6 +139,11 @@ class Job:
         shuffles anew each time. Every worker makes the same calls in the same order.
 
         dataset: map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
+        Or a stream, read in its own order: torch's IterableDataset, or what has read(source, offset), see
+        psworker.StreamDataset. sources: how many it has, 1 by default; each is read by one worker at a time, so fewer
+        sources than workers leave workers idle. Every worker must find the same samples in a source, whenever it reads
+        it: who takes one over goes on after what has counted. shuffle does not apply, drop_last and DataLoader's
+        keywords cannot.
         batch_size: samples a batch and worker. collate_fn and other keywords (num_workers, pin_memory,
         worker_init_fn ...) are torch.utils.data.DataLoader's.
         reseed: before each batch is fetched and before it is given out, set the global generators of torch, numpy and
@@ -131,18 +154,22 @@ class Job:
         the loop ends, the model holds the job's newest weights. Under torch.no_grad() a batch weighs nothing; as
         no step follows that counts it, one that was evaluated by a worker that leaves may be seen again by another.
         """
+        collate = collate_fn or default_collate
+        if sources is not None or is_stream(dataset):
+            streams.refuse(drop_last, loader)
+            stream = _made(StreamSpec, self._loops, 1 if sources is None else sources, batch_size, epochs)
+            reader = Stream(stream, stream_of(dataset, stream.sources), collate, seed if reseed else None)
+            self._loops += 1
+            return Batches(self, stream, reader, reseed)
         data = map_style(dataset)
         spec = self._next_loop(len(data), batch_size, epochs, drop_last, shuffle, seed)
-        return Batches(self, spec, Fetcher(data, collate_fn or default_collate, reseed), reseed, loader)
+        return Batches(self, spec, MapStyle(spec, Fetcher(data, collate, reseed), loader), reseed)
 
     def _next_loop(
         self, size: int, batch_size: int, epochs: int, drop_last: bool, shuffle: bool, seed: int
     ) -> LoopSpec:
         before = self._epochs.get((size, seed), 0)
-        try:
-            spec = LoopSpec(self._loops, size, batch_size, epochs, drop_last, shuffle, seed, first_epoch=before)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
+        spec = _made(LoopSpec, self._loops, size, batch_size, epochs, drop_last, shuffle, seed, before)
         self._loops += 1
         self._epochs[size, seed] = before + epochs
         return spec
@@ -165,7 +192,7 @@ class Job:
     def report(self, **values: float) -> None:
         """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""
         numbers = {name: float(value) for name, value in values.items()}
-        self.client.report(**numbers)
+        self.insist(lambda: self.client.report(**numbers))
         for name, value in numbers.items():
             metrics.reported(name, value)
 
@@ -206,17 +233,114 @@ class Job:
         metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
         self.enter("compute")
 
+    # ---- membership -------------------------------------------------------------------------------------------------
+
     @contextmanager
     def looping(self, leases: Leases) -> Iterator[None]:
-        """While a loop runs. What it still holds when it ends goes back."""
+        """While a loop runs. What it still holds when it ends goes back; a worker that is to leave has left then."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer before going through job.batches")
+        self._leases.append(leases)
+        reason = None
         try:
             yield
+            reason = ""
+        except GeneratorExit:  # the script has left the loop, be it that it looks itself or that it fails
+            reason = "drained"
+            raise
         finally:
             # whoever cannot reach the job, or is out of it, holds nothing any more
             with suppress(PSError):
                 leases.give_back()
+            self._leases.remove(leases)
+            if self.client.draining and reason is not None:
+                self._retire(reason)
+
+    def passed(self, loop: int) -> None:
+        """This loop has ended: all its batches have counted."""
+        self._passed.add(loop)
+
+    def insist(self, call: Callable[[], T]) -> T:
+        """What `call` returns, which is repeated when the job had gone on without this worker."""
+        while True:
+            try:
+                result = call()
+            except FencedError as error:
+                self.come_back(error)
+            else:
+                self.prospers()
+                return result
+
+    @contextmanager
+    def healing(self) -> Iterator[None]:
+        """A body that finds the job gone on without this worker is left; the worker is back then, with all weights."""
+        try:
+            yield
+        except (FencedError, DrainedError) as error:
+            self.come_back(error)
+
+    def come_back(self, error: FencedError | DrainedError) -> None:
+        """The worker has lost its place, for this reason: gets another, and all that the job has into the model.
+
+        After a DrainedError only to look on. Raises what cannot be healed: QuarantinedError, DrainedError again,
+        FencedError where the servers went back to before what the script has behind it, or time and again.
+        """
+        while True:
+            self._check_curable(error)
+            log.warning("worker %d lost its place in job %s: %s", self.client.worker, self.client.job, error)
+            self._let_go(error)
+            try:
+                self._take_place(error)
+            except FencedError as again:
+                error = again
+            else:
+                return self._check_loop()
+
+    def prospers(self) -> None:
+        """The worker's place holds."""
+        self._returns = 0
+
+    def _check_curable(self, error: FencedError | DrainedError) -> None:
+        again = isinstance(error, DrainedError) and self._retired
+        if again or isinstance(error, QuarantinedError) or self._returns == MOST_RETURNS:
+            raise error
+        self._returns += 1
+
+    def _let_go(self, error: PSError) -> None:
+        """Nothing of the old place is used any more."""
+        if self._optimizer is not None:
+            self._optimizer.drop(error)
+        for leases in self._leases:
+            leases.forget()
+        if self.usage.batches:
+            self.usage.lose(error)
+
+    def _take_place(self, error: PSError) -> None:
+        self._retired = self._retired or isinstance(error, DrainedError)
+        if self._retired:
+            self.client.retire("drained")
+        else:
+            self.client.rejoin()
+        if self._optimizer is not None:
+            self._optimizer.renew()
+        log.info("back in job %s as worker %d, version %d", self.client.job, self.client.worker, self.version)
+
+    def _check_loop(self) -> None:
+        if self.client.open_loop in self._passed and not self._retired:
+            raise FencedError(
+                f"the servers went back to version {self.version}, in an earlier loop: start the script again"
+            )
+
+    def _retire(self, reason: str) -> None:
+        """Nobody waits for this worker any more, whose script runs on."""
+        if self._retired or self._closed:
+            return
+        self._retired = True
+        log.info("worker %d leaves job %s: it was asked to", self.client.worker, self.client.job)
+        try:
+            self.client.retire(reason)
+        except (UnreachableError, DrainedError) as error:
+            log.warning("could not leave the job's rounds yet: %s", error)
 
     def close(self, reason: str = "") -> None:
         """Leaves the job: others go on without this worker. reason: why, when it is not done. Again: does nothing.
@@ -250,13 +374,21 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or isinstance(error, DrainedError):
             return self.close()
         try:
             self.close(reason=f"{type(error).__name__}: {error}")
         except PSError as trouble:
             log.warning("could not leave the job: %s", trouble)  # `error` is what the user must see
         return None
+
+
+def _made(kind: Callable[..., T], *fields: Any) -> T:
+    """The spec of a loop, or InvalidRequestError for numbers that make none."""
+    try:
+        return kind(*fields)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def _wanted() -> bool:

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from pscommon.core.errors import FencedError, MismatchError, PSError
 from psproto.v1 import coordinator_pb2 as co
+from psworker.core.pushes import Pushes
+from psworker.drain import Drain
 from psworker.lane import Lane
+from psworker.patience import Waits
 
 BEATS_PER_LEASE = 5
 MIN_CALL_SECONDS = 1.0
-MIN_INTERVAL_SECONDS = 0.01
+MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.01, 1.0
 
 log = logging.getLogger("psworker")
 
@@ -26,14 +29,26 @@ class Progress:
 
 
 class Place:
-    """What is known about a worker's place; shared by the client and its heartbeat."""
+    """All that ends with a worker's place; shared by the client and its heartbeat.
 
-    def __init__(self, job: str, worker: int) -> None:
+    open_loop: loops before it had ended when the worker joined. pushes: their numbers. received: batches got so far, by
+    loop. at_least: the version that pulls must bring.
+    """
+
+    def __init__(self, job: str, worker: int, open_loop: int = 0) -> None:
         self.job = job
         self.worker = worker
+        self.open_loop = open_loop
+        self.pushes = Pushes()
+        self.received: dict[int, int] = {}
+        self.at_least = 0
         self.progress = Progress()
         self.stopping = False
         self._lost: PSError | None = None
+
+    def expect(self, version: int) -> None:
+        """Pulls from now on bring at least this version."""
+        self.at_least = max(self.at_least, version)
 
     def lose(self, error: PSError) -> None:
         self._lost = self._lost or error
@@ -43,7 +58,7 @@ class Place:
         if self._lost is not None:
             raise type(self._lost)(str(self._lost), self._lost.reason)
 
-    def beat(self, lane: Lane, timeout: float) -> None:
+    def beat(self, lane: Lane, timeout: float, drain: Drain) -> None:
         """One heartbeat. Silence is no loss: whoever needs an answer will notice."""
         now = self.progress
         request = co.HeartbeatRequest(
@@ -55,21 +70,30 @@ class Place:
             phase=now.phase,
         )
         try:
-            self.stopping = lane.heartbeat(request, timeout).stopping or self.stopping
+            answer = lane.heartbeat(request, timeout)
         except (FencedError, MismatchError) as error:
             self.lose(error)
-            log.error("worker %d is out of job %s: %s", self.worker, self.job, error)
+            log.info("worker %d is out of job %s: %s", self.worker, self.job, error)
         except PSError as error:
             log.debug("no heartbeat of worker %d: %s", self.worker, error)
+        else:
+            self.stopping = answer.stopping or self.stopping
+            if answer.draining:
+                drain.ask()
 
 
 class Heartbeat:
-    """Sends one every fifth of a lease, from a daemon thread, until stopped or fenced."""
+    """Sends one every fifth of a lease, at least one a second, from a daemon thread, until stopped or fenced.
 
-    def __init__(self, place: Place, lane: Lane, lease_seconds: float) -> None:
+    Tells the drain what the servers ask, and reminds people of the waits.
+    """
+
+    def __init__(self, place: Place, lane: Lane, lease_seconds: float, drain: Drain, waits: Waits) -> None:
         self._place = place
         self._lane = lane
-        self._interval = max(lease_seconds / BEATS_PER_LEASE, MIN_INTERVAL_SECONDS)
+        self._drain = drain
+        self._waits = waits
+        self._interval = max(min(lease_seconds / BEATS_PER_LEASE, MAX_INTERVAL_SECONDS), MIN_INTERVAL_SECONDS)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"heartbeat-{place.worker}", daemon=True)
         self._thread.start()
@@ -87,7 +111,8 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
             try:
-                self._place.beat(self._lane, self._call_seconds)
+                self._place.beat(self._lane, self._call_seconds, self._drain)
+                self._waits.remind(self._lane.clock.now())
                 self._place.check()
             except PSError:
                 return

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec
+from pscommon.core.stream import Spec, StreamSpec
 from pscommon.core.tape import Plan
 from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, validate
 from psworker.bridge import tensor_of
@@ -55,7 +55,13 @@ class JobClient(Protocol):
     @property
     def policy(self) -> str: ...
     @property
+    def bad_gradients(self) -> str: ...
+    @property
     def version(self) -> int: ...
+    @property
+    def open_loop(self) -> int: ...
+    @property
+    def draining(self) -> bool: ...
     @property
     def stopping(self) -> bool: ...
     def agree(self, spec: ModelSpec) -> Plan: ...
@@ -73,10 +79,12 @@ class JobClient(Protocol):
         groups_json: str = "",
         base: int | None = None,
     ) -> PushResult: ...
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease: ...
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False) -> Lease: ...
     def return_batches(self, batches: Sequence[BatchKey]) -> None: ...
     def report(self, **metrics: float) -> None: ...
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None: ...
+    def rejoin(self) -> None: ...
+    def retire(self, reason: str = "") -> None: ...
     def leave(self, reason: str = "") -> None: ...
     def close(self) -> None: ...
 
@@ -91,13 +99,16 @@ class LocalClient:
     job = "local"
     worker = 1
     policy = "local"
-    stopping = False
+    bad_gradients = "abort"
+    open_loop = 0
+    draining = stopping = False
 
     def __init__(self) -> None:
         self.version = 0
         self.groups_json = ""
         self.metrics: dict[str, float] = {}
         self._free: dict[int, list[int]] = {}
+        self._laps: dict[int, Laps] = {}
 
     def agree(self, spec: ModelSpec) -> Plan:
         self._optimizer_spec = validate(spec.optimizer)
@@ -170,14 +181,20 @@ class LocalClient:
             for mine, new in zip(self._optimizer.param_groups, groups, strict=True):
                 mine.update(new)
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
-        free = self._free.setdefault(loop.loop, list(range(loop.total)))
-        numbers = tuple(heapq.heappop(free) for _ in range(min(count, len(free))))
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False) -> Lease:
+        if isinstance(loop, StreamSpec):
+            numbers = self._laps.setdefault(loop.loop, Laps(loop)).take()
+        else:
+            free = self._free.setdefault(loop.loop, list(range(loop.total)))
+            numbers = tuple(heapq.heappop(free) for _ in range(min(count, len(free))))
         return Lease(numbers, end=not numbers, sat_out=False)
 
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
         for batch in batches:
-            heapq.heappush(self._free[batch.loop], batch.number)
+            if batch.loop in self._laps:
+                self._laps[batch.loop].put_back(batch)
+            else:
+                heapq.heappush(self._free[batch.loop], batch.number)
 
     def report(self, **metrics: float) -> None:
         self.metrics.update(metrics)
@@ -185,11 +202,39 @@ class LocalClient:
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None:
         """Nobody watches."""
 
+    def rejoin(self) -> None:
+        """Nobody goes on without it."""
+
+    def retire(self, reason: str = "") -> None:
+        """Nobody waits."""
+
     def leave(self, reason: str = "") -> None:
         """Nobody waits."""
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class Laps:
+    """A stream's sources, read one after another. A lap's end is found by an empty batch behind it."""
+
+    def __init__(self, spec: StreamSpec) -> None:
+        self._spec = spec
+        self._lap = self._place = 0
+
+    def take(self) -> tuple[int, ...]:
+        """The next batch, if there may be one."""
+        if self._lap == self._spec.laps:
+            return ()
+        self._place += 1
+        return (self._spec.number(self._lap, self._place - 1),)
+
+    def put_back(self, batch: BatchKey) -> None:
+        """The newest one was not used: the lap ends before it, or its loop was left."""
+        if batch.end and not batch.count:
+            self._lap, self._place = self._lap + 1, 0
+        else:
+            self._place -= 1
 
 
 def _view(tape: Tensor, plan: Plan, index: int) -> Tensor:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from pscommon.core.errors import InvalidRequestError, MismatchError, PSError, error_for
+from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError, PSError, error_for
 from pscommon.core.log import BatchKey
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
@@ -13,7 +13,6 @@ from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection import Connection
-from psworker.core.pushes import Pushes
 from psworker.exchange import SLICE_SECONDS, ShardExchange, combined
 from psworker.flow import ClientFlow
 from psworker.lane import Cancellation
@@ -43,8 +42,7 @@ class SharedModel:
         self._spec: ModelSpec | None = None
         self._plan: Plan | None = None
         self._must_upload = False
-        self._pushes = Pushes()
-        self._at_least = 0
+        self._started = False
 
     @property
     def plan(self) -> Plan:
@@ -69,10 +67,6 @@ class SharedModel:
         if self._tapes is not None:
             self._tapes.close()
 
-    def expect(self, version: int) -> None:
-        """Pulls from now on bring at least this version."""
-        self._at_least = max(self._at_least, version)
-
     def agree(self, spec: ModelSpec | None) -> Plan:
         """spec None: an observer takes the job's model as it is."""
         if (spec is None) != self._observes:
@@ -80,22 +74,47 @@ class SharedModel:
         with self.turn:
             self._spec = spec
             answer = self._register()
-            plan = Plan(codec.model_from_proto(answer.model), len(self._connection.lane.addresses))
-            if answer.plan_digest != plan.digest:
-                raise MismatchError(
-                    f"the servers of job {self._connection.place.job} place the model otherwise than this worker "
-                    "does: all parts of a job need the same version of this software",
-                    "MODEL_MISMATCH",
-                )
-            self._plan, self.groups_json = plan, answer.groups_json
-            self._must_upload = answer.state == co.RegisterResponse.STATE_UPLOAD
-            return plan
+            self._plan, self.groups_json = self._planned(answer), answer.groups_json
+            return self._plan
+
+    def _planned(self, answer: co.RegisterResponse) -> Plan:
+        plan = Plan(codec.model_from_proto(answer.model), len(self._connection.lane.addresses))
+        if answer.plan_digest != plan.digest:
+            raise MismatchError(
+                f"the servers of job {self._connection.place.job} place the model otherwise than this worker does: all "
+                "parts of a job need the same version of this software",
+                "MODEL_MISMATCH",
+            )
+        return plan
+
+    def renew(self) -> None:
+        """The worker has a new place in the job, and states its model there.
+
+        What was pulled before stays as it is; its version counts as no newer than what the servers hold now.
+        FencedError where they hold no weights any more, MismatchError where they hold another model.
+        """
+        self.withdraw()
+        if self._plan is None:
+            return
+        answer = self._register()
+        if self._started and self._must_upload:
+            raise FencedError("the servers have lost the job's weights: start the script again")
+        if self._planned(answer).digest != self._plan.digest:
+            raise MismatchError("the servers keep the model in another order now", "MODEL_MISMATCH")
+        self.version = min(self.version, answer.version)
+
+    def withdraw(self) -> None:
+        """The worker has a new place in the job, where nothing is known of its memory."""
+        self._have = None
+        if self._tapes is not None:
+            self._tapes.detach()
 
     def start(self, tape: memoryview) -> None:
         with self.turn:
             while self._must_upload:
                 self._upload(tape)
-                self._must_upload = self._register().state == co.RegisterResponse.STATE_UPLOAD
+                self._register()
+            self._started = True
             self._exchange(Move(self.plan, weights=tape, everything=True), ps.PushPullHeader(pull=ps.PULL_ALL))
 
     def exchange(
@@ -127,13 +146,14 @@ class SharedModel:
         """A push that may leave before it is complete. One whose last one is in doubt has to be complete first."""
         move = Move(self.plan, gradients, weights)
         with self.turn:
-            self._check_idle()
+            self.check_idle()
             if self._observes:
                 raise InvalidRequestError("an observer cannot push")
             self._offer()
-            if self._pushes.in_doubt or self._connection.lane.direct:
+            pushes = self._connection.place.pushes
+            if pushes.in_doubt or self._connection.lane.direct:
                 return WholeFlow(self.exchange, gradients, weights)
-            seq, _ = self._pushes.open()
+            seq, _ = pushes.open()
             header = ps.PushPullHeader(seq=seq, base=self.version, pull=ps.PULL_STEP)
             self._flow = flow = ClientFlow(self, move, self._addressed(header))
             flow.start()
@@ -145,7 +165,7 @@ class SharedModel:
             parts = self._carried(move, flow.header, flow.open_parts)
         except BaseException:
             if flow.may_count:  # nobody knows what became of it; the same again cannot be told from another
-                self._pushes.fail(b"")
+                self._connection.place.pushes.fail(b"")
             raise
         finally:
             self._flow = None
@@ -153,11 +173,13 @@ class SharedModel:
 
     def decided(self, result: PushResult) -> None:
         """How a flow's push ended; its weights count as pulled."""
-        self._pushes.close()
-        self.expect(result.version)
+        place = self._connection.place
+        place.pushes.close()
+        place.expect(result.version)
         self.version = result.version
 
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
+        """InvalidRequestError while a flow is open."""
         if self._flow is not None:
             raise InvalidRequestError("a push is under way: finish or close it first")
 
@@ -165,18 +187,19 @@ class SharedModel:
         """A push that got no answer and is now repeated keeps its number, so that it counts once."""
         content = header.SerializeToString(deterministic=True)
         header.pull = pull
-        header.seq, repeats = self._pushes.open(digest_of(move, content) if self._pushes.in_doubt else b"")
+        pushes = self._connection.place.pushes
+        header.seq, repeats = pushes.open(digest_of(move, content) if pushes.in_doubt else b"")
         header.base = base
         try:
             result = self._exchange(move, header, repeats)
         except BaseException:
-            self._pushes.fail(digest_of(move, content))
+            pushes.fail(digest_of(move, content))
             raise
-        self._pushes.close()
+        pushes.close()
         return result
 
     def _exchange(self, move: Move, header: ps.PushPullHeader, repeats: bool = False) -> PushResult:
-        self._check_idle()
+        self.check_idle()
         self._offer()
         self.tapes.take_in(move)
         self._addressed(header)
@@ -185,7 +208,7 @@ class SharedModel:
         )
         self._took(move, parts)
         result = combined(parts)
-        self.expect(result.version)
+        self._connection.place.expect(result.version)
         if move.weights is not None:
             self.version = result.version
         return result
@@ -197,7 +220,7 @@ class SharedModel:
 
     def _addressed(self, header: ps.PushPullHeader) -> ps.PushPullHeader:
         place = self._connection.place
-        header.job, header.worker, header.min_version = place.job, place.worker, self._at_least
+        header.job, header.worker, header.min_version = place.job, place.worker, place.at_least
         return header
 
     def _carried(
@@ -252,6 +275,9 @@ class SharedModel:
                 lambda: connection.lane.register(request, request.wait_ms / 1000 + connection.call_seconds)
             )
             if answer.state in (co.RegisterResponse.STATE_READY, co.RegisterResponse.STATE_UPLOAD):
+                self._must_upload = answer.state == co.RegisterResponse.STATE_UPLOAD
+                if connection.place.worker:  # a shard that was just restarted may be behind what the others have
+                    connection.place.expect(answer.version)
                 return answer
             if answer.state != co.RegisterResponse.STATE_PENDING:
                 raise PSError(f"shard 0 answered to Register with state {answer.state}")

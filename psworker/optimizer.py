@@ -1,22 +1,23 @@
 """The torch optimizer that a script holds: it looks like any other, and its steps happen on the servers."""
 
 import logging
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pscommon import interruptible
-from pscommon.core.errors import InvalidRequestError, error_for
+from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
 from pscommon.optimizers import groups_to_json, spec_of
+from psworker.accumulation import Accumulation
 from psworker.bridge import Bridge
-from psworker.local import JobClient
-from psworker.overlap import Courier, Overlap, Push, barriers
-from psworker.results import PushResult
+from psworker.courier import Courier, Push
+from psworker.drain import DrainedError
+from psworker.overlap import Overlap
+from psworker.pipeline import Pipeline
+from psworker.results import PushResult, lost
 
 if TYPE_CHECKING:
     from psworker.job import Job
@@ -34,8 +35,11 @@ class ServerOptimizer(torch.optim.Optimizer):
     servers, `state` here stays empty.
 
     result: PushResult of the last step that has been decided, None before the first. status "applied" or "duplicate":
-    it counted; "stale": the policy found the gradient too old, its batches went back into the pool, and the weights
-    are the job's newest.
+    it counted; "stale": the policy found the gradient too old, or the job had gone on without this worker, which has
+    come back (reason FENCED); its batches went back into the pool, and the weights are the job's newest.
+    pending: where the servers have a --global-batch, an update may take several batches of this worker. step() after
+    one that is not the last of them adds its gradient up here, sends nothing and changes no weight; `result` stays that
+    of the update before, and pending is True: an LR scheduler that is stepped with every update is not stepped then.
     """
 
     def __init__(
@@ -51,22 +55,27 @@ class ServerOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.result: PushResult | None = None
+        self.pending = False
         self._template = optimizer
         self._settings = Settings(optimizer)
         self._job = job
         self._told_groups = ""
         self._pipelined = pipeline
-        plan = job.client.agree(self._bridge.spec)
+        self._leaves = False
+        plan = job.insist(lambda: job.client.agree(self._bridge.spec))
         self._bridge.attach(plan, job.client.tapes(), apart=pipeline)
-        job.client.start(self._bridge.weights.memory)
+        job.insist(lambda: job.client.start(self._bridge.weights.memory))
         self._bridge.scatter(everything=True)
+        self._sum = Accumulation(self._bridge.trainable.tensors)
         self._courier = self._make_courier(model, overlap)
 
     def _make_courier(self, model: nn.Module, overlap: bool) -> Courier:
         bridge, job = self._bridge, self._job
         if self._pipelined:
-            return Pipeline(bridge, job.client, model, self._decide)
-        return Overlap(bridge, job.client, model, job.change) if overlap else Courier(bridge, job.client)
+            return Pipeline(bridge, job.client, model, self._decide, self.wait)
+        if overlap:
+            return Overlap(bridge, job.client, model, job.change, self._healing_forward, self.wait)
+        return Courier(bridge, job.client)
 
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Sends the gradients, waits until the policy lets them count, and leaves the newest weights in the model.
@@ -74,9 +83,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         closure: as in torch, evaluates the model and returns the loss, which is returned. samples: the weight of this
         gradient in a round's average; by default the number of samples in the batches that were used since the last
         step, or 1 without `job.batches`. A parameter whose grad is None is left alone, on all its servers.
+        Where a step is a part of an update (see `pending`), zero_grad() follows it as any other.
 
-        Raises NonFiniteError for NaN or Inf in a gradient (nothing has changed then), InvalidRequestError for a
-        model that was moved or cast since it was handed over, and what the connection may raise.
+        With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with `ps-server
+        --bad-gradients skip` a warning, and `result` says "rejected".
+
+        Raises also InvalidRequestError for a model that was moved or cast since it was handed over, DrainedError in the
+        second step after this worker was asked to leave (`Job.stopping`), and what the connection may raise.
         """
         loss = None
         if closure is not None:
@@ -88,39 +101,102 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _push(self, samples: int | None) -> None:
         job, groups = self._job, self._settings.groups_json()
+        self._check_leaving()
+        weight = samples or max(1, job.usage.samples)
+        self.pending = job.usage.following > 0 and job.usage.lost is None
+        if self.pending:
+            return self._add_up(weight)
         job.enter("push")
         # how the push before ended, and so whether its groups counted, is not known yet in a pipeline
         told = "" if groups == self._told_groups and not self._pipelined else groups
-        push = Push(samples or max(1, job.usage.samples), job.usage.batches, told)
-        result = self._courier.push(push)
+        push = Push(self._sum.finish(weight), job.usage.batches, told)
+        result = self._sent(push)
+        push = replace(push, batches=job.usage.batches)  # those of a lost place are gone
         self.result = result or self.result
         job.usage.clear()
         job.finish_step(push.samples, self.result.seconds if self.result else {})
         if result is not None:
             self._decide(push, result)
+        return None
+
+    def _add_up(self, samples: int) -> None:
+        self._sum.add(samples)
+        self._job.usage.samples = 0
+        self._courier.skip()
+
+    def _check_leaving(self) -> None:
+        """One step is in hand when a worker is asked to leave; a script that then goes on does not look."""
+        if self._leaves:
+            raise DrainedError("this worker was asked to leave (job.stopping), and has made its last step")
+        self._leaves = self._job.client.draining
+
+    def _sent(self, push: Push) -> PushResult | None:
+        job = self._job
+        if job.usage.lost is not None:
+            self._courier.skip()
+            return lost(job.usage.lost, job.version)
+        try:
+            result = self._courier.push(push)
+        except (FencedError, DrainedError) as error:
+            job.come_back(error)
+            return lost(error, job.version)
+        job.prospers()
+        return result
 
     def _decide(self, push: Push, result: PushResult) -> None:
         """A push has ended."""
         self.result = result
         if result.status == "rejected":
-            reason, _, detail = result.reason.partition(": ")
-            raise error_for(reason, detail)
+            self._refused(result.reason)
         if result.status == "stale":
             self._job.stats.stale += 1
-            self._job.client.return_batches(push.batches)
-            log.warning("push was stale by %d versions; its %d batches went back", result.staleness, len(push.batches))
+            with suppress(FencedError):  # then they have gone back already
+                self._job.client.return_batches(push.batches)
+            if not result.lost:
+                log.warning(
+                    "push was stale by %d versions; its %d batches went back", result.staleness, len(push.batches)
+                )
         else:
             self._told_groups = push.groups_json or self._told_groups
+
+    def _refused(self, why: str) -> None:
+        if self._job.client.bad_gradients != "skip":
+            reason, _, detail = why.partition(": ")
+            raise error_for(reason, detail)
+        self._job.stats.rejected += 1
+        log.warning("step is skipped (--bad-gradients skip): %s", why)
 
     @torch.no_grad()
     def pull(self) -> None:
         """The job's newest weights and buffers into the model, without a step."""
-        self._courier.pull()
+        with self._job.healing():
+            self._courier.pull()
 
     @torch.no_grad()
     def wait(self) -> None:
         """As Job.wait."""
-        self._courier.settle()
+        with self._job.healing():
+            self._courier.settle()
+
+    @contextmanager
+    def _healing_forward(self) -> Iterator[None]:
+        """Amid a forward: its first modules have used other weights than the rest will, so its gradients are void."""
+        try:
+            yield
+        except FencedError as error:
+            self._job.come_back(error)
+            self._job.usage.lose(error)
+
+    def drop(self, error: PSError) -> None:
+        """The worker has lost its place: what is on its way is lost or lands now."""
+        self._sum.clear()
+        self._courier.drop(error)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """The worker has a new place: the model gets all that the job has."""
+        self._told_groups = ""
+        self._courier.renew()
 
     def close(self) -> None:
         """The model is the script's own again, as it is now."""
@@ -152,97 +228,6 @@ class ServerOptimizer(torch.optim.Optimizer):
         for mine, loaded in zip(shared, self.param_groups, strict=True):
             mine.update(loaded, params=mine["params"])
         self.param_groups = shared
-
-
-@dataclass(slots=True)
-class Flight:
-    """A push on its way. base: version of the weights that its gradient was computed from. future: None: it failed."""
-
-    push: Push
-    absent: frozenset[int]
-    base: int
-    future: "Future[PushResult] | None" = None
-
-
-class Pipeline(Courier):
-    """Hands each push to a thread and gets its end at the next one.
-
-    The weights that a push brings reach the model when the next gradient has been computed, from those before. decided:
-    told how each push ended, once; may raise. A push that fails on its way stays and is tried again, so that it counts
-    once.
-    """
-
-    def __init__(
-        self, bridge: Bridge, client: JobClient, model: nn.Module, decided: Callable[[Push, PushResult], None]
-    ) -> None:
-        super().__init__(bridge, client)
-        self._decided = decided
-        self._flight: Flight | None = None
-        self._version = client.version
-        self._hooks = barriers(model, torch.no_grad()(self.settle))
-
-    def push(self, push: Push) -> None:
-        base, result = self._version, self._land()
-        absent = self._bridge.gather()  # before the weights come: with them come the buffers
-        if result is not None:
-            self._unload(result)
-        self._start(Flight(push, absent, base))
-
-    def pull(self) -> None:
-        self.settle()
-        super().pull()
-        self._version = self._client.version
-
-    def settle(self) -> None:
-        if (result := self._land()) is not None:
-            self._bridge.reattach()
-            self._unload(result)
-
-    def close(self) -> None:
-        """A push that is still on its way counts or not, as the servers decide."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _land(self) -> PushResult | None:
-        """Waits for the push that is on its way; its weights are then on the host."""
-        if self._flight is None:
-            return None
-        future = self._flight.future or self._start(self._flight)
-        interruptible.settle(future)
-        if future.exception() is not None:
-            self._flight.future = None
-        return future.result()
-
-    def _unload(self, result: PushResult) -> None:
-        flight, self._flight = self._flight, None
-        assert flight is not None
-        self._bridge.scatter()
-        self._version = result.version
-        self._decided(flight.push, result)
-
-    def _start(self, flight: Flight) -> "Future[PushResult]":
-        future: Future[PushResult] = Future()
-        self._flight, flight.future = flight, future
-        # a daemon: a script that fails must be able to end
-        threading.Thread(target=self._fly, args=(flight, future), name="paramserver-push", daemon=True).start()
-        return future
-
-    def _fly(self, flight: Flight, future: "Future[PushResult]") -> None:
-        push = flight.push
-        try:
-            result = self._client.exchange(
-                gradients=self._bridge.gradients.memory,
-                weights=self._bridge.weights.memory,
-                absent=flight.absent,
-                samples=push.samples,
-                batches=push.batches,
-                groups_json=push.groups_json,
-                base=flight.base,
-            )
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
 
 
 class Settings:

@@ -1,15 +1,15 @@
-"""How a step's gradients get to the servers and the weights come back: as a whole, or while the model computes.
+"""Steps that begin in backward and end in the next forward.
 
-Overlap: gradients leave in buckets during backward, last layers first, and forward waits for new weights layer by
-layer. Nothing of this changes a result: what left early is compared at step() with what the script has made of it, and
-goes again where it differs. The comparison is by identity and torch's count of changes in place. Changes that torch
-does not count (`parameter.grad.data.mul_`, writing through numpy) are not seen once a gradient has left.
+Gradients leave in buckets during backward, last layers first, and forward waits for new weights layer by layer
+(`arrivals`). Nothing of this changes a result: what left early is compared at step() with what the script has made of
+it, and goes again where it differs. The comparison is by identity and torch's count of changes in place. Changes that
+torch does not count (`parameter.grad.data.mul_`, writing through numpy) are not seen once a gradient has left.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, repeat
 from operator import is_, is_not
 from typing import Any
@@ -17,63 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pscommon.core.log import BatchKey
+from pscommon.core.errors import FencedError, PSError
 from pscommon.core.tape import ALIGN, Range, piece_nbytes
+from psworker.arrivals import Arrivals, Enter, Healing
 from psworker.bridge import Bridge, Ready, present, versions
+from psworker.courier import Courier, Push
 from psworker.local import Flow, JobClient
 from psworker.results import PushResult
 
 PATIENCE = 100
 """Steps for which a bucket stays until step() after its gradients were changed behind its back, as by clipping."""
-
-Enter = Callable[[str], str]
-"""Tells the job what the worker does from now on; returns what it did before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """What goes with a step's gradients. groups_json: the parameter groups where they may have changed, else empty."""
-
-    samples: int
-    batches: Sequence[BatchKey]
-    groups_json: str
-
-
-class Courier:
-    """Makes steps one after another: everything goes, then everything comes."""
-
-    def __init__(self, bridge: Bridge, client: JobClient) -> None:
-        self._bridge = bridge
-        self._client = client
-
-    def push(self, push: Push) -> PushResult | None:
-        """Sends the model's gradients. Returns how it ended; None where that is not known yet."""
-        absent = self._bridge.gather()
-        result = self._client.exchange(
-            gradients=self._bridge.gradients.memory,
-            weights=self._bridge.weights.memory,
-            absent=absent,
-            samples=push.samples,
-            batches=push.batches,
-            groups_json=push.groups_json,
-        )
-        self._bridge.scatter()
-        return result
-
-    def pull(self) -> None:
-        """The job's newest weights and buffers into the model."""
-        self._bridge.reattach()
-        self._client.exchange(gradients=None, weights=self._bridge.weights.memory)
-        self._bridge.scatter()
-
-    def settle(self) -> None:
-        """Waits until no push is on its way and its weights are in the model; raises what it ended with."""
-
-    def close(self) -> None:
-        """Takes the job's hands off the model, without waiting for anything."""
-
-
-# ---- gradients -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -136,7 +89,10 @@ class Departures:
         bucket.sent = grads, versions(present(grads))
         spans = self._spans(bucket, grads)
         self._leaving.append((self._bridge.gradients.to_host(spans), spans))
-        self._flow = flow = self._flow or self._begin()
+        try:
+            self._flow = flow = self._flow or self._begin()
+        except FencedError:  # backward is no place to come back from: finish will meet the same
+            return
         while self._leaving and self._leaving[0][0].query():
             _send(flow, self._leaving.popleft()[1])
 
@@ -235,139 +191,21 @@ def _hook(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
     return handle
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-class Gate:
-    """A hook before a module runs, or before its state is read or loaded. A copy of the module has an OpenGate."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def __call__(self, *_: Any) -> None:
-        self._function()
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return OpenGate, ()
-
-
-class OpenGate:
-    """The hook in a copy of the model, which has weights of its own and waits for nothing."""
-
-    def __call__(self, *_: Any) -> None:
-        """Nothing to do."""
-
-
-def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
-    """Before state_dict and load_state_dict of the model or any part of it: settle. Returns the handles."""
-    gate = Gate(settle)
-    handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
-        handles.append(module.register_load_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
-    return handles
-
-
-class Arrivals:
-    """Lets each module wait for its own weights and buffers before it runs forward.
-
-    A module may use weights of another one that is never called itself (MultiheadAttention does). So whatever no
-    forward has called since the last step is waited for first of all; and without gradients, where torch takes such
-    short cuts more often, everything is. enter: tells the job what the worker does.
-    """
-
-    def __init__(self, bridge: Bridge, model: nn.Module, enter: Enter) -> None:
-        self._bridge = bridge
-        self._enter = enter
-        self._flow: Flow | None = None
-        modules = list(model.modules())
-        extents = bridge.moving_extents()
-        self._owned = {number: spans for number, spans in enumerate(_owned(modules, extents)) if spans}
-        self._left: dict[int, list[Range]] = {}
-        self._called: set[int] = set()
-        self._first: list[int] = []
-        self._hooks = barriers(model, self.settle)
-        for number, module in enumerate(modules):
-            gate = Gate(partial(self.pass_through, number))
-            self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
-
-    def expect(self, flow: Flow) -> None:
-        """The weights of this push are on their way."""
-        self._flow, self._left = flow, self._owned.copy()
-        self._first = sorted(self._owned.keys() - self._called)
-        self._called = set()
-
-    def pass_through(self, number: int) -> None:
-        """A module is about to run forward."""
-        self._called.add(number)
-        if self._flow is None:
-            return None
-        if not torch.is_grad_enabled():
-            return self.settle()
-        wanted = [*self._first, number]
-        self._first = []
-        if any(each in self._left for each in wanted):
-            self._wait([span for each in wanted for span in self._left.pop(each, ())])
-        if not self._left:
-            self.settle()
-        return None
-
-    def settle(self) -> None:
-        """All that is still on its way."""
-        if self._flow is None:
-            return
-        spans = [span for owned in self._left.values() for span in owned]
-        self._left.clear()
-        self._wait(spans)
-        flow, self._flow = self._flow, None
-        flow.close()
-
-    def _wait(self, spans: list[Range]) -> None:
-        flow = self._flow
-        assert flow is not None
-        before = self._enter("pull")
-        try:
-            for start, stop in spans:
-                flow.wait(start, stop)
-        except BaseException:
-            # the model holds weights of two versions now, as after an exchange that failed
-            self._flow = None
-            flow.close()
-            raise
-        finally:
-            self._enter(before)
-        self._bridge.weights.from_host(spans)
-
-    def close(self) -> None:
-        """Forward is the model's own again."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _owned(modules: Sequence[nn.Module], extents: dict[int, Range]) -> Iterator[list[Range]]:
-    """By module, where its own parameters and buffers lie. extents: by id of the tensor."""
-    for module in modules:
-        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        yield _merged(sorted(extents[id(tensor)] for tensor in tensors if id(tensor) in extents))
-
-
-def _merged(extents: Sequence[Range]) -> list[Range]:
-    """Neighbours with only padding between them as one."""
-    found: list[Range] = []
-    for extent in extents:
-        if found and extent.start - found[-1].stop < ALIGN:
-            found[-1] = Range(found[-1].start, max(found[-1].stop, extent.stop))
-        elif extent.nbytes:
-            found.append(extent)
-    return found
-
-
 class Overlap(Courier):
     """Makes steps that begin in backward and end in the next forward. See this module's text for what is seen."""
 
-    def __init__(self, bridge: Bridge, client: JobClient, model: nn.Module, enter: Enter) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        client: JobClient,
+        model: nn.Module,
+        enter: Enter,
+        healing: Healing,
+        settle: Callable[[], None],
+    ) -> None:
+        """See Arrivals for enter, healing and settle."""
         super().__init__(bridge, client)
-        self._arrivals = Arrivals(bridge, model, enter)
+        self._arrivals = Arrivals(bridge, model, enter, healing, settle)
         self._departures = Departures(bridge, self._begin)
 
     def _begin(self) -> Flow:
@@ -393,6 +231,14 @@ class Overlap(Courier):
 
     def settle(self) -> None:
         self._arrivals.settle()
+
+    def skip(self) -> None:
+        self._departures.give_up()
+
+    def drop(self, error: PSError) -> None:
+        with suppress(PSError):
+            self._arrivals.settle()
+        super().drop(error)
 
     def close(self) -> None:
         self._arrivals.close()

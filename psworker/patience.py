@@ -1,14 +1,15 @@
 """How long one request may go on: repeating it while nobody answers, waiting while somebody else is late."""
 
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pscommon.core.errors import UnreachableError, WaitTimeoutError
 
 LOG_SECONDS = 10.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
 # once the job is known to end, servers that do not answer are not coming back
 LAST_SECONDS = 2.0
 
@@ -25,17 +26,38 @@ class Clock:
     sleep: Callable[[float], None]
 
 
+class Waits:
+    """Requests that are with a server now. Somebody who has a beat of his own reminds people of them."""
+
+    def __init__(self) -> None:
+        self._open: set[Patience] = set()
+
+    def begin(self, patience: "Patience") -> None:
+        self._open.add(patience)
+
+    def end(self, patience: "Patience") -> None:
+        """Harmless to repeat."""
+        self._open.discard(patience)
+
+    def remind(self, now: float) -> None:
+        for patience in list(self._open):
+            patience.remind(now)
+
+
 @dataclass(frozen=True)
 class Limits:
     """Seconds: connect, of continuous silence of a server; wait, for what others have to do.
 
     check is called before every repetition and raises if there is no point in going on; hurry says that the job ends.
+    deadline: by the clock, when check will raise.
     """
 
     connect: float
     wait: float
     check: Callable[[], None] = lambda: None
     hurry: Callable[[], bool] = lambda: False
+    deadline: Callable[[], float] = lambda: math.inf
+    waits: Waits = field(default_factory=Waits)
 
 
 class Announcer:
@@ -66,7 +88,7 @@ class Patience:
         """The answer of `call`, which is repeated while nobody answers."""
         while True:
             try:
-                answer = call()
+                answer = self._asked_once(call)
             except WaitTimeoutError as error:
                 self.waited(str(error))
             except UnreachableError as error:
@@ -75,10 +97,30 @@ class Patience:
                 self._heard = self._clock.now()
                 return answer
 
+    def _asked_once(self, call: Callable[[], T]) -> T:
+        self.asked()
+        try:
+            return call()
+        finally:
+            self.answered()
+
+    def asked(self) -> None:
+        """A server has the request now. Call `answered` when it comes back, with or without an answer."""
+        self._asked = self._clock.now()
+        self._limits.waits.begin(self)
+
+    def answered(self) -> None:
+        """Harmless to repeat."""
+        self._limits.waits.end(self)
+
+    def remind(self, now: float) -> None:
+        """The server still has it."""
+        self._announcer.say(now, f"{self._what}: no answer for {now - self._asked:.0f} s")
+
     def left(self, slice_seconds: float) -> float:
         """How long the attempt that is now made may wait for others: at most a slice, and half a server's silence."""
         self._asked = self._clock.now()
-        left = self._started + self._limits.wait - self._asked
+        left = min(self._started + self._limits.wait, self._limits.deadline()) - self._asked
         self._slice = max(0.0, min(slice_seconds, self._limits.connect / 2, left))
         return self._slice
 

@@ -1,6 +1,7 @@
 """Runs a user's training script as __main__ inside a worker, and turns how it ended into an exit code."""
 
 import importlib.util
+import logging
 import os
 import runpy
 import signal
@@ -9,14 +10,16 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
 
 from pscommon.config import tell
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.exits import Exit
+from psworker import drain
 
 # A launcher that shows a failed worker's traceback itself, once, names the file that it reads it from.
 TRACEBACK_FILE = "PS_TRACEBACK_FILE"
+
+log = logging.getLogger("psworker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,9 @@ def run(script: Script, debug: bool = False) -> int:
     """Runs it to its end in this process; returns the exit code of that end.
 
     A PSError gives its own exit code and one line on stderr (with `debug` its traceback too), any other exception its
-    traceback and 1, sys.exit(n) gives n, Ctrl-C 130, SIGTERM 143. SIGTERM unwinds the script like sys.exit, so
-    `with` blocks and exit handlers leave the job properly; a second one ends the process at once.
+    traceback and 1, sys.exit(n) gives n, Ctrl-C 130. SIGTERM asks a worker that is in a job to leave at its next step
+    boundary (psworker.drain). A second one, or one to a script that is in no job, unwinds the script like sys.exit with
+    143, so `with` blocks and exit handlers leave the job properly; the next ends the process at once.
     """
     _terminate_on_sigterm()
     try:
@@ -58,6 +62,9 @@ def run(script: Script, debug: bool = False) -> int:
         return _status(end)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
+    except drain.DrainedError as end:
+        log.info("the script ends here: %s", end)
+        return Exit.DONE
     except PSError as error:
         _remember(error)
         tell("ps-worker", error, debug)
@@ -99,7 +106,9 @@ def _check_module(name: str) -> None:
 
 
 def _terminate_on_sigterm() -> None:
-    def terminate(signum: int, _: FrameType | None) -> NoReturn:
+    def terminate(signum: int, _: FrameType | None) -> None:
+        if drain.ask_all():
+            return
         signal.signal(signum, signal.SIG_DFL)
         raise SystemExit(Exit.TERMINATED)
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
+from pscommon.core.stream import Spec
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection import Connection
@@ -20,37 +20,37 @@ class DataShare:
         self._connection = connection
         self._model = model
         self._turn = threading.Lock()
-        self._received: dict[int, int] = {}
 
-    def take(self, loop: LoopSpec, count: int, idle: bool) -> Lease:
+    def take(self, loop: Spec, count: int, idle: bool) -> Lease:
         """Asks at first without sitting out: who gets something at once has missed no round."""
         with self._turn:
             answer = self._ask(loop, count)
             if answer.numbers or answer.end or not idle:
-                return Lease(tuple(answer.numbers), answer.end)
+                return _lease(answer)
             answer = self._wait(loop, count)
-            self._model.expect(answer.version)
-            return Lease(tuple(answer.numbers), answer.end, sat_out=answer.version > self._model.version)
+            self._connection.place.expect(answer.version)
+            return _lease(answer, sat_out=answer.version > self._model.version)
 
     def give_back(self, batches: Sequence[BatchKey]) -> None:
         connection, place = self._connection, self._connection.place
         request = co.ReturnBatchesRequest(job=place.job, worker=place.worker, batches=codec.batches_to_proto(batches))
         connection.call("returning batches", lambda: connection.lane.return_batches(request, connection.call_seconds))
 
-    def _wait(self, loop: LoopSpec, count: int) -> co.NextBatchResponse:
-        """As long as the job makes progress, at most wait_timeout after that."""
+    def _wait(self, loop: Spec, count: int) -> co.NextBatchResponse:
+        """As long as the job makes progress, at most wait_timeout after that; not for a worker that is to leave."""
         patience, seen = self._connection.patience(f"the wait for data of loop {loop.loop}"), self._model.version
         while True:
             answer = self._ask(loop, count, patience.left(SLICE_SECONDS), idle=True)
-            if answer.numbers or answer.end:
+            if answer.numbers or answer.end or self._connection.drain.asked:
                 return answer
             if answer.version > seen:
                 seen = answer.version
                 patience.progress()
             patience.waited(answer.waiting_for)
 
-    def _ask(self, loop: LoopSpec, count: int, wait: float = 0.0, idle: bool = False) -> co.NextBatchResponse:
-        lane, place, received = self._connection.lane, self._connection.place, self._received.get(loop.loop, 0)
+    def _ask(self, loop: Spec, count: int, wait: float = 0.0, idle: bool = False) -> co.NextBatchResponse:
+        lane, place = self._connection.lane, self._connection.place
+        received = place.received.get(loop.loop, 0)
         request = co.NextBatchRequest(
             job=place.job,
             worker=place.worker,
@@ -62,5 +62,9 @@ class DataShare:
         )
         timeout = wait + self._connection.call_seconds
         answer = self._connection.call("asking for data", lambda: lane.next_batch(request, timeout))
-        self._received[loop.loop] = received + len(answer.numbers)
+        place.received[loop.loop] = received + len(answer.numbers)
         return answer
+
+
+def _lease(answer: co.NextBatchResponse, sat_out: bool = False) -> Lease:
+    return Lease(tuple(answer.numbers), answer.end, sat_out, tuple(answer.following))

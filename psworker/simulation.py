@@ -19,6 +19,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.coordinator_servicer import Coordinator
+from psserver.core.following import Way
 from psserver.engine import Engine
 from psserver.fleet import Told
 from psserver.hub import Hub
@@ -96,6 +97,7 @@ class SimulatedCluster:
         if shard > 0:
             self.hub.shard_up(shard, len(self._engines), f"simulated-{shard}", "simulated")
             engine.report = lambda: self.hub.report(engine.make_report())
+            engine.report()
             engine.waiting_for = lambda: self.hub.waiting_for
         return ParameterServer(engine, Identity(shard, len(self._engines), f"simulated-{shard}", job=self.hub.job))
 
@@ -105,10 +107,12 @@ class SimulatedCluster:
         while not quiet:
             quiet = True
             for shard, engine in enumerate(self._engines[1:], start=1):
-                news = self.hub.news(self._told[shard])
-                quiet = quiet and news.told == self._told[shard]
+                news = self.hub.news(self.hub.fleet[shard], self._told[shard])
+                quiet = quiet and news.told == self._told[shard] and news.way is Way.FOLLOW
                 self._told[shard] = news.told
-                engine.follow(news.told.epoch, news.base)
+                if news.way is Way.BEGIN:
+                    engine.begin_log(news.told.epoch, news.base)
+                    engine.report()
                 if news.model is not None:
                     engine.set_model(news.model)
                 engine.deliver(news.told.epoch, news.entries)

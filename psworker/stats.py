@@ -7,15 +7,15 @@ PHASES = ("data", "pull", "compute", "push", "wait", "apply")
 
 
 class Stats:
-    """Where the time goes: seconds by phase, of the last step (`last`) and of all (`total`); steps, samples, stale.
-    phase: what the worker does now; empty before the first.
+    """Where the time goes: seconds by phase, of the last step (`last`) and of all (`total`); steps, samples; how many
+    steps were stale or rejected. phase: what the worker does now; empty before the first.
 
     data: waiting for the data loader; compute: the script's own work; push: gathering and sending the gradient; wait:
     for other workers, or for a batch; apply: the servers' optimizer; pull: receiving weights.
     """
 
     def __init__(self) -> None:
-        self.steps = self.samples = self.stale = self._last_samples = 0
+        self.steps = self.samples = self.stale = self.rejected = self._last_samples = 0
         self.last, self.total, self._current = (dict.fromkeys(PHASES, 0.0) for _ in range(3))
         self.phase, self._since = "", 0.0  # the clock starts with the first phase
 

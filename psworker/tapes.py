@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Sequence
 
-from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError, PSError, UnreachableError
 from pscommon.shared_memory import NoSharedMemoryError, Region, sweep
 from pscommon.values import Lanes
 from psproto.v1 import parameter_server_pb2 as ps
@@ -32,11 +32,18 @@ class Tapes:
     def offer(self, lane: Lane, place: Place, timeout: float) -> None:
         """To all servers, unless there is an offer that stands. Those that cannot attach are reached over gRPC.
 
-        InvalidRequestError where --lanes shm demands what cannot be.
+        So are all where one does not answer now; the next call offers again. InvalidRequestError where --lanes shm
+        demands what cannot be; FencedError, MismatchError.
         """
         if self.number or not self._wanted:
             return
-        reasons = self._offer(lane, place, timeout)
+        try:
+            reasons = self._offer(lane, place, timeout)
+        except PSError as error:
+            self.detach()
+            if isinstance(error, UnreachableError):
+                return
+            raise
         if self._lanes == "shm" and reasons:
             self.detach()
             raise InvalidRequestError(f"--lanes shm is not possible: {'; '.join(reasons)}")
@@ -98,9 +105,11 @@ def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
 
 
 def _asked(lane: Lane, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> str:
-    """Why the shard did not attach; a shard that does not answer will be met again over gRPC."""
+    """Why the shard did not attach. UnreachableError where it does not answer, FencedError, MismatchError."""
     try:
         answer = lane.attach(shard, request, timeout)
+    except (UnreachableError, FencedError, MismatchError):
+        raise
     except PSError as error:
         return str(error)
     return "" if answer.attached else answer.reason or "no reason given"

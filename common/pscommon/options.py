@@ -165,6 +165,56 @@ POLICY = (
         show_default=True,
         help="A worker silent for so long is dropped.",
     ),
+    Option(
+        "--on-worker-loss",
+        section=JOB,
+        type=Value("shrink|wait:SECONDS|abort", values.on_worker_loss),
+        default="shrink",
+        show_default=True,
+        help="When a worker is lost: go on without it, keep its place for a while, or end.",
+    ),
+    Option(
+        "--backup-workers",
+        section=JOB,
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="sync: so many of the slowest need not be waited for in a round.",
+    ),
+    Option(
+        "--late-gradients",
+        section=JOB,
+        type=click.Choice(values.LATE_GRADIENTS),
+        default="return",
+        show_default=True,
+        help="With --backup-workers: what becomes of the data of a gradient that came too late.",
+    ),
+    Option(
+        "--global-batch",
+        section=JOB,
+        type=COUNT,
+        help="sync: samples of one update, however many workers there are [default: one batch of each].",
+    ),
+    Option(
+        "--bad-gradients",
+        section=JOB,
+        type=click.Choice(values.BAD_GRADIENTS),
+        default="abort",
+        show_default=True,
+        help="With NaN or Inf, or above --max-norm: end the job, skip them, or clip (zeros for NaN, norm scaled down).",
+    ),
+    Option(
+        "--max-norm",
+        section=JOB,
+        type=Value("NORM", values.positive),
+        help="A gradient with a larger norm is bad [default: any].",
+    ),
+    Option(
+        "--quarantine-after",
+        section=JOB,
+        type=COUNT,
+        help="So many bad gradients in a row, and the worker is out [default: never].",
+    ),
     JOB_NAME,
 )
 
@@ -183,6 +233,22 @@ DURABILITY = (
     ),
     Option(
         "--snapshot-keep", section=SNAPSHOTS, type=COUNT, default=3, show_default=True, help="So many stay, the newest."
+    ),
+    Option(
+        "--durability",
+        section=SNAPSHOTS,
+        type=click.Choice(values.DURABILITY),
+        default="snapshot",
+        show_default=True,
+        help="log: each update is written down before it is acknowledged, so a server that dies loses none.",
+    ),
+    Option(
+        "--log-fsync",
+        section=SNAPSHOTS,
+        type=click.Choice(values.LOG_FSYNC),
+        default="everysec",
+        show_default=True,
+        help="When the log is forced to the disk, against power cuts; a process that dies loses nothing anyway.",
     ),
     Option(
         "--resume",

@@ -18,6 +18,18 @@ LANES = ("auto", "grpc", "shm")
 Malloc = Literal["tuned", "system"]
 MALLOC = ("tuned", "system")
 
+Durability = Literal["snapshot", "log"]
+DURABILITY = ("snapshot", "log")
+
+LogFsync = Literal["always", "everysec", "no"]
+LOG_FSYNC = ("always", "everysec", "no")
+
+BadGradients = Literal["skip", "abort", "clip"]
+BAD_GRADIENTS = ("skip", "abort", "clip")
+
+LateGradients = Literal["return", "drop"]
+LATE_GRADIENTS = ("return", "drop")
+
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -60,6 +72,38 @@ def snapshot_every(text: str) -> SnapshotEvery:
     if text[-1:] in UNITS and _time(text) > 0:
         return SnapshotEvery(seconds=_time(text))
     raise ValueError(f"{text!r} is neither a time (60s, 10m) nor a number of steps (500steps)")
+
+
+@dataclass(frozen=True, slots=True)
+class OnWorkerLoss:
+    """What happens to the place of a worker that is lost: its mode, and for "wait" how many seconds."""
+
+    mode: Literal["shrink", "wait", "abort"] = "shrink"
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"wait:{self.seconds:g}" if self.mode == "wait" else self.mode
+
+
+def on_worker_loss(text: str) -> OnWorkerLoss:
+    """'shrink', 'abort' or 'wait:SECONDS'."""
+    if text == "shrink" or text == "abort":
+        return OnWorkerLoss("shrink" if text == "shrink" else "abort")
+    mode, _, rest = text.partition(":")
+    if mode == "wait" and _time(rest) > 0:
+        return OnWorkerLoss("wait", _time(rest))
+    raise ValueError(f"{text!r} is not shrink, abort or wait:SECONDS (wait:60, wait:5m)")
+
+
+def positive(text: str) -> float:
+    """A number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{text!r} is not a number above zero")
+    return value
 
 
 def seconds(text: str) -> float:

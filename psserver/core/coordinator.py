@@ -1,92 +1,69 @@
 """The coordinator: the one place that decides. It runs on shard 0 and writes the job's log.
 
 Theory of operation. Workers join (a lease), register (the model; the first one uploads the weights), push to all
-shards and leave. Shards report, whole, what they have staged. A push that every shard holds is ready; `_advance` asks
+shards and leave. Shards report, whole, what they have staged. A push that every shard holds is ready; `advance` asks
 the policy which ready pushes make the next update and appends an Apply. All else that can happen to a push is an entry,
 too: Reject (a shard found NaN, or it is too old) and Evict (its worker left, or its lease ended). The batches that a
 push used are committed with its Apply, so data and weights never disagree.
 
 Nothing here waits. A request that cannot be answered yet gets None, and is asked again when something has changed. No
-clock either: `now` is an argument. Requests may be repeated.
+clock either: `now` is an argument. Requests may be repeated. And nothing here depends on anything but the requests and
+their order, so that a coordinator which died is made again by making its requests again (core/recorder.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError
-from pscommon.core.log import Apply, BatchKey, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject, Report, Staged
-from pscommon.core.loop import LoopSpec
+from pscommon.core.errors import (
+    InvalidRequestError,
+    MismatchError,
+    TooFewWorkersError,
+    out_of_the_job,
+)
+from pscommon.core.log import BatchKey, Cut
 from pscommon.core.model import ModelSpec
-from psserver.core.cuts import Cuts, Every
-from psserver.core.ledger import Ledger
-from psserver.core.policy import Policy, choose
-from psserver.core.roster import Member, Roster, State
-
-PAUSE = 1.0
-"""Seconds between ticks from which on this process counts as having been stopped itself."""
+from pscommon.core.stream import Spec, StreamSpec
+from psserver.core.policy import Policy, policy
+from psserver.core.roster import Member, State
+from psserver.core.rules import Rules
+from psserver.core.updates import Updates
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Answer to a request for data: numbers to compute on; or none: come back with nothing in hand; or the end."""
+    """Answer to a request for data: numbers to compute on; or none: come back with nothing in hand; or the end.
+
+    following: for each number, how many more that come after it belong to the same push (--global-batch); empty: each
+    batch may be a push of its own.
+    """
 
     numbers: tuple[int, ...] = ()
     end: bool = False
+    following: tuple[int, ...] = ()
 
 
-class Coordinator:
-    """The machine; see the module's text.
+class Coordinator(Updates):
+    """The machine; see the module's text, and Updates for the arguments."""
 
-    shards: how many there are; min_workers: how many the first round waits for; lease: seconds; generation: how often
-    this job's servers were started before, so that no worker's number is ever given twice.
-    """
-
-    def __init__(
-        self,
-        shards: int,
-        policy: Policy,
-        min_workers: int,
-        lease: float,
-        every: Every | None = None,
-        generation: int = 0,
-    ) -> None:
-        self.shards = shards
-        self.epoch = generation
-        self.policy = policy
-        self.min_workers = min_workers
-        self.roster = Roster(lease, generation)
-        self.ledger = Ledger()
-        self.cuts = Cuts(every or Every(), shards)
-        self.model: ModelSpec | None = None
-        self.begun = False
-        self.started = False
-        self.stopping = False
-        self.version = 0
-        self.samples = 0
-        self.counts = {"applied": 0, "stale": 0, "rejected": 0}
+    def __init__(self, shards: int, rules: Rules, generation: int = 0, epoch: int | None = None) -> None:
+        super().__init__(shards, rules, generation, epoch)
+        self.global_batch = rules.global_batch
         self.metrics: dict[str, tuple[int, float]] = {}
-        self._index = 0
-        self._log: dict[int, Entry] = {}
-        self._reached = dict.fromkeys(range(shards), 0)
-        self._held: dict[PushKey, set[int]] = {}
-        self._ready: dict[PushKey, Staged] = {}
-        self._uploader: int | None = None
+        self.followers: set[int] = set()
         self._resumed = False
-        self._last_tick: float | None = None
 
     # ---- membership -------------------------------------------------------------------------------------------------
 
-    def join(self, now: float, rank: int | None, host: str, pid: int, device: str) -> Member:
+    def join(self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0) -> Member:
         """A place for a worker; it counts in no round before it has registered."""
-        return self.roster.join(now, rank, host, pid, device)
+        return self.roster.join(now, rank, host, pid, device, attempt)
 
     def member(self, worker: int, now: float) -> Member:
         """The worker that sent a request, which renews its lease. FencedError if the job went on without it."""
         member = self.roster.members.get(worker)
         if member is None or not member.alive:
-            why = member.reason if member else "it is not a worker of this job"
-            raise FencedError(f"worker {worker} is out of the job: {why}")
+            raise out_of_the_job(worker, member.reason if member else "it is not a worker of this job")
         member.last_seen = now
         return member
 
@@ -104,9 +81,27 @@ class Coordinator:
         if not self.begun:
             return "upload" if self._uploader == worker else "pending"
         self._resumed = False
-        self.roster.activate(member)
-        self._advance(now)
+        self._activate(member, now)
         return "ready"
+
+    def doubtful(self, worker: int) -> Member | None:
+        """Whom a worker should wait for before it registers: a place that is kept, of one that may be dead.
+
+        A second of silence after the newcomer came would prove nothing; a sign of life, or the end of its lease, does.
+        """
+        member = self.roster.members.get(worker)
+        if self.rules.on_loss.mode != "wait" or member is None or member.registered or not member.alive:
+            return None
+        return None if self.roster.predecessor(member) else self.roster.doubtful(member)
+
+    def _activate(self, member: Member, now: float) -> None:
+        old = None if member.registered else self.roster.predecessor(member)
+        if old is None:
+            self.roster.activate(member)
+            return self.advance(now)
+        self.roster.take_over(member, old)
+        self.ledger.transfer(old.worker, member.worker)
+        return self.remove(old, State.LOST, f"worker {member.worker} was started in its place", now)
 
     def _adopt_optimizer(self, spec: ModelSpec) -> None:
         """The first worker of a resumed job may bring other hyper-parameters, such as a lower learning rate."""
@@ -119,88 +114,96 @@ class Coordinator:
         """The worker is done (reason empty) or gives up. Nobody waits for it any more; repeating this is harmless."""
         member = self.roster.members.get(worker)
         if member is not None and member.alive:
-            self._remove(member, State.LEFT, reason, now)
+            self.remove(member, State.LEFT, reason, now)
 
-    def _remove(self, member: Member, state: State, reason: str, now: float) -> None:
-        self.roster.remove(member, state, reason)
-        self.ledger.give_back(member.worker)
-        for key in [key for key in self._held if key.worker == member.worker]:
-            del self._held[key]
-            self._ready.pop(key, None)
-        if self._uploader == member.worker and not self.begun:
-            self.model = self._uploader = None
-        self._append(Evict(self._index + 1, member.worker, reason or "it left the job"))
-        self._end_loops()
-        self._advance(now)
+    def drain(self, worker: int, now: float) -> None:
+        """Ask a worker to leave at its next step boundary."""
+        member = self.roster.members.get(worker)
+        if member is None or not member.alive:
+            here = ", ".join(str(m.worker) for m in self.roster.here()) or "none"
+            raise InvalidRequestError(f"no worker {worker} is here to be drained; here are: {here}")
+        member.draining = True
 
-    def tick(self, now: float) -> list[Member]:
-        """Time passes: ends leases, starts snapshots that are due. Returns the workers that were lost."""
-        gap = now - self._last_tick if self._last_tick is not None else 0.0
-        self._last_tick = now
-        if gap > PAUSE:
-            self.roster.forgive(gap)
-        lost = self.roster.expired(now)
-        for member in lost:
-            silent = now - member.last_seen
-            self._remove(member, State.LOST, f"nothing heard from it for {silent:.1f} s; its lease ended", now)
-        self._cut_if_due(now)
-        return lost
+    def missing(self, worker: int, now: float) -> None:
+        """A worker's lease has ended, and its place is kept for a while."""
+        self.roster.members[worker].missing_since = now
+
+    def back(self, worker: int, now: float) -> None:
+        """A missing worker was heard of again."""
+        self.roster.members[worker].missing_since = None
+
+    def lose(self, worker: int, reason: str, now: float) -> None:
+        """A worker's lease has ended, for good."""
+        member = self.roster.members[worker]
+        if member.registered and self.rules.on_loss.mode == "abort":
+            self.fail(TooFewWorkersError(f"{member} was lost: {reason} (--on-worker-loss abort)"))
+        self.remove(member, State.LOST, reason, now)
+
+    def set_policy(self, row: Policy, now: float) -> None:
+        """Another policy from the next update on; everybody starts level, whatever the old one let happen."""
+        self.policy = row
+        highest = max((member.clock for member in self.roster.registered()), default=0)
+        for member in self.roster.registered():
+            member.clock = highest
+        self.advance(now)
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def next_batches(
-        self, worker: int, spec: LoopSpec, received: int, count: int, idle: bool, now: float
+        self, worker: int, spec: Spec, received: int, count: int, idle: bool, now: float
     ) -> Batches | None:
         """Data for a worker that has got `received` batches of this loop so far; an answer that was lost is repeated.
 
         idle: it has nothing in hand, and sits out of rounds until there is a batch or the end.
         """
         member = self.member(worker, now)
-        if not self._all_here():
+        if not self.all_here():
             return None
+        units = self._units(spec)
         try:
             loop = self.ledger.open(worker, spec)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         if loop.ended:
             return Batches(end=True)
+        loop.units = units
         together = [m.worker for m in self.roster.registered()] if self.policy.barrier else [worker]
         numbers = loop.take(worker, received, count, together if worker in together else [*together, worker])
         for other in self.roster.registered():
             if (other.worker == worker and numbers) or (other.waiting == spec.loop and loop.has_dealt(other.worker)):
-                self._wake(other)
+                self.wake(other)
         if numbers or not idle:
-            return Batches(tuple(numbers))
+            return Batches(tuple(numbers), following=tuple(loop.following(worker, numbers)))
         if loop.holds(worker):  # a rest that is too small for its script to push, or that it pushes after the loop
             return Batches(end=True)
         member.waiting = spec.loop
         if member.state is State.ACTIVE:
             member.state = State.IDLE
-        self._end_loops()
-        self._advance(now)
+        self.end_loops()
+        self.advance(now)
         return Batches(end=True) if loop.ended else None
+
+    def _units(self, spec: Spec) -> int | None:
+        """How many batches make an update; None: one of each worker."""
+        if self.global_batch is None or not self.policy.barrier:
+            return None
+        if isinstance(spec, StreamSpec):
+            raise InvalidRequestError(
+                f"--global-batch {self.global_batch} needs data with a length: how much a stream holds, and so what an "
+                "update would take, is not known beforehand; start the servers without it"
+            )
+        units, rest = divmod(self.global_batch, spec.batch_size)
+        if rest or not units:
+            raise InvalidRequestError(
+                f"--global-batch {self.global_batch} is not a multiple of the script's batch_size {spec.batch_size}: "
+                "an update takes whole batches, so choose a batch_size that divides it, or another --global-batch"
+            )
+        return units
 
     def return_batches(self, worker: int, batches: Iterable[BatchKey], now: float) -> None:
         """These will not be pushed; somebody else may have them."""
         self.member(worker, now)
-        for key in batches:
-            if key.loop in self.ledger.loops:
-                self.ledger.loops[key.loop].give_back(worker, [key.number])
-
-    def _wake(self, member: Member) -> None:
-        member.waiting = None
-        if member.state is State.IDLE:
-            self.roster.activate(member)
-
-    def _end_loops(self) -> None:
-        """A loop ends for all at once, when every batch has counted; a holder may die, so others wait till then."""
-        for number in {m.waiting for m in self.roster.here() if m.waiting is not None}:
-            loop = self.ledger.loops[number]
-            if loop.free == 0 and loop.leased == 0:
-                loop.ended = True
-                for member in self.roster.here():
-                    if member.waiting == number:
-                        self._wake(member)
+        self.ledger.put_back(worker, batches)
 
     def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
         """Values that scripts report. Where several workers report one, the first in worker order is believed."""
@@ -210,180 +213,88 @@ class Coordinator:
             if member.rank <= rank:
                 self.metrics[name] = (member.rank, value)
 
-    # ---- the log ----------------------------------------------------------------------------------------------------
-
-    def report(self, report: Report, now: float) -> None:
-        """What a shard holds and how far it is. What is said about an earlier start of the log is void."""
-        if report.epoch != self.epoch:
-            return
-        self._reached[report.shard] = max(self._reached[report.shard], report.index)
-        for staged in report.staged:
-            self._staged(report.shard, staged)
-        self._trim()
-        self._advance(now)
-
-    def shard_lost(self, shard: int) -> None:
-        """A shard's process is new and holds nothing. Once there are weights, all go back to a snapshot instead."""
-        for key, held in self._held.items():
-            held.discard(shard)
-            self._ready.pop(key, None)
-
-    @property
-    def uploader(self) -> Member | None:
-        """Who has to upload the initial weights."""
-        return self.roster.members.get(self._uploader or 0)
-
-    @property
-    def ready_workers(self) -> set[int]:
-        """Workers with a push that all shards hold and that is not decided."""
-        return {key.worker for key in self._ready}
-
-    @property
-    def base(self) -> int:
-        """Entries up to here are not kept: every shard has carried them out."""
-        return min(self._log, default=self._index + 1) - 1
-
-    @property
-    def last_index(self) -> int:
-        """Number of the newest log entry."""
-        return self._index
-
-    def entries_after(self, index: int) -> list[Entry]:
-        """The part of the log that a shard which is at `index` needs."""
-        return [self._log[i] for i in range(index + 1, self._index + 1) if i in self._log]
-
-    def _staged(self, shard: int, staged: Staged) -> None:
-        key = staged.key
-        member = self.roster.members.get(key.worker)
-        if member is None or not member.alive:
-            return self._fence_stranger(key.worker)
-        if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
-            return None
-        if staged.problem:
-            reason, _, detail = staged.problem.partition(": ")
-            return self._reject(key, reason, f"{member}: {detail}")
-        held = self._held.setdefault(key, set())
-        held.add(shard)
-        if len(held) == self.shards:
-            self._ready.setdefault(key, staged)
-        return None
-
-    def _fence_stranger(self, worker: int) -> None:
-        """A push of a worker that is out (since before a restart, say): the shards must let go of it."""
-        if not any(isinstance(entry, Evict) and entry.worker == worker for entry in self._log.values()):
-            self._append(Evict(self._index + 1, worker, "it is not a worker of this job any more"))
-
-    def _advance(self, now: float) -> None:
-        """Append all updates that can be decided now."""
-        self._begin_if_uploaded(now)
-        if not self.begun or not self._all_here():
-            return
-        self._reject_stale()
-        while keys := choose(self.policy, self.roster.clocks(), self._oldest_ready()):
-            self._apply(keys)
-            self._cut_if_due(now)
-
-    def _begin_if_uploaded(self, now: float) -> None:
-        if not self.begun and self._uploader is not None and PushKey(self._uploader, 0) in self._ready:
-            self._forget(PushKey(self._uploader, 0))
-            self._append(Begin(self._index + 1, self._uploader))
-            self.begun = True
-            self.cuts.started(0, now)
-
-    def _all_here(self) -> bool:
-        """The first round waits for --min-workers; later ones go by who is alive."""
-        self.started = self.started or (self.begun and len(self.roster.registered()) >= self.min_workers)
-        return self.started
-
-    def _oldest_ready(self) -> dict[int, PushKey]:
-        """Each active worker's oldest push that all shards hold, in order of arrival. A push ends a wait for data."""
-        oldest: dict[int, PushKey] = {}
-        for key in self._ready:
-            member = self.roster.members[key.worker]
-            if member.state is State.IDLE:
-                self._wake(member)
-            if member.state is State.ACTIVE and (key.worker not in oldest or key.seq < oldest[key.worker].seq):
-                oldest[key.worker] = key
-        return oldest
-
-    def _reject_stale(self) -> None:
-        limit = self.policy.max_staleness
-        if limit is None:
-            return
-        for key, staged in list(self._ready.items()):
-            if self.version - staged.base > limit:
-                self._reject(key, "STALE", f"computed from version {staged.base}, {self.version - staged.base} ago")
-
-    def _apply(self, keys: Iterable[PushKey]) -> None:
-        self.version += 1
-        pushes = [self._ready[key] for key in keys]
-        contributions = tuple(Contribution(p.key, p.samples, p.base) for p in pushes)
-        self._append(Apply(self._index + 1, self.version, contributions))
-        for push in pushes:
-            self._count(push)
-        self._reject_stale()
-
-    def _count(self, push: Staged) -> None:
-        member = self.roster.members[push.key.worker]
-        member.clock += 1
-        member.steps += 1
-        self.samples += push.samples
-        self.counts["applied"] += 1
-        for batch in push.batches:
-            if batch.loop in self.ledger.loops:
-                self.ledger.loops[batch.loop].commit(push.key.worker, batch.number)
-        self._forget(push.key)
-        self._end_loops()
-
-    def _reject(self, key: PushKey, reason: str, detail: str) -> None:
-        self._append(Reject(self._index + 1, key, reason, detail))
-        self.counts["stale" if reason == "STALE" else "rejected"] += 1
-        self._forget(key)
-
-    def _forget(self, key: PushKey) -> None:
-        member = self.roster.members[key.worker]
-        member.seq = max(member.seq, key.seq)
-        self._held.pop(key, None)
-        self._ready.pop(key, None)
-
-    def _append(self, entry: Entry) -> None:
-        self._index += 1
-        self._log[self._index] = entry
-
-    def _trim(self) -> None:
-        """All shards have carried these out."""
-        for index in range(self.base + 1, min(self._reached.values()) + 1):
-            self._log.pop(index, None)
+    def follows(self, shard: int, now: float) -> None:
+        """A shard follows the log of this epoch."""
+        self.followers.add(shard)
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
-    def cut(self, now: float) -> None:
-        """Snapshot the version that stands, unless one is being written."""
-        if self.begun and not self.cuts.busy:
-            self._append(Cut(self._index + 1, self.version))
-            self.cuts.begin(self.version, self._index, now, self.state())
-
-    def _cut_if_due(self, now: float) -> None:
-        if self.begun and self.cuts.due(self.version, now):
-            self.cut(now)
+    def cut(self, now: float) -> bool:
+        """Snapshot the version that stands, unless one is being written. True: there is a Cut in the log."""
+        if not self.begun or self.cuts.busy:
+            return False
+        self.log.append(Cut(self.log.next, self.version))
+        self.cuts.begin(self.version, self.log.index, now, {})
+        assert self.cuts.cutting is not None
+        self.cuts.cutting.state = self.state()
+        return True
 
     def state(self) -> dict[str, Any]:
-        """What a snapshot keeps of the coordinator, as JSON: data position, duplicate table, counts."""
+        """Everything that was decided, as JSON. What shards and workers say about themselves is not in it."""
         return {
+            "epoch": self.epoch,
+            "shards": self.shards,
             "version": self.version,
-            "index": self._index,
+            "index": self.log.index,
             "samples": self.samples,
-            "applied": self.counts["applied"],
+            "counts": dict(self.counts),
+            "policy": [*self.policy_args()],
+            "started": self.started,
+            "min_workers": self.min_workers,
+            "cutting": self.cuts.busy,
+            "last_cut": self.cuts.last_version,
+            "resumed": self._resumed,
+            "metrics": {name: list(value) for name, value in self.metrics.items()},
+            "registered": len(self.roster.registered()),
             "pushes": {str(m.worker): m.seq for m in self.roster},
+            "evicted": sorted(self.evicted),
+            "followers": sorted(self.followers),
+            "roster": self.roster.state(),
+            "pending": self.pending.state(),
             "loops": self.ledger.state(),
         }
 
-    def restore(self, state: dict[str, Any], model: ModelSpec, now: float) -> None:
-        """Go on from a snapshot, with workers yet to come."""
-        self.model, self.begun, self._resumed = model, True, True
-        self.version, self._index, self.samples = state["version"], state["index"], state["samples"]
-        self.counts["applied"] = state["applied"]
+    def policy_args(self) -> tuple[str, int | None, int | None, int]:
+        """What `policy` made the row of."""
+        row = self.policy
+        return row.name, row.bound if row.name == "ssp" else None, row.max_staleness, row.backup
+
+    def restore(self, state: Mapping[str, Any], model: ModelSpec, now: float) -> None:
+        """Go on from a snapshot, with workers yet to come: what they had not pushed then is dealt anew."""
+        self._take_numbers(state, model)
+        self._resumed = True
+        self.min_workers = max(1, min(self.min_workers, state["registered"]))
         self.ledger.restore(state["loops"])
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
-        self._reached = dict.fromkeys(range(self.shards), self._index)
         self.cuts.started(self.version, now)
+
+    def recover(self, state: Mapping[str, Any], model: ModelSpec, now: float) -> None:
+        """Be the coordinator whose state this is, right after its cut."""
+        self._take_numbers(state, model)
+        self.epoch = state["epoch"]
+        self.started, self._resumed = state["started"], state["resumed"]
+        self.policy = policy(*state["policy"])
+        self.metrics = {name: (rank, value) for name, (rank, value) in state["metrics"].items()}
+        self.roster.recover(state["roster"], now)
+        self.pending.recover(state["pending"])
+        self.ledger.recover(state["loops"])
+        self.evicted, self.followers = set(state["evicted"]), set(state["followers"])
+        self.min_workers = state["min_workers"]
+        self.cuts.started(state["last_cut"], now)
+        if state["cutting"]:
+            self.cuts.begin(state["last_cut"], self.log.index, now, {})
+
+    def recovered(self, now: float) -> None:
+        """This is a new process: all leases run from now, and nobody writes the snapshot that was under way."""
+        self.cuts.abandon()
+        self.cuts.started(self.version, now)
+        for member in self.roster.here():
+            member.last_seen = member.joined_at = now
+            member.missing_since = None
+        self.advance(now)
+
+    def _take_numbers(self, state: Mapping[str, Any], model: ModelSpec) -> None:
+        self.model, self.begun = model, True
+        self.version, self.samples = state["version"], state["samples"]
+        self.counts = dict(state["counts"])
+        self.log.start(state["index"])

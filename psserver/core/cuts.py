@@ -57,13 +57,30 @@ class Cuts:
         """One is under way, or complete and not yet taken from `finished` by the shell."""
         return self.cutting is not None or self.finished is not None
 
+    def due_at(self, version: int) -> bool:
+        """Is a snapshot of exactly this version wanted? Then no update may come before it."""
+        steps = self.every.steps
+        return not self.busy and steps is not None and version // steps > self._last_version // steps
+
     def due(self, version: int, now: float) -> bool:
         """Is it time to cut at this version?"""
         if self.busy or version <= self._last_version:
             return False
-        if self.every.steps is not None:
-            return version // self.every.steps > self._last_version // self.every.steps
-        return self.every.seconds is not None and now - self._last_time >= self.every.seconds
+        seconds = self.every.seconds
+        return self.due_at(version) or (seconds is not None and now - self._last_time >= seconds)
+
+    def filed(self) -> None:
+        """The shell has made a snapshot of the finished parts, or could not."""
+        self.finished = None
+
+    @property
+    def last_version(self) -> int:
+        """Of the newest cut, or what training started from."""
+        return self._last_version
+
+    def abandon(self) -> None:
+        """Whoever was to write the one under way is gone."""
+        self.cutting = self.finished = None
 
     def begin(self, version: int, index: int, now: float, state: dict[str, Any]) -> None:
         self.cutting = Cutting(version, index, now, state)

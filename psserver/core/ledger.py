@@ -1,165 +1,109 @@
-"""Which batch of data goes to whom, and which have counted.
-
-A loop (one `job.batches` call) is a numbered sequence of batches; what indices a number stands for is a pure function
-of its LoopSpec, so only numbers are kept here. A batch is free, leased to a worker, or committed: committed in the same
-decision that counts the push which used it, free again when its worker is lost or gives it back.
+"""The data ledger: all loops of the job, who is leased which data, and what has counted.
 
 sync deals a whole draw at a time, one batch to every registered worker in worker order, when the first of them asks: so
 who gets what is a pure function of the sequence and the roster, not of who asks first. async and ssp deal to whoever
 asks, so faster workers take more.
 """
 
-import heapq
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pscommon.core.loop import LoopSpec
-
-
-class Loop:
-    """The ledger of one loop."""
-
-    def __init__(self, spec: LoopSpec) -> None:
-        self.spec = spec
-        self.ended = False
-        self.dropped = 0
-        self._cursor = 0
-        self._returned: list[int] = []
-        self._leases: dict[int, int] = {}
-        self._dealt: dict[int, deque[int]] = {}
-        self._sent: dict[int, deque[tuple[int, int]]] = {}
-        self._committed_below = 0
-        self._committed_above: set[int] = set()
-
-    @property
-    def committed(self) -> int:
-        return self._committed_below + len(self._committed_above)
-
-    @property
-    def leased(self) -> int:
-        return len(self._leases)
-
-    @property
-    def free(self) -> int:
-        """Batches that nobody has."""
-        return self.spec.total - self.committed - self.leased
-
-    def holds(self, worker: int) -> bool:
-        """Has this worker batches that have not counted yet?"""
-        return worker in self._leases.values()
-
-    def has_dealt(self, worker: int) -> bool:
-        """Does a batch lie ready for this worker that it has not fetched?"""
-        return bool(self._dealt.get(worker))
-
-    def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
-        """Up to `count` batches for a worker that has got `received` so far: what was sent after those is sent again.
-
-        together: the workers that a draw deals to, in order.
-        """
-        sent = self._sent.setdefault(worker, deque())
-        while sent and sent[0][0] <= received:
-            sent.popleft()
-        if sent:
-            return [number for _, number in sent]
-        mine = self._dealt.setdefault(worker, deque())
-        while len(mine) < count and self._deal(together):
-            pass
-        fresh = [mine.popleft() for _ in range(min(count, len(mine)))]
-        sent.extend(enumerate(fresh, start=received + 1))
-        return fresh
-
-    def _deal(self, workers: Sequence[int]) -> bool:
-        for worker in workers:
-            number = self._next_free()
-            if number is None:
-                return False
-            self._leases[number] = worker
-            self._dealt.setdefault(worker, deque()).append(number)
-        return bool(workers)
-
-    def _next_free(self) -> int | None:
-        if self._returned:
-            return heapq.heappop(self._returned)
-        while self._cursor < self.spec.total:
-            self._cursor += 1
-            if not self._is_committed(self._cursor - 1):
-                return self._cursor - 1
-        return None
-
-    def _is_committed(self, number: int) -> bool:
-        return number < self._committed_below or number in self._committed_above
-
-    def commit(self, worker: int, number: int) -> bool:
-        """The push that used this batch counts. False: the batch was not this worker's, so it counted elsewhere."""
-        if self._leases.get(number) != worker:
-            return False
-        del self._leases[number]
-        self._committed_above.add(number)
-        while self._committed_below in self._committed_above:
-            self._committed_above.remove(self._committed_below)
-            self._committed_below += 1
-        return True
-
-    def drop(self, worker: int) -> None:
-        """The worker went on to another loop without pushing these: its script threw them away."""
-        for number in [n for n, holder in self._leases.items() if holder == worker]:
-            self.commit(worker, number)
-            self.dropped += 1
-
-    def give_back(self, worker: int, numbers: Iterable[int] | None = None) -> None:
-        """These batches (None: all) of a worker are free again."""
-        held = [n for n, holder in self._leases.items() if holder == worker]
-        freed = set(held) if numbers is None else set(held) & set(numbers)
-        for number in freed:
-            del self._leases[number]
-            heapq.heappush(self._returned, number)
-        if worker in self._dealt:
-            self._dealt[worker] = deque(n for n in self._dealt[worker] if n not in freed)
-
-    def state(self) -> dict[str, Any]:
-        """What a snapshot keeps: only what has counted. Leases are void after a restart."""
-        return {
-            "spec": asdict(self.spec),
-            "ended": self.ended,
-            "dropped": self.dropped,
-            "below": self._committed_below,
-            "above": sorted(self._committed_above),
-        }
-
-    @staticmethod
-    def restored(state: dict[str, Any]) -> "Loop":
-        loop = Loop(LoopSpec(**state["spec"]))
-        loop.ended, loop.dropped = state["ended"], state["dropped"]
-        loop._committed_below = loop._cursor = state["below"]
-        loop._committed_above = set(state["above"])
-        return loop
+from pscommon.core.log import BatchKey
+from pscommon.core.stream import Spec, StreamSpec, spec_from_dict
+from psserver.core.batch_ledger import Loop
+from psserver.core.stream_ledger import Stream
 
 
 class Ledger:
-    """All loops of the job."""
+    """Loops by number. A push's batches are committed in the decision that counts it."""
 
     def __init__(self) -> None:
-        self.loops: dict[int, Loop] = {}
+        self.loops: dict[int, Loop | Stream] = {}
+        self._whereabouts: dict[int, int] = {}
 
-    def open(self, worker: int, spec: LoopSpec) -> Loop:
+    @property
+    def open_loop(self) -> int:
+        """Number of the first loop with data that has not counted, or that nobody has come to."""
+        number = 0
+        while (loop := self.loops.get(number)) and (loop.ended or loop.done):
+            number += 1
+        return number
+
+    def open(self, worker: int, spec: Spec) -> Loop | Stream:
         """The loop that a worker is at; ValueError if others described it differently."""
-        for number, earlier in self.loops.items():
-            if number < spec.loop:
-                earlier.drop(worker)
-        loop = self.loops.setdefault(spec.loop, Loop(spec))
+        if spec.loop not in self.loops:
+            self.loops[spec.loop] = self._made(spec)
+        loop = self.loops[spec.loop]
         if loop.spec != spec:
             raise ValueError(f"loop {spec.loop} is {loop.spec}; this worker asks for {spec}")
+        if self._whereabouts.get(worker) != spec.loop:
+            self._come(worker, spec.loop)
         return loop
 
-    def give_back(self, worker: int) -> None:
+    def _made(self, spec: Spec) -> Loop | Stream:
+        if isinstance(spec, StreamSpec):
+            return Stream(spec, self._whereabouts)
+        return Loop(spec, self._whereabouts)
+
+    def _come(self, worker: int, loop: int) -> None:
+        self._whereabouts[worker] = loop
+        for number, earlier in self.loops.items():
+            if number < loop:
+                earlier.leave(worker)
+
+    def commit(self, worker: int, batches: Iterable[BatchKey]) -> None:
+        """The push that used these counts."""
+        for loop, batch in self._known(batches):
+            loop.commit(worker, batch.number)
         for loop in self.loops.values():
-            loop.give_back(worker)
+            loop.settle(worker)
+
+    def drop(self, worker: int, batches: Iterable[BatchKey]) -> None:
+        """The push that used these will never count, and they are not to be dealt again."""
+        for loop, batch in self._known(batches):
+            loop.drop(worker, [batch.number])
+
+    def put_back(self, worker: int, batches: Iterable[BatchKey]) -> None:
+        """The worker will not push these; they are free again."""
+        for loop, batch in self._known(batches):
+            loop.give_back(worker, [batch.number])
+
+    def _known(self, batches: Iterable[BatchKey]) -> list[tuple[Loop | Stream, BatchKey]]:
+        """With their loops; where a stream was found to end is noted."""
+        known = [(self.loops[batch.loop], batch) for batch in batches if batch.loop in self.loops]
+        for loop, batch in known:
+            if batch.end and isinstance(loop, Stream):
+                loop.ends(batch.number, batch.count)
+        return known
+
+    def give_back(self, worker: int) -> None:
+        """The worker is out of the job."""
+        self._whereabouts.pop(worker, None)
+        for loop in self.loops.values():
+            loop.lose(worker)
+
+    def transfer(self, old: int, new: int) -> None:
+        """Worker `new` takes the place of `old`, which is dead: it gets what `old` was leased and did not commit."""
+        for loop in self.loops.values():
+            loop.transfer(old, new)
 
     def state(self) -> list[dict[str, Any]]:
+        """All of it, JSON-ready."""
         return [loop.state() for loop in self.loops.values()]
 
-    def restore(self, states: Iterable[dict[str, Any]]) -> None:
-        self.loops = {state["spec"]["loop"]: Loop.restored(state) for state in states}
+    def restore(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """What has counted, with leases void: the job goes back to a snapshot, and all its workers are out."""
+        self._whereabouts, self.loops = {}, {}
+        for state in states:
+            self._again(state).restore(state)
+
+    def recover(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Be exactly the ledger whose state this is."""
+        self._whereabouts, self.loops = {worker: s["spec"]["loop"] for s in states for worker in s["here"]}, {}
+        for state in states:
+            self._again(state).recover(state)
+
+    def _again(self, state: Mapping[str, Any]) -> Loop | Stream:
+        spec = spec_from_dict(state["spec"])
+        loop = self.loops[spec.loop] = self._made(spec)
+        return loop

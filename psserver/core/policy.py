@@ -20,15 +20,20 @@ from pscommon.core.log import PushKey
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A row of the table. max_staleness: pushes computed more versions ago are answered `stale` (None: any age)."""
+    """A row of the table. max_staleness: pushes computed more versions ago are answered `stale` (None: any age).
+
+    backup: with a barrier, so many workers need not be waited for: a round closes without the slowest, and what they
+    push for it later is `stale` (Chen et al., "Revisiting Distributed Synchronous SGD", 2016: backup workers).
+    """
 
     name: str
     bound: int | None
     barrier: bool
     max_staleness: int | None = None
+    backup: int = 0
 
 
-def policy(name: str, staleness: int | None = None, max_staleness: int | None = None) -> Policy:
+def policy(name: str, staleness: int | None = None, max_staleness: int | None = None, backup: int = 0) -> Policy:
     """The row for what the operator asked for; `staleness` is the S of ssp and meant for it alone."""
     if (name == "ssp") != (staleness is not None):
         raise ValueError("--staleness S goes with --policy ssp, and ssp needs it")
@@ -37,7 +42,9 @@ def policy(name: str, staleness: int | None = None, max_staleness: int | None = 
     if name not in ("sync", "ssp", "async"):
         raise ValueError(f"policy {name!r} is not one of sync, ssp, async")
     bound = 0 if name == "sync" else staleness
-    return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness)
+    if backup and bound != 0:
+        raise ValueError(f"--backup-workers {backup} is for sync, where a round waits for everybody")
+    return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness, backup=backup)
 
 
 def choose(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]) -> Sequence[PushKey]:
@@ -47,7 +54,8 @@ def choose(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey])
     order of arrival; only of active workers.
     """
     if row.barrier:
-        return [ready[worker] for worker in clocks] if ready and len(ready) == len(clocks) else []
+        enough = max(1, len(clocks) - row.backup)
+        return [ready[worker] for worker in clocks if worker in ready] if len(ready) >= enough else []
     for worker, key in ready.items():
         if within_bound(row, clocks, worker):
             return [key]

@@ -26,3 +26,14 @@ def check_room(coordinator: Coordinator, worker: int, nbytes: int, in_flight: in
             f"a round of {workers} workers has {needed} bytes in flight on a server, over --in-flight {in_flight}: "
             f"start the servers with --in-flight {needed}, or more servers, or fewer workers"
         )
+
+
+LOG_BYTES, LOG_PER_MODEL = 64 << 20, 8
+"""A shard's log since the last snapshot may grow to the larger of the two, the second times its part of the model."""
+
+
+def is_full(coordinator: Coordinator, log_bytes: int) -> bool:
+    """Restarts must not take long, nor disks fill up: is it time for a snapshot, which makes the log superfluous?"""
+    if coordinator.model is None or coordinator.cuts.busy or log_bytes <= LOG_BYTES:
+        return False
+    return log_bytes > LOG_PER_MODEL * sum(tensor.nbytes for tensor in coordinator.model.tensors) / coordinator.shards

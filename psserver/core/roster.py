@@ -1,8 +1,9 @@
 """Who takes part: workers, their leases and clocks. Time is an argument: this host's monotonic seconds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class State(StrEnum):
@@ -17,8 +18,11 @@ class State(StrEnum):
 class Member:
     """One worker.
 
+    ranked: its launcher gave it its rank; attempt: how often that had started it before.
     seq: its newest push that was decided; steps: pushes that counted; clock: steps for the gate; waiting: the loop that
-    it has no batch of and waits for.
+    it has no batch of and waits for; bad: pushes in a row that were no good.
+    missing_since: its lease has ended and its place is kept; draining: it was asked to leave. joined_at, last_seen,
+    pushed_at: by the clock of this process.
     """
 
     worker: int
@@ -28,11 +32,18 @@ class Member:
     device: str
     last_seen: float
     state: State = State.JOINED
+    ranked: bool = False
+    attempt: int = 0
     clock: int = 0
     steps: int = 0
     seq: int = 0
+    bad: int = 0
     waiting: int | None = None
     reason: str = ""
+    missing_since: float | None = None
+    draining: bool = False
+    joined_at: float = 0.0
+    pushed_at: float = 0.0
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
     phase: str = ""
@@ -52,6 +63,12 @@ class Member:
 GENERATION = 10_000
 """Worker numbers of the n-th start of a job's servers begin after n times this many."""
 
+LATENESS = 2.5
+"""Seconds that a heartbeat can be under way, or wait in a server that was stopped for a moment."""
+
+# what a worker tells about itself goes with the process that heard it
+_HEARD = ("last_seen", "joined_at", "pushed_at", "step_seconds", "samples_per_second", "phase")
+
 
 class Roster:
     """All workers that ever joined, in worker order: by rank, then by order of joining."""
@@ -62,13 +79,18 @@ class Roster:
         self.members: dict[int, Member] = {}
         self._here: list[Member] = []  # in worker order
 
-    def join(self, now: float, rank: int | None, host: str, pid: int, device: str) -> Member:
+    def join(self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0) -> Member:
         worker = self._next_worker
         self._next_worker += 1
-        member = Member(worker, worker % GENERATION - 1 if rank is None else rank, host, pid, device, now)
+        place = worker % GENERATION - 1 if rank is None else rank
+        member = Member(worker, place, host, pid, device, now, ranked=rank is not None, attempt=attempt, joined_at=now)
         self.members[worker] = member
-        self._here = sorted([*self._here, member], key=lambda m: (m.rank, m.worker))
+        self._here.append(member)
+        self._sort()
         return member
+
+    def _sort(self) -> None:
+        self._here.sort(key=lambda m: (m.rank, m.worker))
 
     def restore(self, pushes: dict[int, int]) -> None:
         """Workers of before a restart, with their newest decided push: they are out, and may come back as new."""
@@ -76,12 +98,28 @@ class Roster:
             gone = Member(worker, worker, "", 0, "", 0.0, State.LOST, seq=seq, reason="the job was restarted")
             self.members[worker] = gone
 
+    def state(self) -> dict[str, Any]:
+        """All members with all that was decided about them, JSON-ready; `recover` is the way back."""
+        members = [
+            {name: getattr(member, name) for name in Member.__slots__ if name not in _HEARD}
+            for member in self.members.values()
+        ]
+        return {"next": self._next_worker, "members": members, "here": [m.worker for m in self._here]}
+
+    def recover(self, state: Mapping[str, Any], now: float) -> None:
+        """As it was; all leases run from now."""
+        self._next_worker = state["next"]
+        for values in state["members"]:
+            member = Member(**{**values, "state": State(values["state"])}, last_seen=now, joined_at=now)
+            self.members[member.worker] = member
+        self._here = [self.members[worker] for worker in state["here"]]
+
     def __iter__(self) -> Iterator[Member]:
         """Everybody who was ever here, in worker order."""
         return iter(sorted(self.members.values(), key=lambda m: (m.rank, m.worker)))
 
     def here(self) -> list[Member]:
-        """Those whose lease runs, in worker order."""
+        """Those who have a place, in worker order."""
         return list(self._here)
 
     def active(self) -> list[Member]:
@@ -106,12 +144,46 @@ class Roster:
     def _highest_clock(self) -> int:
         return max((m.clock for m in self._here if m.state is State.IDLE), default=0)
 
+    def predecessor(self, member: Member) -> Member | None:
+        """The worker whose place this one, which registers now, was started to take.
+
+        Of its rank, and missing or an earlier attempt of the same launcher; without ranks the first that is missing.
+        """
+        for other in self._alike(member):
+            if other.missing_since is not None or (member.ranked and member.attempt > other.attempt):
+                return other
+        return None
+
+    def doubtful(self, member: Member) -> Member | None:
+        """One that this one may have been started in the place of: nothing tells that it lived after this one joined.
+
+        What comes soon after that may have been sent before, and been late.
+        """
+        since = member.joined_at + LATENESS
+        return next((other for other in self._alike(member) if other.last_seen <= since), None)
+
+    def _alike(self, member: Member) -> list[Member]:
+        """Those who train and whose place this one could take."""
+        return [
+            other
+            for other in self.registered()
+            if other is not member
+            and other.ranked == member.ranked
+            and (other.rank == member.rank or not member.ranked)
+        ]
+
+    def take_over(self, member: Member, old: Member) -> None:
+        """Go on in the place of another: its rank, its clock, its steps."""
+        member.rank, member.clock, member.steps = old.rank, old.clock, old.steps
+        member.state = State.ACTIVE
+        self._sort()
+
     def expired(self, now: float) -> list[Member]:
         return [m for m in self._here if now - m.last_seen > self.lease]
 
     def remove(self, member: Member, state: State, reason: str) -> None:
         """The worker is LOST or has LEFT."""
-        member.state, member.reason, member.waiting = state, reason, None
+        member.state, member.reason, member.waiting, member.missing_since = state, reason, None, None
         self._here.remove(member)
 
     @property
@@ -127,3 +199,4 @@ class Roster:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""
         for member in self._here:
             member.last_seen += seconds
+            member.joined_at += seconds

@@ -7,12 +7,17 @@ carried out, and an entry is acted on once. A push is answered from `outcome`, n
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
 
 REMEMBERED = 16
 """Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in flight."""
+
+
+NO_LOG = -1
+"""Epoch of a shard that does not follow any log yet."""
 
 
 class LogError(Exception):
@@ -35,7 +40,7 @@ class Shard:
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
-        self.epoch = 0
+        self.epoch = NO_LOG
         self.version = 0
         self.index = 0
         self.begun = False
@@ -50,6 +55,30 @@ class Shard:
         self.version, self.begun = version, True
         self.follow(epoch, index)
 
+    def state(self) -> dict[str, Any]:
+        """What its log begins with, JSON-ready: all but the pushes that are staged."""
+        return {
+            "epoch": self.epoch,
+            "index": self.index,
+            "version": self.version,
+            "begun": self.begun,
+            "evicted": [[worker, reason] for worker, reason in self._evicted.items()],
+            "outcomes": [
+                [worker, [[seq, *astuple(outcome)] for seq, outcome in known.items()]]
+                for worker, known in self._outcomes.items()
+            ],
+        }
+
+    def recover(self, state: Mapping[str, Any]) -> None:
+        """Be the machine whose state this is; what its log holds besides comes through `offer` and `accept`."""
+        self.epoch, self.index, self._handed = state["epoch"], state["index"], state["index"]
+        self.version, self.begun = state["version"], state["begun"]
+        self._evicted = dict(state["evicted"])
+        self._outcomes = {
+            worker: OrderedDict((seq, Outcome(*values)) for seq, *values in known)
+            for worker, known in state["outcomes"]
+        }
+
     def follow(self, epoch: int, base: int) -> None:
         """This is the log to follow, kept from `base` on."""
         if epoch != self.epoch:
@@ -59,9 +88,13 @@ class Shard:
             self.index = self._handed = max(base, self._handed)
 
     def offer(self, push: Staged) -> bool:
-        """A push has come, whole. True: it is new, keep its bytes; False: it was here before, or its worker is out."""
+        """A push has come, whole. True: it is new, keep its bytes; False: it was here before, or its worker is out.
+
+        Initial weights (seq 0) that come once there are weights are a late copy: no entry would ever let go of them.
+        """
         key = push.key
-        if key in self.staged or key.worker in self._evicted or self.outcome(key) is not None:
+        is_late_upload = self.begun and key.seq == 0
+        if key in self.staged or is_late_upload or self.outcome(key) is not None:
             return False
         self.staged[key] = push
         return True

@@ -116,7 +116,7 @@ class Launch:
         self._processes[name] = Process(
             name,
             self._plan.command(name, self._addresses),
-            self._plan.environment(name),
+            self._plan.environment(name, attempt),
             log,
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,

@@ -65,8 +65,11 @@ class Plan:
         own = self._server(name, addresses) if is_server(name) else self._worker(name, addresses)
         return own if is_server(name) else [*own, *self._script()]
 
-    def environment(self, name: str) -> dict[str, str]:
-        """Ours without our own settings, which travel as flags; and what is different for each process."""
+    def environment(self, name: str, attempt: int) -> dict[str, str]:
+        """Ours without our own settings, which travel as flags; and what is different for each process.
+
+        attempt: how often it was started before.
+        """
         known = {variable for table in options.TABLES.values() for option in table for variable in option.variables}
         result = {key: value for key, value in self.environ.items() if key not in known | {"PS_CONFIG"}}
         result["PYTHONUNBUFFERED"] = "1"  # or prints would only show when a block of them is full
@@ -75,6 +78,7 @@ class Plan:
             result["OMP_NUM_THREADS"] = str(threads)
         if not is_server(name):
             result["PS_WORKER_RANK"] = str(index_of(name))
+            result["PS_WORKER_ATTEMPT"] = str(attempt)
             result[TRACEBACK_FILE] = str(self.traceback_file(name))
         return result
 

@@ -22,5 +22,7 @@ class Seen:
 
         return mark
 
-    def check(self) -> None:
-        assert self._keys == {option.key for option in options.TABLES[self._table]}
+    def check(self, *others: "Seen") -> None:
+        """others: of further files about the same command."""
+        keys = self._keys.union(*(other._keys for other in others))
+        assert keys == {option.key for option in options.TABLES[self._table]}

@@ -256,7 +256,7 @@ def test_a_gradient_that_does_not_fit(cluster: Make, gradients: dict[str, Any], 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(cluster: Make, name: str, value: float) -> None:
     """Rejected by the shard that holds it, and so by all; the round closes with the worker's next push."""
-    address = cluster(3, min_workers=2).address
+    address = cluster(3, min_workers=2, bad_gradients="skip").address
     bad = {key: one.copy() for key, one in ONES.items()}
     bad[name].flat[-1] = value
 
@@ -332,7 +332,7 @@ def test_a_script_whose_gradient_is_not_finite(programs: Programs) -> None:
     assert run.wait() == 14
     assert "made step 2" in run.out
     assert "made step 3" not in run.out
-    box = run.err[run.err.index("╭─ first failure: w0") :]
+    box = run.err[run.err.index("╭─ first failure: ") :]
     assert "worker 1 (rank 0, " in box
     assert "tensor " in box
     assert "what to do: lower the learning rate or clip" in box

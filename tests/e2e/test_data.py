@@ -251,7 +251,8 @@ def test_after_breaking_off_a_second_loop_is_whole(cluster: Make, name: str) -> 
     assert sorted(batch for share in shares for batch in share) == sorted(expected)
     first, last = status(address)["data"]
     assert (last["committed"], last["leased"], last["ended"]) == (len(ALL), 0, True)
-    assert (first["leased"], first["committed"]) == (0, 4 + first["dropped"])
+    # what a script had in hand when it broke off is part of its next push
+    assert (first["leased"], first["committed"], first["dropped"]) == (0, 4 + 2, 0)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -231,9 +231,8 @@ def test_the_late_end_of_an_old_line_does_not_cut_off_a_shard_that_has_connected
         leader.start()
         config = ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=leader.address)
         with closing(Server(config)) as follower, closing(open_channel(leader.address)) as channel:
-            me = co.LinkShardRequest(
-                shard=1, shards=2, address=follower.address, instance=follower.identity.instance, report=co.Report()
-            )
+            blank, instance = co.Report(epoch=-1), follower.identity.instance
+            me = co.LinkShardRequest(shard=1, shards=2, address=follower.address, instance=instance, report=blank)
             hold = threading.Event()
             old = CoordinatorServiceStub(channel).LinkShard(_then_silent(me, hold))
             next(old)

@@ -233,7 +233,7 @@ def test_others_go_on_when_a_worker_fails_in_the_middle(
     assert versions[1] == (2 if where == "after backward" else 3)
 
 
-def test_a_nan_stops_the_worker_and_not_the_model(cluster: Make) -> None:
+def test_a_nan_is_skipped_and_harms_no_model(cluster: Make) -> None:
     """The push is refused on every shard; the next step is the first again."""
 
     def script(job: Job) -> tuple[bool, int]:
@@ -242,8 +242,8 @@ def test_a_nan_stops_the_worker_and_not_the_model(cluster: Make) -> None:
         before = state(model)
         backward(model, 0, 0)
         next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
-        with pytest.raises(NonFiniteError):
-            optimizer.step()
+        optimizer.step()
+        assert optimizer.result.status == "rejected"
         parameters = dict(model.named_parameters())
         same = all(torch.equal(before[name], parameters[name]) for name in parameters)
         optimizer.zero_grad()
@@ -251,4 +251,4 @@ def test_a_nan_stops_the_worker_and_not_the_model(cluster: Make) -> None:
         optimizer.step()
         return same, job.version
 
-    assert real(cluster(2).address, 1, script) == [(True, 1)]
+    assert real(cluster(2, bad_gradients="skip").address, 1, script) == [(True, 1)]

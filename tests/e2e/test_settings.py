@@ -23,6 +23,7 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
 from psworker import OptimizerSpec
+from tests.e2e import test_settings_faults as faults
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
@@ -365,4 +366,4 @@ def test_log_format(two: tuple[Program, Program]) -> None:
 
 def test_every_setting_is_seen() -> None:
     assert set(options.TABLES) == {"server", "worker", "run"}
-    seen.check()
+    seen.check(faults.seen)

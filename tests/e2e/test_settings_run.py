@@ -79,6 +79,17 @@ def chosen(programs: Programs) -> Program:
 
 
 @pytest.fixture(scope="module")
+def careful(programs: Programs) -> Program:
+    """A run with every setting about what may go wrong."""
+    line = (
+        "--workers 2 --min-workers 1 --on-worker-loss wait:44s --backup-workers 1 --late-gradients drop "
+        "--bad-gradients skip --max-norm 1e9 --quarantine-after 5 --data-dir careful "
+        "--durability log --log-fsync no"
+    )
+    return done(programs.run("ps-run", *line.split(), "train.py"))
+
+
+@pytest.fixture(scope="module")
 def default(programs: Programs) -> Program:
     """A run with no setting but the number of workers."""
     return done(programs.run("ps-run", "--workers", 2, "train.py"))
@@ -136,6 +147,32 @@ def test_what_a_worker_is_told(chosen: Program, default: Program, name: str, wit
     assert told(chosen)[name] == with_it
     if name != "PS_DEVICE":  # what auto becomes is the machine's business
         assert told(default)[name] == without
+
+
+# the same for the settings about what may go wrong
+CAREFUL: dict[str, tuple[Any, Any]] = {
+    "on_worker_loss": ("wait:44", "shrink"),
+    "backup_workers": (1, 0),
+    "late_gradients": ("drop", "return"),
+    "bad_gradients": ("skip", "abort"),
+    "max_norm": (1e9, None),
+    "quarantine_after": (5, None),
+    "durability": ("log", "snapshot"),
+    "log_fsync": ("no", "everysec"),
+}
+
+
+@seen(*CAREFUL)
+def test_what_a_worker_is_told_of_faults(careful: Program, default: Program) -> None:
+    assert {name: told(careful)[name] for name in CAREFUL} == {name: row[0] for name, row in CAREFUL.items()}
+    assert {name: told(default)[name] for name in CAREFUL} == {name: row[1] for name, row in CAREFUL.items()}
+
+
+@seen("global_batch")
+def test_global_batch(programs: Programs, default: Program) -> None:
+    """Not with --backup-workers, so in a run of its own."""
+    assert told(done(programs.run("ps-run", "--global-batch", 64, "train.py")))["global_batch"] == 64
+    assert told(default)["global_batch"] is None
 
 
 @seen("job")

@@ -13,6 +13,7 @@ from pscommon.core.errors import MismatchError, TakenError
 from pscommon.memory import usable_memory
 from pscommon.values import Shard, SnapshotEvery
 from psserver.config import ServerConfig
+from tests.pscommon.samples import SAMPLES
 
 ALL = [(table, option) for table, members in options.TABLES.items() for option in members]
 
@@ -56,45 +57,6 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeyp
 
 
 # a value for every option that is not its default, as text and as TOML
-SAMPLES: dict[str, tuple[str, str]] = {
-    "shard": ("1/2", '"1/2"'),
-    "bind": ("127.0.0.1:0", '"127.0.0.1:0"'),
-    "advertise": ("host:1", '"host:1"'),
-    "join": ("host:1", '"host:1"'),
-    "join_timeout": ("9", "9"),
-    "port_file": ("port", '"port"'),
-    "policy": ("ssp", '"ssp"'),
-    "staleness": ("3", "3"),
-    "max_staleness": ("3", "3"),
-    "min_workers": ("3", "3"),
-    "lease": ("0.25", "0.25"),
-    "job": ("otter", '"otter"'),
-    "exit_when_done": ("true", "true"),
-    "data_dir": ("data", '"data"'),
-    "snapshot_every": ("5steps", '"5steps"'),
-    "snapshot_keep": ("9", "9"),
-    "lanes": ("shm", '"shm"'),
-    "overlap": ("on", '"on"'),
-    "malloc": ("system", '"system"'),
-    "in_flight": ("3GiB", '"3GiB"'),
-    "resume": ("17", "17"),
-    "metrics_bind": ("127.0.0.1:0", '"127.0.0.1:0"'),
-    "threads": ("3", "3"),
-    "log_level": ("debug", '"debug"'),
-    "log_format": ("json", '"json"'),
-    "ps": ("a:1,b:2", '["a:1", "b:2"]'),
-    "connect_timeout": ("1.5s", '"1.5s"'),
-    "worker_rank": ("3", "3"),
-    "device": ("cuda:1", '"cuda:1"'),
-    "servers": ("3", "3"),
-    "workers": ("3", "3"),
-    "max_restarts": ("9", "9"),
-    "grace": ("2m", '"2m"'),
-    "log_dir": ("logs", '"logs"'),
-    "summary": ("s.json", '"s.json"'),
-}
-
-
 @pytest.mark.parametrize(("table", "option"), ALL, ids=lambda value: getattr(value, "flag", value))
 def test_every_flag_has_its_twin_and_its_key(
     table: str, option: Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,15 +22,19 @@ from pscommon.core.log import (
 )
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.stream import Spec, StreamSpec
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 
 whole = st.integers(0, 2**64 - 1)
 keys = st.builds(PushKey, whole, whole)
-batches = st.builds(BatchKey, st.integers(0, 2**32 - 1), whole)
+small = st.integers(0, 2**32 - 1)
+signed = st.integers(-(2**63), 2**63 - 1)
+batches = st.builds(BatchKey, small, whole, small, st.booleans())
 staged = st.builds(Staged, keys, whole, whole, st.lists(batches).map(tuple), st.text())
-contributions = st.lists(st.builds(Contribution, keys, whole, whole)).map(tuple)
+scales = st.floats(0.0, 1.0, exclude_min=True)
+contributions = st.lists(st.builds(Contribution, keys, whole, whole, scales)).map(tuple)
 entries = st.one_of(
     st.builds(Begin, whole, whole),
     st.builds(Apply, whole, whole, contributions),
@@ -55,7 +59,7 @@ def test_entry_round_trip(entry: Entry) -> None:
     assert codec.entry_from_proto(_again(codec.entry_to_proto(entry))) == entry
 
 
-@given(st.lists(staged).map(tuple), whole, whole)
+@given(st.lists(staged).map(tuple), signed, whole)
 def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int) -> None:
     report = Report(2, epoch, index, held)
 
@@ -64,15 +68,28 @@ def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int) -> 
     assert codec.report_from_proto(2, message) == report
 
 
-def test_loop_round_trip_keeps_every_field() -> None:
-    spec = LoopSpec(3, 2**40, 64, epochs=5, drop_last=True, shuffle=False, seed=-(2**62), first_epoch=7)
-
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LoopSpec(3, 2**40, 64, epochs=5, drop_last=True, shuffle=False, seed=-(2**62), first_epoch=7),
+        StreamSpec(3, sources=1000, batch_size=64, epochs=5),
+    ],
+)
+def test_loop_round_trip_keeps_every_field(spec: Spec) -> None:
     assert codec.loop_from_proto(co.LoopSpec.FromString(codec.loop_to_proto(spec).SerializeToString())) == spec
 
 
 def test_loop_that_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="batch_size"):
         codec.loop_from_proto(co.LoopSpec(size=10))
+    with pytest.raises(InvalidRequestError, match="batch_size"):
+        codec.loop_from_proto(co.LoopSpec(sources=10))
+
+
+def test_a_batch_of_a_map_style_loop_costs_what_its_two_numbers_cost() -> None:
+    (message,) = codec.batches_to_proto([BatchKey(3, 100)])
+
+    assert message.SerializeToString() == bytes([1 << 3, 3, 2 << 3, 100])
 
 
 def test_every_kind_of_entry_has_a_message() -> None:

@@ -11,7 +11,9 @@ from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import Every
 from psserver.core.policy import Policy, policy
+from psserver.core.recorder import Recorder
 from psserver.core.roster import State
+from psserver.core.rules import Rules
 from psserver.core.waiting import waiting_for
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
@@ -30,12 +32,15 @@ class Job:
         every: Every | None = None,
         lease: float = 5.0,
     ) -> None:
-        self.coordinator = Coordinator(shards, row or policy("sync"), workers, lease, every)
+        self.lead(Coordinator(shards, Rules(row or policy("sync"), workers, lease, every or Every())))
         self.now = 0.0
         self._told = 0
         self._staged: dict[int, list[Staged]] = {shard: [] for shard in range(shards)}
         for _ in range(workers):
             self.add()
+
+    def lead(self, coordinator: Coordinator) -> None:
+        self.coordinator, self.recorder = coordinator, Recorder(coordinator)
 
     def add(self) -> int:
         worker = self.coordinator.join(self.now, None, "host", 1, "cpu").worker
@@ -59,7 +64,7 @@ class Job:
             self.report(shard)
 
     def report(self, shard: int, index: int = 0, epoch: int = 0) -> None:
-        self.coordinator.report(Report(shard, epoch, index, tuple(self._staged[shard])), self.now)
+        self.recorder.report(Report(shard, epoch, index, tuple(self._staged[shard])), self.now)
 
     def ask(self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP) -> Batches | None:
         return self.coordinator.next_batches(worker, loop, received, 1, idle, self.now)
@@ -67,7 +72,7 @@ class Job:
     def news(self) -> list[Entry]:
         """Log entries since the last call."""
         entries = self.coordinator.entries_after(self._told)
-        self._told = self.coordinator.last_index
+        self._told = self.coordinator.log.index
         return entries
 
     def applied(self) -> list[list[int]]:
@@ -76,7 +81,7 @@ class Job:
 
 
 def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:
-    coordinator = Coordinator(2, policy("sync"), 2, 5.0)
+    coordinator = Coordinator(2, Rules(policy("sync"), 2))
     first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
 
     assert coordinator.register(first, MODEL, 0.0) == "upload"
@@ -91,7 +96,7 @@ def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:
 
 
 def test_another_takes_over_when_the_uploader_goes() -> None:
-    coordinator = Coordinator(1, policy("sync"), 1, 5.0)
+    coordinator = Coordinator(1, Rules(policy("sync"), 1))
     first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
     coordinator.register(first, OTHER, 0.0)
     coordinator.leave(first, "died", 0.0)
@@ -122,8 +127,9 @@ def test_a_push_counts_once_all_shards_hold_it() -> None:
 
 def test_the_first_round_waits_for_min_workers_and_later_ones_do_not() -> None:
     job = Job(policy("async"), workers=2)
-    coordinator = Coordinator(1, policy("async"), 2, 5.0)
-    job.coordinator, job._told = coordinator, 0
+    coordinator = Coordinator(1, Rules(policy("async"), 2))
+    job.lead(coordinator)
+    job._told = 0
     first = job.add()
     job.push(first, 1)
     assert job.applied() == []
@@ -149,7 +155,7 @@ def test_a_round_closes_when_whom_it_waits_for_leaves_or_is_lost() -> None:
     job.now = 4.0
     job.coordinator.member(1, 4.0)
     for second in (4.5, 5.0, 5.5):
-        lost = job.coordinator.tick(second)
+        lost = job.recorder.tick(second)
     assert [m.worker for m in lost] == [3]
     assert job.applied() == [[1]]
 
@@ -159,7 +165,7 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
     job.push(2, 1)
     job.coordinator.member(1, 4.0)
     for second in (4.5, 5.0, 5.5):
-        job.coordinator.tick(second)
+        job.recorder.tick(second)
 
     assert [entry.worker for entry in job.news() if isinstance(entry, Evict)] == [2]
     with pytest.raises(FencedError, match="worker 2 is out of the job: nothing heard from it"):
@@ -170,9 +176,9 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
 
 def test_time_in_which_this_process_slept_ends_nobody_s_lease() -> None:
     job = Job(workers=2)
-    job.coordinator.tick(1.0)
+    job.recorder.tick(1.0)
 
-    assert job.coordinator.tick(1000.0) == []
+    assert job.recorder.tick(1000.0) == []
 
 
 def test_a_push_of_a_stranger_is_fenced_once() -> None:
@@ -284,7 +290,7 @@ def test_the_log_is_kept_until_every_shard_has_carried_it_out() -> None:
 
     job.report(1, index=1)
     assert [entry.index for entry in job.coordinator.entries_after(0)] == [2]
-    assert job.coordinator.base == 1
+    assert job.coordinator.log.base == 1
 
 
 def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() -> None:
@@ -296,7 +302,7 @@ def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() ->
     assert cutting is not None
 
     again = Job(workers=0)
-    again.coordinator = Coordinator(1, policy("sync"), 1, 5.0, generation=1)
+    again.lead(Coordinator(1, Rules(policy("sync"), 1), generation=1))
     again.coordinator.restore(cutting.state, MODEL, 0.0)
     worker = again.add()
 

@@ -3,7 +3,8 @@
 import pytest
 
 from pscommon.core.loop import LoopSpec
-from psserver.core.ledger import Ledger, Loop
+from psserver.core.batch_ledger import Loop
+from psserver.core.ledger import Ledger
 
 
 def loop(total: int = 5) -> Loop:

@@ -1,6 +1,6 @@
 """Who takes part, in which order, and from which clock on."""
 
-from psserver.core.roster import GENERATION, Member, Roster, State
+from psserver.core.roster import GENERATION, LATENESS, Member, Roster, State
 
 
 def joined(roster: Roster, rank: int | None = None, now: float = 0.0) -> Member:
@@ -93,3 +93,16 @@ def test_workers_of_before_a_restart_are_out() -> None:
 
     assert [(m.worker, m.seq, m.alive) for m in roster] == [(1, 12, False), (2, 13, False)]
     assert joined(roster).worker == GENERATION + 1
+
+
+def test_a_newcomer_doubts_its_rank_until_the_other_is_heard_of_later() -> None:
+    roster = Roster(5.0)
+    other = active(roster, rank=1)
+    newcomer = joined(roster, rank=1, now=10.0)
+
+    for heard in (9.0, 10.0 + LATENESS):
+        other.last_seen = heard  # it may have been sent before
+        assert roster.doubtful(newcomer) is other
+    other.last_seen = 10.1 + LATENESS
+    assert roster.doubtful(newcomer) is None
+    assert roster.doubtful(joined(roster, rank=2, now=20.0)) is None

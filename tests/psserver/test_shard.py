@@ -58,6 +58,14 @@ def test_a_push_that_comes_again_is_not_new() -> None:
     assert not shard.offer(push)
 
 
+def test_initial_weights_that_come_late_are_not_kept() -> None:
+    shard = begun()
+
+    assert not shard.offer(staged(1, 0))
+    assert not shard.offer(staged(2, 0))
+    assert shard.report().staged == ()
+
+
 def test_outcomes_that_are_long_ago_still_count_as_known() -> None:
     shard = begun()
     for number in range(1, REMEMBERED + 3):

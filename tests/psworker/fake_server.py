@@ -41,6 +41,7 @@ class FakeCluster:
     before, after: by shard, hooks that are called when an Exchange begins and just before it is answered, once each.
     incoming, outgoing: by shard, called before each data frame of an Exchange is taken or sent, with its number from 0.
     waits_for: not empty: pushes stay undecided, for this reason. joined: followers know shard 0 from the start.
+    fenced: workers that are out; draining: those asked to leave; open_loop: what Join answers.
     """
 
     def __init__(self, shards: int = 1, lr: float = 0.5, lease: float = 5.0, joined: bool = True) -> None:
@@ -64,6 +65,8 @@ class FakeCluster:
         self.batches: deque[co.NextBatchResponse] = deque()
         self.asked: list[co.NextBatchRequest] = []
         self.fenced: set[int] = set()
+        self.draining: set[int] = set()
+        self.open_loop = 0
         self.plan: Plan | None = None
         self.digest: str | None = None
         self.tape = np.zeros(0, np.uint8)
@@ -91,6 +94,18 @@ class FakeCluster:
     def wait_until(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, seconds), "did not happen in time"
+
+    def fence(self, worker: int) -> None:
+        """The job goes on without this worker."""
+        with self.changed:
+            self.fenced.add(worker)
+
+    def deal(self, *answers: int | None) -> None:
+        """What the next requests for data get, one after another: a batch each, or None for the loop's end."""
+        with self.changed:
+            for number in answers:
+                numbers = [] if number is None else [number]
+                self.batches.append(co.NextBatchResponse(numbers=numbers, end=number is None, version=self.version))
 
     def release(self) -> None:
         """Decide on what was waiting."""
@@ -320,6 +335,7 @@ class FakeServer(CoordinatorServiceServicer):
                 addresses=self.cluster.addresses,
                 lease_ms=round(self.cluster.lease * 1000),
                 policy=self.cluster.policy,
+                open_loop=self.cluster.open_loop,
             )
 
     def Register(self, request: co.RegisterRequest, context: grpc.ServicerContext) -> co.RegisterResponse:
@@ -345,7 +361,11 @@ class FakeServer(CoordinatorServiceServicer):
         with answering(context), self.cluster.changed:
             self.cluster.beats.append(request)
             self._enter("Heartbeat", request)
-            return co.HeartbeatResponse(version=self.cluster.version, stopping=self.cluster.stopping)
+            return co.HeartbeatResponse(
+                version=self.cluster.version,
+                stopping=self.cluster.stopping,
+                draining=request.worker in self.cluster.draining,
+            )
 
     def Leave(self, request: co.LeaveRequest, context: grpc.ServicerContext) -> co.LeaveResponse:
         with answering(context), self.cluster.changed:

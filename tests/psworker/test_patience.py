@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from pscommon.core.errors import FencedError, UnreachableError, WaitTimeoutError
-from psworker.patience import Clock, Limits, Patience
+from psworker.patience import Clock, Limits, Patience, Waits
 
 SILENT = UnreachableError("shard 1 at a:1 does not answer", "UNREACHABLE")
 
@@ -41,9 +41,9 @@ def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) ->
         fail_for_ever(patience)
 
     assert type(caught.value) is UnreachableError
-    assert 110 <= time.now < 111.1
+    assert 110 <= time.now < 110.6
     assert time.pauses[:3] == [0.05, 0.1, 0.2]
-    assert max(time.pauses) == 1.0
+    assert max(time.pauses) == 0.5
 
 
 def test_an_answer_ends_the_silence(time: Time) -> None:
@@ -135,3 +135,48 @@ def test_job_that_ends_is_not_worth_waiting_for(time: Time) -> None:
         fail_for_ever(patience)
 
     assert time.now < 104
+
+
+def test_pauses_end_where_the_wait_has_to(time: Time) -> None:
+    """A worker that is to leave by then makes no attempt that lasts longer."""
+    patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000, deadline=lambda: 103.0))
+    assert patience.left(5) == 3
+    time.now += 4
+    assert patience.left(5) == 0
+
+
+def test_people_are_reminded_of_a_request_that_a_server_sits_on(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    """Every ten seconds, as long as it has it; no call that hangs goes without a line."""
+    caplog.set_level(logging.INFO, "psworker")
+    waits = Waits()
+    patience = Patience(
+        "push 7 of worker 2 on shard 1 at a:1", time.clock(), Limits(connect=60, wait=1000, waits=waits)
+    )
+    patience.asked()
+    for _ in range(25):
+        time.now += 1
+        waits.remind(time.now)
+    patience.answered()
+    time.now += 30
+    waits.remind(time.now)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "push 7 of worker 2 on shard 1 at a:1: no answer for 10 s",
+        "push 7 of worker 2 on shard 1 at a:1: no answer for 20 s",
+    ]
+
+
+def test_a_request_is_a_wait_only_while_it_is_asked(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "psworker")
+    waits = Waits()
+    patience = Patience("asking", time.clock(), Limits(connect=60, wait=1000, waits=waits))
+
+    def hangs() -> int:
+        time.now += 10
+        waits.remind(time.now)
+        return 3
+
+    assert patience.ask(hangs) == 3
+    time.now += 10
+    waits.remind(time.now)
+    assert [record.getMessage() for record in caplog.records] == ["asking: no answer for 10 s"]

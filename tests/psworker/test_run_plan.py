@@ -58,6 +58,15 @@ SERVER_VALUES = {
     "staleness": "3",
     "max_staleness": "7",
     "min_workers": "1",
+    "on_worker_loss": "wait:2.5",
+    "backup_workers": "1",
+    "late_gradients": "drop",
+    "global_batch": "64",
+    "bad_gradients": "clip",
+    "max_norm": "2.5",
+    "quarantine_after": "3",
+    "durability": "log",
+    "log_fsync": "always",
     "lease": "2.5",
     "job": "otter",
     "data_dir": "/data",
@@ -99,7 +108,8 @@ def test_workers_get_one_address_their_rank_and_the_script() -> None:
     assert flags(line)["--ps"] == "127.0.0.1:4000"
     assert flags(line)["--device"] == "cpu"
     assert line[line.index("--") :] == ["--", "train.py", "--lr", "1"]
-    assert cluster.environment("w1")["PS_WORKER_RANK"] == "1"
+    again = cluster.environment("w1", attempt=2)
+    assert (again["PS_WORKER_RANK"], again["PS_WORKER_ATTEMPT"]) == ("1", "2")
 
 
 def test_a_module_is_marked_before_the_script() -> None:
@@ -123,7 +133,7 @@ def test_cores_are_shared_out(args: tuple[str, ...], environ: dict[str, str], se
 
     assert flags(cluster.command("s0", {})).get("--threads") == server
     assert flags(cluster.command("w0", BOUND)).get("--threads") == worker
-    assert cluster.environment("w0")["OMP_NUM_THREADS"] == (worker or environ["OMP_NUM_THREADS"])
+    assert cluster.environment("w0", 0)["OMP_NUM_THREADS"] == (worker or environ["OMP_NUM_THREADS"])
 
 
 def test_metrics_ports_count_up_over_all_processes() -> None:
@@ -141,7 +151,7 @@ def test_metrics_ports_stay_free_ones_if_asked_for() -> None:
 def test_settings_in_our_environment_travel_as_flags_only() -> None:
     environ = {"PS_POLICY": "async", "PS_CONFIG": "x.toml", "PS_SERVERS": "2", "PATH": "/bin", "PS_LOCAL": "1"}
 
-    environment = plan(environ=environ).environment("s0")
+    environment = plan(environ=environ).environment("s0", 0)
 
     assert environment == {"PATH": "/bin", "PS_LOCAL": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "8"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscommon.core.errors import InvalidRequestError, UnreachableError
+from pscommon.core.errors import FencedError, InvalidRequestError, UnreachableError
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from pscommon.core.tape import Plan
 from pscommon.shared_memory import FOLDER, Attached, NotSharedError, Offer, attach
@@ -148,21 +148,41 @@ def test_server_that_refuses_is_named_in_one_line(caplog: pytest.LogCaptureFixtu
     assert tapes.number == 0
 
 
-def test_server_that_does_not_answer_is_met_over_grpc(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "psworker")
+@pytest.mark.parametrize("lanes", ["auto", "shm"])
+def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: Any) -> None:
+    """It may be starting again. Until then everything goes over gRPC, even where memory is demanded."""
     servers: Any = Servers()
-    tapes = Tapes(PLAN.nbytes, "auto")
+    tapes = Tapes(PLAN.nbytes, lanes)
 
     def fails() -> None:
-        raise UnreachableError("does not answer", "UNREACHABLE")
+        servers.before = lambda: None
+        raise UnreachableError("it is starting", "NOT_READY")
 
     servers.before = fails
     tapes.offer(servers, PLACE, 5.0)
+    assert (tapes.number, sorted(tapes.shards)) == (0, [])
 
-    assert (tapes.number, sorted(tapes.shards)) == (1, [0])
-    assert [r.getMessage() for r in caplog.records] == [
-        "tensors move through shared memory to shards [0], over gRPC to the others: shard 1: does not answer"
-    ]
+    tapes.offer(servers, PLACE, 5.0)
+
+    assert (tapes.number, sorted(tapes.shards)) == (2, [0, 1])
+    tapes.gradients[0] = 9
+    assert [servers.tape(shard, 0)[0] for shard in (0, 1)] == [9, 9]
+
+
+def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc() -> None:
+    servers: Any = Servers()
+    tapes = Tapes(PLAN.nbytes, "auto")
+
+    def fenced() -> None:
+        servers.before = lambda: None
+        raise FencedError("its lease ended")
+
+    servers.before = fenced
+    with pytest.raises(FencedError):
+        tapes.offer(servers, PLACE, 5.0)
+
+    tapes.offer(servers, Place("job-1", 8), 5.0)
+    assert sorted(tapes.shards) == [0, 1]
 
 
 def test_demanded_memory_that_one_server_refuses_is_used_by_nobody() -> None:

@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psserver.core.coordinator as coordinator_module
+import psserver.core.updates as updates_module
 from pscommon.core.log import Apply, PushKey, Staged
+from psserver.core.batch_ledger import Loop
 from psserver.core.coordinator import Coordinator
-from psserver.core.ledger import Loop
+from psserver.core.ledger import Ledger
+from psserver.core.pending import Pending
 from psserver.core.policy import Policy, choose
+from psserver.core.recorder import Command
 from psserver.core.shard import Outcome, Shard
-from tests.sim.actors import SimShard
+from tests.sim.servers import JobJournal, SimShard
 
 
 class SumsInArrivalOrder(SimShard):
@@ -40,17 +43,46 @@ class NoDuplicateCheck(Coordinator):
     """Counts every push that the shards hold, also one that was counted before."""
 
     def _forget(self, key: PushKey) -> None:
-        self._held.pop(key, None)
-        self._ready.pop(key, None)
+        self.pending.forget(key)
 
 
-class CountedOnOneShard(Coordinator):
+class ReadyOnOneShard(Pending):
     """Takes a push for staged everywhere as soon as one shard has it."""
 
-    def _staged(self, shard: int, staged: Staged) -> None:
-        super()._staged(shard, staged)
-        if staged.key in self._held and not staged.problem:
-            self._ready.setdefault(staged.key, staged)
+    def staged(self, shard: int, staged: Staged) -> None:
+        super().staged(shard, staged)
+        self._ready.setdefault(staged.key, staged)
+
+
+class LosesPlaces(Coordinator):
+    """Does not give the successor of a dead worker what that was leased."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ledger.transfer = lambda old, new: None  # type: ignore[method-assign]
+
+
+class ReportsBeforeWriting(SimShard):
+    """Says that it holds a push that is not in its log."""
+
+    def write(self, record: Any) -> None:
+        if not isinstance(record, tuple):
+            super().write(record)
+
+
+class ForgetsOutcomes(SimShard):
+    """After a restart it does not know what was counted before the cut."""
+
+    def recover_machine(self, state: dict[str, Any]) -> None:
+        super().recover_machine({**state, "outcomes": []})
+
+
+class ForgetsCommands(JobJournal):
+    """Does not write down to whom batches were dealt."""
+
+    def write(self, command: Command) -> None:
+        if command.name != "next_batches":
+            super().write(command)
 
 
 def bound_off_by_one(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]) -> Sequence[PushKey]:
@@ -85,11 +117,15 @@ class CommitsWhenHandedOut(Loop):
 CLASSES: dict[str, dict[str, type]] = {
     "sum in arrival order": {"shard_class": SumsInArrivalOrder},
     "no duplicate check": {"machine_class": ShardForgets, "coordinator_class": NoDuplicateCheck},
-    "a push counted on one shard only": {"coordinator_class": CountedOnOneShard},
+    "a successor without its predecessor's data": {"coordinator_class": LosesPlaces},
+    "a push reported before it is written": {"shard_class": ReportsBeforeWriting},
+    "outcomes forgotten over a restart": {"shard_class": ForgetsOutcomes},
+    "commands that are not written": {"journal_class": ForgetsCommands},
     "batches of a lost worker are lost": {"coordinator_class": LosesBatchesOfTheDead},
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
-    "bound off by one": (coordinator_module, "choose", bound_off_by_one),
-    "a round closed by part of its roster": (coordinator_module, "choose", part_of_the_roster),
-    "a batch counts when it is handed out": (coordinator_module.Ledger.open.__globals__, "Loop", CommitsWhenHandedOut),
+    "bound off by one": (updates_module, "choose", bound_off_by_one),
+    "a round closed by part of its roster": (updates_module, "choose", part_of_the_roster),
+    "a push counted on one shard only": (updates_module, "Pending", ReadyOnOneShard),
+    "a batch counts when it is handed out": (Ledger.open.__globals__, "Loop", CommitsWhenHandedOut),
 }

@@ -2,7 +2,8 @@
 
 import sys
 
-from tests.sim.world import Scenario, World
+from tests.sim.scenario import Scenario
+from tests.sim.world import World
 
 
 def main() -> None:

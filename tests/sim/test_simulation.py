@@ -13,8 +13,9 @@ import pytest
 from pscommon.core.log import Apply, Cut, Entry
 from psserver.core.policy import policy
 from tests.sim import mutants
-from tests.sim.actors import InvariantError
-from tests.sim.world import Scenario, World, run
+from tests.sim.scenario import Scenario
+from tests.sim.servers import InvariantError
+from tests.sim.world import World, run
 
 SEEDS = 10_000
 PROCESSES = 2
@@ -55,12 +56,15 @@ def test_the_seeds_reach_what_they_should() -> None:
     for seed in range(400):
         world = run(seed)
         seen[world.scenario.policy.name] += 1
-        seen["restarted"] += world.epoch > 0
-        seen["restarted from a snapshot"] += world.epoch > 0 and world.saved is not None
+        seen["restarted"] += world.restarts > 0
+        seen["recovered"] += world.restarts > 0 and world.scenario.durable
+        seen["gone back to a snapshot"] += world.rollbacks > 0 and world.saved is not None
+        seen["reproduced"] += world.scenario.is_reproducible and world.restarts > 0
         seen["lost"] += any(member.state == "lost" for member in world.coordinator.roster)
         seen["messages"] += world.messages
 
-    assert min(seen[name] for name in ("sync", "async", "ssp", "restarted", "restarted from a snapshot", "lost")) >= 20
+    assert min(seen[name] for name in ("sync", "async", "ssp", "restarted", "recovered", "lost")) >= 20
+    assert min(seen[name] for name in ("gone back to a snapshot", "reproduced")) >= 5
     assert seen["messages"] > 20_000
 
 
@@ -83,9 +87,7 @@ def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def quiet(policy_name: str, workers: int, seed: int) -> Scenario:
     """Delays and losses, but nobody dies."""
     row = policy(policy_name, 2 if policy_name == "ssp" else None)
-    return Scenario(
-        seed, row, workers, shards=2, batches=7, epochs=2, accumulate=1, loss=0.1, crashes=0, restarts=0, every=None
-    )
+    return Scenario(seed, row, workers, shards=2, batches=7, epochs=2, accumulate=1, loss=0.1, every=None)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -113,11 +115,11 @@ def test_async_depends_on_the_network() -> None:
 
 def test_a_cut_is_one_version_on_all_shards() -> None:
     for seed in range(200):
-        scenario = replace(Scenario.for_seed(seed), every=2, restarts=0)
+        scenario = replace(Scenario.for_seed(seed), every=2, server_kills=0)
         world = World(scenario)
         world.run()
         for shard in world.shards:
-            for version, weight in shard.cuts.items():
+            for version, (weight, _) in shard.disk.parts.items():
                 assert weight == replayed(world, shard.machine.shard, version)
 
 
@@ -136,8 +138,9 @@ def test_shard_carries_out_each_entry_once_and_in_order() -> None:
     from psserver.core.shard import Shard
 
     shard = Shard(0)
+    shard.follow(1, 0)
     entries: list[Entry] = [Cut(1, 0), Cut(2, 0), Cut(3, 0)]
-    carried = [e.index for part in ([2], [1, 2], [1], [3, 1]) for e in shard.accept(0, [entries[i - 1] for i in part])]
+    carried = [e.index for part in ([2], [1, 2], [1], [3, 1]) for e in shard.accept(1, [entries[i - 1] for i in part])]
 
     assert carried == [1, 2, 3]
 

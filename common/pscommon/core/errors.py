@@ -45,6 +45,12 @@ class FencedError(PSError):
     exit_code = 20
 
 
+class QuarantinedError(FencedError):
+    """Too many of this worker's gradients in a row were bad; the message names them. Starting it again cannot help."""
+
+    exit_code = 14
+
+
 class SnapshotError(PSError):
     """No snapshot could be loaded, or one is damaged; the message names the file and what is wrong with it."""
 
@@ -52,7 +58,7 @@ class SnapshotError(PSError):
 
 
 class NonFiniteError(PSError):
-    """A gradient holds NaN or Inf. Nothing was changed; the message names the worker and the tensor."""
+    """A gradient holds NaN or Inf, or is far too large. Nothing was changed; the message names the worker."""
 
     exit_code = 14
 
@@ -101,8 +107,12 @@ REASONS: dict[str, Row] = {
     "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "the servers run another job by now"),
     "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must train the same model"),
     "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker; start it again"),
+    "QUARANTINED": Row(
+        QuarantinedError, "FAILED_PRECONDITION", False, "too many bad gradients in a row; look at its data and device"
+    ),
     "NO_SNAPSHOT": Row(SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"),
     "NON_FINITE": Row(NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"),
+    "OUTLIER": Row(NonFiniteError, "FAILED_PRECONDITION", False, "a gradient's norm is above --max-norm"),
     "UNREACHABLE": Row(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
     "NOT_READY": Row(UnreachableError, "UNAVAILABLE", True, "the server is still starting; try again"),
     "NOT_ATTACHED": Row(UnreachableError, "UNAVAILABLE", True, "the server lost this worker's shared memory"),
@@ -121,3 +131,13 @@ def error_for(reason: str, message: str) -> PSError:
     """The exception that a reason on the wire stands for; an unknown reason is a bug of the other side."""
     row = REASONS.get(reason, REASONS["INTERNAL"])
     return row.error(message, reason)
+
+
+QUARANTINED = "QUARANTINED"
+"""How the reason begins for which a worker is out, where it must not come back."""
+
+
+def out_of_the_job(worker: int, why: str) -> FencedError:
+    """What a worker is told whose place is gone, for this reason."""
+    error = QuarantinedError if why.startswith(QUARANTINED) else FencedError
+    return error(f"worker {worker} is out of the job: {why}")

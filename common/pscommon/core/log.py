@@ -17,10 +17,15 @@ class PushKey(NamedTuple):
 
 
 class BatchKey(NamedTuple):
-    """One batch of the data ledger: the how-many-eth `job.batches` loop of the job, and the batch's number in it."""
+    """One batch of the data ledger: the how-many-eth `job.batches` loop of the job, and the batch's number in it.
+
+    Of a stream also the samples that were found there, and whether the source ends after them (core/stream.py).
+    """
 
     loop: int
     number: int
+    count: int = 0  # type: ignore[assignment]  # a field hides tuple.count
+    end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,8 @@ class Staged:
 
     samples weighs the gradient in a round's average; base is the version that it was computed from; problem, when not
     empty, says why the push must not be applied ("NON_FINITE: tensor conv1.weight"): then nothing is held.
+    square_norm: sum of the squares of this shard's part of the gradient, 0 where nobody looks at norms.
+    mended: the tensor in which this shard put zeros for what was not finite, or empty.
     """
 
     key: PushKey
@@ -36,6 +43,8 @@ class Staged:
     base: int
     batches: tuple[BatchKey, ...] = ()
     problem: str = ""
+    square_norm: float = 0.0
+    mended: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +56,12 @@ class Begin:
 
 
 class Contribution(NamedTuple):
-    """A push that an Apply counts, and what it weighs."""
+    """A push that an Apply counts, what it weighs, and what its gradient is multiplied with."""
 
     key: PushKey
     samples: int
     base: int
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +108,11 @@ class Report:
     """What a shard knows, whole, so that a lost, repeated or late report does no harm.
 
     epoch: which start of the job's log this is about; index: the last entry of it that the shard has carried out.
+    log_bytes: of what the shard has written down since the last cut.
     """
 
     shard: int
     epoch: int
     index: int
     staged: tuple[Staged, ...]
+    log_bytes: int = 0

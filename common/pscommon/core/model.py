@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 Role = Literal["trainable", "buffer", "frozen"]
 Scalar = bool | int | float | str | tuple[float, ...] | None
@@ -131,3 +131,42 @@ def _optimizer_differences(mine: OptimizerSpec, theirs: OptimizerSpec) -> list[s
         for key in sorted(ours.keys() | job.keys())
         if ours.get(key) != job.get(key)
     ]
+
+
+def typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A field of a JSON object, or TypeError where it is of another type."""
+    value = raw[key]
+    if type(value) is not kind:  # not isinstance: a bool is no number here
+        raise TypeError(f"{key} is {value!r}, not {kind.__name__}")
+    return value
+
+
+def model_to_json(model: ModelSpec) -> dict[str, Any]:
+    """JSON-ready; `model_from_json` is the way back."""
+    return {
+        "tensors": [
+            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "role": t.role, "group": t.group}
+            for t in model.tensors
+        ],
+        "optimizer": {"name": model.optimizer.name, "groups": [dict(group) for group in model.optimizer.groups]},
+    }
+
+
+def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
+    """KeyError, TypeError, AttributeError or ValueError where it is not what `model_to_json` made."""
+    optimizer = typed(raw, "optimizer", dict)
+    return ModelSpec(
+        tuple(_tensor_from_json(tensor) for tensor in typed(raw, "tensors", list)),
+        OptimizerSpec(typed(optimizer, "name", str), tuple(freeze(g) for g in typed(optimizer, "groups", list))),
+    )
+
+
+def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
+    shape = typed(raw, "shape", list)
+    return TensorSpec(
+        typed(raw, "name", str),
+        tuple(typed({"side": side}, "side", int) for side in shape),
+        typed(raw, "dtype", str),
+        cast(Role, typed(raw, "role", str)),
+        typed(raw, "group", int),
+    )

@@ -5,10 +5,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ModelSpec, OptimizerSpec, Role, TensorSpec, freeze
+from pscommon.core.model import ModelSpec, model_from_json, model_to_json, typed
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -76,7 +76,7 @@ class Manifest:
             "index": self.index,
             "shards": self.shards,
             "created": self.created,
-            "model": _model_to_json(self.model),
+            "model": model_to_json(self.model),
             "parts": [part._asdict() for part in self.parts],
             "elsewhere": list(self.elsewhere),
             "coordinator": dict(self.coordinator),
@@ -136,53 +136,17 @@ def _checked(text: str) -> dict[str, Any]:
 
 def _from_body(body: Mapping[str, Any]) -> Manifest:
     return Manifest(
-        job=_typed(body, "job", str),
-        version=_typed(body, "version", int),
-        index=_typed(body, "index", int),
-        shards=_typed(body, "shards", int),
-        created=_typed(body, "created", str),
-        model=_model_from_json(_typed(body, "model", dict)),
+        job=typed(body, "job", str),
+        version=typed(body, "version", int),
+        index=typed(body, "index", int),
+        shards=typed(body, "shards", int),
+        created=typed(body, "created", str),
+        model=model_from_json(typed(body, "model", dict)),
         parts=tuple(
-            Part(_typed(part, "file", str), _typed(part, "nbytes", int), _typed(part, "sha256", str))
-            for part in _typed(body, "parts", list)
+            Part(typed(part, "file", str), typed(part, "nbytes", int), typed(part, "sha256", str))
+            for part in typed(body, "parts", list)
         ),
-        elsewhere=tuple(_typed(body, "elsewhere", list)),
-        coordinator=_typed(body, "coordinator", dict),
-        libraries=_typed(body, "libraries", dict),
-    )
-
-
-def _typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = raw[key]
-    if type(value) is not kind:  # not isinstance: a bool is no number here
-        raise TypeError(f"{key} is {value!r}, not {kind.__name__}")
-    return value
-
-
-def _model_to_json(model: ModelSpec) -> dict[str, Any]:
-    return {
-        "tensors": [
-            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "role": t.role, "group": t.group}
-            for t in model.tensors
-        ],
-        "optimizer": {"name": model.optimizer.name, "groups": [dict(group) for group in model.optimizer.groups]},
-    }
-
-
-def _model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
-    optimizer = _typed(raw, "optimizer", dict)
-    return ModelSpec(
-        tuple(_tensor_from_json(tensor) for tensor in _typed(raw, "tensors", list)),
-        OptimizerSpec(_typed(optimizer, "name", str), tuple(freeze(g) for g in _typed(optimizer, "groups", list))),
-    )
-
-
-def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
-    shape = _typed(raw, "shape", list)
-    return TensorSpec(
-        _typed(raw, "name", str),
-        tuple(_typed({"side": side}, "side", int) for side in shape),
-        _typed(raw, "dtype", str),
-        cast(Role, _typed(raw, "role", str)),
-        _typed(raw, "group", int),
+        elsewhere=tuple(typed(body, "elsewhere", list)),
+        coordinator=typed(body, "coordinator", dict),
+        libraries=typed(body, "libraries", dict),
     )

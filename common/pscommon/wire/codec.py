@@ -1,6 +1,7 @@
 """Values of the core as proto messages and back. What comes from the wire is checked here: bad values are refused."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
@@ -19,6 +20,7 @@ from pscommon.core.log import (
 )
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
+from pscommon.core.stream import Spec, StreamSpec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
@@ -59,21 +61,22 @@ def _tensor_from_proto(tensor: mo.TensorSpec) -> TensorSpec:
 
 
 def batches_to_proto(batches: Iterable[BatchKey]) -> list[ps.Batch]:
-    return [ps.Batch(loop=batch.loop, number=batch.number) for batch in batches]
+    return [ps.Batch(loop=b.loop, number=b.number, count=b.count, end=b.end) for b in batches]
 
 
 def batches_from_proto(messages: Iterable[ps.Batch]) -> tuple[BatchKey, ...]:
-    return tuple(BatchKey(message.loop, message.number) for message in messages)
+    return tuple(BatchKey(m.loop, m.number, m.count, m.end) for m in messages)
 
 
-def loop_to_proto(spec: LoopSpec) -> co.LoopSpec:
-    return co.LoopSpec(**{field.name: getattr(spec, field.name) for field in co.LoopSpec.DESCRIPTOR.fields})
+def loop_to_proto(spec: Spec) -> co.LoopSpec:
+    return co.LoopSpec(**spec.as_dict())
 
 
-def loop_from_proto(message: co.LoopSpec) -> LoopSpec:
+def loop_from_proto(message: co.LoopSpec) -> Spec:
     """InvalidRequestError for numbers that make no loop."""
+    kind = StreamSpec if message.sources else LoopSpec
     try:
-        return LoopSpec(**{field.name: getattr(message, field.name) for field in co.LoopSpec.DESCRIPTOR.fields})
+        return kind(**{field.name: getattr(message, field.name) for field in fields(kind)})
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 
@@ -93,6 +96,8 @@ def staged_to_proto(staged: Staged) -> co.Staged:
         base=staged.base,
         batches=batches_to_proto(staged.batches),
         problem=staged.problem,
+        square_norm=staged.square_norm,
+        mended=staged.mended,
     )
 
 
@@ -103,16 +108,20 @@ def staged_from_proto(message: co.Staged) -> Staged:
         message.base,
         batches_from_proto(message.batches),
         message.problem,
+        message.square_norm,
+        message.mended,
     )
 
 
 def report_to_proto(report: Report) -> co.Report:
     """The shard's number travels beside it, in LinkShardRequest."""
-    return co.Report(epoch=report.epoch, index=report.index, staged=map(staged_to_proto, report.staged))
+    staged = map(staged_to_proto, report.staged)
+    return co.Report(epoch=report.epoch, index=report.index, staged=staged, log_bytes=report.log_bytes)
 
 
 def report_from_proto(shard: int, message: co.Report) -> Report:
-    return Report(shard, message.epoch, message.index, tuple(map(staged_from_proto, message.staged)))
+    staged = tuple(map(staged_from_proto, message.staged))
+    return Report(shard, message.epoch, message.index, staged, message.log_bytes)
 
 
 def entry_to_proto(entry: Entry) -> co.Entry:
@@ -132,7 +141,12 @@ def entry_to_proto(entry: Entry) -> co.Entry:
 
 def _apply_to_proto(entry: Apply) -> co.Apply:
     contributions = [
-        co.Contribution(key=key_to_proto(part.key), samples=part.samples, base=part.base)
+        co.Contribution(
+            key=key_to_proto(part.key),
+            samples=part.samples,
+            base=part.base,
+            scale=0.0 if part.scale == 1.0 else part.scale,
+        )
         for part in entry.contributions
     ]
     return co.Apply(version=entry.version, contributions=contributions)
@@ -151,7 +165,10 @@ _ENTRIES: Mapping[str, Callable[[int, Any], Entry]] = {
     "apply": lambda index, body: Apply(
         index,
         body.version,
-        tuple(Contribution(key_from_proto(part.key), part.samples, part.base) for part in body.contributions),
+        tuple(
+            Contribution(key_from_proto(part.key), part.samples, part.base, part.scale or 1.0)
+            for part in body.contributions
+        ),
     ),
     "reject": lambda index, body: Reject(index, key_from_proto(body.key), body.reason, body.detail),
     "evict": lambda index, body: Evict(index, body.worker, body.reason),

@@ -30,6 +30,7 @@ class JoinRequest(google.protobuf.message.Message):
     HOST_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     job: builtins.str
     """empty: whatever job runs here"""
     rank: builtins.int
@@ -37,6 +38,8 @@ class JoinRequest(google.protobuf.message.Message):
     host: builtins.str
     pid: builtins.int
     device: builtins.str
+    attempt: builtins.int
+    """how often its launcher had started it before: a later attempt of a rank takes the place of earlier ones at once"""
     def __init__(
         self,
         *,
@@ -45,9 +48,10 @@ class JoinRequest(google.protobuf.message.Message):
         host: builtins.str = ...,
         pid: builtins.int = ...,
         device: builtins.str = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "device", b"device", "host", b"host", "job", b"job", "pid", b"pid", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attempt", b"attempt", "device", b"device", "host", b"host", "job", b"job", "pid", b"pid", "rank", b"rank"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___JoinRequest = JoinRequest
@@ -61,10 +65,16 @@ class JoinResponse(google.protobuf.message.Message):
     ADDRESSES_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    OPEN_LOOP_FIELD_NUMBER: builtins.int
+    BAD_GRADIENTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
     policy: builtins.str
+    open_loop: builtins.int
+    """loops before this one have ended; a worker that comes back while its script is further has to start it again"""
+    bad_gradients: builtins.str
+    """what becomes of gradients with NaN or Inf, or with too large a norm: abort, skip or clip"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -75,8 +85,10 @@ class JoinResponse(google.protobuf.message.Message):
         addresses: collections.abc.Iterable[builtins.str] | None = ...,
         lease_ms: builtins.int = ...,
         policy: builtins.str = ...,
+        open_loop: builtins.int = ...,
+        bad_gradients: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "job", b"job", "lease_ms", b"lease_ms", "policy", b"policy", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "job", b"job", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "policy", b"policy", "worker", b"worker"]) -> None: ...
 
 global___JoinResponse = JoinResponse
 
@@ -205,16 +217,20 @@ class HeartbeatResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     STOPPING_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     version: builtins.int
     stopping: builtins.bool
     """the job is ending: finish the step, then leave"""
+    draining: builtins.bool
+    """somebody asked this worker to leave: finish the step, then leave"""
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         stopping: builtins.bool = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["stopping", b"stopping", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "stopping", b"stopping", "version", b"version"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -252,7 +268,9 @@ global___LeaveResponse = LeaveResponse
 
 @typing.final
 class LoopSpec(google.protobuf.message.Message):
-    """A loop over a data set: `epochs` passes over `size` indices in batches."""
+    """A loop over a data set: `epochs` passes over `size` indices in batches; or over a stream of `sources`, where size and
+    what concerns the shuffle are not set.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -264,6 +282,7 @@ class LoopSpec(google.protobuf.message.Message):
     SHUFFLE_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     FIRST_EPOCH_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
     loop: builtins.int
     size: builtins.int
     batch_size: builtins.int
@@ -274,6 +293,8 @@ class LoopSpec(google.protobuf.message.Message):
     seed: builtins.int
     first_epoch: builtins.int
     """number of this loop's first epoch, for the shuffle"""
+    sources: builtins.int
+    """0: not a stream"""
     def __init__(
         self,
         *,
@@ -285,8 +306,9 @@ class LoopSpec(google.protobuf.message.Message):
         shuffle: builtins.bool = ...,
         seed: builtins.int = ...,
         first_epoch: builtins.int = ...,
+        sources: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "drop_last", b"drop_last", "epochs", b"epochs", "first_epoch", b"first_epoch", "loop", b"loop", "seed", b"seed", "shuffle", b"shuffle", "size", b"size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "drop_last", b"drop_last", "epochs", b"epochs", "first_epoch", b"first_epoch", "loop", b"loop", "seed", b"seed", "shuffle", b"shuffle", "size", b"size", "sources", b"sources"]) -> None: ...
 
 global___LoopSpec = LoopSpec
 
@@ -338,6 +360,7 @@ class NextBatchResponse(google.protobuf.message.Message):
     END_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    FOLLOWING_FIELD_NUMBER: builtins.int
     end: builtins.bool
     """no more batches will come in this loop"""
     waiting_for: builtins.str
@@ -346,6 +369,10 @@ class NextBatchResponse(google.protobuf.message.Message):
     """version at which these were handed out; a worker that sat out pulls it before it computes"""
     @property
     def numbers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def following(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """for each number, how many more of those that come after it belong to the same push; empty: each is one of its own"""
+
     def __init__(
         self,
         *,
@@ -353,8 +380,9 @@ class NextBatchResponse(google.protobuf.message.Message):
         end: builtins.bool = ...,
         waiting_for: builtins.str = ...,
         version: builtins.int = ...,
+        following: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "numbers", b"numbers", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "following", b"following", "numbers", b"numbers", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___NextBatchResponse = NextBatchResponse
 
@@ -498,6 +526,95 @@ class SaveSnapshotResponse(google.protobuf.message.Message):
 global___SaveSnapshotResponse = SaveSnapshotResponse
 
 @typing.final
+class DrainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    worker: builtins.int
+    def __init__(
+        self,
+        *,
+        worker: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["worker", b"worker"]) -> None: ...
+
+global___DrainRequest = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___DrainResponse = DrainResponse
+
+@typing.final
+class RestoreSnapshotRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    wait_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        wait_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version", "wait_ms", b"wait_ms"]) -> None: ...
+
+global___RestoreSnapshotRequest = RestoreSnapshotRequest
+
+@typing.final
+class RestoreSnapshotResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___RestoreSnapshotResponse = RestoreSnapshotResponse
+
+@typing.final
+class SetPolicyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: builtins.int
+    STALENESS_FIELD_NUMBER: builtins.int
+    MAX_STALENESS_FIELD_NUMBER: builtins.int
+    policy: builtins.str
+    staleness: builtins.int
+    max_staleness: builtins.int
+    def __init__(
+        self,
+        *,
+        policy: builtins.str = ...,
+        staleness: builtins.int | None = ...,
+        max_staleness: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "staleness", b"staleness"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_staleness", b"_max_staleness", "_staleness", b"_staleness", "max_staleness", b"max_staleness", "policy", b"policy", "staleness", b"staleness"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_staleness", b"_max_staleness"]) -> typing.Literal["max_staleness"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_staleness", b"_staleness"]) -> typing.Literal["staleness"] | None: ...
+
+global___SetPolicyRequest = SetPolicyRequest
+
+@typing.final
+class SetPolicyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___SetPolicyResponse = SetPolicyResponse
+
+@typing.final
 class StopJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -593,9 +710,12 @@ class Report(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     STAGED_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    LOG_BYTES_FIELD_NUMBER: builtins.int
     index: builtins.int
     epoch: builtins.int
     """which start of the log this is about; a report about another one is ignored"""
+    log_bytes: builtins.int
+    """of the shard's log since the last snapshot"""
     @property
     def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]: ...
     def __init__(
@@ -604,8 +724,9 @@ class Report(google.protobuf.message.Message):
         index: builtins.int = ...,
         staged: collections.abc.Iterable[global___Staged] | None = ...,
         epoch: builtins.int = ...,
+        log_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "index", b"index", "staged", b"staged"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "index", b"index", "log_bytes", b"log_bytes", "staged", b"staged"]) -> None: ...
 
 global___Report = Report
 
@@ -618,9 +739,15 @@ class Staged(google.protobuf.message.Message):
     BASE_FIELD_NUMBER: builtins.int
     BATCHES_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    SQUARE_NORM_FIELD_NUMBER: builtins.int
+    MENDED_FIELD_NUMBER: builtins.int
     samples: builtins.int
     base: builtins.int
     problem: builtins.str
+    square_norm: builtins.float
+    """sum of the squares of this shard's part of the gradient, where its norm matters"""
+    mended: builtins.str
+    """the tensor in which this shard put zeros for what was not finite"""
     @property
     def key(self) -> global___PushKey: ...
     @property
@@ -633,9 +760,11 @@ class Staged(google.protobuf.message.Message):
         base: builtins.int = ...,
         batches: collections.abc.Iterable[psproto.v1.parameter_server_pb2.Batch] | None = ...,
         problem: builtins.str = ...,
+        square_norm: builtins.float = ...,
+        mended: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "batches", b"batches", "key", b"key", "problem", b"problem", "samples", b"samples"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "batches", b"batches", "key", b"key", "mended", b"mended", "problem", b"problem", "samples", b"samples", "square_norm", b"square_norm"]) -> None: ...
 
 global___Staged = Staged
 
@@ -702,6 +831,8 @@ class LinkShardResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
     SNAPSHOTS_FIELD_NUMBER: builtins.int
+    RECOVER_FIELD_NUMBER: builtins.int
+    BEGIN_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -710,6 +841,10 @@ class LinkShardResponse(google.protobuf.message.Message):
     """which start of the log the entries belong to; it changes when the job goes back to a snapshot"""
     base: builtins.int
     """entries up to here are not kept any more; a shard that is new starts after them"""
+    recover: builtins.bool
+    """load `restore`, or nothing, then carry out your own log of this epoch on top of it, and report how far it went"""
+    begin: builtins.bool
+    """there is nothing to load: follow the log of `epoch` from `base` on, with nothing"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -739,9 +874,11 @@ class LinkShardResponse(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         base: builtins.int = ...,
         snapshots: collections.abc.Iterable[builtins.int] | None = ...,
+        recover: builtins.bool = ...,
+        begin: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "entries", b"entries", "epoch", b"epoch", "job", b"job", "model", b"model", "restore", b"restore", "snapshots", b"snapshots", "stop", b"stop", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "model", b"model", "recover", b"recover", "restore", b"restore", "snapshots", b"snapshots", "stop", b"stop", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
 
@@ -845,8 +982,11 @@ class Contribution(google.protobuf.message.Message):
     KEY_FIELD_NUMBER: builtins.int
     SAMPLES_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
+    SCALE_FIELD_NUMBER: builtins.int
     samples: builtins.int
     base: builtins.int
+    scale: builtins.float
+    """the gradient counts this many times; 0 means once"""
     @property
     def key(self) -> global___PushKey: ...
     def __init__(
@@ -855,9 +995,10 @@ class Contribution(google.protobuf.message.Message):
         key: global___PushKey | None = ...,
         samples: builtins.int = ...,
         base: builtins.int = ...,
+        scale: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "key", b"key", "samples", b"samples"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "key", b"key", "samples", b"samples", "scale", b"scale"]) -> None: ...
 
 global___Contribution = Contribution
 

@@ -80,6 +80,21 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.SaveSnapshotRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.SaveSnapshotResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/Drain',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.RestoreSnapshot = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/RestoreSnapshot',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.RestoreSnapshotRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.RestoreSnapshotResponse.FromString,
+                _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/SetPolicy',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
         self.StopJob = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/StopJob',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
@@ -161,6 +176,27 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """The worker is to leave at its next step boundary, done; others go on without it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreSnapshot(self, request, context):
+        """All shards go back to the snapshot of this version, together. Workers join again by themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPolicy(self, request, context):
+        """Another policy from the next update on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StopJob(self, request, context):
         """Ends the job: a last snapshot where there is a data directory, then every server exits with 0.
         """
@@ -223,6 +259,21 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.SaveSnapshot,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.SaveSnapshotRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.SaveSnapshotResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.DrainRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.DrainResponse.SerializeToString,
+            ),
+            'RestoreSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreSnapshot,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.RestoreSnapshotRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.RestoreSnapshotResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyResponse.SerializeToString,
             ),
             'StopJob': grpc.unary_unary_rpc_method_handler(
                     servicer.StopJob,
@@ -479,6 +530,87 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/SaveSnapshot',
             psproto_dot_v1_dot_coordinator__pb2.SaveSnapshotRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.SaveSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/Drain',
+            psproto_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/RestoreSnapshot',
+            psproto_dot_v1_dot_coordinator__pb2.RestoreSnapshotRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.RestoreSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/SetPolicy',
+            psproto_dot_v1_dot_coordinator__pb2.SetPolicyRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.SetPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

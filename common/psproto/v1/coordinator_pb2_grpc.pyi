@@ -79,6 +79,24 @@ class CoordinatorServiceStub:
     ]
     """Cuts a snapshot at the current version and waits until it is written everywhere."""
 
+    Drain: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.DrainRequest,
+        psproto.v1.coordinator_pb2.DrainResponse,
+    ]
+    """The worker is to leave at its next step boundary, done; others go on without it."""
+
+    RestoreSnapshot: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
+        psproto.v1.coordinator_pb2.RestoreSnapshotResponse,
+    ]
+    """All shards go back to the snapshot of this version, together. Workers join again by themselves."""
+
+    SetPolicy: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.SetPolicyRequest,
+        psproto.v1.coordinator_pb2.SetPolicyResponse,
+    ]
+    """Another policy from the next update on."""
+
     StopJob: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.StopJobRequest,
         psproto.v1.coordinator_pb2.StopJobResponse,
@@ -153,6 +171,24 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.SaveSnapshotResponse,
     ]
     """Cuts a snapshot at the current version and waits until it is written everywhere."""
+
+    Drain: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.DrainRequest,
+        psproto.v1.coordinator_pb2.DrainResponse,
+    ]
+    """The worker is to leave at its next step boundary, done; others go on without it."""
+
+    RestoreSnapshot: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
+        psproto.v1.coordinator_pb2.RestoreSnapshotResponse,
+    ]
+    """All shards go back to the snapshot of this version, together. Workers join again by themselves."""
+
+    SetPolicy: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.SetPolicyRequest,
+        psproto.v1.coordinator_pb2.SetPolicyResponse,
+    ]
+    """Another policy from the next update on."""
 
     StopJob: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.StopJobRequest,
@@ -246,6 +282,30 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.SaveSnapshotResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.SaveSnapshotResponse]]:
         """Cuts a snapshot at the current version and waits until it is written everywhere."""
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: psproto.v1.coordinator_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.DrainResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.DrainResponse]]:
+        """The worker is to leave at its next step boundary, done; others go on without it."""
+
+    @abc.abstractmethod
+    def RestoreSnapshot(
+        self,
+        request: psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.RestoreSnapshotResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.RestoreSnapshotResponse]]:
+        """All shards go back to the snapshot of this version, together. Workers join again by themselves."""
+
+    @abc.abstractmethod
+    def SetPolicy(
+        self,
+        request: psproto.v1.coordinator_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.SetPolicyResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.SetPolicyResponse]]:
+        """Another policy from the next update on."""
 
     @abc.abstractmethod
     def StopJob(

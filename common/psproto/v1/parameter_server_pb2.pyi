@@ -303,15 +303,23 @@ class Batch(google.protobuf.message.Message):
 
     LOOP_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     loop: builtins.int
     number: builtins.int
+    count: builtins.int
+    """of a stream: the samples that were found there"""
+    end: builtins.bool
+    """of a stream: the source ends after these"""
     def __init__(
         self,
         *,
         loop: builtins.int = ...,
         number: builtins.int = ...,
+        count: builtins.int = ...,
+        end: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["loop", b"loop", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "end", b"end", "loop", b"loop", "number", b"number"]) -> None: ...
 
 global___Batch = Batch
 

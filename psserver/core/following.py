@@ -1,0 +1,34 @@
+"""How a shard that connects comes to follow the job's log."""
+
+from enum import Enum, auto
+
+from psserver.core.coordinator import Coordinator
+
+
+class Way(Enum):
+    """FOLLOW: from where it stands. RECOVER: it is to read its own log of this epoch first. RESTORE: it is to load the
+    snapshot that this epoch began with. BEGIN: it has nothing, and needs nothing. GO_BACK: it can only follow if all
+    shards go back to a snapshot together."""
+
+    FOLLOW = auto()
+    RECOVER = auto()
+    RESTORE = auto()
+    BEGIN = auto()
+    GO_BACK = auto()
+
+
+def way_for(
+    coordinator: Coordinator, shard: int, epoch: int, index: int, blank: bool, can_recover: bool, restores: bool
+) -> Way:
+    """For a shard that has carried out `index` entries of the log of `epoch`.
+
+    blank: it has not followed any log since it was started. can_recover: it may have a log on disk that it has not been
+    asked to read. restores: this epoch began with a snapshot.
+    """
+    if epoch == coordinator.epoch and not blank:
+        return Way.FOLLOW if coordinator.log.base <= index <= coordinator.log.index else Way.GO_BACK
+    if blank and can_recover:
+        return Way.RECOVER
+    if coordinator.begun and shard in coordinator.followers:
+        return Way.GO_BACK  # it had numbers of this epoch, and has lost them
+    return Way.RESTORE if restores else Way.BEGIN

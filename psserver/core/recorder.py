@@ -1,0 +1,197 @@
+"""What was asked of a coordinator, written down, so that one that died can be made again.
+
+Theory of operation. A Coordinator depends on nothing but the requests that it gets and their order. So the recorder
+carries each request out, has it written before anybody learns what came of it, and after a crash carries the same
+requests out again on the state that the last snapshot holds. Reading its mind is all that may go by it: heartbeats,
+status, and the question whose lease has ended - the answer to that is a request again ("lose"), with its time.
+
+A snapshot's Cut is the last thing in a stretch of requests; the next stretch begins with the state at the cut.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from pscommon.core.errors import PSError
+from pscommon.core.log import BatchKey, Report
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import model_from_json, model_to_json
+from pscommon.core.stream import StreamSpec, spec_from_dict
+from psserver.core.coordinator import Coordinator
+from psserver.core.cuts import PartReport
+from psserver.core.pending import staged_from_json, staged_to_json
+from psserver.core.policy import policy
+from psserver.core.roster import Member
+
+PAUSE = 1.0
+"""Seconds between ticks from which on this process counts as having been stopped itself."""
+
+
+class Command(NamedTuple):
+    """One request: a method of Coordinator or Cuts, the time, and its other arguments by name."""
+
+    name: str
+    now: float
+    args: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready; `from_json` is the way back."""
+        return {"do": self.name, "now": self.now, **{key: _to_json(value) for key, value in self.args.items()}}
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> "Command":
+        args = {key: value for key, value in raw.items() if key not in ("do", "now")}
+        return Command(raw["do"], raw["now"], _FROM_JSON.get(raw["do"], dict)(args))
+
+
+class Journal(Protocol):
+    """Where commands are written."""
+
+    def write(self, command: Command) -> None:
+        """Keep it, before anybody learns what came of it."""
+
+    def rotate(self, coordinator: Coordinator) -> None:
+        """There is a cut: what is written from now on goes on from `coordinator.cuts.cutting`."""
+
+
+class NoJournal:
+    """Nothing is kept."""
+
+    def write(self, command: Command) -> None: ...
+    def rotate(self, coordinator: Coordinator) -> None: ...
+
+
+class Recorder:
+    """Carries out commands on a coordinator, in the shell's lock."""
+
+    def __init__(self, coordinator: Coordinator, journal: Journal | None = None) -> None:
+        self.coordinator = coordinator
+        self.journal: Journal = journal or NoJournal()
+        self._last_tick: float | None = None
+
+    def do(self, name: str, now: float, **args: Any) -> Any:
+        """The answer of the coordinator; whatever is raised, the command is written."""
+        command = Command(name, now, args)
+        try:
+            return perform(self.coordinator, command)
+        finally:
+            self.journal.write(command)
+            self._cut_if_due(now)
+
+    def report(self, report: Report, now: float) -> None:
+        """A shard's word. One that holds no news is not worth a line: it moves nothing but what is forgotten."""
+        if report.epoch == self.coordinator.epoch and report.shard not in self.coordinator.followers:
+            self.do("follows", now, shard=report.shard)
+        if self.coordinator.has_news(report):
+            self.do("report", now, report=report)
+        else:
+            self.coordinator.report(report, now)
+
+    def tick(self, now: float) -> list[Member]:
+        """Time passes: ends leases, starts snapshots that are due. Returns the workers that are silent for too long."""
+        gap, self._last_tick = now - (self._last_tick or now), now
+        if gap > PAUSE:
+            self.coordinator.roster.forgive(gap)
+        late = self._late(now)
+        for member, name, reason in late:
+            self.do(name, now, worker=member.worker, **({"reason": reason} if name == "lose" else {}))
+        self._cut_if_due(now)
+        return [member for member, name, _ in late if name != "back"]
+
+    def _late(self, now: float) -> list[tuple[Member, str, str]]:
+        roster, on_loss = self.coordinator.roster, self.coordinator.rules.on_loss
+        expired = roster.expired(now)
+        late = [(m, "back", "") for m in roster.here() if m.missing_since is not None and m not in expired]
+        for member in expired:
+            reason = f"nothing heard from it for {now - member.last_seen:.1f} s; its lease ended"
+            if on_loss.mode != "wait" or not member.registered:
+                late.append((member, "lose", reason))
+            elif member.missing_since is None:
+                late.append((member, "missing", reason))
+            elif now - member.missing_since >= on_loss.seconds:
+                late.append((member, "lose", f"{reason}, and nobody took its place within {on_loss.seconds:g} s"))
+        return late
+
+    def cut(self, now: float) -> None:
+        """Snapshot the version that stands, unless one is being written."""
+        before = self.coordinator.cuts.cutting
+        self.do("cut", now)
+        if self.coordinator.cuts.cutting is not before:
+            self._turn_page(now)
+
+    def _turn_page(self, now: float) -> None:
+        self.journal.rotate(self.coordinator)
+        self.do("advance", now)  # what had to wait for the cut
+
+    def _cut_if_due(self, now: float) -> None:
+        coordinator = self.coordinator
+        if coordinator.begun and coordinator.cuts.due(coordinator.version, now):
+            self.cut(now)
+
+    def recovered(self, now: float) -> None:
+        """All that was written has been done again: time goes on from here, and a snapshot under way is given up."""
+        self.do("recovered", now)
+
+
+def replay(coordinator: Coordinator, commands: Iterable[Command]) -> int:
+    """Do everything again; returns how many commands there were."""
+    count = 0
+    for command in commands:
+        count += 1
+        try:
+            perform(coordinator, command)
+        except PSError:
+            continue  # it failed the first time, too
+    return count
+
+
+def perform(coordinator: Coordinator, command: Command) -> Any:
+    """Carry out one command."""
+    return _PERFORM[command.name](coordinator, command.now, command.args)
+
+
+Action = Callable[[Coordinator, float, Mapping[str, Any]], Any]
+
+
+def _method(name: str) -> Action:
+    return lambda coordinator, now, args: getattr(coordinator, name)(**args, now=now)
+
+
+_PERFORM: Mapping[str, Action] = {
+    **{
+        name: _method(name)
+        for name in (
+            "join", "register", "leave", "drain", "missing", "back", "lose", "next_batches", "return_batches",
+            "report_metrics", "report", "follows", "advance", "cut",
+        )
+    },
+    "set_policy": lambda c, now, args: c.set_policy(policy(*args["row"]), now),
+    "part": lambda c, now, args: c.cuts.part(args["shard"], args["part"]),
+    "shard_lost": lambda c, now, args: c.shard_lost(args["shard"]),
+    "filed": lambda c, now, args: c.cuts.filed(),
+    "recovered": lambda c, now, args: c.recovered(now),
+}  # fmt: skip
+
+
+def _to_json(value: Any) -> Any:
+    match value:
+        case LoopSpec() | StreamSpec():
+            return value.as_dict()
+        case Report():
+            return [value.shard, value.epoch, value.index, staged_to_json(value.staged)]
+        case _ if hasattr(value, "tensors"):
+            return model_to_json(value)
+    return value
+
+
+def _report_from_json(values: list[Any]) -> Report:
+    shard, epoch, index, staged = values
+    return Report(shard, epoch, index, tuple(staged_from_json(staged)))
+
+
+_FROM_JSON: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "register": lambda args: {**args, "spec": model_from_json(args["spec"])},
+    "next_batches": lambda args: {**args, "spec": spec_from_dict(args["spec"])},
+    "return_batches": lambda args: {**args, "batches": [BatchKey(*key) for key in args["batches"]]},
+    "report": lambda args: {"report": _report_from_json(args["report"])},
+    "part": lambda args: {**args, "part": PartReport(*args["part"])},
+}

@@ -1,0 +1,55 @@
+"""What the operator decides about a job: the coordinator's settings, as one value."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from psserver.core.cuts import Every
+from psserver.core.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class OnLoss:
+    """What happens to the place of a worker whose lease has ended.
+
+    shrink: the others go on without it. wait: rounds wait `seconds` for it, or for one that is started in its place;
+    then as shrink. abort: the job ends.
+    """
+
+    mode: Literal["shrink", "wait", "abort"] = "shrink"
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"wait:{self.seconds:g}" if self.mode == "wait" else self.mode
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """min_workers: how many the first round waits for; lease: seconds of silence; every: when snapshots are due.
+
+    late: what becomes of the data of a gradient that came after its round had closed (see Policy.backup).
+    bad_gradients: with NaN or Inf in them, or a norm above max_norm: skip drops them, clip puts zeros for what is not
+    finite and scales the norm to max_norm, abort ends the job. quarantine_after: so many in a row, and a worker is out.
+    global_batch: samples of one update, however many workers there are.
+    """
+
+    policy: Policy
+    min_workers: int = 1
+    lease: float = 5.0
+    every: Every = field(default_factory=Every)
+    on_loss: OnLoss = field(default_factory=OnLoss)
+    late: Literal["return", "drop"] = "return"
+    bad_gradients: Literal["skip", "abort", "clip"] = "abort"
+    max_norm: float | None = None
+    quarantine_after: int | None = None
+    global_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fitness:
+    """bad: what happens to a gradient with NaN or Inf (see Rules.bad_gradients). norm: the coordinator wants norms."""
+
+    bad: Literal["skip", "abort", "clip"] = "skip"
+    norm: bool = False
+
+
+ANY = Fitness()

@@ -1,0 +1,244 @@
+"""What becomes of pushes: which make the next update, which are refused, and whose worker is out.
+
+The half of the coordinator (see its module's text) that writes the job's log. It knows workers by the roster alone.
+"""
+
+from collections.abc import Iterable
+
+from pscommon.core.errors import QUARANTINED, NonFiniteError, PSError
+from pscommon.core.log import Apply, Begin, Contribution, Entry, Evict, PushKey, Reject, Report, Staged
+from pscommon.core.model import ModelSpec
+from psserver.core.cuts import Cuts
+from psserver.core.job_log import JobLog
+from psserver.core.ledger import Ledger
+from psserver.core.pending import Pending
+from psserver.core.policy import choose
+from psserver.core.roster import Member, Roster, State
+from psserver.core.rules import Rules
+
+
+class Updates:
+    """The machine of updates.
+
+    shards: how many there are; generation: how often this job's servers were started before, so that no worker's number
+    is ever given twice; epoch: names this log, so that no other is taken for it. failure: why the job has to end.
+    """
+
+    def __init__(self, shards: int, rules: Rules, generation: int = 0, epoch: int | None = None) -> None:
+        self.shards = shards
+        self.rules = rules
+        self.epoch = generation if epoch is None else epoch
+        self.policy = rules.policy
+        self.min_workers = rules.min_workers
+        self.roster = Roster(rules.lease, generation)
+        self.ledger = Ledger()
+        self.log = JobLog(shards)
+        self.pending = Pending(shards)
+        self.cuts = Cuts(rules.every, shards)
+        self.model: ModelSpec | None = None
+        self.failure: PSError | None = None
+        self.begun = False
+        self.started = False
+        self.version = 0
+        self.samples = 0
+        self.counts = {"applied": 0, "stale": 0, "rejected": 0}
+        self.evicted: set[int] = set()
+        self._uploader: int | None = None
+
+    def report(self, report: Report, now: float) -> None:
+        """What a shard holds and how far it is. What is said about an earlier start of the log is void."""
+        if report.epoch != self.epoch:
+            return
+        self.log.reached(report.shard, report.index)
+        for staged in report.staged:
+            self._staged(report.shard, staged, now)
+        self.advance(now)
+
+    def has_news(self, report: Report) -> bool:
+        """Does a shard report a push that it has not reported before?"""
+        return report.epoch == self.epoch and any(self._is_news(report.shard, staged) for staged in report.staged)
+
+    def _is_news(self, shard: int, staged: Staged) -> bool:
+        member = self.roster.members.get(staged.key.worker)
+        decided = member is not None and member.alive and staged.key.seq <= member.seq and self.begun
+        return not decided and not self.pending.holds(shard, staged.key)
+
+    def shard_lost(self, shard: int) -> None:
+        """A shard's process is new and holds nothing. Once there are weights, all go back to a snapshot instead."""
+        self.pending.shard_lost(shard)
+
+    @property
+    def uploader(self) -> Member | None:
+        """Who has to upload the initial weights."""
+        return self.roster.members.get(self._uploader or 0)
+
+    @property
+    def ready_workers(self) -> set[int]:
+        """Workers with a push that all shards hold and that is not decided."""
+        return {key.worker for key in self.pending.ready}
+
+    def _staged(self, shard: int, staged: Staged, now: float) -> None:
+        key = staged.key
+        member = self.roster.members.get(key.worker)
+        if member is None or not member.alive:
+            return self._fence_stranger(key.worker)
+        if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
+            return None
+        member.pushed_at = now
+        if staged.problem:
+            reason, _, detail = staged.problem.partition(": ")
+            return self._bad(staged, reason, f"{member}: {detail}", now)
+        return self.pending.staged(shard, staged)
+
+    def _fence_stranger(self, worker: int) -> None:
+        """A push of a worker that is out (since before a restart, say): the shards must let go of it."""
+        if worker not in self.evicted:
+            self._evict(worker, "it is not a worker of this job any more")
+
+    def _evict(self, worker: int, reason: str) -> None:
+        self.evicted.add(worker)
+        self.log.append(Evict(self.log.next, worker, reason))
+
+    def advance(self, now: float) -> None:
+        """Append all updates that can be decided now; a snapshot that is due at this version comes first."""
+        self._begin_if_uploaded(now)
+        if not self.begun or not self.all_here():
+            return
+        self._reject_unfit(now)
+        while not self.cuts.due_at(self.version):
+            keys = choose(self.policy, self.roster.clocks(), self._oldest_ready())
+            if not keys:
+                return
+            self._apply(keys, now)
+
+    def _begin_if_uploaded(self, now: float) -> None:
+        if not self.begun and self._uploader is not None and PushKey(self._uploader, 0) in self.pending.ready:
+            self._forget(PushKey(self._uploader, 0))
+            self.log.append(Begin(self.log.next, self._uploader))
+            self.begun = True
+            self.cuts.started(0, now)
+
+    def all_here(self) -> bool:
+        """The first round waits for --min-workers; later ones go by who is alive."""
+        self.started = self.started or (self.begun and len(self.roster.registered()) >= self.min_workers)
+        return self.started
+
+    def _oldest_ready(self) -> dict[int, PushKey]:
+        """Each active worker's oldest push that all shards hold, in order of arrival. A push ends a wait for data."""
+        oldest: dict[int, PushKey] = {}
+        for key in self.pending.ready:
+            member = self.roster.members[key.worker]
+            if member.state is State.IDLE:
+                self.wake(member)
+            if member.state is State.ACTIVE and (key.worker not in oldest or key.seq < oldest[key.worker].seq):
+                oldest[key.worker] = key
+        return oldest
+
+    def _reject_unfit(self, now: float) -> None:
+        """What is too old, or too large, is answered at once."""
+        limit = 0 if self.policy.backup else self.policy.max_staleness
+        for key, staged in list(self.pending.ready.items()):
+            behind = self.version - staged.base
+            if limit is not None and behind > limit:
+                self._reject(staged, "STALE", f"computed from version {staged.base}, {behind} ago")
+                self._drop(staged if self.policy.backup and self.rules.late == "drop" else None)
+            elif self.rules.max_norm and self.rules.bad_gradients != "clip":
+                norm = self.pending.norm(key)
+                if not norm <= self.rules.max_norm:
+                    member = self.roster.members[key.worker]
+                    self._bad(staged, "OUTLIER", f"{member}: its gradient's norm is {norm:.6g}", now)
+
+    def _apply(self, keys: Iterable[PushKey], now: float) -> None:
+        self.version += 1
+        pushes = [self.pending.ready[key] for key in keys]
+        contributions = tuple(Contribution(p.key, p.samples, p.base, self._scale(p.key)) for p in pushes)
+        self.log.append(Apply(self.log.next, self.version, contributions))
+        for push, contribution in zip(pushes, contributions, strict=True):
+            self._count(push, bad=contribution.scale < 1.0 or bool(push.mended), now=now)
+        self._reject_unfit(now)
+
+    def _scale(self, key: PushKey) -> float:
+        """1, or what brings a gradient that is too long down to max_norm."""
+        if not self.rules.max_norm or self.rules.bad_gradients != "clip":
+            return 1.0
+        return min(1.0, self.rules.max_norm / max(self.pending.norm(key), 1e-300))
+
+    def _count(self, push: Staged, bad: bool, now: float) -> None:
+        member = self.roster.members[push.key.worker]
+        member.clock += 1
+        member.steps += 1
+        self.samples += push.samples
+        self.counts["applied"] += 1
+        self.ledger.commit(push.key.worker, push.batches)
+        self._forget(push.key)
+        self._judge(member, bad, "its gradients had to be clipped", now)
+        self.end_loops()
+
+    def _bad(self, push: Staged, reason: str, detail: str, now: float) -> None:
+        """A gradient that would do harm: named, counted, and its data not dealt again."""
+        member = self.roster.members[push.key.worker]
+        self._reject(push, reason, detail)
+        if push.key.seq == 0:
+            return None  # initial weights; another worker's may be better
+        if self.rules.bad_gradients == "abort":
+            return self.fail(NonFiniteError(f"{detail} (--bad-gradients abort)", reason))
+        self._drop(push)
+        return self._judge(member, True, detail, now)
+
+    def _judge(self, member: Member, bad: bool, detail: str, now: float) -> None:
+        """Several bad gradients in a row: the worker is the problem."""
+        member.bad = member.bad + 1 if bad else 0
+        limit = self.rules.quarantine_after
+        if limit is not None and member.bad >= limit and member.alive:
+            text = f"{QUARANTINED} after {member.bad} bad gradients in a row, the last: {detail}"
+            self.remove(member, State.LOST, text, now)
+
+    def _drop(self, push: Staged | None) -> None:
+        """The data of a push that is not going to count is not dealt again."""
+        if push is not None:
+            self.ledger.drop(push.key.worker, push.batches)
+            self.end_loops()
+
+    def _reject(self, push: Staged, reason: str, detail: str) -> None:
+        self.log.append(Reject(self.log.next, push.key, reason, detail))
+        self.counts["stale" if reason == "STALE" else "rejected"] += 1
+        self._forget(push.key)
+
+    def _forget(self, key: PushKey) -> None:
+        member = self.roster.members[key.worker]
+        member.seq = max(member.seq, key.seq)
+        self.pending.forget(key)
+
+    def entries_after(self, index: int) -> list[Entry]:
+        """The part of the log that a shard which is at `index` needs."""
+        return self.log.after(index)
+
+    def remove(self, member: Member, state: State, reason: str, now: float) -> None:
+        self.roster.remove(member, state, reason)
+        self.ledger.give_back(member.worker)
+        self.pending.drop(member.worker)
+        if self._uploader == member.worker and not self.begun:
+            self.model = self._uploader = None
+        self._evict(member.worker, reason or "it left the job")
+        self.end_loops()
+        self.advance(now)
+
+    def wake(self, member: Member) -> None:
+        member.waiting = None
+        if member.state is State.IDLE:
+            self.roster.activate(member)
+
+    def end_loops(self) -> None:
+        """A loop ends for all at once, when every batch has counted; a holder may die, so others wait till then.
+
+        Who sat out because it had no part in an update (--global-batch) is back for the next one.
+        """
+        for number in {m.waiting for m in self.roster.here() if m.waiting is not None}:
+            loop = self.ledger.loops[number]
+            loop.ended = loop.ended or loop.done
+            for member in self.roster.here():
+                if member.waiting == number and (loop.ended or loop.has_dealt(member.worker)):
+                    self.wake(member)
+
+    def fail(self, error: PSError) -> None:
+        self.failure = self.failure or error

@@ -1,0 +1,95 @@
+"""The coordinator's desk: one request at a time, written down, and everybody's waiting for what comes of it.
+
+Threads. Each request has one; `changed` guards the machine, and whoever changes it wakes those who wait, who then ask
+the machine again. New log entries go to this process's own shard in the thread that made them, outside the lock, and to
+the other shards through their links, which wait for them here.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from pscommon.core.errors import PSError
+from psserver.core.coordinator import Coordinator
+from psserver.core.recorder import Recorder
+from psserver.engine import Engine
+
+T = TypeVar("T")
+
+LOOK = 0.2
+"""Seconds after which whoever waits looks again in any case."""
+
+
+class Desk:
+    """Owner of the coordinator's machine. missing: whom all have to wait for; ending: the job ends; failed: told once
+    why the machine says that it has to."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        engine: Engine,
+        missing: Callable[[], str],
+        ending: Callable[[], bool],
+        failed: Callable[[PSError], None],
+    ) -> None:
+        self.changed = threading.Condition()
+        self._recorder = recorder
+        self._engine = engine
+        self._missing, self._ending, self._failed = missing, ending, failed
+        self._revision = 0  # of what those who wait look at
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._recorder.coordinator
+
+    def lead(self, recorder: Recorder) -> None:
+        """Another machine from now on."""
+        with self.changed:
+            self._recorder = recorder
+            self.wake()
+
+    def do(self, name: str, quiet: bool = False, **args: Any) -> Any:
+        """One command for the machine. quiet: no news to those who wait."""
+        return self.step(lambda recorder, now: recorder.do(name, now, **args), quiet)
+
+    def step(self, action: Callable[[Recorder, float], T], quiet: bool = False) -> T:
+        """One event for the machine; then carry out what came of it."""
+        with self.changed:
+            coordinator = self.coordinator
+            before = coordinator.log.index
+            try:
+                result = action(self._recorder, time.monotonic())
+            finally:
+                entries, epoch = coordinator.entries_after(before), coordinator.epoch
+                if entries or not quiet:
+                    self.wake()
+        if entries:
+            self._engine.deliver(epoch, entries)
+        if coordinator.failure is not None:
+            self._failed(coordinator.failure)
+        return result
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        with self.changed:
+            self._revision += 1
+            self.changed.notify_all()
+
+    def until(self, action: Callable[[Recorder, float], T | None], seconds: float, stopping: bool = False) -> T | None:
+        """The machine's answer as soon as it has one; None: not within `seconds`, or (not `stopping`) the job ends."""
+        deadline, asked = time.monotonic() + seconds, False
+        while True:
+            # asking may change who takes part, but only the first time: those who wait must not wake each other
+            with self.changed:
+                seen = self._revision
+            answer = self.step(action, quiet=asked) if not self._missing() else None
+            left, asked = deadline - time.monotonic(), True
+            if answer is not None or left <= 0 or (self._ending() and not stopping):
+                return answer
+            with self.changed:
+                self.changed.wait_for(partial(self._moved_on, seen), min(left, LOOK))
+
+    def _moved_on(self, revision: int) -> bool:
+        return self._revision != revision

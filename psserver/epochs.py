@@ -1,0 +1,228 @@
+"""How a job's log begins: anew, from a snapshot, or as it was before the coordinator died. And how all go back."""
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pscommon.core.errors import PSError, SnapshotError
+from pscommon.record_log import LogDamagedError
+from pscommon.snapshot import Manifest
+from psserver.archive import Archive
+from psserver.config import ServerConfig
+from psserver.core.coordinator import Coordinator
+from psserver.core.recorder import Command, Journal, Recorder, replay
+from psserver.core.rules import Rules
+from psserver.engine import Engine
+from psserver.fleet import Fleet
+from psserver.identity import Identity
+from psserver.job_journal import JobJournal
+from psserver.metrics import ServerMetrics
+from psserver.recovery import LogUnfitError
+
+log = logging.getLogger("psserver")
+
+EPOCH_BITS = 62
+
+
+class Epochs:
+    """Begins logs on shard 0. lead: takes the machine that is in charge from now on, with nobody else looking.
+
+    fail: told why the job has to end.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        identity: Identity,
+        engine: Engine,
+        archive: Archive,
+        fleet: Fleet,
+        metrics: ServerMetrics,
+        fail: Callable[[PSError], None],
+    ) -> None:
+        self._config, self._identity, self._engine, self._archive = config, identity, engine, archive
+        self._fleet, self._metrics, self._fail = fleet, metrics, fail
+        self._turning = threading.RLock()
+        self._epoch: int | None = None  # of now
+        self.lead: Callable[[Recorder], None] = lambda recorder: None
+        self.newest: Manifest | None = None  # the newest snapshot of the log of now
+        self.journal = self._make_journal()
+
+    @property
+    def durable(self) -> bool:
+        """Is everything written down?"""
+        return self.journal is not None
+
+    def _make_journal(self) -> JobJournal | None:
+        if self._config.durability != "log" or self._config.data_dir is None:
+            return None
+        return JobJournal(self._config.data_dir, self._config.log_fsync, self._metrics.log_failed)
+
+    def new_recorder(self, epoch: int | None = None) -> Recorder:
+        """A machine that knows nothing."""
+        number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
+        coordinator = Coordinator(self._config.shards, self._rules(), self._archive.generation, number)
+        journal: Journal | None = self.journal
+        return Recorder(coordinator, journal)
+
+    def _rules(self) -> Rules:
+        return self._config.rules()
+
+    # ---- starting ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Go on as the log says, or from the snapshot that was asked for, or anew."""
+        manifest = self._archive.to_resume(self._config.resume)
+        if self.journal is not None and self._config.resume == "auto" and self._recover(manifest):
+            return
+        if manifest is None:
+            self.begin()
+        else:
+            self._identity.learn(self._config.job or manifest.job, self._fleet.addresses)
+            self.resume(manifest)
+
+    def begin(self) -> None:
+        """A job without a past."""
+        recorder = self.new_recorder()
+        self._fleet.new_log(None)
+        self._begin_journal(recorder.coordinator, 0)
+        self._take_over(recorder)
+        self._engine.begin_log(recorder.coordinator.epoch, 0)
+        self._engine.report()
+
+    def _take_over(self, recorder: Recorder) -> None:
+        self._epoch = recorder.coordinator.epoch
+        self.lead(recorder)
+
+    def _begin_journal(self, coordinator: Coordinator, version: int, state: dict[str, Any] | None = None) -> None:
+        if self.journal is not None:
+            self.journal.clear()
+            self.journal.begin(version, self._labelled(state or {"epoch": coordinator.epoch}))
+
+    def resume(self, manifest: Manifest) -> None:
+        """Take a snapshot as the state of the job, with workers yet to come; the shards are told to load it."""
+        with self._turning:
+            self._archive.next_generation()
+            recorder = self.new_recorder()
+            recorder.coordinator.restore(dict(manifest.coordinator), manifest.model, time.monotonic())
+            self._fleet.new_log(manifest)
+            self.newest = manifest
+            self._begin_journal(recorder.coordinator, manifest.version, recorder.coordinator.state())
+            self._take_over(recorder)
+            log.info("resuming", extra={"version": manifest.version})
+            problem = self._archive.load_into(self._engine, recorder.coordinator.epoch, manifest)
+            self.loaded(0, manifest.version, problem)
+        self._engine.report()
+
+    def loaded(self, shard: int, version: int, problem: str) -> None:
+        """A shard has loaded the snapshot, or could not: then everybody goes back to the one before."""
+        with self._turning:
+            wanted = self._fleet.snapshot
+            if not problem or wanted is None or version != wanted.version:
+                return
+            extra = {"version": version, "problem": problem}
+            log.error("a snapshot cannot be loaded; trying the one before", extra=extra)
+            older = self._archive.before(version)
+            if older is None:
+                self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
+            else:
+                self.resume(older)
+
+    def go_back(self, why: str, epoch: int, version: int) -> None:
+        """In this epoch, at this version, a shard lost its numbers: all shards return to the newest snapshot, together.
+
+        Where there is none, the job ends. Another shard may have said so before, and this epoch be over.
+        """
+        with self._turning:
+            if epoch != self._epoch:
+                return
+            manifest = self._archive.newest()
+            if manifest is None:
+                self._fail(SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT"))
+                return
+            lost = version - manifest.version
+            self._metrics.updates_lost(lost)
+            extra = {"why": why, "version": manifest.version, "updates_lost": lost}
+            log.error("rolling back to a snapshot", extra=extra)
+            self.resume(manifest)
+
+    def written(self, manifest: Manifest) -> None:
+        """There is a new snapshot: what was noted down before it is not needed any more."""
+        self.newest = manifest
+        self._engine.snapshot_written(manifest.version)
+        if self.journal is not None:
+            self.journal.retire(manifest.version)
+
+    # ---- the log ----------------------------------------------------------------------------------------------------
+
+    def _recover(self, manifest: Manifest | None) -> bool:
+        """Be the coordinator that died; False: there is no log that says how, or it does not fit."""
+        assert self.journal is not None
+        version = manifest.version if manifest else 0
+        try:
+            recorder = self._replayed(self.journal.since(version), manifest)
+        except LogUnfitError as error:
+            log.error("the log cannot be used", extra={"problem": str(error)})
+            return False
+        if recorder is None:
+            return False
+        coordinator = recorder.coordinator
+        problem = self._archive.recover_into(self._engine, coordinator.epoch, manifest)
+        if problem:
+            log.error("the log cannot be used", extra={"problem": problem})
+            return False
+        self._fleet.new_log(manifest)
+        self.newest = manifest
+        self._take_over(recorder)
+        self.journal.begin(coordinator.version, self._labelled(coordinator.state()))
+        recorder.do("recovered", time.monotonic())
+        log.info("went on where the log ends", extra={"version": coordinator.version})
+        return True
+
+    def _replayed(self, notes: Iterator[dict[str, Any] | Command], manifest: Manifest | None) -> Recorder | None:
+        recorder: Recorder | None = None
+        try:
+            for note in notes:
+                if recorder is None:
+                    recorder = self._from_base(note, manifest)
+                elif isinstance(note, Command):
+                    replay(recorder.coordinator, [note])
+                else:
+                    _check_goes_on(note, recorder.coordinator)
+        except (LogDamagedError, OSError, KeyError, ValueError, TypeError) as error:
+            raise LogUnfitError(str(error)) from error
+        return recorder
+
+    def _from_base(self, note: dict[str, Any] | Command, manifest: Manifest | None) -> Recorder:
+        if isinstance(note, Command):
+            raise LogUnfitError("it does not begin with a state")
+        job, shards = note.get("job"), note.get("shards", self._config.shards)
+        if shards != self._config.shards:
+            raise LogUnfitError(f"{shards} servers wrote it, and there are {self._config.shards} now")
+        recorder = self.new_recorder(note["epoch"])
+        if manifest is not None:
+            if note["version"] != manifest.version:
+                raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {manifest.version}")
+            recorder.coordinator.recover(note, manifest.model, time.monotonic())
+            job = job or manifest.job
+        self._identity.learn(self._config.job or job or self._identity.job, self._fleet.addresses)
+        return recorder
+
+    def _labelled(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a segment of the journal begins with."""
+        return {**state, "job": self._identity.job, "shards": self._config.shards}
+
+    def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+
+
+def _check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:
+    """A segment has to begin where the commands before it have led; else some of them were not written."""
+    state = json.loads(json.dumps(coordinator.state()))
+    if differing := [key for key in state if note.get(key) != state[key]]:
+        raise LogUnfitError(f"commands before version {note.get('version')} are missing: {', '.join(differing)}")

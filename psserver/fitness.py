@@ -1,0 +1,19 @@
+"""Is a gradient fit to be counted? What one shard can see of it: NaN and Inf, and its part of the norm."""
+
+from dataclasses import replace
+
+from pscommon.core.log import Staged
+from psserver.core.rules import Fitness
+from psserver.staging import Staging
+from psserver.store import Store
+
+
+def examined(staged: Staged, staging: Staging, store: Store, fitness: Fitness) -> Staged:
+    """What is to be reported of a push; where the operator wants it, NaN and Inf in it are zeros afterwards."""
+    tensor = store.find_non_finite(staging)
+    if tensor and fitness.bad == "clip" and not staging.initial:
+        store.mend(staging)
+        staged, tensor = replace(staged, mended=tensor), store.find_non_finite(staging)  # buffers cannot be mended
+    if tensor:
+        return replace(staged, problem=f"NON_FINITE: tensor {tensor}")
+    return replace(staged, square_norm=store.square_norm(staging)) if fitness.norm and not staging.initial else staged

@@ -1,0 +1,96 @@
+"""A log on disk that training does not depend on: where it cannot be written, training goes on without it, loudly."""
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pscommon.record_log import Fsync, Record, RecordLog
+
+EVERY = 10.0
+"""Seconds between two ERRORs about the same trouble."""
+
+Raw = tuple[int, bytes, Sequence[memoryview]]
+
+log = logging.getLogger("psserver")
+
+
+def segment(version: int, number: int) -> str:
+    """The name of the number-th segment that was begun at a version: names sort by version."""
+    return f"{version:012d}-{number:04d}"
+
+
+class GuardedLog:
+    """A RecordLog whose failures are told instead of raised. on_failure is called with the errno's name.
+
+    whole: all that was appended since the last snapshot is there, so that it can be recovered.
+    """
+
+    def __init__(self, folder: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
+        self._log = RecordLog(folder, fsync)
+        self._folder = folder
+        self._on_failure = on_failure
+        self._told = -EVERY
+        self.whole = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the current segment."""
+        return self._log.nbytes
+
+    def append(self, kind: int, header: bytes, payload: Sequence[memoryview] = ()) -> None:
+        """Does nothing where the log is broken: the next `begin` may mend it."""
+        if not self.whole:
+            return
+        try:
+            self._log.append(kind, header, payload)
+        except OSError as error:
+            self._failed(error)
+
+    def begin(self, version: int, records: Iterable[Raw]) -> None:
+        """A new segment, from which on the log is whole."""
+        try:
+            number = sum(name.startswith(f"{version:012d}-") for name in self._log.segments())
+            self._log.begin(segment(version, number), records)
+        except OSError as error:
+            self._failed(error)
+        else:
+            if not self.whole and self._told > 0:
+                log.info("the log can be written again", extra={"folder": str(self._folder)})
+            self.whole = True
+
+    def _failed(self, error: OSError) -> None:
+        self.whole = False
+        self._on_failure(errno.errorcode.get(error.errno or 0, "other"))
+        if time.monotonic() - self._told >= EVERY:
+            self._told = time.monotonic()
+            text = "the log cannot be written; training goes on without it until the next snapshot"
+            log.error(text, extra={"folder": str(self._folder), "problem": str(error)})
+
+    def since(self, version: int) -> Iterator[Record]:
+        """All records from the segment on that was begun at a snapshot's version. LogDamagedError, OSError."""
+        for name in self._log.segments():
+            if name >= segment(version, 0):
+                yield from self._log.read(name)
+
+    def retire(self, version: int) -> None:
+        """There is a snapshot of this version: what was written before it is not needed any more."""
+        try:
+            self._log.retire(segment(version, 0))
+        except OSError as error:
+            log.warning("cannot remove old segments of the log", extra={"problem": str(error)})
+
+    def clear(self) -> None:
+        """Its history is over; `begin` comes next."""
+        self.whole = False
+        try:
+            self._log.clear()
+        except OSError as error:
+            self._failed(error)
+
+    def close(self) -> None:
+        try:
+            self._log.close()
+        except OSError as error:
+            self._failed(error)

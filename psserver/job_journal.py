@@ -1,0 +1,55 @@
+"""What the coordinator writes down (--durability log): every command, before anybody learns what came of it."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from pscommon.record_log import Fsync
+from psserver.core.coordinator import Coordinator
+from psserver.core.recorder import Command
+from psserver.guarded_log import GuardedLog
+
+
+class Kind(IntEnum):
+    """What a record is; each is JSON."""
+
+    BASE = 1
+    COMMAND = 2
+
+
+class JobJournal:
+    """The coordinator's log (core/recorder.py: Journal). Failures to write are told to on_failure, not raised."""
+
+    def __init__(self, data_dir: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
+        self._log = GuardedLog(data_dir / "log-job", fsync, on_failure)
+
+    def write(self, command: Command) -> None:
+        self._log.append(Kind.COMMAND, json.dumps(command.as_json()).encode())
+
+    def rotate(self, coordinator: Coordinator) -> None:
+        cutting = coordinator.cuts.cutting
+        assert cutting is not None
+        self.begin(cutting.version, cutting.state)
+
+    def begin(self, version: int, state: Mapping[str, Any]) -> None:
+        """A new segment, for what follows on this state; it names at least job and epoch."""
+        self._log.begin(version, [(Kind.BASE, json.dumps(state).encode(), ())])
+
+    def since(self, version: int) -> Iterator[dict[str, Any] | Command]:
+        """What was written since a snapshot was cut: states and commands. LogDamagedError, OSError."""
+        for record in self._log.since(version):
+            raw = json.loads(record.header)
+            yield raw if record.kind == Kind.BASE else Command.from_json(raw)
+
+    def retire(self, version: int) -> None:
+        """There is a snapshot of this version."""
+        self._log.retire(version)
+
+    def clear(self) -> None:
+        """The job of before is over."""
+        self._log.clear()
+
+    def close(self) -> None:
+        self._log.close()

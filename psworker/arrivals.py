@@ -1,0 +1,150 @@
+"""Weights that are used while others still arrive: each module waits for its own before it runs forward."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pscommon.core.tape import ALIGN, Range
+from psworker.bridge import Bridge
+from psworker.local import Flow
+
+Enter = Callable[[str], str]
+"""Tells the job what the worker does from now on; returns what it did before."""
+
+Healing = Callable[[], AbstractContextManager[None]]
+"""A body that finds the job gone on without this worker is left, and the worker is back, with all weights here."""
+
+
+class Gate:
+    """A hook before a module runs, or before its state is read or loaded. A copy of the module has an OpenGate."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self, *_: Any) -> None:
+        self._function()
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return OpenGate, ()
+
+
+class OpenGate:
+    """The hook in a copy of the model, which has weights of its own and waits for nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Nothing to do."""
+
+
+def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
+    """Before state_dict and load_state_dict of the model or any part of it: settle. Returns the handles."""
+    gate = Gate(settle)
+    handles: list[Any] = []
+    for module in model.modules():
+        handles.append(module.register_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
+        handles.append(module.register_load_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
+    return handles
+
+
+class Arrivals:
+    """Lets each module wait for its own weights and buffers before it runs forward.
+
+    A module may use weights of another one that is never called itself (MultiheadAttention does). So whatever no
+    forward has called since the last step is waited for first of all; and without gradients, where torch takes such
+    short cuts more often, everything is. enter, healing: see above; settle: what state_dict waits for, this object's
+    and more.
+    """
+
+    def __init__(
+        self, bridge: Bridge, model: nn.Module, enter: Enter, healing: Healing, settle: Callable[[], None]
+    ) -> None:
+        self._bridge = bridge
+        self._enter = enter
+        self._healing = healing
+        self._flow: Flow | None = None
+        modules = list(model.modules())
+        extents = bridge.moving_extents()
+        self._owned = {number: spans for number, spans in enumerate(_owned(modules, extents)) if spans}
+        self._left: dict[int, list[Range]] = {}
+        self._called: set[int] = set()
+        self._first: list[int] = []
+        self._hooks = barriers(model, settle)
+        for number, module in enumerate(modules):
+            gate = Gate(partial(self.pass_through, number))
+            self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
+
+    def expect(self, flow: Flow) -> None:
+        """The weights of this push are on their way."""
+        self._flow, self._left = flow, self._owned.copy()
+        self._first = sorted(self._owned.keys() - self._called)
+        self._called = set()
+
+    def pass_through(self, number: int) -> None:
+        """A module is about to run forward."""
+        self._called.add(number)
+        if self._flow is not None:
+            with self._healing():
+                self._wait_for(number)
+
+    def _wait_for(self, number: int) -> None:
+        if not torch.is_grad_enabled():
+            return self.settle()
+        wanted = [*self._first, number]
+        self._first = []
+        if any(each in self._left for each in wanted):
+            self._wait([span for each in wanted for span in self._left.pop(each, ())])
+        if not self._left:
+            self.settle()
+        return None
+
+    def settle(self) -> None:
+        """All that is still on its way."""
+        if self._flow is None:
+            return
+        spans = [span for owned in self._left.values() for span in owned]
+        self._left.clear()
+        self._wait(spans)
+        flow, self._flow = self._flow, None
+        flow.close()
+
+    def _wait(self, spans: list[Range]) -> None:
+        flow = self._flow
+        assert flow is not None
+        before = self._enter("pull")
+        try:
+            for start, stop in spans:
+                flow.wait(start, stop)
+        except BaseException:
+            # the model holds weights of two versions now, as after an exchange that failed
+            self._flow = None
+            flow.close()
+            raise
+        finally:
+            self._enter(before)
+        self._bridge.weights.from_host(spans)
+
+    def close(self) -> None:
+        """Forward is the model's own again."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _owned(modules: Sequence[nn.Module], extents: dict[int, Range]) -> Iterator[list[Range]]:
+    """By module, where its own parameters and buffers lie. extents: by id of the tensor."""
+    for module in modules:
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        yield _merged(sorted(extents[id(tensor)] for tensor in tensors if id(tensor) in extents))
+
+
+def _merged(extents: Sequence[Range]) -> list[Range]:
+    """Neighbours with only padding between them as one."""
+    found: list[Range] = []
+    for extent in extents:
+        if found and extent.start - found[-1].stop < ALIGN:
+            found[-1] = Range(found[-1].start, max(found[-1].stop, extent.stop))
+        elif extent.nbytes:
+            found.append(extent)
+    return found

@@ -1,0 +1,200 @@
+"""Calls whose request is lost, whose reply is lost, or that are carried out twice, between a worker and its servers.
+
+The two ways to lose a call differ for the server and look alike to the worker: that is what makes exactly-once hard.
+"""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal, TypeVar
+
+from pscommon.core.errors import UnreachableError
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.discovery import discover
+from psworker.lane import Answer, Cancellation, GrpcLane, Lane, Receiver
+
+T = TypeVar("T")
+Fault = Literal["", "request lost", "reply lost", "duplicate"]
+CONNECT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which calls fail how often. method: "ParameterServerService.Exchange", or with stars; most: so many faults."""
+
+    method: str
+    most: int
+    request: float
+    reply: float
+    duplicate: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Rule":
+        """From "Service.Method=MOST:REQUEST%:REPLY%[:DUPLICATE%]"; ValueError for anything else."""
+        method, _, rest = text.strip().partition("=")
+        most, *shares = rest.split(":")
+        if not method or len(shares) not in (2, 3) or not all(share.endswith("%") for share in shares):
+            raise ValueError(f"{text!r} is not Service.Method=MOST:REQUEST%:REPLY%[:DUPLICATE%]")
+        return cls(method, int(most), *(float(share[:-1]) / 100 for share in shares))
+
+    def draw(self, lot: float) -> Fault:
+        """lot: of 0..1."""
+        shares: tuple[tuple[Fault, float], ...] = (
+            ("request lost", self.request), ("reply lost", self.reply), ("duplicate", self.duplicate),
+        )  # fmt: skip
+        for fault, share in shares:
+            if lot < share:
+                return fault
+            lot -= share
+        return ""
+
+
+class Faults:
+    """Draws what happens to each call, by the first rule that fits it. Thread-safe.
+
+    The n-th call of a method to a shard meets the same fault in every run with the same seed, whatever threads do, as
+    long as the budgets last. counts: faults so far, by (method, fault).
+    """
+
+    def __init__(self, rules: str, seed: int = 0) -> None:
+        """rules: as Rule.parse, separated by commas."""
+        self.counts: Counter[tuple[str, Fault]] = Counter()
+        self._rules = [Rule.parse(text) for text in rules.split(",")]
+        self._left = [rule.most for rule in self._rules]
+        self._seed = seed
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._lock = threading.Lock()
+
+    def draw(self, method: str, shard: int = 0) -> Fault:
+        with self._lock:
+            self._calls[method, shard] += 1
+            lot = random.Random(f"{self._seed} {method} {shard} {self._calls[method, shard]}").random()
+            place = next((i for i, rule in enumerate(self._rules) if fnmatchcase(method, rule.method)), None)
+            if place is None or not self._left[place] or not (fault := self._rules[place].draw(lot)):
+                return ""
+            self._left[place] -= 1
+            self.counts[method, fault] += 1
+            return fault
+
+    def happened(self, fault: Fault) -> int:
+        """How often, over all methods."""
+        return sum(count for (_, kind), count in self.counts.items() if kind == fault)
+
+
+class FaultyLane:
+    """A psworker.lane.Lane over another one: `Client(lane=FaultyLane(lane, Faults("*=-1:5%:5%:5%", seed)))`.
+
+    A lost reply leaves nothing in the receiver, but where the server writes into the worker's memory itself. Of a call
+    that is carried out twice the first answer counts, as it does where a network repeats requests; a push that leaves
+    before it is complete is never repeated, because its bytes are there once.
+    """
+
+    def __init__(self, lane: Lane, faults: Faults) -> None:
+        self.lane = lane
+        self.faults = faults
+        self.direct, self.addresses, self.clock = lane.direct, lane.addresses, lane.clock
+
+    def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
+        return self._ask("Join", partial(self.lane.join, request, timeout))
+
+    def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse:
+        return self._ask("Register", partial(self.lane.register, request, timeout))
+
+    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
+        return self._ask("Heartbeat", partial(self.lane.heartbeat, request, timeout))
+
+    def leave(self, request: co.LeaveRequest, timeout: float) -> co.LeaveResponse:
+        return self._ask("Leave", partial(self.lane.leave, request, timeout))
+
+    def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
+        return self._ask("NextBatch", partial(self.lane.next_batch, request, timeout))
+
+    def return_batches(self, request: co.ReturnBatchesRequest, timeout: float) -> co.ReturnBatchesResponse:
+        return self._ask("ReturnBatches", partial(self.lane.return_batches, request, timeout))
+
+    def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
+        return self._ask("ReportMetrics", partial(self.lane.report, request, timeout))
+
+    def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
+        return self._ask("GetStatus", partial(self.lane.status, request, timeout))
+
+    def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
+        call = partial(self.lane.attach, shard, request, timeout)
+        return self._carried("ParameterServerService.AttachMemory", shard, call, call)
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: Receiver,
+        timeout: float,
+        cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
+    ) -> Answer:
+        def call(header: ps.PushPullHeader, receiver: Receiver) -> Answer:
+            return self.lane.exchange(shard, header, send, receiver, timeout, cancellation, frames)
+
+        def unheard() -> object:
+            return call(header, _nowhere(receiver))
+
+        def again() -> object:
+            return call(_without_memory_to_write(header), _nowhere(receiver)) if frames is None else None
+
+        method = "ParameterServerService.Exchange"
+        return self._carried(method, shard, lambda: call(header, receiver), unheard, again)
+
+    def close(self) -> None:
+        self.lane.close()
+
+    def _ask(self, method: str, call: Callable[[], T]) -> T:
+        return self._carried(f"CoordinatorService.{method}", 0, call, call)
+
+    def _carried(
+        self,
+        method: str,
+        shard: int,
+        call: Callable[[], T],
+        unheard: Callable[[], object],
+        again: Callable[[], object] | None = None,
+    ) -> T:
+        """unheard: the call, whose answer goes nowhere; again: the same for the second time."""
+        fault = self.faults.draw(method, shard)
+        if fault == "request lost":
+            raise _lost(method, shard, fault)
+        if fault == "reply lost":
+            unheard()
+            raise _lost(method, shard, fault)
+        answer = call()
+        if fault == "duplicate":
+            (again or unheard)()
+        return answer
+
+
+def faulty_lane(servers: str, rules: str, seed: int = 0) -> FaultyLane:
+    """To the job of which `servers` ("HOST:PORT,...") are some, over gRPC."""
+    addresses = discover(servers.split(","), CONNECT_SECONDS).addresses
+    return FaultyLane(GrpcLane(addresses), Faults(rules, seed))
+
+
+def _lost(method: str, shard: int, fault: Fault) -> UnreachableError:
+    return UnreachableError(f"shard {shard} ({method}): {fault}, by a fault tool", "UNREACHABLE")
+
+
+def _nowhere(receiver: Receiver) -> Receiver:
+    """Takes what the other would, and tells nobody."""
+    return Receiver(lambda result: [memoryview(bytearray(view.nbytes)) for view in receiver.views(result)])
+
+
+def _without_memory_to_write(header: ps.PushPullHeader) -> ps.PushPullHeader:
+    """The same push; what is in the worker's memory stays that of the first answer."""
+    copy = ps.PushPullHeader()
+    copy.CopyFrom(header)
+    if header.memory:
+        copy.pull = ps.PULL_NONE
+    return copy

@@ -1,0 +1,117 @@
+"""kill -9 of servers and workers, real ones, at random: nothing is lost, and in sync not a bit differs.
+
+python -m tests.faults.test_kills 50     the same with so many seeds
+"""
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.e2e.workers import digest, status
+from tests.faults.forked import ForkedJob
+from tests.faults.scripts import train
+
+SHARDS, WORKERS, KILLS = 2, 2, 20
+FLAGS = ("--min-workers", WORKERS, "--lease", "2s", "--snapshot-every", "20steps")
+LOG, WAIT = ("--durability", "log"), ("--on-worker-loss", "wait:60s")
+EPOCHS, PAUSE = 20, 0.03
+SECONDS = 110
+
+
+class Killer:
+    """kill -9 of somebody, so many times, at random moments. `kinds`: s for servers, w for workers."""
+
+    def __init__(self, job: ForkedJob, seed: int, kills: int, gap: float = 0.8, kinds: str = "sw") -> None:
+        self.left = kills
+        self._job, self._gap, self._kinds = job, gap, kinds
+        self._random = random.Random(seed)
+        self._next = time.monotonic() + 0.5
+
+    def __call__(self) -> None:
+        names = [name for name in self._job.names if name[0] in self._kinds]
+        if self.left and names and time.monotonic() > self._next:
+            self._job.lives[self._random.choice(names)].kill()
+            self.left -= 1
+            self._next = time.monotonic() + self._random.random() * self._gap
+
+
+def undisturbed(folder: Path) -> str:
+    """The digest of a run in which nobody dies."""
+    folder.mkdir()
+    with ForkedJob(folder, SHARDS, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS) as job:
+        job.start_all(WORKERS)
+        job.tend(job.workers_done, SECONDS)
+        return digest(job.address)
+
+
+def disturbed(folder: Path, seed: int) -> str:
+    """The digest of a run with `KILLS` kills; AssertionError if not each batch counted once."""
+    folder.mkdir()
+    with ForkedJob(folder, SHARDS, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, pause=PAUSE) as job:
+        job.start_all(WORKERS)
+        killer = Killer(job, seed, KILLS)
+        job.tend(job.workers_done, SECONDS, killer)
+
+        assert killer.left == 0, "the run was over too soon"
+        check_data(job)
+        return digest(job.address)
+
+
+def check_data(job: ForkedJob) -> None:
+    """Each batch has counted exactly once."""
+    (row,) = status(job.address)["data"]
+    assert (row["committed"], row["dropped"], row["duplicates"]) == (10 * EPOCHS, 0, 0)
+
+
+def test_the_bits_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
+    assert disturbed(tmp_path / "disturbed", seed=0) == undisturbed(tmp_path / "quiet")
+
+
+def test_with_shrink_each_batch_counts_exactly_once(tmp_path: Path) -> None:
+    """Rounds go on without a killed worker once its lease has ended; who is started in its place is new."""
+    with ForkedJob(tmp_path, SHARDS, [*FLAGS, *LOG], train, epochs=EPOCHS, pause=PAUSE) as job:
+        job.start_all(WORKERS)
+        killer = Killer(job, 5, kills=10)
+        job.tend(job.workers_done, SECONDS, killer)
+
+        assert killer.left == 0
+        check_data(job)
+
+
+def test_without_a_log_all_shards_go_back_together_and_say_what_was_lost(tmp_path: Path) -> None:
+    """At most one interval of snapshots; each batch of what stands in the end counted once; nobody is started again
+    but who was killed."""
+    with ForkedJob(tmp_path, SHARDS, FLAGS, train, epochs=EPOCHS, pause=PAUSE) as job:
+        job.start_all(WORKERS)
+        job.tend(lambda: len(status(job.address)["snapshots"]) > 0, SECONDS)
+        killer = Killer(job, 5, kills=4, gap=3.0, kinds="s")
+        job.tend(job.workers_done, SECONDS, killer)
+
+        assert killer.left == 0
+        check_data(job)
+        assert all(life.attempt == 0 for life in job.all if life.name.startswith("w"))
+    assert "updates_lost" in job.said()
+
+
+def main() -> None:
+    """Compare so many seeds with the undisturbed run."""
+    root = Path(tempfile.mkdtemp(prefix="kills-"))
+    expected, wrong = undisturbed(root / "quiet"), []
+    for seed in range(int(sys.argv[1])):
+        began = time.monotonic()
+        try:
+            same = disturbed(root / str(seed), seed) == expected
+        except AssertionError as error:
+            same = False
+            print(error)
+        wrong += [] if same else [seed]
+        print(
+            f"seed {seed}: {'same bits' if same else 'DIFFERENT'} after {KILLS} kills, {time.monotonic() - began:.0f} s"
+        )
+    sys.exit(f"seeds {wrong} differ; artefacts in {root}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Workers that go through one loop of a coordinator, in an order that a seed draws: ask ahead, push, wait, are lost."""
+
+import random
+from dataclasses import dataclass, field
+
+from pscommon.core.log import Apply, BatchKey, PushKey, Report, Staged
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.stream import Spec, StreamSpec
+from psserver.core.coordinator import Coordinator
+from psserver.core.rules import Rules
+
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+
+
+@dataclass
+class Worker:
+    """hand: batches that it has got, each with how many follow in the same push; seq: of its newest push."""
+
+    number: int
+    received: int = 0
+    seq: int = 0
+    hand: list[tuple[BatchKey, int]] = field(default_factory=list)
+    at_end: bool = False
+
+
+class Crew:
+    """lengths: samples in each source of a stream. updates: the batches of each update, in order, by worker's place."""
+
+    def __init__(self, rules: Rules, spec: Spec, count: int, seed: int, lengths: tuple[int, ...] = ()) -> None:
+        self.rng = random.Random(seed)
+        self.spec = spec
+        self.lengths = lengths
+        self.coordinator = Coordinator(1, rules)
+        self.pushed: dict[PushKey, list[BatchKey]] = {}
+        self.workers = [self.joined() for _ in range(count)]
+
+    def joined(self) -> Worker:
+        worker = Worker(self.coordinator.join(0.0, None, "host", 1, "cpu").worker)
+        if self.coordinator.register(worker.number, MODEL, 0.0) == "upload":
+            self.report(PushKey(worker.number, 0), [])
+            assert self.coordinator.register(worker.number, MODEL, 0.0) == "ready"
+        return worker
+
+    def report(self, key: PushKey, batches: list[BatchKey]) -> None:
+        staged = Staged(key, len(batches), self.coordinator.version, tuple(batches))
+        self.coordinator.report(Report(0, self.coordinator.epoch, 0, (staged,)), 0.0)
+
+    def run(self) -> "Crew":
+        steps = 0
+        while not all(worker.at_end for worker in self.workers):
+            steps += 1
+            assert steps < 20_000, "no progress"
+            self.step(self.rng.choice([worker for worker in self.workers if not worker.at_end]))
+        return self
+
+    def step(self, worker: Worker) -> None:
+        """Whatever a worker may do now: wait for its push, look ahead, push, wait for data."""
+        if self.coordinator.roster.members[worker.number].seq < worker.seq:
+            return
+        if len(worker.hand) < 4 and self.rng.random() < 0.5:
+            self.ask(worker, idle=False)
+        elif any(after == 0 for _, after in worker.hand):
+            self.push(worker)
+        elif not self.ask(worker, idle=False):
+            assert not worker.hand, "a part of a push"
+            self.ask(worker, idle=True)
+
+    def ask(self, worker: Worker, idle: bool) -> bool:
+        count = self.rng.randint(1, 2)
+        answer = self.coordinator.next_batches(worker.number, self.spec, worker.received, count, idle, 0.0)
+        if answer is None:
+            return False
+        worker.received += len(answer.numbers)
+        following = answer.following or (0,) * len(answer.numbers)
+        for number, after in zip(answer.numbers, following, strict=True):
+            key = self.found(number)
+            if isinstance(self.spec, StreamSpec) and not key.count:
+                self.coordinator.return_batches(worker.number, [key], 0.0)
+            else:
+                worker.hand.append((key, after))
+        worker.at_end = answer.end and not worker.hand
+        return bool(answer.numbers)
+
+    def found(self, number: int) -> BatchKey:
+        if not isinstance(self.spec, StreamSpec):
+            return BatchKey(0, number)
+        left = self.lengths[self.spec.source(number)] - self.spec.offset(number)
+        return BatchKey(0, number, max(0, min(left, self.spec.batch_size)), left <= self.spec.batch_size)
+
+    def push(self, worker: Worker) -> None:
+        count = next(place for place, (_, after) in enumerate(worker.hand) if after == 0) + 1
+        batches, worker.hand = [key for key, _ in worker.hand[:count]], worker.hand[count:]
+        worker.seq += 1
+        self.pushed[PushKey(worker.number, worker.seq)] = batches
+        self.report(PushKey(worker.number, worker.seq), batches)
+
+    def lose(self, worker: Worker) -> None:
+        self.workers.remove(worker)
+        self.coordinator.leave(worker.number, "lost", 0.0)
+
+    @property
+    def updates(self) -> list[list[list[BatchKey]]]:
+        """By update and worker."""
+        applies = [entry for entry in self.coordinator.log.after(0) if isinstance(entry, Apply)]
+        return [[self.pushed[part.key] for part in apply.contributions] for apply in applies]

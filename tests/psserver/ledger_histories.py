@@ -1,0 +1,127 @@
+"""Random histories of a ledger: workers ask, lose answers, push, give back, go on to other loops, die, are replaced."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from psserver.core.ledger import Ledger
+
+T = TypeVar("T")
+LOOPS = 3
+
+
+@dataclass
+class Worker:
+    """What a worker knows. hand: batches that it has got and not pushed, with the loops they belong to."""
+
+    number: int
+    loop: int = 0
+    received: dict[int, int] = field(default_factory=dict)
+    hand: list[BatchKey] = field(default_factory=list)
+
+
+class History:
+    """Drives one ledger, or several alike, which must answer alike. counted: batches in the order of their commits."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.specs = [
+            LoopSpec(loop, self.rng.randint(0, 14), self.rng.randint(1, 4), self.rng.randint(1, 2))
+            for loop in range(LOOPS)
+        ]
+        self.ledgers = [Ledger()]
+        self.barrier = self.rng.random() < 0.5
+        self.last_number = 0
+        self.workers = [self.new_worker() for _ in range(self.rng.randint(1, 4))]
+        self.counted: list[BatchKey] = []
+        self.thrown: list[BatchKey] = []
+
+    def new_worker(self) -> Worker:
+        self.last_number += 1
+        return Worker(self.last_number)
+
+    def together(self, worker: Worker) -> list[int]:
+        return [w.number for w in self.workers] if self.barrier else [worker.number]
+
+    def step(self) -> None:
+        """One thing happens to one worker."""
+        act = self.rng.choices(
+            [self.ask, self.push, self.give_back, self.go_on, self.die, self.replace], [6, 5, 1, 0.3, 0.3, 0.3]
+        )[0]
+        act(self.rng.choice(self.workers))
+
+    def ask(self, worker: Worker) -> None:
+        """Perhaps twice, with the first answer lost; what it gets the second time begins alike."""
+        received, count = worker.received.get(worker.loop, 0), self.rng.randint(1, 3)
+        numbers = self.answer(worker, received, count)
+        if self.rng.random() < 0.3:
+            assert self.answer(worker, received, count)[: len(numbers)] == numbers
+        worker.received[worker.loop] = received + len(numbers)
+        worker.hand += [BatchKey(worker.loop, number) for number in numbers]
+
+    def answer(self, worker: Worker, received: int, count: int) -> list[int]:
+        return self.same([self.taken(ledger, worker, received, count) for ledger in self.ledgers])
+
+    def taken(self, ledger: Ledger, worker: Worker, received: int, count: int) -> list[int]:
+        loop = ledger.open(worker.number, self.specs[worker.loop])
+        return loop.take(worker.number, received, count, self.together(worker))
+
+    def push(self, worker: Worker) -> None:
+        """A push with some of what it has counts."""
+        count = self.rng.randint(0, len(worker.hand))
+        keys, worker.hand = worker.hand[:count], worker.hand[count:]
+        if not keys:
+            return
+        for ledger in self.ledgers:
+            ledger.commit(worker.number, keys)
+        self.counted += keys
+        self.thrown = [key for key in self.thrown if key not in keys]
+        # what is older than this push stays where it is: its script will not bring it any more
+        worker.hand = [key for key in worker.hand if key.loop == worker.loop]
+
+    def give_back(self, worker: Worker) -> None:
+        mine = [key for key in worker.hand if key.loop == worker.loop]
+        keys = self.rng.sample(mine, self.rng.randint(0, len(mine)))
+        worker.hand = [key for key in worker.hand if key not in keys]
+        for ledger in self.ledgers:
+            if worker.loop in ledger.loops:
+                ledger.loops[worker.loop].give_back(worker.number, [key.number for key in keys])
+
+    def go_on(self, worker: Worker) -> None:
+        """To the next loop. What it has not pushed its next push may bring."""
+        if worker.loop < LOOPS - 1:
+            held = self.held(worker)  # also what was dealt to it and lies ready
+            worker.loop += 1
+            for ledger in self.ledgers:
+                ledger.open(worker.number, self.specs[worker.loop])
+            self.thrown += held
+
+    def held(self, worker: Worker) -> list[BatchKey]:
+        loop = self.ledgers[0].loops.get(worker.loop)
+        return [BatchKey(worker.loop, n) for n in loop._leases.held(worker.number)] if loop else []
+
+    def die(self, worker: Worker) -> None:
+        self.workers[self.workers.index(worker)] = self.new_worker()
+        for ledger in self.ledgers:
+            ledger.give_back(worker.number)
+
+    def replace(self, worker: Worker) -> None:
+        """Another takes its place, and starts where the job's first open loop is."""
+        heir = self.workers[self.workers.index(worker)] = self.new_worker()
+        heir.loop = min(self.same([ledger.open_loop for ledger in self.ledgers]), LOOPS - 1)
+        for ledger in self.ledgers:
+            ledger.transfer(worker.number, heir.number)
+            ledger.give_back(worker.number)
+
+    def recover(self) -> None:
+        """From now on beside the ledger itself also one that was made from its state."""
+        twin = Ledger()
+        twin.recover(json.loads(json.dumps(self.ledgers[0].state())))
+        self.ledgers.append(twin)
+
+    def same(self, answers: list[T]) -> T:
+        assert all(answer == answers[0] for answer in answers), answers
+        return answers[0]

@@ -1,0 +1,161 @@
+"""--global-batch in a worker: the batches of one update, one after another, are one push."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pscommon.core.errors import FencedError, InvalidRequestError
+from pscommon.core.log import BatchKey
+from pscommon.core.stream import Spec
+from psworker.accumulation import Accumulation
+from psworker.job import Job
+from psworker.local import LocalClient
+from psworker.optimizer import ServerOptimizer
+from psworker.results import Lease, PushResult
+
+DATA = torch.linspace(-1.0, 1.0, 11)[:, None]
+
+
+class Groups(LocalClient):
+    """Deals batches in pushes of `sizes` batches each, over and over, and remembers what was pushed."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.following = [after for size in sizes for after in reversed(range(size))]
+        self.pushed: list[tuple[tuple[int, ...], int]] = []
+        self.returned: list[BatchKey] = []
+
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False) -> Lease:
+        lease = super().next_batches(loop, count, idle)
+        following = tuple(self.following[number % len(self.following)] for number in lease.numbers)
+        return Lease(lease.numbers, lease.end, lease.sat_out, following)
+
+    def exchange(self, **call: Any) -> PushResult:
+        if call["gradients"] is not None:
+            self.pushed.append((tuple(key.number for key in call["batches"]), call["samples"]))
+        return super().exchange(**call)
+
+    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+        self.returned += batches
+        super().return_batches(batches)
+
+
+def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOptimizer, nn.Module]:
+    torch.manual_seed(0)
+    job, model = Job(client), nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+    return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, overlap=overlap), model
+
+
+def train(client: LocalClient, batch_size: int, overlap: bool = False) -> tuple[list[bool], Tensor]:
+    """Which steps were a part of an update; the weights after an epoch."""
+    job, optimizer, model = started(client, overlap)
+    pending = []
+    for batch in job.batches(DATA, batch_size, shuffle=False):
+        (model(batch) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pending.append(optimizer.pending)
+    job.wait()
+    return pending, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_batches_of_one_update_are_one_push_with_the_mean_over_their_samples(overlap: bool) -> None:
+    """Three batches of 2 and then 2, 2 and 1 in one push each: as batches of 6 and 5 would do it."""
+    client = Groups([3])
+    pending, weights = train(client, 2, overlap)
+
+    assert client.pushed == [((0, 1, 2), 6), ((3, 4, 5), 5)]
+    assert pending == [True, True, False] * 2
+    torch.testing.assert_close(weights, train(LocalClient(), 6)[1])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_updates_of_one_batch_are_the_same_to_the_bit_as_without(overlap: bool) -> None:
+    assert torch.equal(train(Groups([1]), 3, overlap)[1], train(LocalClient(), 3)[1])
+
+
+def test_the_result_stays_that_of_the_update_before() -> None:
+    job, optimizer, model = started(Groups([1, 2]))
+    versions = []
+    for batch in job.batches(DATA, 4, shuffle=False):
+        before = [p.clone() for p in model.parameters()]
+        model(batch).mean().backward()
+        optimizer.step()
+        versions.append((optimizer.pending, job.version, job.stats.steps))
+        assert all(map(torch.equal, before, model.parameters())) == optimizer.pending
+
+    assert versions == [(False, 1, 1), (True, 1, 1), (False, 2, 2)]
+
+
+def test_given_samples_weigh_each_batch_of_an_update() -> None:
+    job, optimizer, model = started(client := Groups([2]))
+    parameter = next(model.parameters())
+    for weight, _ in zip((3, 1), job.batches(DATA, 6, shuffle=False), strict=False):
+        parameter.grad = torch.full_like(parameter, float(weight))
+        optimizer.step(samples=weight)
+
+    assert client.pushed == [((0, 1), 4)]
+    assert parameter.grad is not None
+    assert parameter.grad.flatten().tolist() == [2.5] * 3
+
+
+def test_a_parameter_counts_with_the_batches_that_gave_it_a_gradient() -> None:
+    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    total = Accumulation([first, second, third])
+    first.grad = torch.tensor([4.0, 8.0])
+    total.add(1)
+    first.grad, second.grad = None, torch.tensor([2.0, 6.0])
+
+    assert total.finish(3) == 4
+    assert first.grad is not None
+    assert (first.grad.tolist(), second.grad.tolist(), third.grad) == ([1.0, 2.0], [1.5, 4.5], None)
+    assert total.finish(3) == 3
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    total = Accumulation([parameter])
+    for _ in range(300):
+        parameter.grad = torch.ones(1, dtype=torch.bfloat16)
+        total.add(1)
+    parameter.grad = torch.ones(1, dtype=torch.bfloat16)
+    total.finish(1)
+
+    assert parameter.grad.item() == 1.0
+    assert parameter.grad.dtype == torch.bfloat16
+
+
+def test_a_script_that_passes_over_the_end_of_an_update_is_told() -> None:
+    job, _, _ = started(Groups([1]))
+
+    with pytest.raises(InvalidRequestError, match=r"step\(\) after each batch"):
+        list(job.batches(DATA, 4))
+
+
+def test_an_evaluation_needs_no_steps_and_leaves_the_updates_after_it_alone() -> None:
+    job, optimizer, model = started(client := Groups([2]))
+    with torch.no_grad():
+        assert len(list(job.batches(DATA, 6))) == 2
+    for batch in job.batches(DATA, 6):
+        model(batch).mean().backward()
+        optimizer.step()
+
+    assert client.pushed == [((0, 1, 0, 1), 11)]
+
+
+def test_a_worker_that_lost_its_place_adds_nothing_of_before() -> None:
+    job, optimizer, model = started(client := Groups([2]))
+    parameter = next(model.parameters())
+    for step, _ in enumerate(job.batches(DATA, 3, shuffle=False)):
+        parameter.grad = torch.full_like(parameter, 10.0**step)
+        if step == 1:
+            job.come_back(FencedError("the job went on"))
+        optimizer.step()
+
+    assert client.pushed == [((2, 3), 5)]
+    assert parameter.grad is not None
+    assert parameter.grad.flatten().tolist() == pytest.approx([(3 * 100 + 2 * 1000) / 5] * 3)

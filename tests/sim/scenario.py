@@ -1,0 +1,80 @@
+"""What a simulated run looks like: who dies when is drawn, with all else, from a seed."""
+
+import random
+from dataclasses import dataclass, replace
+
+from psserver.core.policy import Policy, policy
+from psserver.core.rules import OnLoss
+
+LEASE = 5.0
+SHRINK = OnLoss()
+HORIZON = 3000.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a run looks like; `for_seed` draws one. durable: --durability log. returns: whoever dies is started again.
+
+    bad: every so-many-eth batch has NaN in its gradient.
+    """
+
+    seed: int
+    policy: Policy
+    workers: int
+    shards: int
+    batches: int
+    epochs: int
+    accumulate: int
+    loss: float
+    every: int | None
+    on_loss: OnLoss = SHRINK
+    durable: bool = False
+    returns: bool = False
+    worker_kills: int = 0
+    server_kills: int = 0
+    pauses: int = 0
+    drains: int = 0
+    switches: int = 0
+    bad: int = 0
+
+    @staticmethod
+    def for_seed(seed: int) -> "Scenario":
+        """Any job with any faults; every fourth is one that has to end with the bits of its quiet run."""
+        rng = random.Random(seed)
+        workers = rng.randint(1, 3)
+        backup = rng.choice([0, 0, 1]) if workers > 1 else 0
+        row = rng.choice([policy("sync", backup=backup), policy("async"), policy("ssp", rng.choice([1, 1, 2, 3]))])
+        durable = rng.random() < 0.5
+        faults = rng.random() < 0.8
+        scenario = Scenario(
+            seed, row, workers, shards=rng.randint(1, 3), batches=rng.randint(2, 5), epochs=rng.randint(1, 2),
+            accumulate=rng.choice([1, 1, 1, 2]), loss=rng.choice([0.0, 0.05, 0.15]), every=rng.choice([None, 2, 3]),
+            on_loss=rng.choice([OnLoss(), OnLoss("wait", 20.0)]), durable=durable, returns=rng.random() < 0.5,
+            worker_kills=rng.choice([0, 1, 2, 3]) * faults,
+            server_kills=rng.choice([0, 1, 3 if durable else 1]) * faults,
+            pauses=rng.choice([0, 0, 1]) * faults, drains=rng.choice([0, 0, 0, 1]) * (workers > 1),
+            switches=rng.choice([0, 0, 0, 1]) * durable, bad=rng.choice([0, 0, 3]) * durable,
+        )  # fmt: skip
+        return scenario if seed % 4 else scenario.made_reproducible(rng)
+
+    def made_reproducible(self, rng: random.Random) -> "Scenario":
+        """The same job, with servers and workers that die as they like and always come back."""
+        return replace(
+            self, policy=policy("sync"), on_loss=OnLoss("wait", 20.0), durable=True, returns=True, drains=0, switches=0,
+            every=rng.choice([1, 2]), server_kills=rng.randint(1, 4), worker_kills=rng.randint(0, 3),
+        )  # fmt: skip
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Must this run end with the very bits of one in which nothing goes wrong?"""
+        row, kept = self.policy, self.on_loss.mode == "wait" and self.returns
+        same_workers = not (self.drains or self.switches) and (kept or not self.worker_kills)
+        return row.barrier and not row.backup and self.durable and same_workers and (kept or not self.pauses)
+
+    @property
+    def quiet(self) -> "Scenario":
+        """The same job, and nothing goes wrong."""
+        return Scenario(
+            self.seed, self.policy, self.workers, self.shards, self.batches, self.epochs, self.accumulate, 0.0, None,
+            bad=self.bad,
+        )  # fmt: skip

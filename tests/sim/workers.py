@@ -1,0 +1,204 @@
+"""Workers of the simulated world: join, register, upload if told to, then batches and pushes until the data ends."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pscommon.core.errors import FencedError
+from pscommon.core.log import BatchKey, PushKey, Staged
+from psserver.core.recorder import Recorder
+from psworker.core.pushes import Pushes
+from tests.sim.servers import MODEL, Push, check, gradient
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+RETRY = 0.7
+
+
+class SimWorker:
+    """A worker's process. It may be killed (alive), stopped for a while (awake_at), or asked to leave (draining)."""
+
+    def __init__(self, world: "World", rank: int, attempt: int = 0) -> None:
+        self.world = world
+        self.rank = rank
+        self.attempt = attempt
+        self.alive = True
+        self.done = False
+        self.draining = False
+        self.awake_at = 0.0
+        self.worker = 0
+        self.asked = self.begun = 0
+        self.speed = world.rng.choice([0.1, 0.1, 0.3, 3.0])
+        self.restart()
+
+    def restart(self) -> None:
+        """(Back) to the beginning, as new."""
+        self.begun += 1
+        self.worker = self.base = self.at_least = self.received = 0
+        self.numbers = Pushes()
+        self.used: list[int] = []
+        self.call("join", self.joined, rank=self.rank, host="h", pid=1, device="cpu", attempt=self.attempt)
+
+    # ---- time and messages
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Act then, or when this process is woken; never after its death, or after it has begun again."""
+        begun = self.begun
+
+        def act() -> None:
+            if begun != self.begun:
+                return
+            if self.alive and self.awake_at > self.world.now:
+                self.world.after(self.awake_at - self.world.now, act)
+            elif self.alive:
+                action()
+
+        self.world.after(seconds, act)
+
+    def call(self, name: str, then: Callable[[Any], None], **args: Any) -> None:
+        """A request to the coordinator, repeated until it is answered (not None); late answers are dropped."""
+
+        def request(recorder: Recorder, now: float) -> Any:
+            if name == "register" and recorder.coordinator.doubtful(args["worker"]):
+                return None
+            answer = recorder.do(name, now, **args)
+            return (answer, recorder.coordinator.version) if name == "register" else answer
+
+        self.asked += 1
+        self.ask(self.asked, request, then)
+
+    def ask(self, number: int, request: Callable[[Recorder, float], Any], then: Callable[[Any], None]) -> None:
+        if number != self.asked:
+            return
+        world = self.world
+
+        def serve() -> None:
+            try:
+                answer = request(world.recorder, world.now)
+            except FencedError as error:
+                answer = error
+            world.flush()
+            if answer is not None:
+                world.send(lambda: self.later(0.0, lambda: self.answer(number, answer, then)), world.shards[0])
+
+        world.send(serve, world.shards[0])
+        self.later(RETRY, lambda: self.ask(number, request, then))
+
+    def answer(self, number: int, answer: Any, then: Callable[[Any], None]) -> None:
+        if number != self.asked:
+            return
+        self.asked += 1
+        if isinstance(answer, FencedError):
+            self.restart()
+        else:
+            then(answer)
+
+    # ---- membership
+
+    def joined(self, member: Any) -> None:
+        self.worker = member.worker
+        self.beat()
+        self.register()
+
+    def beat(self) -> None:
+        if not self.done:
+            worker = self.worker
+            self.world.send(lambda: self.world.on_beat(self, worker), self.world.shards[0])
+            self.later(1.0, self.beat)
+
+    def fenced(self, worker: int) -> None:
+        """A heartbeat was answered so."""
+        if worker == self.worker and not self.done:
+            self.asked += 1
+            self.restart()
+
+    def register(self) -> None:
+        self.call("register", self.registered, worker=self.worker, spec=MODEL)
+
+    def registered(self, answer: tuple[str, int]) -> None:
+        state, self.at_least = answer
+        if state == "ready":
+            self.pull(lambda: self.want(idle=False))
+        elif state == "upload":
+            self.deliver(Push(Staged(PushKey(self.worker, 0), 1, 0), self.rank, (0.0,) * self.world.scenario.shards))
+            self.later(RETRY, self.register)
+        else:
+            self.later(RETRY, self.register)
+
+    def pull(self, then: Callable[[], None]) -> None:
+        """The newest weights of all shards, once all are there and have weights of one epoch."""
+        base = min(shard.machine.version for shard in self.world.shards)
+        if self.world.all_ready and base >= self.at_least:
+            self.base = base
+            then()
+        else:
+            self.later(RETRY, lambda: self.pull(then))
+
+    # ---- data and steps
+
+    def want(self, idle: bool) -> None:
+        if self.draining and not self.used:
+            return self.finish()
+        return self.call(
+            "next_batches", lambda batches: self.got(batches, idle),
+            worker=self.worker, spec=self.world.loop, received=self.received, count=1, idle=idle,
+        )  # fmt: skip
+
+    def got(self, batches: Any, idle: bool) -> None:
+        if batches.numbers:
+            self.used += batches.numbers
+            self.received += len(batches.numbers)
+            compute = lambda: self.later(self.speed * self.world.rng.random(), self.computed)  # noqa: E731
+            self.pull(compute) if idle else compute()
+        elif not batches.end:
+            self.want(idle=True)
+        elif self.used:
+            self.push()
+        else:
+            self.finish()
+
+    def computed(self) -> None:
+        if len(self.used) < self.world.scenario.accumulate and not self.draining:
+            self.want(idle=False)
+        else:
+            self.push()
+
+    def push(self) -> None:
+        seq, _ = self.numbers.open()
+        key, number = PushKey(self.worker, seq), sum(self.used)
+        problem = "NON_FINITE: tensor w" if self.world.is_bad(number) else ""
+        staged = Staged(key, len(self.used), self.base, tuple(BatchKey(0, n) for n in self.used), problem)
+        shards = self.world.scenario.shards
+        push = Push(staged, self.rank, tuple(gradient(number, self.base, s) for s in range(shards)))
+        self.world.pushes[key] = push
+        self.used = []
+        self.deliver(push)
+        self.await_outcome(push)
+
+    def deliver(self, push: Push) -> None:
+        for shard, value in zip(list(self.world.shards), push.gradients, strict=True):
+            self.world.send(lambda shard=shard, value=value: shard.push(push.staged, value), shard)
+
+    def await_outcome(self, push: Push) -> None:
+        """Ask all shards until each has decided; a push that may not have come is sent again."""
+        outcomes = [shard.machine.outcome(push.staged.key) for shard in self.world.shards if shard.is_ready]
+        if any(o is not None and o.reason == "FENCED" for o in outcomes):
+            self.restart()
+        elif all(outcomes) and len(outcomes) == len(self.world.shards):
+            check(len({(o.status, o.version) for o in outcomes if o}) == 1, "shards disagree on {}", push.staged.key)
+            self.numbers.close()
+            self.world.acknowledged(push, outcomes[0])
+            self.pull(lambda: self.want(idle=False))
+        else:
+            if self.world.rng.random() < 0.3:
+                self.deliver(push)
+            self.later(self.world.rng.random() * RETRY, lambda: self.await_outcome(push))
+
+    def finish(self) -> None:
+        self.done = True
+        worker = self.worker
+        self.asked += 1
+        self.ask(self.asked, lambda recorder, now: recorder.do("leave", now, worker=worker, reason="") or True, _ignore)
+
+
+def _ignore(answer: Any) -> None: ...
