@@ -22,7 +22,18 @@ from psserver.core.rules import Rules
 from psserver.core.shard import NO_LOG, Outcome, Shard
 from psserver.core.waiting import waiting_for
 from tests.sim.scenario import HORIZON, LEASE, Scenario
-from tests.sim.servers import MODEL, Disk, JobJournal, Push, Saved, SimShard, check, recovered_coordinator, watch
+from tests.sim.servers import (
+    MODEL,
+    Disk,
+    InvariantError,
+    JobJournal,
+    Push,
+    Saved,
+    SimShard,
+    check,
+    recovered_coordinator,
+    watch,
+)
 from tests.sim.workers import SimWorker
 
 
@@ -117,9 +128,11 @@ class World:
             self.after(rng.random() * 2.0, arrive)
 
     def run(self) -> None:
-        while self.to_come or not all(worker.done or not worker.alive for worker in self.workers):
-            check(bool(self.queue) and self.now < HORIZON, "no progress: {}", waiting_for(self.coordinator, self.now))
-            self.now, _, action = heapq.heappop(self.queue)
+        queue, workers = self.queue, self.workers
+        while self.to_come or not all(worker.done or not worker.alive for worker in workers):
+            if self.now > HORIZON:
+                raise InvariantError(f"no progress: {waiting_for(self.coordinator, self.now)}")
+            self.now, _, action = heapq.heappop(queue)
             action()
         if self.scenario.durable or not self.down:
             self.settle()
