@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from benchmarks.record import Result
 from benchmarks.sample import Ratio, ratio, sample
 from benchmarks.scale import FULL
-from benchmarks.works import many_tensors, memory, overlap
+from benchmarks.works import many_tensors, memory, overlap, snapshots
 from benchmarks.works.entrants import CALL, COPY, GLOO, GLOO_ADAM, RPC, STREAM, TENSORFLOW, ours, team
+
+MINUTE = 60.0
 
 Measure = Callable[[Result], Ratio | None]
 
@@ -95,6 +97,27 @@ def flat(result: str, contender: str) -> Bar:
     return Bar(7, result, f"{contender}: memory at the end", "at the beginning", 1.05, measure, (contender,))
 
 
+def snapshot_share(lane: str) -> Bar:
+    """What snapshots cost where one is taken every minute."""
+    name = ours(lane, snapshots.SAVING)
+    return absolute(11, "snapshots", name, "lost", f"{MINUTE:g} s", MINUTE, 0.035)
+
+
+def snapshot_pause(lane: str) -> Bar:
+    """The longest step while one is written."""
+    return absolute(12, "snapshots", ours(lane, snapshots.SAVING), "pause", "50 ms per 100 MB", 0.05, 1.0)
+
+
+def absolute(number: int, result: str, mine: str, metric: str, unit: str, size: float, limit: float) -> Bar:
+    """A metric over a fixed size, in words `unit`."""
+
+    def measure(found: Result) -> Ratio | None:
+        a = found.find(mine, metric)
+        return Ratio(a.median / size, a.least / size, a.most / size) if a else None
+
+    return Bar(number, result, f"{mine}: {metric}", unit, limit, measure, (mine,))
+
+
 def hidden() -> Bar:
     """A step with overlap over the longer one of its two halves."""
 
@@ -139,6 +162,9 @@ def _each_lane(lane: str) -> list[Bar]:
         flat("memory", ours(lane)),
         versus(9, "tail", ours(lane, "busy server"), ours(lane, "idle server"), 3.0, "p99"),
         grown(lane),
+        snapshot_share(lane),
+        snapshot_pause(lane),
+        versus(13, "snapshots", ours(lane, snapshots.SAVING), ours(lane, snapshots.QUIET), 2.0, "p99"),
     ]
 
 

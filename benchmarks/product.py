@@ -1,10 +1,16 @@
 """What of the system under test a contender needs to know: how a job is started and joined."""
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.wire.channel import open_channel
+from psproto.v1.coordinator_pb2 import SaveSnapshotRequest
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.client import Client
 from psworker.local_servers import LocalServers
 
@@ -18,10 +24,22 @@ def configure(setup: Setup) -> None:
         os.environ["PS_IN_FLIGHT"] = str(setup.in_flight)
 
 
-def servers(setup: Setup) -> LocalServers:
-    """For a `with`; its address is shard 0's."""
+@contextmanager
+def servers(setup: Setup) -> Iterator[LocalServers]:
+    """Its address is shard 0's. Snapshots are taken when they are asked for."""
     configure(setup)
-    return LocalServers(setup.servers, setup.workers, setup.policy, None)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        if setup.durability:
+            os.environ |= {"PS_DATA_DIR": folder, "PS_SNAPSHOT_EVERY": "1h", "PS_SNAPSHOT_KEEP": "1"}
+            os.environ |= {"PS_DURABILITY": setup.durability, "PS_LOG_FSYNC": setup.fsync}
+        with LocalServers(setup.servers, setup.workers, setup.policy, None) as servers:
+            yield servers
+
+
+def save(address: str) -> None:
+    """A snapshot of the version that stands; returns when it is on the disk."""
+    with closing(open_channel(address)) as channel:
+        CoordinatorServiceStub(channel).SaveSnapshot(SaveSnapshotRequest(wait_ms=60_000), timeout=70)
 
 
 def client(address: str, rank: int, setup: Setup) -> Client:

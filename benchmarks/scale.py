@@ -26,6 +26,7 @@ class Scale:
     crowd_rounds: int = 3
     medium: int = 4 * MEGABYTE
     pulls: int = 300
+    saved_steps: int = 20
     pushes: int = 192
     growth: tuple[int, ...] = (1, 2, 4, 8, 16)
     sizes: tuple[int, ...] = tuple(size * MEGABYTE for size in (1, 4, 16, 64, 256))
@@ -53,6 +54,7 @@ TINY = Scale(
     crowd_rounds=2,
     medium=400_000,
     pulls=5,
+    saved_steps=2,
     pushes=4,
     growth=(1, 2),
     sizes=(400_000, MEGABYTE),

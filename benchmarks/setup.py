@@ -16,6 +16,7 @@ class Setup:
     short to be timed. servers, workers, policy, lanes: of a job of ours; lanes is "grpc" or "shm". in_flight: the
     servers' budget in bytes; 0 leaves the default. clients: in each worker's process, where one stands for many.
     batch: samples a step, where a network is really trained. overlap: push while gradients are still being computed.
+    durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log.
     """
 
     nbytes: int
@@ -30,6 +31,8 @@ class Setup:
     clients: int = 1
     batch: int = 64
     overlap: bool = False
+    durability: str = ""
+    fsync: str = "everysec"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

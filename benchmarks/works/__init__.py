@@ -1,6 +1,7 @@
 """One file a work: who is compared doing what. WORKS has them all, in the order in which they run."""
 
 from benchmarks.works import (
+    durability,
     growth,
     many_tensors,
     memory,
@@ -9,6 +10,7 @@ from benchmarks.works import (
     push_pull,
     sizes,
     smallest,
+    snapshots,
     tail,
     two_workers,
 )
@@ -26,4 +28,6 @@ WORKS: tuple[Work, ...] = (
     overlap.WORK,
     memory.STEPS,
     memory.CROWD,
+    durability.WORK,
+    snapshots.WORK,
 )
