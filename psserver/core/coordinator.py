@@ -167,7 +167,8 @@ class Coordinator(Updates):
         if loop.ended:
             return Batches(end=True)
         loop.units = units
-        together = [m.worker for m in self.roster.registered()] if self.policy.barrier else [worker]
+        at_once = self.policy.barrier and not self.policy.backup  # who is left behind must not hoard
+        together = [m.worker for m in self.roster.registered()] if at_once else [worker]
         numbers = loop.take(worker, received, count, together if worker in together else [*together, worker])
         for other in self.roster.registered():
             if (other.worker == worker and numbers) or (other.waiting == spec.loop and loop.has_dealt(other.worker)):

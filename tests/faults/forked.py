@@ -19,7 +19,10 @@ from typing import Any, Self
 from tests.ports import free_ports
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["psserver.app", "psserver.cli", "psworker.examples", "tests.faults.scripts"])
+# torch imports its compiler when an optimizer is made, which takes longer than all the rest
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "psserver.app", "psserver.cli", "psworker.connect", "tests.faults.scripts"]
+)
 
 LOOK = 0.02
 """Seconds between two looks at what should become true."""

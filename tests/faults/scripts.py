@@ -1,12 +1,17 @@
 """What workers do while servers and workers around them die."""
 
 import threading
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import psworker
+
+NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 def network() -> nn.Sequential:
@@ -20,10 +25,16 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(80, 6, generator=generator), torch.randint(0, 3, (80,), generator=generator)
 
 
-def train(address: str, rank: int | None, epochs: int = 3, pause: float = 0.0) -> None:
-    """A classifier on 10 batches an epoch, with a learning rate that changes at every step."""
+def train(
+    address: str, rank: int | None, epochs: int = 3, pause: float = 0.0, slow: Mapping[int, float] = NOBODY
+) -> None:
+    """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says when it made each.
+
+    pause: seconds that a step computes; slow: other ones, by rank.
+    """
     torch.set_num_threads(1)
     computing = threading.Event()
+    print(f"connects {time.monotonic():.3f}", flush=True)
     with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
         model = network()
         optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
@@ -34,4 +45,5 @@ def train(address: str, rank: int | None, epochs: int = 3, pause: float = 0.0) -
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            computing.wait(pause)
+            computing.wait(slow.get(rank or 0, pause))
+            print(f"step {time.monotonic():.3f} {job.version}", flush=True)
