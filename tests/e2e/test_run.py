@@ -33,6 +33,10 @@ with psworker.connect() as job:
         if job.stats.steps == 2 and job.rank == 1 and "FALLS" in os.environ and not os.path.exists("fallen"):
             open("fallen", "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
+        shard = {5: 1, 9: 0}.get(job.version) if job.rank == 0 and "SERVERS_FALL" in os.environ else None
+        if shard is not None and not os.path.exists(f"fallen-{shard}"):
+            open(f"fallen-{shard}", "x").close()
+            os.kill(job.client.status()["servers"][shard]["pid"], signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -131,3 +135,19 @@ def test_a_killed_worker_is_started_again_and_the_run_finishes(programs: Program
     assert (content["samples"], content["steps"]) == (320, 2 * VERSIONS)
     assert "w1 was killed by SIGKILL; restart 1 of at most 3" in run.err
     assert "worker lost" in run.err
+
+
+def test_with_a_log_killed_servers_and_workers_change_no_bit(programs: Programs, whole: Program) -> None:
+    """Both servers and a worker are killed, each is started again, nobody else is."""
+    (programs.folder / "fallen").unlink(missing_ok=True)
+    flags = ("--servers", 2, "--workers", 2, "--data-dir", "logged", "--durability", "log")
+    wait = ("--on-worker-loss", "wait:60s", "--summary", "fallen.json")
+    run = programs.run("ps-run", *flags, *wait, "train.py", FALLS="yes", SERVERS_FALL="yes")
+
+    assert run.wait() == 0, run.said
+    for name in ("s0", "s1", "w1"):
+        assert f"{name} was killed by SIGKILL; restart 1 of at most 3" in run.err
+    content = summary(programs, "fallen.json")
+    assert (content["status"], content["restarts"], content["samples"]) == ("done", 3, 320)
+    assert whole.wait() == 0
+    assert content["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
