@@ -237,6 +237,14 @@ def test_batches_count_with_the_push_that_used_them_and_the_loop_ends_for_all_at
     assert job.ask(2, 2) == Batches(end=True)
 
 
+def test_with_backups_only_who_asks_is_dealt_to() -> None:
+    """Else the batches of a slow one would pile up, and the others wait for it at the loop's end."""
+    job = Job(policy("sync", backup=1), workers=2)
+
+    assert [job.ask(1, received) for received in range(3)] == [Batches((number,)) for number in range(3)]
+    assert job.ask(2) == Batches((3,))
+
+
 def test_a_worker_without_data_waits_for_what_others_may_give_back() -> None:
     job, three = Job(workers=2), LoopSpec(0, size=3, batch_size=1)
     for worker in (1, 2):

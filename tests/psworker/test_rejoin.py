@@ -50,6 +50,19 @@ def test_it_comes_back_as_a_new_worker_with_the_same_model(cluster: FakeCluster)
     assert cluster.left[2] == ""
 
 
+def test_it_gets_no_older_weights_than_the_job_had_when_it_came(cluster: FakeCluster) -> None:
+    """A shard that was just restarted may be behind what the others have, for a moment."""
+    with connect(cluster) as client:
+        for _ in range(3):
+            client.push(gradient())
+        cluster.fence(1)
+        seen = len(cluster.received)
+        client.rejoin()
+        client.pull()
+
+    assert [header.min_version for header in cluster.received[seen:]] == [3, 3]
+
+
 def test_its_rank_and_attempt_stay(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PS_WORKER_ATTEMPT", "3")
     with connect(cluster, rank=5) as client:
