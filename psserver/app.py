@@ -56,6 +56,7 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self._resources = ExitStack()
+        self.hub: Hub | None = None
         try:
             self._build()
         except BaseException:
@@ -80,6 +81,7 @@ class Server:
             self._make_log(),
             config.fitness,
         )
+        self._resources.callback(self._end)
         self._grpc, self.address = self._listen()
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         job = (config.job or f"job-{secrets.token_hex(4)}") if config.shard == 0 else ""
@@ -100,6 +102,11 @@ class Server:
         log = ShardLog(config.data_dir, config.shard, config.shards, config.log_fsync, self.metrics.log_failed)
         self._resources.callback(log.close)
         return log
+
+    def _end(self) -> None:
+        """No call is under way any more: whatever was answered is written down."""
+        if self.hub is not None:
+            self.hub.end()
 
     def _listen(self) -> tuple[grpc.Server, str]:
         server = grpc.server(

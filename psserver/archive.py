@@ -54,18 +54,15 @@ class Archive:
     # ---- starting ---------------------------------------------------------------------------------------------------
 
     def next_generation(self) -> None:
-        """Count this start of the job, durably, so that no worker's number is ever given twice."""
+        """Count this start of the job, durably, so that no worker's number is ever given twice. SnapshotError."""
         if self._data_dir is None:
             self.generation += 1
             return
         path = self._data_dir / "generation"
-        self.generation = int(path.read_text()) + 1 if path.exists() else 0
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            file.write(str(self.generation))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            self.generation = _counted_up(path)
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"cannot count this start of the job in {path}: {error}") from error
 
     def to_resume(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
         """The snapshot to start from. SnapshotError where one was asked for, or lies there, and none is valid."""
@@ -201,14 +198,20 @@ class Archive:
         manifest = self._manifest(cutting, job, model)
         try:
             self._snapshots.commit(manifest)
-            self._snapshots.prune(self._keep)
-            self.kept = self._snapshots.versions()
         except SnapshotError as error:
             self._failed(error)
             return None
+        self._prune(self._snapshots)
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
         log.info("snapshot written", extra={"version": cutting.version})
         return manifest
+
+    def _prune(self, snapshots: Snapshots) -> None:
+        try:
+            snapshots.prune(self._keep)
+            self.kept = snapshots.versions()
+        except SnapshotError as error:  # tried again after the next snapshot
+            log.warning("cannot remove old snapshots", extra={"problem": str(error)})
 
     def _manifest(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest:
         parts = [cutting.parts[shard] for shard in range(self._shards)]
@@ -253,3 +256,15 @@ class Archive:
 def groups_of(store: Store | None) -> str:
     """The hyper-parameters as they stand, as JSON; empty before there are any."""
     return groups_to_json(store.groups()) if store is not None else ""
+
+
+def _counted_up(path: Path) -> int:
+    """The number in a file, one more than it was there; 0 where there is none. On the disk before this returns."""
+    number = int(path.read_text()) + 1 if path.exists() else 0
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        file.write(str(number))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return number

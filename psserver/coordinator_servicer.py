@@ -205,7 +205,9 @@ class Coordinator(CoordinatorServiceServicer):
         if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):
             response.restore.version, response.restore.index = news.snapshot.version, news.snapshot.index
             response.restore.manifest_json = news.snapshot.as_json()
-        if news.model is not None and (news.way is Way.BEGIN or news.model.fingerprint() != model):
+        if news.way is Way.BEGIN:
+            model = ""  # it forgets the one that it was told before
+        if news.model is not None and news.model.fingerprint() != model:
             model = news.model.fingerprint()
             response.model.CopyFrom(model_to_proto(news.model))
         return response, news.told, model

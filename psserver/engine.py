@@ -33,6 +33,9 @@ from psserver.staging import Staging
 from psserver.store import Store, TapeReader
 from psserver.timing import Timing
 
+LOOK = 0.4
+"""Seconds after which a thread that waits for an update looks whether its caller is still there."""
+
 
 class Engine:
     """A shard's owner. `report` is called, outside all locks, whenever there is something new to tell the coordinator.
@@ -250,7 +253,7 @@ class Engine:
 
         with self._changed:
             while not ready() and alive() and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left, 1.0))
+                self._changed.wait(min(left, LOOK))
             if self._stopping:
                 raise UnreachableError(f"shard {self.shard} is stopping: {self._stopping}", "STOPPING")
             if key is None or not ready():
@@ -351,7 +354,8 @@ class Engine:
     def make_report(self) -> Report:
         with self._changed:
             report = self._machine.report()
-        return replace(report, log_bytes=self._log.nbytes) if self._log is not None else report
+        log = self._log
+        return replace(report, log_bytes=log.nbytes, log_broken=log.broken) if log is not None else report
 
     def stop(self, reason: str) -> None:
         """Answer everyone who waits."""

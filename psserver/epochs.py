@@ -48,6 +48,7 @@ class Epochs:
         self._fleet, self._metrics, self._fail = fleet, metrics, fail
         self._turning = threading.RLock()
         self._epoch: int | None = None  # of now
+        self._recovered = False  # it was begun by another process
         self.lead: Callable[[Recorder], None] = lambda recorder: None
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
         self.journal = self._make_journal()
@@ -57,15 +58,20 @@ class Epochs:
         """Is everything written down?"""
         return self.journal is not None
 
+    @property
+    def journal_broken(self) -> bool:
+        return self.journal is not None and self.journal.broken
+
     def _make_journal(self) -> JobJournal | None:
         if self._config.durability != "log" or self._config.data_dir is None:
             return None
         return JobJournal(self._config.data_dir, self._config.log_fsync, self._metrics.log_failed)
 
-    def new_recorder(self, epoch: int | None = None) -> Recorder:
-        """A machine that knows nothing."""
+    def new_recorder(self, epoch: int | None = None, generation: int | None = None) -> Recorder:
+        """A machine that knows nothing. epoch, generation: of a log that is to be done again; None: new ones."""
         number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
-        coordinator = Coordinator(self._config.shards, self._rules(), self._archive.generation, number)
+        start = self._archive.generation if generation is None else generation
+        coordinator = Coordinator(self._config.shards, self._rules(), start, number)
         journal: Journal | None = self.journal
         return Recorder(coordinator, journal)
 
@@ -87,6 +93,7 @@ class Epochs:
 
     def begin(self) -> None:
         """A job without a past."""
+        self._recovered = False
         recorder = self.new_recorder()
         self._fleet.new_log(None)
         self._begin_journal(recorder.coordinator, 0)
@@ -101,12 +108,14 @@ class Epochs:
     def _begin_journal(self, coordinator: Coordinator, version: int, state: dict[str, Any] | None = None) -> None:
         if self.journal is not None:
             self.journal.clear()
-            self.journal.begin(version, self._labelled(state or {"epoch": coordinator.epoch}))
+            first = {"epoch": coordinator.epoch, "version": version, "generation": self._archive.generation}
+            self.journal.begin(version, self._labelled(state or first))
 
     def resume(self, manifest: Manifest) -> None:
         """Take a snapshot as the state of the job, with workers yet to come; the shards are told to load it."""
         with self._turning:
             self._archive.next_generation()
+            self._recovered = False
             recorder = self.new_recorder()
             recorder.coordinator.restore(dict(manifest.coordinator), manifest.model, time.monotonic())
             self._fleet.new_log(manifest)
@@ -135,20 +144,26 @@ class Epochs:
     def go_back(self, why: str, epoch: int, version: int) -> None:
         """In this epoch, at this version, a shard lost its numbers: all shards return to the newest snapshot, together.
 
-        Where there is none, the job ends. Another shard may have said so before, and this epoch be over.
+        Where there is none, the job ends; but one that could not go on where its logs end begins anew, as without logs.
+        Another shard may have said so before, and this epoch be over.
         """
         with self._turning:
             if epoch != self._epoch:
                 return
             manifest = self._archive.newest()
-            if manifest is None:
+            if manifest is None and self._recovered:
+                log.error("the job begins anew: there is no snapshot", extra={"why": why, "updates_lost": version})
+                self._metrics.updates_lost(version)
+                self._archive.next_generation()
+                self.begin()
+            elif manifest is None:
                 self._fail(SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT"))
-                return
-            lost = version - manifest.version
-            self._metrics.updates_lost(lost)
-            extra = {"why": why, "version": manifest.version, "updates_lost": lost}
-            log.error("rolling back to a snapshot", extra=extra)
-            self.resume(manifest)
+            else:
+                lost = version - manifest.version
+                self._metrics.updates_lost(lost)
+                extra = {"why": why, "version": manifest.version, "updates_lost": lost}
+                log.error("rolling back to a snapshot", extra=extra)
+                self.resume(manifest)
 
     def written(self, manifest: Manifest) -> None:
         """There is a new snapshot: what was noted down before it is not needed any more."""
@@ -172,14 +187,17 @@ class Epochs:
             return False
         coordinator = recorder.coordinator
         problem = self._archive.recover_into(self._engine, coordinator.epoch, manifest)
+        if not problem and not coordinator.log.can_go_on(self._engine.make_report()):
+            problem = f"shard {self._engine.shard}'s log and the job's do not go together: one of them lacks its end"
         if problem:
             log.error("the log cannot be used", extra={"problem": problem})
             return False
         self._fleet.new_log(manifest)
         self.newest = manifest
         self._take_over(recorder)
+        self._recovered = True
         self.journal.begin(coordinator.version, self._labelled(coordinator.state()))
-        recorder.do("recovered", time.monotonic())
+        recorder.recovered(time.monotonic(), self._archive.generation)
         log.info("went on where the log ends", extra={"version": coordinator.version})
         return True
 
@@ -192,7 +210,7 @@ class Epochs:
                 elif isinstance(note, Command):
                     replay(recorder.coordinator, [note])
                 else:
-                    _check_goes_on(note, recorder.coordinator)
+                    check_goes_on(note, recorder.coordinator)
         except (LogDamagedError, OSError, KeyError, ValueError, TypeError) as error:
             raise LogUnfitError(str(error)) from error
         return recorder
@@ -203,10 +221,11 @@ class Epochs:
         job, shards = note.get("job"), note.get("shards", self._config.shards)
         if shards != self._config.shards:
             raise LogUnfitError(f"{shards} servers wrote it, and there are {self._config.shards} now")
-        recorder = self.new_recorder(note["epoch"])
+        version = manifest.version if manifest else 0
+        if note["version"] != version:
+            raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
+        recorder = self.new_recorder(note["epoch"], note.get("generation"))
         if manifest is not None:
-            if note["version"] != manifest.version:
-                raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {manifest.version}")
             recorder.coordinator.recover(note, manifest.model, time.monotonic())
             job = job or manifest.job
         self._identity.learn(self._config.job or job or self._identity.job, self._fleet.addresses)
@@ -221,7 +240,7 @@ class Epochs:
             self.journal.close()
 
 
-def _check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:
+def check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:
     """A segment has to begin where the commands before it have led; else some of them were not written."""
     state = json.loads(json.dumps(coordinator.state()))
     if differing := [key for key in state if note.get(key) != state[key]]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import MismatchError
-from pscommon.core.log import Entry
+from pscommon.core.log import Entry, Report
 from pscommon.core.model import ModelSpec
 from pscommon.snapshot import Manifest
-from psserver.core.following import Way
+from psserver.core.coordinator import Coordinator
+from psserver.core.following import Way, way_for
 from psserver.core.shard import NO_LOG
 
 
@@ -40,6 +41,7 @@ class Server:
     """What the coordinator knows of a shard's process. instance differs at every start of it, line at every connect.
 
     ready: it follows the log of now. way: what it was told to do to come there. recovers: it was asked to read its log.
+    log_broken: it could not write some of it.
     """
 
     shard: int
@@ -50,6 +52,7 @@ class Server:
     ready: bool = False
     way: Way | None = None
     recovers: bool = False
+    log_broken: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
 
 
@@ -103,10 +106,23 @@ class Fleet:
         server.line += 1
         return reborn
 
-    def disconnect(self, shard: int, line: int) -> None:
-        """A line is cut. That of an earlier connect may be found so long after its successor works."""
-        if self._servers[shard].line == line:
-            self._servers[shard].connected = False
+    def disconnect(self, shard: int, line: int) -> bool:
+        """A line is cut. That of an earlier connect may be found so long after its successor works. True: it is news,
+        nobody serves the shard now."""
+        server = self._servers[shard]
+        news = server.line == line and server.connected
+        server.connected = server.connected and not news
+        return news
+
+    def way(self, report: Report, coordinator: Coordinator, durable: bool) -> Way:
+        """How the shard that reports comes to follow. durable: shards write logs."""
+        server = self._servers[report.shard]
+        if report.epoch != coordinator.epoch and server.way in (Way.RECOVER, Way.RESTORE, Way.BEGIN):
+            return server.way  # it has not done yet what it was told
+        if report.epoch == coordinator.epoch and server.ready:
+            return Way.FOLLOW
+        can_recover = durable and not server.recovers
+        return way_for(coordinator, report, report.epoch == NO_LOG, can_recover, restores=self.snapshot is not None)
 
     def new_log(self, snapshot: Manifest | None) -> None:
         """A log that goes on from a snapshot, or from nothing, begins: nobody follows it yet."""

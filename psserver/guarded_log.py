@@ -24,7 +24,8 @@ def segment(version: int, number: int) -> str:
 class GuardedLog:
     """A RecordLog whose failures are told instead of raised. on_failure is called with the errno's name.
 
-    whole: all that was appended since the last snapshot is there, so that it can be recovered.
+    whole: all that was appended since the last snapshot is there, so that it can be recovered. broken: it is not, for
+    the disk failed.
     """
 
     def __init__(self, folder: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
@@ -32,7 +33,8 @@ class GuardedLog:
         self._folder = folder
         self._on_failure = on_failure
         self._told = -EVERY
-        self.whole = False
+        self.whole = self.broken = False
+        self._closed = False
 
     @property
     def nbytes(self) -> int:
@@ -49,19 +51,21 @@ class GuardedLog:
             self._failed(error)
 
     def begin(self, version: int, records: Iterable[Raw]) -> None:
-        """A new segment, from which on the log is whole."""
+        """A new segment, from which on the log is whole. Nothing comes after `close`."""
+        if self._closed:
+            return
         try:
             number = sum(name.startswith(f"{version:012d}-") for name in self._log.segments())
             self._log.begin(segment(version, number), records)
         except OSError as error:
             self._failed(error)
         else:
-            if not self.whole and self._told > 0:
+            if self.broken:
                 log.info("the log can be written again", extra={"folder": str(self._folder)})
-            self.whole = True
+            self.whole, self.broken = True, False
 
     def _failed(self, error: OSError) -> None:
-        self.whole = False
+        self.whole, self.broken = False, True
         self._on_failure(errno.errorcode.get(error.errno or 0, "other"))
         if time.monotonic() - self._told >= EVERY:
             self._told = time.monotonic()
@@ -90,6 +94,7 @@ class GuardedLog:
             self._failed(error)
 
     def close(self) -> None:
+        self.whole, self._closed = False, True
         try:
             self._log.close()
         except OSError as error:

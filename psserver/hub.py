@@ -24,12 +24,11 @@ from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import Cuts, PartReport
-from psserver.core.following import Way, way_for
+from psserver.core.following import Way
 from psserver.core.policy import policy
 from psserver.core.recorder import Recorder
 from psserver.core.room import check_room, is_full, push_nbytes
 from psserver.core.roster import Member, State
-from psserver.core.shard import NO_LOG
 from psserver.core.waiting import waiting_for
 from psserver.desk import LOOK, Desk
 from psserver.engine import Engine
@@ -37,6 +36,7 @@ from psserver.epochs import Epochs
 from psserver.fleet import Fleet, News, Server, Told
 from psserver.identity import Identity
 from psserver.metrics import ServerMetrics
+from psserver.notices import WaitNotice, tell_lost
 from psserver.status import describe, statistics
 
 LAST_SNAPSHOT = 30.0
@@ -67,6 +67,7 @@ class Hub:
             self._fail,
         )  # fmt: skip
         self._epochs.lead = self._desk.lead
+        self._notice = WaitNotice(time.monotonic())
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True) -> None:
@@ -220,17 +221,19 @@ class Hub:
 
     def shard_down(self, shard: int, line: int) -> None:
         with self._desk.changed:
-            self.fleet.disconnect(shard, line)
+            lost = self.fleet.disconnect(shard, line)
             self._desk.wake()
+        if lost and not self.stopped.is_set():
+            log.warning("lost the line to a shard", extra={"lost": shard, "address": self.fleet[shard].address})
 
     def report(self, report: Report) -> None:
         """A shard's word on what it holds; one that does not follow the log of now is told how it can."""
         with self._desk.changed:
             server, coordinator = self.fleet[report.shard], self._coordinator
-            way = self._way(server, report)
+            way = self.fleet.way(report, coordinator, self._epochs.durable)
             changed = way is not server.way or server.ready is not (way is Way.FOLLOW)
             server.ready, server.way = way is Way.FOLLOW, way
-            server.recovers = server.recovers or way is Way.RECOVER
+            server.recovers, server.log_broken = server.recovers or way is Way.RECOVER, report.log_broken
             if changed:
                 self._desk.wake()
         if way is Way.FOLLOW:
@@ -241,14 +244,6 @@ class Hub:
             self._desk.do("shard_lost", shard=report.shard)
         elif way is Way.GO_BACK:
             self._epochs.go_back(f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version)
-
-    def _way(self, server: Server, report: Report) -> Way:
-        busy = server.way in (Way.RECOVER, Way.RESTORE, Way.BEGIN)
-        if busy and server.way is not None and report.epoch != self._coordinator.epoch:
-            return server.way  # it has not done yet what it was told
-        blank, can_recover = report.epoch == NO_LOG, self._epochs.durable and not server.recovers
-        restores = self.fleet.snapshot is not None
-        return way_for(self._coordinator, server.shard, report.epoch, report.index, blank, can_recover, restores)
 
     def news(self, server: Server, told: Told) -> News:
         """What a shard that has been told so much does not know yet."""
@@ -342,10 +337,16 @@ class Hub:
         gathering = self._coordinator.begun and not self._coordinator.started and self._coordinator.roster.registered()
         self._gathering_since = (self._gathering_since or time.monotonic()) if gathering else None
         for member in self._desk.step(lambda recorder, now: recorder.tick(now)):
-            self._tell_lost(member)
+            tell_lost(member, self.config.on_worker_loss.seconds)
+            if not member.alive:
+                self.metrics.gone(member.worker)
         with self._desk.changed:
             cuts, roster = self._coordinator.cuts, list(self._coordinator.roster)
+            waits = self.fleet.missing or (self._coordinator.roster.here() and self.waiting_for)
+        self._notice.look(self._coordinator, waits or "", time.monotonic())
         self._finish_cut(cuts)
+        if self._epochs.journal_broken or any(server.log_broken for server in self.fleet):
+            self._desk.step(lambda recorder, now: recorder.mend(now))
         self.fleet[0].stats = statistics(self.engine)
         self.metrics.workers({state: sum(m.state == state for m in roster) for state in State})
         for member in roster:
@@ -353,14 +354,6 @@ class Hub:
                 self.metrics.worker(member.worker, member.clock)
         if self.config.exit_when_done and self._coordinator.roster.all_done(self.config.min_workers):
             self.stop("all workers are done")
-
-    def _tell_lost(self, member: Member) -> None:
-        if member.alive:
-            extra = {"worker": member.worker, "seconds": self.config.on_worker_loss.seconds}
-            log.warning("worker is silent; its place is kept", extra=extra)
-        else:
-            log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
-            self.metrics.gone(member.worker)
 
     def stop(self, reason: str) -> None:
         """End the job: a last snapshot where there can be one, then every server goes. Returns at once."""
@@ -391,6 +384,9 @@ class Hub:
                 self._desk.changed.wait(left)
         if self._ticker.is_alive():
             self._ticker.join()
+
+    def end(self) -> None:
+        """Nobody calls any more."""
         self._epochs.close()
 
     def status(self) -> dict[str, Any]:

@@ -25,6 +25,11 @@ class JobJournal:
     def __init__(self, data_dir: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
         self._log = GuardedLog(data_dir / "log-job", fsync, on_failure)
 
+    @property
+    def broken(self) -> bool:
+        """Something since the last snapshot could not be written."""
+        return self._log.broken
+
     def write(self, command: Command) -> None:
         self._log.append(Kind.COMMAND, json.dumps(command.as_json()).encode())
 

@@ -26,6 +26,8 @@ BEAT = 1.0
 """Seconds between reports when nothing happens."""
 PAUSE = 0.2
 """Seconds before the next try when the line is cut."""
+NOTICE = 8.0
+"""Seconds between lines for people that say for whom this shard waits."""
 
 log = logging.getLogger("psserver")
 
@@ -50,6 +52,7 @@ class Link:
         self._statistics = statistics
         self._patience = patience
         self._waiting_for = "shard 0"
+        self._heard = self._said = 0.0  # when the coordinator last was there, and people were told that it is not
         self._news = threading.Event()
         self._outbox: deque[pb.LinkShardRequest] = deque()
         self._call: object = None
@@ -79,21 +82,29 @@ class Link:
         address = ""
         while not address and not self.ended.is_set():
             address = self._identity.wait_for_coordinator(BEAT)
-        silent = 0.0
+        self._heard = self._said = time.monotonic()
         while not self.ended.is_set():
             try:
                 if self._talk(address):
-                    silent = 0.0
+                    self._heard = self._said = time.monotonic()
+            except MismatchError as error:
+                self._fail(error)
+                return
             except PSError as error:
-                if isinstance(error, MismatchError):
-                    self._fail(error)
-                    return
-                silent += PAUSE
-                if silent >= self._patience:
-                    text = f"shard 0 at {address}: nothing for {self._patience:.0f} s: {error}"
-                    self._fail(UnreachableError(text))
+                self._bear(address, error)
             self._waiting_for = f"shard 0 at {address}"
             self.ended.wait(PAUSE)
+
+    def _bear(self, address: str, error: PSError) -> None:
+        """Nobody answers: say so now and then, and give up when it has lasted too long."""
+        now = time.monotonic()
+        silent = now - self._heard
+        if silent >= self._patience:
+            self._fail(UnreachableError(f"shard 0 at {address}: nothing for {silent:.0f} s: {error}"))
+        elif now - self._said >= NOTICE:
+            self._said = now
+            extra = {"waiting_for": f"shard 0 at {address}", "seconds": round(silent), "problem": str(error)}
+            log.info("waiting", extra=extra)
 
     def _fail(self, error: PSError) -> None:
         self.failure = error
@@ -112,9 +123,17 @@ class Link:
                     connected = True
                     self._hear(response)
             except grpc.RpcError as failure:
-                if not connected and not self.ended.is_set():
-                    raise error_from(failure, f"shard 0 at {address}") from failure
+                self._lost(error_from(failure, f"shard 0 at {address}"), address, connected)
         return connected
+
+    def _lost(self, error: PSError, address: str, connected: bool) -> None:
+        """Why a line has ended, or why there was none, which is raised. One that worked will do so again."""
+        if self.ended.is_set():
+            return
+        if not connected:
+            raise error
+        extra = {"coordinator": address, "problem": str(error), "version": self._engine.version}
+        log.warning("lost the line to the coordinator", extra=extra)
 
     def _requests(self) -> Iterator[pb.LinkShardRequest]:
         """A report now, then whenever there is something new, and at every beat."""

@@ -13,6 +13,7 @@ from pscommon.optimizers import groups_from_json
 from pscommon.record_log import LogDamagedError
 from pscommon.snapshot import Manifest
 from pscommon.team import Team
+from psserver.core.job_log import counted
 from psserver.core.shard import Shard
 from psserver.shard_log import Base, LoggedPush, ShardLog
 from psserver.staging import Staging
@@ -121,8 +122,8 @@ class Recovery:
         self.kept[push.staged.key] = Kept(staging, time.monotonic())
 
     def _carry_out(self, entry: Entry) -> None:
-        if missing := self.machine.missing(entry):
-            raise LogUnfitError(f"it lacks pushes {missing}")
+        if missing := counted([entry]) - self.kept.keys():
+            raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
         match entry:
             case Begin():
                 self._numbers.begin(self.kept[PushKey(entry.worker, 0)].staging)

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import grpc
 
-from pscommon.core.errors import InFlightError, InvalidRequestError, MismatchError, out_of_the_job
+from pscommon.core.errors import InFlightError, InvalidRequestError, MismatchError, UnreachableError, out_of_the_job
 from pscommon.core.log import PushKey, Staged
 from pscommon.core.tape import piece_nbytes
 from pscommon.wire.codec import batches_from_proto
@@ -96,9 +96,11 @@ class ParameterServer:
         return header, self._answer(header, key, outcome, again)
 
     def _check_job(self, job: str) -> None:
-        if job != self._identity.job:
-            mine = self._identity.job or "none yet"
-            raise MismatchError(f"this server's job is {mine}, not {job}", "JOB_MISMATCH")
+        mine = self._identity
+        if not mine.job:
+            raise UnreachableError(f"shard {mine.shard} has not heard from the coordinator yet", "NOT_READY")
+        if job != mine.job:
+            raise MismatchError(f"this server's job is {mine.job}, not {job}", "JOB_MISMATCH")
 
     def _receive(
         self,

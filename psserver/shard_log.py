@@ -71,6 +71,11 @@ class ShardLog:
         """Written since the last snapshot was begun."""
         return self._log.nbytes
 
+    @property
+    def broken(self) -> bool:
+        """Something since then could not be written."""
+        return self._log.broken
+
     def begin(
         self, version: int, state: dict[str, Any], model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> None:

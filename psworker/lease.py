@@ -9,11 +9,13 @@ from psproto.v1 import coordinator_pb2 as co
 from psworker.core.pushes import Pushes
 from psworker.drain import Drain
 from psworker.lane import Lane
-from psworker.patience import Waits
+from psworker.patience import Announcer, Waits
 
 BEATS_PER_LEASE = 5
 MIN_CALL_SECONDS = 1.0
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.01, 1.0
+SILENT_SECONDS = 2.0
+"""Two heartbeats in a row without an answer: people are told."""
 
 log = logging.getLogger("psworker")
 
@@ -58,8 +60,8 @@ class Place:
         if self._lost is not None:
             raise type(self._lost)(str(self._lost), self._lost.reason)
 
-    def beat(self, lane: Lane, timeout: float, drain: Drain) -> None:
-        """One heartbeat. Silence is no loss: whoever needs an answer will notice."""
+    def beat(self, lane: Lane, timeout: float, drain: Drain) -> str:
+        """One heartbeat; why nobody has answered, or empty. Silence is no loss."""
         now = self.progress
         request = co.HeartbeatRequest(
             job=self.job,
@@ -75,17 +77,42 @@ class Place:
             self.lose(error)
             log.info("worker %d is out of job %s: %s", self.worker, self.job, error)
         except PSError as error:
-            log.debug("no heartbeat of worker %d: %s", self.worker, error)
+            return str(error)
         else:
             self.stopping = answer.stopping or self.stopping
             if answer.draining:
                 drain.ask()
+        return ""
+
+
+class Silence:
+    """Of the coordinator, towards one worker's heartbeats: said once it has lasted, now and then while it does, and at
+    its end."""
+
+    def __init__(self, worker: int, now: float) -> None:
+        self._worker = worker
+        self._heard = now
+        self._announcer: Announcer | None = None
+
+    def look(self, now: float, problem: str) -> None:
+        """After a heartbeat: why nobody has answered it, or empty."""
+        silent = now - self._heard
+        text = f"no answer to worker {self._worker}'s heartbeats for {silent:.0f} s: {problem}"
+        if not problem:
+            if self._announcer is not None:
+                log.info("worker %d's heartbeats are answered again, after %.0f s", self._worker, silent)
+            self._heard, self._announcer = now, None
+        elif self._announcer is not None:
+            self._announcer.say(now, text)
+        elif silent >= SILENT_SECONDS:
+            self._announcer = Announcer(now)
+            self._announcer.tell(now, text)
 
 
 class Heartbeat:
     """Sends one every fifth of a lease, at least one a second, from a daemon thread, until stopped or fenced.
 
-    Tells the drain what the servers ask, and reminds people of the waits.
+    Tells the drain what the servers ask, and people of the waits and of servers that do not answer.
     """
 
     def __init__(self, place: Place, lane: Lane, lease_seconds: float, drain: Drain, waits: Waits) -> None:
@@ -109,10 +136,13 @@ class Heartbeat:
         return max(self._interval, MIN_CALL_SECONDS)
 
     def _run(self) -> None:
+        clock = self._lane.clock
+        silence = Silence(self._place.worker, clock.now())
         while not self._stop.wait(self._interval):
             try:
-                self._place.beat(self._lane, self._call_seconds, self._drain)
-                self._waits.remind(self._lane.clock.now())
+                problem = self._place.beat(self._lane, self._call_seconds, self._drain)
+                silence.look(clock.now(), problem)
+                self._waits.remind(clock.now())
                 self._place.check()
             except PSError:
                 return

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pscommon.core.errors import UnreachableError, WaitTimeoutError
 
-LOG_SECONDS = 10.0
+LOG_SECONDS = 8.0  # nobody waits for 10 without a line that says for whom
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
 # once the job is known to end, servers that do not answer are not coming back
 LAST_SECONDS = 2.0
@@ -68,8 +68,12 @@ class Announcer:
 
     def say(self, now: float, text: str) -> None:
         if now >= self._next:
-            log.info(text)
-            self._next = now + LOG_SECONDS
+            self.tell(now, text)
+
+    def tell(self, now: float, text: str) -> None:
+        """At once."""
+        log.info(text)
+        self._next = now + LOG_SECONDS
 
 
 class Patience:
@@ -82,6 +86,8 @@ class Patience:
         self._started = self._heard = self._asked = clock.now()
         self._slice = 0.0
         self._announcer = Announcer(self._started)
+        self._whom = ""  # is waited for, as far as the last answer goes
+        self._silent = False  # the last attempt had no answer
         self._pause = FIRST_PAUSE
 
     def ask(self, call: Callable[[], T]) -> T:
@@ -115,7 +121,8 @@ class Patience:
 
     def remind(self, now: float) -> None:
         """The server still has it."""
-        self._announcer.say(now, f"{self._what}: no answer for {now - self._asked:.0f} s")
+        silent = f"{self._what}: no answer for {now - self._asked:.0f} s"
+        self._announcer.say(now, f"{self._what} waits for {self._whom}" if self._whom else silent)
 
     def left(self, slice_seconds: float) -> float:
         """How long the attempt that is now made may wait for others: at most a slice, and half a server's silence."""
@@ -134,7 +141,12 @@ class Patience:
         silent, limit = now - self._heard, self._limits.connect
         if silent >= (min(limit, LAST_SECONDS) if self._limits.hurry() else limit):
             raise UnreachableError(f"{error} (tried for {silent:.0f} s)", error.reason) from error
-        self._announcer.say(now, f"{self._what}: trying again for {limit - silent:.0f} s: {error}")
+        text = f"{self._what}: trying again for {limit - silent:.0f} s: {error}"
+        if self._silent:
+            self._announcer.say(now, text)
+        else:  # news: nobody has to wait for that
+            self._announcer.tell(now, text)
+        self._silent, self._whom = True, ""
         self._clock.sleep(min(self._pause, LONGEST_PAUSE))
         self._pause *= 2
         return self._limits.check()
@@ -144,7 +156,8 @@ class Patience:
         self._limits.check()
         now = self._heard = self._clock.now()
         self._pause = FIRST_PAUSE
-        whom = whom or "the others"
+        self._silent = False
+        self._whom = whom = whom or "the others"
         if now - self._started >= self._limits.wait:
             raise WaitTimeoutError(f"{self._what} waited {now - self._started:.0f} s for {whom}", "WAIT_TIMEOUT")
         self._announcer.say(now, f"{self._what} waits for {whom}")
@@ -153,4 +166,5 @@ class Patience:
 
     def progress(self) -> None:
         """What is waited for has come nearer, or begins only now: wait and silence count from now."""
+        self._whom = ""
         self._started = self._heard = self._clock.now()

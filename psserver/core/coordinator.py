@@ -237,6 +237,7 @@ class Coordinator(Updates):
             "shards": self.shards,
             "version": self.version,
             "index": self.log.index,
+            "digest": self.log.digest,
             "samples": self.samples,
             "counts": dict(self.counts),
             "policy": [*self.policy_args()],
@@ -272,6 +273,7 @@ class Coordinator(Updates):
     def recover(self, state: Mapping[str, Any], model: ModelSpec, now: float) -> None:
         """Be the coordinator whose state this is, right after its cut."""
         self._take_numbers(state, model)
+        self.log.start(state["index"], state["digest"])
         self.epoch = state["epoch"]
         self.started, self._resumed = state["started"], state["resumed"]
         self.policy = policy(*state["policy"])
@@ -285,8 +287,12 @@ class Coordinator(Updates):
         if state["cutting"]:
             self.cuts.begin(state["last_cut"], self.log.index, now, {})
 
-    def recovered(self, now: float) -> None:
-        """This is a new process: all leases run from now, and nobody writes the snapshot that was under way."""
+    def recovered(self, now: float, generation: int) -> None:
+        """This is a new process: all leases run from now, and nobody writes the snapshot that was under way.
+
+        The log may lack its newest lines, and with them workers that joined: their numbers are not given again.
+        """
+        self.roster.new_generation(generation)
         self.cuts.abandon()
         self.cuts.started(self.version, now)
         for member in self.roster.here():

@@ -69,6 +69,10 @@ class Cuts:
         seconds = self.every.seconds
         return self.due_at(version) or (seconds is not None and now - self._last_time >= seconds)
 
+    def age(self, now: float) -> float:
+        """Seconds since the newest cut, or since training started."""
+        return now - self._last_time
+
     def filed(self) -> None:
         """The shell has made a snapshot of the finished parts, or could not."""
         self.finished = None

@@ -2,6 +2,7 @@
 
 from enum import Enum, auto
 
+from pscommon.core.log import Report
 from psserver.core.coordinator import Coordinator
 
 
@@ -17,18 +18,17 @@ class Way(Enum):
     GO_BACK = auto()
 
 
-def way_for(
-    coordinator: Coordinator, shard: int, epoch: int, index: int, blank: bool, can_recover: bool, restores: bool
-) -> Way:
-    """For a shard that has carried out `index` entries of the log of `epoch`.
+def way_for(coordinator: Coordinator, report: Report, blank: bool, can_recover: bool, restores: bool) -> Way:
+    """For a shard that does not follow yet, by its first report.
 
     blank: it has not followed any log since it was started. can_recover: it may have a log on disk that it has not been
-    asked to read. restores: this epoch began with a snapshot.
+    asked to read; one of this epoch only where it followed it. restores: this epoch began with a snapshot.
     """
-    if epoch == coordinator.epoch and not blank:
-        return Way.FOLLOW if coordinator.log.base <= index <= coordinator.log.index else Way.GO_BACK
-    if blank and can_recover:
+    if report.epoch == coordinator.epoch and not blank:
+        return Way.FOLLOW if coordinator.log.can_go_on(report) else Way.GO_BACK
+    followed = report.shard in coordinator.followers
+    if blank and can_recover and followed:
         return Way.RECOVER
-    if coordinator.begun and shard in coordinator.followers:
+    if coordinator.begun and followed:
         return Way.GO_BACK  # it had numbers of this epoch, and has lost them
     return Way.RESTORE if restores else Way.BEGIN

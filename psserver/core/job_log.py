@@ -1,14 +1,21 @@
 """The job's log as the coordinator keeps it: numbered entries, as long as some shard may still need them."""
 
-from pscommon.core.log import Entry
+from collections.abc import Iterable
+
+from pscommon.core.log import Apply, Begin, Entry, PushKey, Report, chained
 
 
 class JobLog:
-    """index: of the newest entry; base: entries up to it are not kept, because every shard has carried them out."""
+    """index: of the newest entry; base: entries up to it are not kept, because every shard has carried them out.
+
+    digest: of all entries.
+    """
 
     def __init__(self, shards: int) -> None:
         self.index = 0
+        self.digest = 0
         self._entries: dict[int, Entry] = {}
+        self._digests = {0: 0}  # from the base on
         self._reached = dict.fromkeys(range(shards), 0)
 
     @property
@@ -21,8 +28,8 @@ class JobLog:
         return self.index + 1
 
     def append(self, entry: Entry) -> None:
-        self.index = entry.index
-        self._entries[entry.index] = entry
+        self.index, self.digest = entry.index, chained(self.digest, entry)
+        self._entries[self.index], self._digests[self.index] = entry, self.digest
 
     def after(self, index: int) -> list[Entry]:
         """What a shard that is at `index` needs."""
@@ -33,9 +40,31 @@ class JobLog:
         self._reached[shard] = max(self._reached[shard], index)
         for carried_out in range(self.base + 1, min(self._reached.values()) + 1):
             self._entries.pop(carried_out, None)
+            self._digests.pop(carried_out - 1, None)
 
-    def start(self, index: int) -> None:
+    def can_go_on(self, report: Report) -> bool:
+        """Has the shard carried out what stands here and no other, and does it hold the pushes that the rest counts?
+
+        A shard whose log could not be written does not, once it was started again. For the first report of a line.
+        """
+        staged = {each.key for each in report.staged}
+        return self._digests.get(report.index) == report.digest and counted(self.after(report.index)) <= staged
+
+    def start(self, index: int, digest: int = 0) -> None:
         """All shards stand here: entries begin after it."""
-        self.index = index
+        self.index, self.digest = index, digest
         self._entries.clear()
+        self._digests = {index: digest}
         self._reached = dict.fromkeys(self._reached, index)
+
+
+def counted(entries: Iterable[Entry]) -> set[PushKey]:
+    """The pushes without which these entries cannot be carried out."""
+    keys: set[PushKey] = set()
+    for entry in entries:
+        match entry:
+            case Begin():
+                keys.add(PushKey(entry.worker, 0))
+            case Apply():
+                keys.update(contribution.key for contribution in entry.contributions)
+    return keys

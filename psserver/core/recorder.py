@@ -25,6 +25,9 @@ from psserver.core.roster import Member
 PAUSE = 1.0
 """Seconds between ticks from which on this process counts as having been stopped itself."""
 
+MEND = 10.0
+"""Seconds after a snapshot was begun until one is tried because a log is broken."""
+
 
 class Command(NamedTuple):
     """One request: a method of Coordinator or Cuts, the time, and its other arguments by name."""
@@ -118,6 +121,12 @@ class Recorder:
         if self.coordinator.cuts.cutting is not before:
             self._turn_page(now)
 
+    def mend(self, now: float) -> None:
+        """Something could not be written down: a cut is where all logs begin anew, if the disk lets them."""
+        coordinator = self.coordinator
+        if coordinator.begun and not coordinator.cuts.busy and coordinator.cuts.age(now) >= MEND:
+            self.cut(now)
+
     def _turn_page(self, now: float) -> None:
         self.journal.rotate(self.coordinator)
         self.do("advance", now)  # what had to wait for the cut
@@ -127,9 +136,9 @@ class Recorder:
         if coordinator.begun and coordinator.cuts.due(coordinator.version, now):
             self.cut(now)
 
-    def recovered(self, now: float) -> None:
+    def recovered(self, now: float, generation: int) -> None:
         """All that was written has been done again: time goes on from here, and a snapshot under way is given up."""
-        self.do("recovered", now)
+        self.do("recovered", now, generation=generation)
 
 
 def replay(coordinator: Coordinator, commands: Iterable[Command]) -> int:
@@ -161,14 +170,13 @@ _PERFORM: Mapping[str, Action] = {
         name: _method(name)
         for name in (
             "join", "register", "leave", "drain", "missing", "back", "lose", "next_batches", "return_batches",
-            "report_metrics", "report", "follows", "advance", "cut",
+            "report_metrics", "report", "follows", "advance", "cut", "recovered",
         )
     },
     "set_policy": lambda c, now, args: c.set_policy(policy(*args["row"]), now),
     "part": lambda c, now, args: c.cuts.part(args["shard"], args["part"]),
     "shard_lost": lambda c, now, args: c.shard_lost(args["shard"]),
     "filed": lambda c, now, args: c.cuts.filed(),
-    "recovered": lambda c, now, args: c.recovered(now),
 }  # fmt: skip
 
 

@@ -79,6 +79,10 @@ class Roster:
         self.members: dict[int, Member] = {}
         self._here: list[Member] = []  # in worker order
 
+    def new_generation(self, generation: int) -> None:
+        """The servers were started again: whoever joins from now on gets a number of this start."""
+        self._next_worker = max(self._next_worker, generation * GENERATION + 1)
+
     def join(self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0) -> Member:
         worker = self._next_worker
         self._next_worker += 1

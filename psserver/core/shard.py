@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
+from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged, chained
 
 REMEMBERED = 16
 """Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in flight."""
@@ -36,13 +36,14 @@ class Outcome:
 
 
 class Shard:
-    """The machine. version: applied updates; index: log entries carried out."""
+    """The machine. version: applied updates; index: log entries carried out, and their digest."""
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
         self.epoch = NO_LOG
         self.version = 0
         self.index = 0
+        self.digest = 0
         self.begun = False
         self.staged: dict[PushKey, Staged] = {}
         self._handed = 0  # last entry that accept() gave out
@@ -60,6 +61,7 @@ class Shard:
         return {
             "epoch": self.epoch,
             "index": self.index,
+            "digest": self.digest,
             "version": self.version,
             "begun": self.begun,
             "evicted": [[worker, reason] for worker, reason in self._evicted.items()],
@@ -72,7 +74,7 @@ class Shard:
     def recover(self, state: Mapping[str, Any]) -> None:
         """Be the machine whose state this is; what its log holds besides comes through `offer` and `accept`."""
         self.epoch, self.index, self._handed = state["epoch"], state["index"], state["index"]
-        self.version, self.begun = state["version"], state["begun"]
+        self.version, self.begun, self.digest = state["version"], state["begun"], state["digest"]
         self._evicted = dict(state["evicted"])
         self._outcomes = {
             worker: OrderedDict((seq, Outcome(*values)) for seq, *values in known)
@@ -83,7 +85,7 @@ class Shard:
         """This is the log to follow, kept from `base` on."""
         if epoch != self.epoch:
             self._early.clear()
-            self.epoch, self.index, self._handed = epoch, base, base
+            self.epoch, self.index, self._handed, self.digest = epoch, base, base, 0
         else:
             self.index = self._handed = max(base, self._handed)
 
@@ -125,7 +127,7 @@ class Shard:
         """The shell has carried this entry out."""
         if entry.index != self.index + 1:
             raise LogError(f"shard {self.shard}: entry {entry.index} done after {self.index}")
-        self.index = entry.index
+        self.index, self.digest = entry.index, chained(self.digest, entry)
         match entry:
             case Begin():
                 self.begun = True
@@ -171,4 +173,4 @@ class Shard:
 
     def report(self) -> Report:
         """Everything that the coordinator needs to know, whole."""
-        return Report(self.shard, self.epoch, self.index, tuple(self.staged.values()))
+        return Report(self.shard, self.epoch, self.index, tuple(self.staged.values()), digest=self.digest)

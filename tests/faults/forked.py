@@ -19,9 +19,8 @@ from typing import Any, Self
 from tests.ports import free_ports
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# torch imports its compiler when an optimizer is made, which takes longer than all the rest
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "psserver.app", "psserver.cli", "psworker.connect", "tests.faults.scripts"]
+    ["psserver.app", "psserver.cli", "psworker.connect", "tests.faults.scripts", "tests.faults.warm"]
 )
 
 LOOK = 0.02

@@ -10,6 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import psworker
+from pscommon.values import Lanes
+from psworker import FencedError
+from tests.e2e.workers import ONES, counter
+from tests.faults.rpc import faulty_lane
 
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
@@ -47,3 +51,40 @@ def train(
             scheduler.step()
             computing.wait(slow.get(rank or 0, pause))
             print(f"step {time.monotonic():.3f} {job.version}", flush=True)
+
+
+def count(
+    address: str,
+    rank: int | None,
+    pushes: int,
+    lanes: tuple[Lanes, ...] = ("grpc",),
+    faults: str = "",
+    seed: int = 0,
+    pause: float = 0.0,
+) -> None:
+    """So many pushes of one each, until that many have been acknowledged to this rank; says how many at the end.
+
+    lanes: by rank, again and again. faults: rules of tests.faults.rpc. A worker that is fenced comes back as a new one;
+    whether the push counted that it was just making, it never learns.
+    """
+    lane = faulty_lane(address, faults, seed=100 * seed + (rank or 0)) if faults else None
+    chosen = lanes[(rank or 0) % len(lanes)]
+    acknowledged = fenced = 0
+    computing = threading.Event()
+    with counter(
+        None if lane else address, rank, lane=lane, lanes=chosen, connect_timeout=60.0, wait_timeout=120.0
+    ) as client:
+        while acknowledged < pushes:
+            try:
+                result = client.push_pull(ONES) if acknowledged % 2 else client.push(ONES)
+            except FencedError as error:
+                fenced += 1
+                print("fenced:", error, flush=True)
+                client.rejoin()
+            else:
+                assert result.status == "applied", result
+                acknowledged += 1
+                print("pushed", acknowledged, flush=True)
+            computing.wait(pause)
+    faulty = sum(lane.faults.counts.values()) if lane else 0
+    print(f"acknowledged {acknowledged}, fenced {fenced}, faults {faulty}", flush=True)

@@ -96,10 +96,10 @@ def test_ask_repeats_silence_and_lateness(time: Time) -> None:
     assert Patience("x", time.clock(), Limits(connect=10, wait=10)).ask(call) == "here"
 
 
-def test_waiting_is_logged_every_ten_seconds(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_is_logged_before_ten_seconds_are_over(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000))
     with caplog.at_level(logging.INFO, "psworker"):
-        for _ in range(35):
+        for _ in range(31):
             time.now += 1
             patience.waited("worker 2")
 
@@ -146,7 +146,7 @@ def test_pauses_end_where_the_wait_has_to(time: Time) -> None:
 
 
 def test_people_are_reminded_of_a_request_that_a_server_sits_on(time: Time, caplog: pytest.LogCaptureFixture) -> None:
-    """Every ten seconds, as long as it has it; no call that hangs goes without a line."""
+    """Before ten seconds are over, as long as it has it; no call that hangs goes without a line."""
     caplog.set_level(logging.INFO, "psworker")
     waits = Waits()
     patience = Patience(
@@ -161,8 +161,9 @@ def test_people_are_reminded_of_a_request_that_a_server_sits_on(time: Time, capl
     waits.remind(time.now)
 
     assert [record.getMessage() for record in caplog.records] == [
-        "push 7 of worker 2 on shard 1 at a:1: no answer for 10 s",
-        "push 7 of worker 2 on shard 1 at a:1: no answer for 20 s",
+        "push 7 of worker 2 on shard 1 at a:1: no answer for 8 s",
+        "push 7 of worker 2 on shard 1 at a:1: no answer for 16 s",
+        "push 7 of worker 2 on shard 1 at a:1: no answer for 24 s",
     ]
 
 
@@ -180,3 +181,34 @@ def test_a_request_is_a_wait_only_while_it_is_asked(time: Time, caplog: pytest.L
     time.now += 10
     waits.remind(time.now)
     assert [record.getMessage() for record in caplog.records] == ["asking: no answer for 10 s"]
+
+
+def test_a_server_that_falls_silent_is_news_and_said_at_once(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each silence; the next lines have time."""
+    caplog.set_level(logging.INFO, "psworker")
+    patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000))
+    patience.failed(SILENT)
+    patience.failed(SILENT)
+    patience.waited("worker 2")
+    patience.failed(SILENT)
+
+    text = "push 7: trying again for 60 s: shard 1 at a:1 does not answer"
+    assert caplog.messages == [text, text]
+
+
+def test_a_reminder_names_whom_the_last_answer_named(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    """Until there is silence instead."""
+    caplog.set_level(logging.INFO, "psworker")
+    patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000))
+    time.now += 5
+    patience.waited("worker 2")
+    patience.asked()
+    time.now += 3
+    patience.remind(time.now)
+    patience.failed(SILENT)
+    patience.asked()
+    time.now += 8
+    patience.remind(time.now)
+
+    assert caplog.messages[0] == "push 7 waits for worker 2"
+    assert caplog.messages[2] == "push 7: no answer for 8 s"

@@ -180,7 +180,7 @@ class World:
         """A shard that does not follow the log of now is told how it can."""
         coordinator = self.coordinator
         way = way_for(
-            coordinator, report.shard, report.epoch, report.index, not shard.is_ready,
+            coordinator, report, not shard.is_ready,
             self.scenario.durable and not shard.asked, self.saved is not None and self.rollbacks > 0,
         )  # fmt: skip
         saved, epoch = self.saved, coordinator.epoch
@@ -304,7 +304,7 @@ class World:
         self.recorder = recovered_coordinator(self, self.disks[0], self.saved)
         after = self.coordinator.state()
         check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
-        self.recorder.do("recovered", self.now)
+        self.recorder.recovered(self.now, generation=0)
         self.flush()
 
     def go_back(self) -> None:

@@ -6,6 +6,7 @@ or on none, and version v means the same sum of pushes everywhere.
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 
@@ -103,12 +104,18 @@ class Cut:
 Entry = Begin | Apply | Reject | Evict | Cut
 
 
+def chained(digest: int, entry: Entry) -> int:
+    """The digest (64 bits) of a log of that digest, 0 for an empty one, and one entry more: it tells logs apart."""
+    return int.from_bytes(blake2b(b"%d %r" % (digest, entry), digest_size=8).digest())
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a shard knows, whole, so that a lost, repeated or late report does no harm.
 
     epoch: which start of the job's log this is about; index: the last entry of it that the shard has carried out.
-    log_bytes: of what the shard has written down since the last cut.
+    log_bytes: of what the shard has written down since the last cut; log_broken: some of it could not be written.
+    digest: of all entries up to the index.
     """
 
     shard: int
@@ -116,3 +123,5 @@ class Report:
     index: int
     staged: tuple[Staged, ...]
     log_bytes: int = 0
+    digest: int = 0
+    log_broken: bool = False

@@ -6,6 +6,10 @@ Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
 - A server with default settings cuts off clients that ping often, so it has to allow our interval.
 - SO_REUSEPORT is on by default and lets two servers share one port, each getting some of the clients.
 - The default wait before connecting again grows to two minutes; a restarted server must be found within seconds.
+- `min_reconnect_backoff_ms` is how long one attempt to connect may take, 20 s by default: as long as that, a network
+  that comes back is not noticed, because the attempt that was made before hangs.
+- The answer to a ping queues behind the data on its way, a MB or two. So a connection that sends a large push at less
+  than about 10 Mbit/s is taken for dead, for the sake of noticing those that are within 4 s.
 - gRPC's own care for forks, on by default, stops its threads around each fork, which can hang, and writes to stderr.
   Children that leave gRPC alone (a DataLoader's) need none of it; the others are refused here.
 """
@@ -33,8 +37,9 @@ _BOTH: tuple[Option, ...] = (
     # error details hold the differences between two models: more than the default 8 KiB of metadata
     ("grpc.max_metadata_size", 64 << 10),
     ("grpc.absolute_max_metadata_size", 128 << 10),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    # a peer that is silent for a second is asked, and has 2.2 to answer: whoever vanishes is noticed within 3.2
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 2_200),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -42,8 +47,8 @@ _BOTH: tuple[Option, ...] = (
 CLIENT_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     # the client repeats calls itself: it knows which of them are safe to repeat
     ("grpc.enable_retries", 0),
     # the servers of a job are neighbours; a web proxy of the environment is not meant for them
@@ -55,7 +60,7 @@ CLIENT_OPTIONS: tuple[Option, ...] = (
 SERVER_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     # sockets that connect and then say nothing are dropped
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.http2.settings_timeout", 5_000),

@@ -115,13 +115,19 @@ def staged_from_proto(message: co.Staged) -> Staged:
 
 def report_to_proto(report: Report) -> co.Report:
     """The shard's number travels beside it, in LinkShardRequest."""
-    staged = map(staged_to_proto, report.staged)
-    return co.Report(epoch=report.epoch, index=report.index, staged=staged, log_bytes=report.log_bytes)
+    return co.Report(
+        epoch=report.epoch,
+        index=report.index,
+        staged=map(staged_to_proto, report.staged),
+        log_bytes=report.log_bytes,
+        digest=report.digest,
+        log_broken=report.log_broken,
+    )
 
 
 def report_from_proto(shard: int, message: co.Report) -> Report:
     staged = tuple(map(staged_from_proto, message.staged))
-    return Report(shard, message.epoch, message.index, staged, message.log_bytes)
+    return Report(shard, message.epoch, message.index, staged, message.log_bytes, message.digest, message.log_broken)
 
 
 def entry_to_proto(entry: Entry) -> co.Entry:

@@ -711,11 +711,17 @@ class Report(google.protobuf.message.Message):
     STAGED_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     LOG_BYTES_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    LOG_BROKEN_FIELD_NUMBER: builtins.int
     index: builtins.int
     epoch: builtins.int
     """which start of the log this is about; a report about another one is ignored"""
     log_bytes: builtins.int
     """of the shard's log since the last snapshot"""
+    digest: builtins.int
+    """of all entries up to index, so that nobody goes on from another history"""
+    log_broken: builtins.bool
+    """something since the last snapshot could not be written down"""
     @property
     def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]: ...
     def __init__(
@@ -725,8 +731,10 @@ class Report(google.protobuf.message.Message):
         staged: collections.abc.Iterable[global___Staged] | None = ...,
         epoch: builtins.int = ...,
         log_bytes: builtins.int = ...,
+        digest: builtins.int = ...,
+        log_broken: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "index", b"index", "log_bytes", b"log_bytes", "staged", b"staged"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "index", b"index", "log_broken", b"log_broken", "log_bytes", b"log_bytes", "staged", b"staged"]) -> None: ...
 
 global___Report = Report
 

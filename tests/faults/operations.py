@@ -1,0 +1,92 @@
+"""Everything that a server asks of its disk, counted, so that any of it can go wrong or be the last thing it does."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pscommon.record_log import LogFiles
+from pscommon.snapshot.files import Files
+
+OPERATIONS = {
+    LogFiles: ("make_folder", "open", "write", "sync", "sync_folder", "rename", "remove"),
+    Files: ("make_folder", "save", "write", "sync", "rename", "remove"),
+}
+NAMES = {LogFiles: "log", Files: "snapshot"}
+
+
+class Operation(NamedTuple):
+    """What was asked: of which files (log, snapshot), and what."""
+
+    files: str
+    name: str
+
+
+Act = Callable[[Operation, Callable[[], Any], Sequence[Any]], Any]
+"""Does an operation, or something worse: the operation, how it is really done, its arguments."""
+
+
+class Operations:
+    """The operations from the `first` on, counted from 1, up to the `last` go to `act`, all others to the real disk.
+
+    seen: all that was asked. install: puts it before all logs and snapshots; how: monkeypatch.setattr, or setattr.
+    """
+
+    def __init__(self, first: int, last: int, act: Act) -> None:
+        self.seen: list[Operation] = []
+        self._first, self._last, self._act = first, last, act
+        self._lock = threading.Lock()
+
+    def install(self, how: Callable[[type, str, Any], None]) -> None:
+        for files, names in OPERATIONS.items():
+            for name in names:
+                how(files, name, self._watched(Operation(NAMES[files], name), getattr(files, name)))
+
+    def heal(self) -> None:
+        """From now on all goes to the real disk."""
+        with self._lock:
+            self._last = min(self._last, len(self.seen))
+
+    def _watched(self, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
+        def method(files: object, *arguments: Any) -> Any:
+            with self._lock:
+                self.seen.append(operation)
+                number = len(self.seen)
+                due = self._first <= number <= self._last
+            if due:
+                return self._act(operation, lambda: real(files, *arguments), arguments)
+            return real(files, *arguments)
+
+        return method
+
+
+def failing(code: int) -> Act:
+    """A disk that says no."""
+
+    def act(operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return act
+
+
+def short(operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+    """A disk that fills up amid a write; other operations find it full."""
+    if operation == Operation("log", "write"):
+        descriptor, views, offset = arguments
+        whole = b"".join(views)
+        os.pwrite(descriptor, whole[: len(whole) // 2], offset)
+    elif operation.name in ("save", "write"):
+        real()
+        path: Path = arguments[0]
+        os.truncate(path, path.stat().st_size // 2)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+TROUBLES: dict[str, Act] = {
+    "ENOSPC": failing(errno.ENOSPC),
+    "EIO": failing(errno.EIO),
+    "EROFS": failing(errno.EROFS),
+    "short": short,
+}

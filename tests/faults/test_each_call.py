@@ -1,0 +1,83 @@
+"""Each call of a worker loses its request, its reply, and is repeated: what counts is the same, in each policy."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from psworker import Client
+from tests.e2e.workers import counted, counter, status, until, weights_of
+from tests.faults.exactly_once import POLICIES
+from tests.faults.forked import ForkedJob
+from tests.faults.rpc import Fault, FaultyLane, faulty_lane
+from tests.faults.scripts import count
+
+BATCHES = 3
+FAULTS: dict[Fault, str] = {"request lost": "100%:0%", "reply lost": "0%:100%", "duplicate": "0%:0%:100%"}
+TIMES = {"CoordinatorService.Leave": 1, "CoordinatorService.Heartbeat": 1}
+"""How often in a row, else twice. A worker leaves once, and takes its time between heartbeats."""
+
+METHODS = (
+    *(
+        f"CoordinatorService.{method}"
+        for method in (
+            "Join", "Register", "Heartbeat", "NextBatch", "ReturnBatches", "ReportMetrics", "GetStatus", "Leave",
+        )
+    ),
+    "ParameterServerService.AttachMemory",
+    "ParameterServerService.Exchange",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedJob]:
+    """Two servers; the workers are clients of the test's process."""
+    flags = (*POLICIES[request.param], "--lease", "2s")
+    with ForkedJob(tmp_path_factory.mktemp(request.param), 2, flags, count) as job:
+        job.start("s0", "s1")
+        with counter(job.address, connect_timeout=30.0):
+            pass  # there are weights from now on
+        yield job
+
+
+def use_everything(client: Client) -> None:
+    """A small loop, each batch with a push of one; on the way one batch is given back, and got again."""
+    loop = LoopSpec(client.open_loop, BATCHES, 1)
+    first, *rest = client.next_batches(loop, 2).numbers
+    client.return_batches([BatchKey(loop.loop, number) for number in rest])
+    push(client, loop, first)
+    for _ in range(BATCHES - 1):
+        push(client, loop, *client.next_batches(loop, idle=True).numbers)
+    client.report(loss=1.0)
+    assert client.status()["policy"]
+
+
+def push(client: Client, loop: LoopSpec, number: int) -> None:
+    gradients = client.tapes()[0]
+    np.frombuffer(gradients, np.float32)[:] = 1.0
+    assert client.exchange(gradients=gradients, weights=None, batches=[BatchKey(loop.loop, number)]).status == "applied"
+
+
+def suffer(job: ForkedJob, method: str, fault: Fault) -> FaultyLane:
+    """One worker's life, in which the first calls of this method meet this fault."""
+    times = TIMES.get(method, 2)
+    lane = faulty_lane(job.address, f"{method}={times}:{FAULTS[fault]}")
+    with counter("", lane=lane, connect_timeout=30.0) as client:
+        use_everything(client)
+        if method == "CoordinatorService.Heartbeat":
+            until(lambda: lane.faults.counts[method, fault], f"{method}: {fault}")
+    return lane
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_push_counts_once_and_so_does_its_batch(job: ForkedJob, method: str) -> None:
+    for fault in FAULTS:
+        before = counted(weights_of(job.address))
+        lane = suffer(job, method, fault)
+
+        assert lane.faults.counts[method, fault]
+        assert counted(weights_of(job.address)) == before + BATCHES
+        *_, row = status(job.address)["data"]
+        assert (row["committed"], row["dropped"], row["duplicates"]) == (BATCHES, 0, 0)

@@ -1,0 +1,18 @@
+"""Each push counts once: through lost, repeated and reset calls, over real servers that are killed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.exactly_once import POLICIES, check, run
+
+PUSHES = 1000
+"""For each policy; `python -m tests.faults.exactly_once --pushes 10000` for more."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_acknowledged_is_what_has_counted(policy: str, tmp_path: Path) -> None:
+    tally = run(tmp_path, policy, PUSHES)
+    print(f"\n{policy}: {tally}")
+
+    check(tally, policy, PUSHES)

@@ -1,0 +1,84 @@
+"""Networks that fall silent, between real processes: who notices and says so, when it goes on, and what has counted."""
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.workers import status, until
+from tests.faults.proxied import heard, lines, longest_silence, more
+from tests.faults.pushing import LINE, NOTICED, RESUMED, Jobs, finish, workers
+
+LINK_CUT = 10.0
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    with ExitStack() as stack:
+        yield Jobs(tmp_path, stack)
+
+
+def test_a_round_that_waits_for_a_stopped_worker(jobs: Jobs) -> None:
+    """Before 10 s are over, the waiting worker and the server have said at which step and shard it waits for whom."""
+    job = jobs("sync", "60s", shards=1)
+    job.lives["w1"].send(signal.SIGSTOP)
+    began = time.monotonic()
+    line = heard(job.lives["w0"], " waits for worker ", seconds=LINE)
+    notice = heard(job.lives["s0"], '"event": "waiting"', seconds=LINE - (time.monotonic() - began))
+
+    assert re.search(r"push \d+ of worker \d on shard 0 at [\d.:]+ waits for worker \d \(rank 1, .*, step \d+\)", line)
+    assert re.search(r'"step": \d+, "waiting_for": "worker \d \(rank 1, ', notice)
+    job.lives["w1"].send(signal.SIGCONT)
+    more(workers(job), "pushed")
+    finish(job)
+
+
+def test_a_call_of_a_worker_that_vanished_is_given_up(jobs: Jobs) -> None:
+    """The server answers it long before its time is over, so its thread is free; the worker says that it is alone."""
+    job = jobs("sync", "60s", shards=1)
+    job.lives["w1"].send(signal.SIGSTOP)
+    waiting = lines(job.lives["w0"], "pushed")
+
+    def calls() -> float:
+        return job.metrics(0)("ps_rpc_requests_total", method="ExchangeOnce")
+
+    so_far = until(lambda: calls() if lines(job.lives["w0"], "pushed") == waiting else 0, "a round that waits")
+    began = until(lambda: time.monotonic() if calls() > so_far else 0, "another slice of the wait")
+    so_far = calls()
+    job.proxies[0].half_open()
+    told = more([job.lives["w0"]], "does not answer", seconds=NOTICED)
+    until(lambda: calls() > so_far, "the call is given up", NOTICED - told)
+    given_up = time.monotonic() - began
+    print(f"\na peer that vanished: the worker says so after {told:.1f} s, its call is given up after {given_up:.1f} s")
+
+    assert given_up <= NOTICED
+    job.lives["w1"].send(signal.SIGCONT)
+    job.proxies[0].heal()
+    more(workers(job), "pushed")
+    finish(job)
+
+
+def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
+    """Both say so within 4 s; workers say whom they wait for; then it goes on by itself, from where it was."""
+    job = jobs("async", "60s")
+    began = time.time()
+    job.link.half_open()
+    heard(job.lives["s0"], "lost the line to a shard", seconds=NOTICED)
+    heard(job.lives["s1"], "lost the line to the coordinator", seconds=NOTICED - (time.time() - began))
+    noticed = time.time() - began
+    for life in workers(job):
+        heard(life, "waits for shard ", seconds=LINE - noticed)
+    until(lambda: time.time() - began > LINK_CUT, "the end of the cut")
+    stood = status(job.address)["version"]
+    job.link.heal()
+    resumed = more(workers(job), "pushed", times=2)
+    print(f"\na line between servers: noticed after {noticed:.1f} s, training {resumed:.1f} s after the healing")
+
+    assert resumed <= RESUMED
+    assert longest_silence(job.lives["s1"], "shard 0 at", began, began + LINK_CUT) < LINE
+    assert not lines(job.lives["s0"], "rolling back")
+    assert finish(job) > stood

@@ -1,0 +1,169 @@
+"""A log whose failures are told, not raised; what it says of itself is true."""
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pscommon.record_log import LogFiles
+from psserver.guarded_log import GuardedLog
+from tests.faults.operations import Operations, failing
+
+FOR_GOOD = 1 << 30
+
+
+class Told(list[str]):
+    """The reasons of failures, in order."""
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def log(tmp_path: Path, told: Told) -> GuardedLog:
+    return GuardedLog(tmp_path / "log", "no", told.append)
+
+
+@pytest.fixture
+def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Operations]:
+    """From its call on the disk is full, until it is healed."""
+
+    def now() -> Operations:
+        disk = Operations(1, FOR_GOOD, failing(errno.ENOSPC))
+        disk.install(monkeypatch.setattr)
+        return disk
+
+    return now
+
+
+def kinds(log: GuardedLog, version: int = 0) -> list[int]:
+    return [record.kind for record in log.since(version)]
+
+
+def test_what_is_appended_is_read_again(log: GuardedLog, told: Told) -> None:
+    log.begin(0, [(1, b"base", ())])
+    log.append(2, b"more")
+
+    assert (kinds(log), log.whole, log.broken, told) == ([1, 2], True, False, [])
+
+
+def test_before_it_is_begun_nothing_is_written_or_wrong(log: GuardedLog, told: Told) -> None:
+    log.append(2, b"too early")
+
+    assert (kinds(log), log.whole, log.broken, told) == ([], False, False, [])
+
+
+def test_a_failed_append_is_told_once_and_ends_the_segment(
+    log: GuardedLog, told: Told, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came after it would make no sense without it."""
+    log.begin(0, [(1, b"base", ())])
+    disk = breaks()
+    log.append(2, b"lost")
+    tried = len(disk.seen)
+    disk.heal()
+    log.append(3, b"not even tried")
+
+    assert (told, log.whole, log.broken) == (["ENOSPC"], False, True)
+    assert len(disk.seen) == tried
+    assert 3 not in kinds(log)
+    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+def test_every_failure_counts_but_one_error_is_said(
+    log: GuardedLog, told: Told, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
+) -> None:
+    breaks()
+    for version in range(5):
+        log.begin(version, [(1, b"base", ())])
+
+    assert told == ["ENOSPC"] * 5
+    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+def test_begin_makes_it_whole_again_and_says_so(
+    log: GuardedLog, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log.begin(0, [(1, b"base", ())])
+    disk = breaks()
+    log.append(2, b"lost")
+    disk.heal()
+    log.begin(4, [(1, b"base", ())])
+    log.append(5, b"kept")
+
+    assert (log.whole, log.broken, kinds(log, 4)) == (True, False, [1, 5])
+    assert [r.message for r in caplog.records][1:] == ["the log can be written again"]
+
+
+def test_a_begin_that_fails_ends_the_segment_before_it(
+    log: GuardedLog, told: Told, breaks: Callable[[], Operations]
+) -> None:
+    """What follows goes with a state that is nowhere."""
+    log.begin(0, [(1, b"base", ())])
+    disk = breaks()
+    log.begin(2, [(1, b"base", ())])
+    disk.heal()
+    log.append(2, b"after the state of version 2")
+
+    assert (kinds(log), told, log.broken) == ([1], ["ENOSPC"], True)
+
+
+def test_after_clear_nothing_is_appended_until_begin(
+    log: GuardedLog, told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log.begin(7, [(1, b"base", ())])
+    log.clear()
+    log.append(2, b"of a history that is over")
+    assert (kinds(log), log.whole, log.broken) == ([], False, False)
+
+    log.begin(3, [(1, b"base", ())])  # names may be smaller again
+    log.append(4, b"kept")
+
+    assert (kinds(log), told, caplog.records) == ([1, 4], [], [])
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path, told: Told) -> None:
+    log = GuardedLog(tmp_path / "log", "no", told.append)
+    (tmp_path / "log").touch()
+
+    log.begin(0, [(1, b"base", ())])
+
+    assert (told, log.broken) == (["ENOTDIR"], True)
+
+
+def test_segments_of_one_version_are_all_kept_in_order(log: GuardedLog) -> None:
+    for kind in range(1, 4):
+        log.begin(6, [(kind, b"base", ())])
+
+    assert kinds(log, 6) == [1, 2, 3]
+    assert kinds(log, 7) == []
+
+
+def test_what_cannot_be_retired_is_no_failure(
+    log: GuardedLog, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.begin(0, [(1, b"base", ())])
+    log.begin(2, [(1, b"base", ())])
+    with monkeypatch.context() as patch:
+        patch.setattr(LogFiles, "rename", lambda *_: failing(errno.EIO)(None, None, ()))  # type: ignore[arg-type]
+        log.retire(2)
+    log.append(2, b"goes on")
+
+    assert (kinds(log, 2), told, log.whole) == ([1, 2], [], True)
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+
+
+def test_after_close_nothing_is_written(tmp_path: Path, log: GuardedLog, told: Told) -> None:
+    """A call that was late must not begin a segment that lacks what the others wrote meanwhile."""
+    log.begin(0, [(1, b"base", ())])
+    log.close()
+    log.append(2, b"late")
+    log.begin(1, [(1, b"late", ())])
+
+    assert (kinds(log), told) == ([1], [])

@@ -1,0 +1,89 @@
+"""The coordinator's journal: what is read is what was done, and what is missing is noticed."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from psserver.core.coordinator import Coordinator
+from psserver.core.policy import policy
+from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.rules import Rules
+from psserver.epochs import check_goes_on
+from psserver.job_journal import JobJournal
+from psserver.recovery import LogUnfitError
+from tests.faults.operations import Operations, failing
+
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+BASE = {"epoch": 5, "version": 0}
+
+
+def coordinator() -> Coordinator:
+    return Coordinator(1, Rules(policy("sync"), 2), generation=0, epoch=5)
+
+
+def join(recorder: Recorder, now: float) -> None:
+    recorder.do("join", now, rank=None, host="host", pid=1, device="cpu", attempt=0)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> JobJournal:
+    journal = JobJournal(tmp_path, "no", lambda reason: None)
+    journal.begin(0, BASE)
+    return journal
+
+
+def test_commands_are_read_as_they_were_given(journal: JobJournal) -> None:
+    recorder = Recorder(coordinator(), journal)
+    join(recorder, 1.5)
+    recorder.do("register", 2.0, worker=1, spec=MODEL)
+
+    base, *commands = journal.since(0)
+
+    assert base == BASE
+    arguments = {"rank": None, "host": "host", "pid": 1, "device": "cpu", "attempt": 0}
+    assert commands == [Command("join", 1.5, arguments), Command("register", 2.0, {"worker": 1, "spec": MODEL})]
+
+
+def test_they_lead_to_the_same_state(journal: JobJournal) -> None:
+    recorder = Recorder(coordinator(), journal)
+    join(recorder, 1.0)
+    join(recorder, 2.0)
+    journal.begin(0, recorder.coordinator.state())
+
+    again = coordinator()
+    _, *commands, state = journal.since(0)
+    replay(again, [command for command in commands if isinstance(command, Command)])
+
+    assert isinstance(state, dict)
+    check_goes_on(state, again)
+
+
+def test_a_gap_is_found(journal: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that could not be written, and a next segment that begins with what came of it."""
+    recorder = Recorder(coordinator(), journal)
+    join(recorder, 1.0)
+    with monkeypatch.context() as patch:
+        Operations(1, 1, failing(errno.ENOSPC)).install(patch.setattr)
+        join(recorder, 2.0)
+    journal.begin(0, recorder.coordinator.state())
+
+    again = coordinator()
+    notes = list(journal.since(0))
+    replay(again, [note for note in notes if isinstance(note, Command)])
+
+    assert len(notes) == 3  # two states and one command
+    with pytest.raises(LogUnfitError, match=r"commands before version 0 are missing: .*roster"):
+        check_goes_on(json.loads(json.dumps(notes[-1])), again)
+
+
+def test_who_joins_after_a_recovery_gets_no_number_of_before() -> None:
+    """The journal may have lacked the newest ones."""
+    recorder = Recorder(coordinator())
+    join(recorder, 1.0)
+    recorder.recovered(2.0, generation=3)
+    join(recorder, 3.0)
+
+    assert sorted(recorder.coordinator.roster.members) == [1, 30_001]

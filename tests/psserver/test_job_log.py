@@ -1,0 +1,76 @@
+"""Who may go on with the job's log: those who carried out the same entries, and hold what the rest counts."""
+
+import pytest
+
+from pscommon.core.log import Apply, Begin, Contribution, Entry, Evict, PushKey, Report, Staged, chained
+from psserver.core.job_log import JobLog
+
+UPLOAD, FIRST, SECOND = PushKey(1, 0), PushKey(1, 1), PushKey(1, 2)
+
+
+def apply(index: int, key: PushKey, samples: int = 8) -> Apply:
+    return Apply(index, key.seq, (Contribution(key, samples, 0),))
+
+
+ENTRIES: list[Entry] = [Begin(1, 1), apply(2, FIRST), Evict(3, 7, "gone"), apply(4, SECOND)]
+
+
+def digest(entries: list[Entry]) -> int:
+    value = 0
+    for entry in entries:
+        value = chained(value, entry)
+    return value
+
+
+def report(entries: list[Entry], *staged: PushKey) -> Report:
+    """Of a shard that has carried these out and holds these."""
+    return Report(0, 0, len(entries), tuple(Staged(key, 8, 0) for key in staged), digest=digest(entries))
+
+
+@pytest.fixture
+def log() -> JobLog:
+    log = JobLog(1)
+    for entry in ENTRIES:
+        log.append(entry)
+    return log
+
+
+@pytest.mark.parametrize("done", range(5))
+def test_whoever_is_on_the_way_may(log: JobLog, done: int) -> None:
+    held = [UPLOAD, FIRST, SECOND, SECOND][done:] if done < 4 else []
+
+    assert log.can_go_on(report(ENTRIES[:done], *held))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param([*ENTRIES, Evict(5, 8, "gone")], id="more than the job's"),
+        pytest.param([*ENTRIES[:3], apply(4, SECOND, samples=9)], id="another weight"),
+        pytest.param([*ENTRIES[:2], Evict(3, 6, "gone")], id="another worker"),
+        pytest.param([ENTRIES[0], Evict(2, 7, "gone"), apply(3, FIRST), ENTRIES[3]], id="another order"),
+    ],
+)
+def test_another_history_may_not(log: JobLog, other: list[Entry]) -> None:
+    assert not log.can_go_on(report(other, SECOND))
+
+
+def test_who_lost_a_push_may_not(log: JobLog) -> None:
+    assert not log.can_go_on(report(ENTRIES[:1], SECOND))
+    assert not log.can_go_on(report([], FIRST, SECOND))
+
+
+def test_who_is_at_an_entry_that_is_not_kept_may_not(log: JobLog) -> None:
+    log.reached(0, 3)
+
+    assert not log.can_go_on(report(ENTRIES[:2], SECOND))
+    assert log.can_go_on(report(ENTRIES[:3], SECOND))
+
+
+def test_a_log_that_starts_amid_goes_by_the_digest_it_is_given(log: JobLog) -> None:
+    again = JobLog(1)
+    again.start(3, digest(ENTRIES[:3]))
+    again.append(ENTRIES[3])
+
+    assert again.digest == log.digest
+    assert again.can_go_on(report(ENTRIES))

@@ -1,0 +1,165 @@
+"""A shard made again from its log: exactly what it was, or not at all."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pscommon.core.log import Apply, Begin, Contribution, Entry, Evict, PushKey, Staged
+from pscommon.core.model import ModelSpec, TensorSpec
+from pscommon.team import ALONE
+from psserver.core.job_log import JobLog
+from psserver.core.shard import Shard
+from psserver.recovery import LogUnfitError, Recovery
+from psserver.shard_log import ShardLog
+from psserver.staging import Staging
+from tests.psserver.stores import SGD, Shards
+
+MODEL = ModelSpec((TensorSpec("w", (4,), "float32"),), SGD)
+EPOCH = 9
+UPLOAD, FIRST, SECOND = PushKey(1, 0), PushKey(1, 1), PushKey(1, 2)
+
+
+def begin() -> Begin:
+    return Begin(1, worker=1)
+
+
+def apply(index: int, key: PushKey) -> Apply:
+    return Apply(index, key.seq, (Contribution(key, 8, 0),))
+
+
+class Writer:
+    """A shard's log, and what a shard would write into it. Weights begin as 0; a push of 1 makes them 1 less."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = ShardLog(folder, 0, 1, "no", lambda reason: None)
+        self._shards = Shards(MODEL, 1)
+        self.log.begin(0, self.state(), None, ())
+        self.log.model(MODEL)
+
+    @staticmethod
+    def state(**changed: Any) -> dict[str, Any]:
+        machine = Shard(0)
+        machine.follow(EPOCH, 0)
+        return machine.state() | changed
+
+    def staging(self, value: float, initial: bool = False) -> Staging:
+        (staging,) = self._shards.stage({"w": torch.full((4,), value)}, initial=initial)
+        return staging
+
+    def push(self, key: PushKey, value: float = 1.0) -> None:
+        self.log.push(Staged(key, 8, 0), self.staging(value, initial=key.seq == 0))
+
+    def write(self, *things: PushKey | Entry) -> None:
+        """Pushes and entries, in this order; the upload of weights is of zeros."""
+        for thing in things:
+            if isinstance(thing, PushKey):
+                self.push(thing, 1.0 if thing.seq else 0.0)
+            else:
+                self.log.entry(thing)
+
+    def read(self, shards: int = 1, epoch: int = EPOCH) -> Recovery:
+        recovery = Recovery(0, shards, ALONE, epoch, None, None)
+        recovery.read(self.log)
+        return recovery
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    writer = Writer(tmp_path)
+    yield writer
+    writer.log.close()
+
+
+def weights(recovery: Recovery) -> list[float]:
+    assert recovery.store is not None
+    reading = recovery.store.read(everything=True)
+    whole = torch.frombuffer(bytearray(b"".join(reading.views())), dtype=torch.float32)
+    reading.close()
+    return whole[:4].tolist()
+
+
+def test_all_is_as_it_was(writer: Writer) -> None:
+    writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST), SECOND)
+
+    recovery = writer.read()
+
+    assert (recovery.machine.version, recovery.machine.index) == (1, 2)
+    assert weights(recovery) == [-1.0] * 4
+    assert recovery.kept.keys() == recovery.machine.staged.keys() == {SECOND}
+
+
+def test_its_digest_is_that_of_the_jobs_log(writer: Writer) -> None:
+    """So that the coordinator knows whether both tell the same story."""
+    job = JobLog(1)
+    for entry in (begin(), apply(2, FIRST)):
+        job.append(entry)
+    writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST))
+
+    assert job.can_go_on(writer.read().machine.report())
+
+
+def test_a_push_that_was_written_twice_counts_once(writer: Writer) -> None:
+    """As when its first append failed, but came to the disk: the worker sent it again."""
+    writer.write(UPLOAD, begin(), FIRST)
+    writer.push(FIRST, 5.0)
+    writer.write(apply(2, FIRST))
+    writer.push(FIRST, 5.0)  # decided by now
+    writer.push(UPLOAD, 5.0)
+
+    recovery = writer.read()
+
+    assert weights(recovery) == [-1.0] * 4
+    assert recovery.kept == {}
+
+
+def test_an_entry_that_was_written_twice_is_carried_out_once(writer: Writer) -> None:
+    writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST), apply(2, FIRST))
+
+    assert writer.read().machine.version == 1
+
+
+def test_the_pushes_of_an_evicted_worker_are_gone(writer: Writer) -> None:
+    writer.write(UPLOAD, begin(), FIRST, Evict(2, 1, "gone"))
+
+    assert writer.read().kept == {}
+
+
+@pytest.mark.parametrize(
+    ("things", "problem"),
+    [
+        ((UPLOAD, begin(), apply(2, FIRST)), "it lacks pushes"),
+        ((begin(),), r"it lacks pushes .*seq=0"),
+    ],
+)
+def test_an_entry_without_its_pushes_is_refused(
+    writer: Writer, things: tuple[PushKey | Entry, ...], problem: str
+) -> None:
+    writer.write(*things)
+
+    with pytest.raises(LogUnfitError, match=problem):
+        writer.read()
+
+
+def test_entries_that_are_missing_between_segments_are_noticed(writer: Writer) -> None:
+    writer.write(UPLOAD, begin())
+    writer.log.begin(0, writer.state(index=5, begun=True), MODEL, ())
+
+    with pytest.raises(LogUnfitError, match="entries 2 to 5 are missing"):
+        writer.read()
+
+
+def test_the_log_of_another_start_or_size_is_refused(writer: Writer) -> None:
+    with pytest.raises(LogUnfitError, match="another start"):
+        writer.read(epoch=EPOCH + 1)
+    with pytest.raises(LogUnfitError, match="1 servers wrote it, and there are 2 now"):
+        writer.read(shards=2)
+
+
+def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
+    log = ShardLog(tmp_path, 0, 1, "no", lambda reason: None)
+
+    with pytest.raises(LogUnfitError, match="there is none since version 0"):
+        Recovery(0, 1, ALONE, EPOCH, None, None).read(log)
