@@ -97,6 +97,7 @@ class Archive:
     def _chosen(self, manifest: Manifest) -> Manifest:
         """Newer ones belong to a history that is over."""
         self._set_aside(manifest.version)
+        self.kept = [version for version in self.kept if version <= manifest.version]
         self.newest_version = manifest.version
         self.newest_time = datetime.fromisoformat(manifest.created).timestamp()
         return manifest
@@ -129,6 +130,7 @@ class Archive:
         """Put this shard's part of a snapshot in place; empty, or what is wrong."""
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
+        self.close()  # no part of the history that ends here may come among those of the next one
         plan = Plan(manifest.model, self._shards)
         needed = [plan.range(self._shard, role) for role in ROLES]
         try:

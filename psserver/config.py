@@ -23,7 +23,7 @@ from pscommon.values import (
     host_and_port,
 )
 from psserver.core.cuts import Every
-from psserver.core.policy import policy
+from psserver.core.policy import Policy, policy
 from psserver.core.rules import Fitness, OnLoss, Rules
 
 FIRST_PORT = 50051
@@ -164,11 +164,19 @@ class ServerConfig:
                 "--global-batch takes all of a round, --backup-workers leaves some out: choose one"
             )
 
+    def row(self, name: str, staleness: int | None, max_staleness: int | None) -> Policy:
+        """Of this policy in a job with these settings. InvalidRequestError where there is none."""
+        backup = self.backup_workers if name == "sync" or staleness == 0 else 0
+        try:
+            return policy(name, staleness, max_staleness, backup)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+
     def rules(self) -> Rules:
         """What the coordinator goes by."""
         every = self.snapshot_every
         return Rules(
-            policy(self.policy, self.staleness, self.max_staleness, self.backup_workers),
+            self.row(self.policy, self.staleness, self.max_staleness),
             self.min_workers,
             self.lease,
             Every(every.seconds, every.steps) if every else Every(),

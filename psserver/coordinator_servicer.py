@@ -137,7 +137,7 @@ class Coordinator(CoordinatorServiceServicer):
 
     def RestoreSnapshot(self, request: pb.RestoreSnapshotRequest, context: Context) -> pb.RestoreSnapshotResponse:
         with answering(context):
-            self._hub.restore(request.version)
+            self._hub.restore(request.version, request.wait_ms / 1000)
             return pb.RestoreSnapshotResponse()
 
     def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:

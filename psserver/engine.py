@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from pscommon.core.errors import UnreachableError
 from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
-from pscommon.core.model import ITEMSIZE, ROLES, ModelSpec, OptimizerSpec, Scalar
+from pscommon.core.model import ModelSpec, OptimizerSpec, Scalar
 from pscommon.core.tape import Plan
 from pscommon.optimizers import groups_from_json, validate
 from pscommon.snapshot import Manifest
@@ -30,7 +30,7 @@ from psserver.reading import Reading
 from psserver.recovery import Kept, LogUnfitError, Recovery, apply
 from psserver.shard_log import ShardLog
 from psserver.staging import Staging
-from psserver.store import Store, TapeReader
+from psserver.store import Store, TapeReader, numbers_of
 from psserver.timing import Timing
 
 LOOK = 0.4
@@ -41,8 +41,7 @@ class Engine:
     """A shard's owner. `report` is called, outside all locks, whenever there is something new to tell the coordinator.
 
     cut(version, store) is called, while nothing is applied, to start a snapshot of exactly this version.
-    threads: how many work on one update of a large model. log: where everything is written down before it is told.
-    fitness: what is looked at in a gradient.
+    threads: how many work on one update. log: where all is written before it is told. fitness: what pushes have to be.
     """
 
     def __init__(
@@ -114,10 +113,7 @@ class Engine:
     def _install(self, spec: ModelSpec, store: Store) -> None:
         self._model, self._store, self._like = spec, store, validate(spec.optimizer)
         self._changed.notify_all()
-        plan = Plan(spec, self.shards)
-        held = [s for role in ROLES for s in plan.slices(plan.range(self.shard, role))]
-        numbers = sum((s.stop - s.start) // ITEMSIZE[spec.tensors[s.tensor].dtype] for s in held)
-        self.metrics.model(numbers, store.nbytes)
+        self.metrics.model(numbers_of(Plan(spec, self.shards), self.shard), store.nbytes)
 
     def begin_log(self, epoch: int, base: int) -> None:
         """Follow a log from `base` on with nothing: what was here before is void."""
@@ -242,20 +238,23 @@ class Engine:
             return self._machine.outcome(key)
 
     def wait(self, key: PushKey | None, version: int, seconds: float, alive: Callable[[], bool]) -> Outcome | None:
-        """Until the push is decided and `version` is here. None: not within `seconds`."""
+        """Until the push is decided and `version` is here; None: not within `seconds`. NOT_READY: send it (again)."""
         deadline = time.monotonic() + seconds
 
         def ready() -> bool:
             machine = self._machine
+            over = self._stopping or (key is not None and not machine.knows(key))  # all have gone back, say
             rejected = key is not None and (outcome := machine.outcome(key)) is not None and outcome.status != "applied"
             decided = key is None or key.seq == 0 or machine.outcome(key) is not None
-            return bool(self._stopping) or rejected or (decided and machine.begun and machine.version >= version)
+            return bool(over or rejected or (decided and machine.begun and machine.version >= version))
 
         with self._changed:
             while not ready() and alive() and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(min(left, LOOK))
             if self._stopping:
                 raise UnreachableError(f"shard {self.shard} is stopping: {self._stopping}", "STOPPING")
+            if key is not None and not self._machine.knows(key):
+                raise UnreachableError(f"shard {self.shard} does not hold push {key.seq} of this worker", "NOT_READY")
             if key is None or not ready():
                 return None
             return self._machine.outcome(key) or Outcome("applied", self._machine.version)

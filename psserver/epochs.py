@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pscommon.core.errors import PSError, SnapshotError
@@ -15,7 +16,6 @@ from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Command, Journal, Recorder, replay
-from psserver.core.rules import Rules
 from psserver.engine import Engine
 from psserver.fleet import Fleet
 from psserver.identity import Identity
@@ -31,7 +31,7 @@ EPOCH_BITS = 62
 class Epochs:
     """Begins logs on shard 0. lead: takes the machine that is in charge from now on, with nobody else looking.
 
-    fail: told why the job has to end.
+    fail: told why the job has to end. expected: asked how many workers will come back.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class Epochs:
         self._turning = threading.RLock()
         self._epoch: int | None = None  # of now
         self._recovered = False  # it was begun by another process
+        self.rules = config.rules()  # for the machines that are made from now on
         self.lead: Callable[[Recorder], None] = lambda recorder: None
+        self.expected: Callable[[], int] = lambda: 0
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
         self.journal = self._make_journal()
 
@@ -71,12 +73,9 @@ class Epochs:
         """A machine that knows nothing. epoch, generation: of a log that is to be done again; None: new ones."""
         number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
         start = self._archive.generation if generation is None else generation
-        coordinator = Coordinator(self._config.shards, self._rules(), start, number)
+        coordinator = Coordinator(self._config.shards, self.rules, start, number)
         journal: Journal | None = self.journal
         return Recorder(coordinator, journal)
-
-    def _rules(self) -> Rules:
-        return self._config.rules()
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
@@ -117,7 +116,8 @@ class Epochs:
             self._archive.next_generation()
             self._recovered = False
             recorder = self.new_recorder()
-            recorder.coordinator.restore(dict(manifest.coordinator), manifest.model, time.monotonic())
+            state, now, expected = dict(manifest.coordinator), time.monotonic(), self.expected()
+            recorder.coordinator.restore(state, manifest.model, now, expected)
             self._fleet.new_log(manifest)
             self.newest = manifest
             self._begin_journal(recorder.coordinator, manifest.version, recorder.coordinator.state())
@@ -140,6 +140,13 @@ class Epochs:
                 self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
             else:
                 self.resume(older)
+
+    def restore(self, version: int) -> None:
+        """Somebody wants all shards to go back to this snapshot. SnapshotError where it is not there or not sound."""
+        with self._turning:
+            manifest = self._archive.exactly(version)
+            log.warning("going back to a snapshot, as asked", extra={"version": version})
+            self.resume(manifest)
 
     def go_back(self, why: str, epoch: int, version: int) -> None:
         """In this epoch, at this version, a shard lost its numbers: all shards return to the newest snapshot, together.
@@ -165,7 +172,16 @@ class Epochs:
                 log.error("rolling back to a snapshot", extra=extra)
                 self.resume(manifest)
 
-    def written(self, manifest: Manifest) -> None:
+    def file(self, coordinator: Coordinator) -> None:
+        """Make a snapshot of the parts that are there, unless their history is over."""
+        with self._turning:
+            finished, model = coordinator.cuts.finished, coordinator.model
+            if coordinator.epoch == self._epoch and finished is not None and model is not None:
+                manifest = self._archive.commit(finished, self._identity.job, model)
+                if manifest is not None:
+                    self._written(manifest)
+
+    def _written(self, manifest: Manifest) -> None:
         """There is a new snapshot: what was noted down before it is not needed any more."""
         self.newest = manifest
         self._engine.snapshot_written(manifest.version)
@@ -194,6 +210,7 @@ class Epochs:
             return False
         self._fleet.new_log(manifest)
         self.newest = manifest
+        self.rules = replace(self.rules, policy=coordinator.policy)
         self._take_over(recorder)
         self._recovered = True
         self.journal.begin(coordinator.version, self._labelled(coordinator.state()))

@@ -4,10 +4,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from pscommon.core.errors import (
-    InvalidRequestError,
     MismatchError,
     PSError,
     SnapshotError,
@@ -23,12 +23,11 @@ from pscommon.core.tape import Plan
 from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Batches, Coordinator
-from psserver.core.cuts import Cuts, PartReport
+from psserver.core.cuts import PartReport
 from psserver.core.following import Way
-from psserver.core.policy import policy
 from psserver.core.recorder import Recorder
-from psserver.core.room import check_room, is_full, push_nbytes
-from psserver.core.roster import Member, State
+from psserver.core.room import check_room, check_switch, is_full, push_nbytes
+from psserver.core.roster import Member
 from psserver.core.waiting import waiting_for
 from psserver.desk import LOOK, Desk
 from psserver.engine import Engine
@@ -36,8 +35,8 @@ from psserver.epochs import Epochs
 from psserver.fleet import Fleet, News, Server, Told
 from psserver.identity import Identity
 from psserver.metrics import ServerMetrics
-from psserver.notices import WaitNotice, tell_lost
 from psserver.status import describe, statistics
+from psserver.watch import Watch, health
 
 LAST_SNAPSHOT = 30.0
 """Seconds that the end of a job waits for its last snapshot."""
@@ -67,7 +66,8 @@ class Hub:
             self._fail,
         )  # fmt: skip
         self._epochs.lead = self._desk.lead
-        self._notice = WaitNotice(time.monotonic())
+        self._epochs.expected = lambda: self._coordinator.expected
+        self._watch = Watch(metrics, config.on_worker_loss.seconds)
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True) -> None:
@@ -101,8 +101,7 @@ class Hub:
 
     def join(self, job: str, rank: int | None, host: str, pid: int, device: str, attempt: int = 0) -> Member:
         self.check_job(job)
-        if self.stop_reason is not None:
-            raise UnreachableError(f"the job is stopping: {self.stop_reason}", "STOPPING")
+        self._check_goes_on()
         member: Member = self._desk.do("join", rank=rank, host=host, pid=pid, device=device, attempt=attempt)
         log.info("worker joined", extra={"worker": member.worker, "rank": member.rank, "host": host, "pid": pid})
         return member
@@ -116,6 +115,10 @@ class Hub:
     def open_loop(self) -> int:
         """Loops before this one have ended."""
         return self._coordinator.ledger.open_loop
+
+    def _check_goes_on(self) -> None:
+        if self.stop_reason is not None:
+            raise UnreachableError(f"the job is stopping: {self.stop_reason}", "STOPPING")
 
     def check_job(self, job: str) -> None:
         if job and job != self.job:
@@ -157,12 +160,12 @@ class Hub:
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Another policy from the next update on."""
-        try:
-            policy(name, staleness, max_staleness)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
-        self._desk.do("set_policy", row=(name, staleness, max_staleness, 0))
-        log.info("policy changed", extra={"policy": name, "staleness": staleness})
+        row = self.config.row(name, staleness, max_staleness)
+        self._desk.step(lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight))
+        self._epochs.rules = replace(self._epochs.rules, policy=row)
+        self._desk.do("set_policy", row=(name, staleness, max_staleness, row.backup))
+        self.metrics.shard_info(shards=self.config.shards, job=self.job, policy=name)
+        log.info("policy changed", extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness})
 
     def next_batches(
         self, worker: int, spec: LoopSpec | StreamSpec, received: int, count: int, idle: bool, seconds: float
@@ -282,9 +285,16 @@ class Hub:
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 
-    def restore(self, version: int) -> None:
+    def restore(self, version: int, seconds: float) -> None:
         """All shards go back to the snapshot of this version; workers join again by themselves."""
-        self._epochs.resume(self.archive.exactly(version))
+        self._check_goes_on()
+        self._epochs.restore(version)
+        done = self._desk.until(lambda recorder, now: True, seconds)
+        taken = self.fleet.snapshot
+        if taken is None or taken.version != version:
+            raise SnapshotError(f"snapshot {version} cannot be loaded by every shard (see the servers' logs)")
+        if not done:
+            raise WaitTimeoutError(f"not every shard has loaded it: {self.fleet.missing or self.stop_reason}")
 
     def _fail(self, error: PSError) -> None:
         self.failure = self.failure or error
@@ -303,24 +313,23 @@ class Hub:
         return version
 
     def _saved(self, wanted: int, seconds: float, stopping: bool = False) -> int | None:
-        """Cut until a snapshot of at least this version is written; its version, or None: not in time."""
+        """Cut until there is a snapshot of this version (less, if all go back); its version, or None: not in time."""
 
         def written(recorder: Recorder, now: float) -> int | None:
             newest = self.archive.newest_version
-            if newest is not None and newest >= wanted:
+            if newest is not None and newest >= min(wanted, recorder.coordinator.version):
                 return newest
             recorder.cut(now)
             return None
 
         return self._desk.until(written, seconds, stopping)
 
-    def _finish_cut(self, cuts: Cuts) -> None:
+    def _finish_cut(self) -> None:
         """Where all parts are there, the manifest makes them a snapshot; only then may the next one be cut."""
-        if cuts.finished is not None:
-            manifest = self.archive.commit(cuts.finished, self.job, self.plan.spec)
+        coordinator = self._coordinator
+        if coordinator.cuts.finished is not None:
+            self._epochs.file(coordinator)
             self._desk.do("filed")
-            if manifest is not None:
-                self._epochs.written(manifest)
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -336,22 +345,17 @@ class Hub:
     def _tick(self) -> None:
         gathering = self._coordinator.begun and not self._coordinator.started and self._coordinator.roster.registered()
         self._gathering_since = (self._gathering_since or time.monotonic()) if gathering else None
-        for member in self._desk.step(lambda recorder, now: recorder.tick(now)):
-            tell_lost(member, self.config.on_worker_loss.seconds)
-            if not member.alive:
-                self.metrics.gone(member.worker)
+        self._watch.lost(self._desk.step(lambda recorder, now: recorder.tick(now)))
         with self._desk.changed:
-            cuts, roster = self._coordinator.cuts, list(self._coordinator.roster)
+            now, roster = time.monotonic(), list(self._coordinator.roster)
+            found = health(self._coordinator, now)
             waits = self.fleet.missing or (self._coordinator.roster.here() and self.waiting_for)
-        self._notice.look(self._coordinator, waits or "", time.monotonic())
-        self._finish_cut(cuts)
+        self._watch.look(roster, found, now)
+        self._watch.waits(self._coordinator, waits or "", now)
+        self._finish_cut()
         if self._epochs.journal_broken or any(server.log_broken for server in self.fleet):
             self._desk.step(lambda recorder, now: recorder.mend(now))
         self.fleet[0].stats = statistics(self.engine)
-        self.metrics.workers({state: sum(m.state == state for m in roster) for state in State})
-        for member in roster:
-            if member.registered:
-                self.metrics.worker(member.worker, member.clock)
         if self.config.exit_when_done and self._coordinator.roster.all_done(self.config.min_workers):
             self.stop("all workers are done")
 

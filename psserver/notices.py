@@ -1,9 +1,8 @@
-"""What shard 0 tells people of those whom the job waits for, and of those it has lost."""
+"""What shard 0 tells people of those whom the job waits for."""
 
 import logging
 
 from psserver.core.coordinator import Coordinator
-from psserver.core.roster import Member
 
 NOTICE = 8.0
 """Seconds after which a wait is worth a line, and then another one: nobody waits for 10 without."""
@@ -26,12 +25,3 @@ class WaitNotice:
         elif now - self._said >= NOTICE:
             self._said = now
             log.info("waiting", extra={"step": step[1], "waiting_for": whom, "seconds": round(now - self._since)})
-
-
-def tell_lost(member: Member, kept_seconds: float) -> None:
-    """A worker's lease has ended; its place may be kept for a while."""
-    if member.alive:
-        extra = {"worker": member.worker, "seconds": kept_seconds}
-        log.warning("worker is silent; its place is kept", extra=extra)
-    else:
-        log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})

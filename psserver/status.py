@@ -9,6 +9,7 @@ from pscommon.core.stream import StreamSpec
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
 from psserver.engine import Engine
+from psserver.watch import health
 
 if TYPE_CHECKING:
     from psserver.hub import Hub
@@ -93,12 +94,14 @@ def statistics(engine: Engine) -> dict[str, Any]:
 
 
 def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
+    found = health(coordinator, now)
     return [
         {
             "worker": m.worker, "rank": m.rank, "host": m.host, "pid": m.pid, "device": m.device,
             "state": str(m.state), "clock": m.clock, "steps": m.steps, "step_seconds": m.step_seconds,
             "samples_per_second": m.samples_per_second, "phase": m.phase,
             "silent_seconds": round(now - m.last_seen, 3) if m.alive else None, "reason": m.reason,
+            "health": str(found[m.worker].health), "own_seconds": m.pace.seconds, "draining": m.draining,
         }
         for m in coordinator.roster
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ROLES, Role, Scalar
+from pscommon.core.model import ITEMSIZE, ROLES, Role, Scalar
 from pscommon.core.tape import Plan, Range, Segment, cut
 from pscommon.optimizers import groups_from_json, validate
 from pscommon.team import ALONE, Team
@@ -282,3 +282,9 @@ def _memory(staging: Staging) -> Memory:
 def _is_finite(flat: Tensor) -> bool:
     """NaN and Inf survive a sum, which takes one fast pass; a sum that overflowed is told apart by the extremes."""
     return math.isfinite(flat.sum().item()) or all(math.isfinite(extreme.item()) for extreme in torch.aminmax(flat))
+
+
+def numbers_of(plan: Plan, shard: int) -> int:
+    """How many numbers of the model lie on this shard."""
+    held = [piece for role in ROLES for piece in plan.slices(plan.range(shard, role))]
+    return sum((piece.stop - piece.start) // ITEMSIZE[plan.spec.tensors[piece.tensor].dtype] for piece in held)

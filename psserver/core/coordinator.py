@@ -24,6 +24,7 @@ from pscommon.core.errors import (
 from pscommon.core.log import BatchKey, Cut
 from pscommon.core.model import ModelSpec
 from pscommon.core.stream import Spec, StreamSpec
+from psserver.core.pace import Pace
 from psserver.core.policy import Policy, policy
 from psserver.core.roster import Member, State
 from psserver.core.rules import Rules
@@ -96,6 +97,8 @@ class Coordinator(Updates):
 
     def _activate(self, member: Member, now: float) -> None:
         old = None if member.registered else self.roster.predecessor(member)
+        if self.started and not member.registered:
+            member.pace.begin(now)
         if old is None:
             self.roster.activate(member)
             return self.advance(now)
@@ -180,6 +183,7 @@ class Coordinator(Updates):
         member.waiting = spec.loop
         if member.state is State.ACTIVE:
             member.state = State.IDLE
+            member.pace.pause()
         self.end_loops()
         self.advance(now)
         return Batches(end=True) if loop.ended else None
@@ -256,16 +260,24 @@ class Coordinator(Updates):
             "loops": self.ledger.state(),
         }
 
+    @property
+    def expected(self) -> int:
+        """How many workers would come back if the job went back to a snapshot now."""
+        return len(self.roster.registered()) if self.started else self.min_workers
+
     def policy_args(self) -> tuple[str, int | None, int | None, int]:
         """What `policy` made the row of."""
         row = self.policy
         return row.name, row.bound if row.name == "ssp" else None, row.max_staleness, row.backup
 
-    def restore(self, state: Mapping[str, Any], model: ModelSpec, now: float) -> None:
-        """Go on from a snapshot, with workers yet to come: what they had not pushed then is dealt anew."""
+    def restore(self, state: Mapping[str, Any], model: ModelSpec, now: float, expected: int = 0) -> None:
+        """Go on from a snapshot, with workers yet to come: what they had not pushed then is dealt anew.
+
+        expected: how many the job had just now, 0 where it was not running: more than these will not come back.
+        """
         self._take_numbers(state, model)
         self._resumed = True
-        self.min_workers = max(1, min(self.min_workers, state["registered"]))
+        self.min_workers = max(1, min(self.min_workers, state["registered"], expected or self.min_workers))
         self.ledger.restore(state["loops"])
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(self.version, now)
@@ -297,7 +309,7 @@ class Coordinator(Updates):
         self.cuts.started(self.version, now)
         for member in self.roster.here():
             member.last_seen = member.joined_at = now
-            member.missing_since = None
+            member.missing_since, member.pace = None, Pace()
         self.advance(now)
 
     def _take_numbers(self, state: Mapping[str, Any], model: ModelSpec) -> None:

@@ -4,6 +4,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
 from psserver.core.coordinator import Coordinator
+from psserver.core.policy import Policy
 
 
 def push_nbytes(spec: ModelSpec, shards: int) -> int:
@@ -15,11 +16,25 @@ def push_nbytes(spec: ModelSpec, shards: int) -> int:
 def check_room(coordinator: Coordinator, worker: int, nbytes: int, in_flight: int) -> None:
     """InvalidRequestError where a round with this worker, which is about to register, would not fit --in-flight.
 
-    nbytes: of one push. In sync and ssp such a round would never close; in async one push need not wait for another.
-    Pushes through shared memory take no room, but who has it is not known yet, so all are counted.
+    nbytes: of one push.
     """
     others = [member for member in coordinator.roster.registered() if member.worker != worker]
-    workers = 1 + len(others) if coordinator.policy.bound is not None else 1
+    _check_round(coordinator.policy, 1 + len(others), nbytes, in_flight)
+
+
+def check_switch(coordinator: Coordinator, row: Policy, in_flight: int) -> None:
+    """InvalidRequestError where a round of those who are here would not fit --in-flight under this policy."""
+    if coordinator.model is not None:
+        workers = len(coordinator.roster.registered())
+        _check_round(row, workers, push_nbytes(coordinator.model, coordinator.shards), in_flight)
+
+
+def _check_round(row: Policy, workers: int, nbytes: int, in_flight: int) -> None:
+    """In sync and ssp such a round would never close; in async one push need not wait for another.
+
+    Pushes through shared memory take no room, but who has it may not be known yet, so all are counted.
+    """
+    workers = workers if row.bound is not None else 1
     needed = workers * nbytes
     if needed > in_flight:
         raise InvalidRequestError(

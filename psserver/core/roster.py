@@ -1,9 +1,11 @@
 """Who takes part: workers, their leases and clocks. Time is an argument: this host's monotonic seconds."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from psserver.core.pace import Pace
 
 
 class State(StrEnum):
@@ -21,8 +23,8 @@ class Member:
     ranked: its launcher gave it its rank; attempt: how often that had started it before.
     seq: its newest push that was decided; steps: pushes that counted; clock: steps for the gate; waiting: the loop that
     it has no batch of and waits for; bad: pushes in a row that were no good.
-    missing_since: its lease has ended and its place is kept; draining: it was asked to leave. joined_at, last_seen,
-    pushed_at: by the clock of this process.
+    missing_since: its lease has ended and its place is kept; draining: it was asked to leave. joined_at, last_seen: by
+    the clock of this process. step_seconds: as the worker says, waiting for others included; pace: as its pushes show.
     """
 
     worker: int
@@ -43,10 +45,10 @@ class Member:
     missing_since: float | None = None
     draining: bool = False
     joined_at: float = 0.0
-    pushed_at: float = 0.0
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
     phase: str = ""
+    pace: Pace = field(default_factory=Pace)
 
     @property
     def alive(self) -> bool:
@@ -67,7 +69,7 @@ LATENESS = 2.5
 """Seconds that a heartbeat can be under way, or wait in a server that was stopped for a moment."""
 
 # what a worker tells about itself goes with the process that heard it
-_HEARD = ("last_seen", "joined_at", "pushed_at", "step_seconds", "samples_per_second", "phase")
+_HEARD = ("last_seen", "joined_at", "step_seconds", "samples_per_second", "phase", "pace")
 
 
 class Roster:
@@ -204,3 +206,4 @@ class Roster:
         for member in self._here:
             member.last_seen += seconds
             member.joined_at += seconds
+            member.pace.forgive(seconds)

@@ -112,6 +112,10 @@ class Shard:
             return Outcome("applied", self.version, detail="long ago")
         return None
 
+    def knows(self, key: PushKey) -> bool:
+        """Is the push staged, or decided? Of initial weights, once there are any, it makes no difference whose."""
+        return key in self.staged or (self.begun and key.seq == 0) or self.outcome(key) is not None
+
     def accept(self, epoch: int, entries: Iterable[Entry]) -> list[Entry]:
         """The entries that are to be carried out now, in order; the rest is kept, known already or void."""
         for entry in entries:

@@ -84,11 +84,13 @@ class Updates:
             return self._fence_stranger(key.worker)
         if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
             return None
-        member.pushed_at = now
         if staged.problem:
             reason, _, detail = staged.problem.partition(": ")
             return self._bad(staged, reason, f"{member}: {detail}", now)
-        return self.pending.staged(shard, staged)
+        self.pending.staged(shard, staged)
+        if key in self.pending.ready:
+            member.pace.end(now)
+        return None
 
     def _fence_stranger(self, worker: int) -> None:
         """A push of a worker that is out (since before a restart, say): the shards must let go of it."""
@@ -167,6 +169,7 @@ class Updates:
         member = self.roster.members[push.key.worker]
         member.clock += 1
         member.steps += 1
+        member.pace.begin(now)
         self.samples += push.samples
         self.counts["applied"] += 1
         self.ledger.commit(push.key.worker, push.batches)

@@ -14,15 +14,15 @@ def waiting_for(coordinator: Coordinator, now: float) -> str:
     if not coordinator.started:
         here = len(coordinator.roster.registered())
         return f"workers: {here} of --min-workers {coordinator.min_workers} are here"
-    late = _late(coordinator)
-    named = [f"{member}, silent for {now - member.last_seen:.1f} s" for member in late[:NAMED]]
-    return ", ".join(named) + (f" and {len(late) - NAMED} more" if len(late) > NAMED else "")
+    members = late(coordinator)
+    named = [f"{member}, silent for {now - member.last_seen:.1f} s" for member in members[:NAMED]]
+    return ", ".join(named) + (f" and {len(members) - NAMED} more" if len(members) > NAMED else "")
 
 
-def _late(coordinator: Coordinator) -> list[Member]:
+def late(coordinator: Coordinator) -> list[Member]:
     """Those whose push would let the others go on."""
     active, held = coordinator.roster.active(), coordinator.ready_workers
-    if not held:
+    if not held or not coordinator.started:
         return []
     if coordinator.policy.barrier:
         return [member for member in active if member.worker not in held]

@@ -12,6 +12,7 @@ from psworker.ctl import explain as explaining
 from psworker.ctl import views
 from psworker.ctl.doctor import doctor
 from psworker.ctl.output import Table, show
+from psworker.ctl.policy import policy
 from psworker.ctl.settings import Settings, pass_settings, shared, with_environment
 from psworker.ctl.snapshot import snapshot
 
@@ -27,6 +28,8 @@ def main(args: Sequence[str] | None = None) -> int:
 Examples:
   ps-ctl --ps host0:50051 status
   ps-ctl --ps host0:50051 workers --output json
+  ps-ctl --ps host0:50051 drain 3
+  ps-ctl --ps host0:50051 policy set ssp --staleness 3
   ps-ctl snapshot verify /data/job
   ps-ctl doctor
   ps-ctl explain 12
@@ -36,7 +39,7 @@ The environment has PS_SERVERS (or PS_PS), PS_OUTPUT and PS_TIMEOUT for the opti
 @with_environment
 @click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 def ps_ctl() -> None:
-    """Look at a job, its servers, workers and snapshots, and end it."""
+    """Look at a job, its servers, workers and snapshots, steer it and end it."""
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 status --output json")
@@ -86,6 +89,22 @@ def stop(settings: Settings, reason: str) -> None:
     show(settings.output, document, [Table("", (), list(document.items()))])
 
 
+@ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 drain 3")
+@click.argument("worker", type=click.IntRange(min=1))
+@shared
+@pass_settings
+def drain(settings: Settings, worker: int) -> None:
+    """Ask a worker to leave, with nothing lost.
+
+    WORKER is its number in `ps-ctl workers`. It ends its step, hands back what data it has not used, leaves the job and
+    exits with 0; the others go on without it.
+    """
+    with settings.servers() as servers:
+        servers.drain(worker)
+    document = {"job": servers.described.job, "worker": worker, "state": "draining"}
+    show(settings.output, document, [Table("", (), list(document.items()))])
+
+
 @ps_ctl.command(
     context_settings={"ignore_unknown_options": True},
     epilog="""\b
@@ -124,6 +143,7 @@ def explain(settings: Settings, code: str) -> None:
 
 
 ps_ctl.add_command(doctor)
+ps_ctl.add_command(policy)
 ps_ctl.add_command(snapshot)
 
 

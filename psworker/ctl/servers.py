@@ -53,6 +53,23 @@ class Servers:
             answer = self._stub.SaveSnapshot(request, timeout=wait + self._timeout)
         return answer.version, answer.path
 
+    def restore(self, version: int, wait: float) -> None:
+        """All shards go back to this snapshot; waits up to `wait` seconds until they have."""
+        request = pb.RestoreSnapshotRequest(version=version, wait_ms=round(wait * 1000))
+        with translated(self._who):
+            self._stub.RestoreSnapshot(request, timeout=wait + self._timeout)
+
+    def drain(self, worker: int) -> None:
+        """Asks a worker to leave at its next step boundary."""
+        with translated(self._who):
+            self._stub.Drain(pb.DrainRequest(worker=worker), timeout=self._timeout)
+
+    def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
+        """Another policy from the next update on."""
+        request = pb.SetPolicyRequest(policy=name, staleness=staleness, max_staleness=max_staleness)
+        with translated(self._who):
+            self._stub.SetPolicy(request, timeout=self._timeout)
+
     def stop(self, reason: str) -> None:
         """Ends the job; every server exits once a last snapshot is written."""
         with translated(self._who):

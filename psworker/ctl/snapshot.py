@@ -26,11 +26,12 @@ Examples:
   ps-ctl snapshot list /data/job
   ps-ctl snapshot verify /data/job
   ps-ctl snapshot export /data/job model.safetensors --version 1200
+  ps-ctl --ps host0:50051 snapshot restore 1200
 
 DIR is what servers get as --data-dir. verify, export and list DIR need no servers."""
 )
 def snapshot() -> None:
-    """Save, list, verify and export snapshots."""
+    """Save, list, verify, export and restore snapshots."""
 
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot save --wait 10m")
@@ -42,6 +43,24 @@ def save(settings: Settings, wait: float) -> None:
     with settings.servers() as servers:
         version, path = servers.save(wait)
     document = {"version": version, "path": path}
+    show(settings.output, document, [Table("", (), list(document.items()))])
+
+
+@snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot restore 1200")
+@click.argument("version", type=click.IntRange(min=0))
+@click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
+@shared
+@pass_settings
+def restore(settings: Settings, version: int, wait: float) -> None:
+    """Take a running job back to the snapshot of VERSION.
+
+    All shards go back together: weights, optimizer state, position in the data. Newer snapshots are set aside. Workers
+    join again by themselves and train on from there; LR schedulers, which live in their scripts, stay where they are.
+    Exit code 12 if there is no such snapshot, or it is damaged.
+    """
+    with settings.servers() as servers:
+        servers.restore(version, wait)
+    document = {"job": servers.described.job, "version": version, "state": "restored"}
     show(settings.output, document, [Table("", (), list(document.items()))])
 
 

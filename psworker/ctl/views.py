@@ -81,15 +81,20 @@ def _workers_in_short(document: Json) -> Table:
             worker.get("worker"),
             f"{worker.get('host')}:{worker.get('pid')}",
             worker.get("device"),
-            worker.get("state"),
+            worker["health"] if worker.get("health") in ("slow", "silent") else worker.get("state"),
             worker.get("steps"),
             number(worker.get("samples_per_second")),
             worker.get("phase"),
-            worker.get("reason"),
+            _why(worker),
         )
         for worker in document.get("workers", ())
     ]
     return Table("Workers", ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason"), rows)
+
+
+def _why(worker: Json) -> str:
+    """Why it is out, or soon will be."""
+    return str(worker.get("reason") or ("asked to leave" if worker.get("draining") else ""))
 
 
 def workers(document: Json) -> Table:
@@ -100,19 +105,21 @@ def workers(document: Json) -> Table:
             f"{worker.get('host')}:{worker.get('pid')}",
             worker.get("device"),
             worker.get("state"),
+            worker.get("health"),
             worker.get("clock"),
             worker.get("steps"),
             duration(worker.get("step_seconds")),
+            duration(worker.get("own_seconds")),
             number(worker.get("samples_per_second")),
             worker.get("phase"),
             duration(worker.get("silent_seconds")),
-            worker.get("reason"),
+            _why(worker),
         )
         for worker in document.get("workers", ())
     ]
     headings = (
-        "worker", "rank", "host:pid", "device", "state", "clock", "steps",
-        "step", "samples/s", "phase", "silent", "reason",
+        "worker", "rank", "host:pid", "device", "state", "health", "clock", "steps",
+        "step", "own part", "samples/s", "phase", "silent", "reason",
     )  # fmt: skip
     return Table("Workers", headings, rows)
 

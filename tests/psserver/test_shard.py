@@ -124,3 +124,24 @@ def test_an_entry_out_of_turn_is_a_bug() -> None:
         begun().done(Evict(3, 1, ""))
     with pytest.raises(LogError, match="cannot apply"):
         begun().done(apply(2, 1, staged(1, 1)))
+
+
+def test_it_knows_what_it_holds_and_what_was_decided() -> None:
+    shard = Shard(0)
+    assert not shard.knows(PushKey(1, 0))
+    shard = begun()
+    assert shard.knows(PushKey(2, 0)), "there are weights, so nobody's are needed"
+
+    push = staged(1, 1)
+    assert not shard.knows(push.key)
+    shard.offer(push)
+    assert shard.knows(push.key)
+    carry_out(shard, Reject(2, push.key, "STALE", ""))
+    assert shard.knows(push.key)
+
+
+def test_it_knows_nothing_of_what_was_before_it_went_back() -> None:
+    shard = Shard(0)
+    shard.restore(7, 3, 9)
+
+    assert not shard.knows(PushKey(1, 1))

@@ -54,12 +54,12 @@ STATUS: dict[str, Any] = {
         {
             "worker": 1, "rank": 0, "host": "host-a", "pid": 16, "device": "cuda:0", "state": "active", "clock": 121,
             "steps": 121, "step_seconds": 0.25, "samples_per_second": 128.0, "phase": "compute", "silent_seconds": 0.5,
-            "reason": "",
+            "reason": "", "health": "slow", "own_seconds": 0.125, "draining": False,
         },
         {
             "worker": 2, "rank": 1, "host": "host-b", "pid": 17, "device": "cpu", "state": "lost", "clock": 119,
             "steps": 119, "step_seconds": 90.0, "samples_per_second": 0.1, "phase": "", "silent_seconds": None,
-            "reason": "lease ended",
+            "reason": "lease ended", "health": "lost", "own_seconds": None, "draining": False,
         },
     ],
     "data": [
@@ -89,6 +89,9 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
     hang: threading.Event = field(default_factory=threading.Event)
     stopped: list[str] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
+    drained: list[int] = field(default_factory=list)
+    policies: list[tuple[str, int | None, int | None]] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)
     address: str = ""
 
     def __post_init__(self) -> None:
@@ -113,6 +116,26 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
         with self._answering(context):
             self.waits.append(request.wait_ms)
             return pb.SaveSnapshotResponse(version=121, path="/data/snapshots/000000000121")
+
+    def RestoreSnapshot(
+        self, request: pb.RestoreSnapshotRequest, context: grpc.ServicerContext
+    ) -> pb.RestoreSnapshotResponse:
+        with self._answering(context):
+            self.waits.append(request.wait_ms)
+            self.restored.append(request.version)
+            return pb.RestoreSnapshotResponse()
+
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
+        with self._answering(context):
+            self.drained.append(request.worker)
+            return pb.DrainResponse()
+
+    def SetPolicy(self, request: pb.SetPolicyRequest, context: grpc.ServicerContext) -> pb.SetPolicyResponse:
+        with self._answering(context):
+            staleness = request.staleness if request.HasField("staleness") else None
+            max_staleness = request.max_staleness if request.HasField("max_staleness") else None
+            self.policies.append((request.policy, staleness, max_staleness))
+            return pb.SetPolicyResponse()
 
     def StopJob(self, request: pb.StopJobRequest, context: grpc.ServicerContext) -> pb.StopJobResponse:
         with self._answering(context):

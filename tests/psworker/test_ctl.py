@@ -83,16 +83,19 @@ def test_workers_shows_one_row_per_worker_without_empty_columns(cluster: Cluster
         "host:pid",
         "device",
         "state",
+        "health",
         "clock",
         "steps",
         "step",
+        "own",
+        "part",
         "samples/s",
         "phase",
         "silent",
     ]
-    assert (first[:5], second[:5]) == (
-        ["1", "0", "host-a:16", "cuda:0", "active"],
-        ["2", "1", "host-b:17", "cpu", "lost"],
+    assert (first[:6], second[:6]) == (
+        ["1", "0", "host-a:16", "cuda:0", "active", "slow"],
+        ["2", "1", "host-b:17", "cpu", "lost", "lost"],
     )
 
 
@@ -217,7 +220,8 @@ def test_bad_usage_is_exit_code_2_with_a_message(args: list[str], capsys: Output
 
 @pytest.mark.parametrize(
     "command", ["", "status", "workers", "plan", "config", "stop", "doctor", "explain", "snapshot",
-                "snapshot save", "snapshot list", "snapshot verify", "snapshot export"],
+                "snapshot save", "snapshot list", "snapshot verify", "snapshot export", "snapshot restore", "drain",
+                "policy", "policy set"],
 )  # fmt: skip
 def test_help_shows_examples(command: str, capsys: Output) -> None:
     assert main([*command.split(), "--help"]) == 0

@@ -1,0 +1,86 @@
+"""What the coordinator tells people about its workers: lines in the log, and numbers for Prometheus."""
+
+import logging
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+from psserver.core.coordinator import Coordinator
+from psserver.core.health import Condition, Health, conditions
+from psserver.core.roster import Member, State
+from psserver.core.waiting import late
+from psserver.metrics import ServerMetrics
+from psserver.notices import WaitNotice
+
+SURE = 1.0
+"""Seconds that a worker has been slow, or not, before that is worth a line."""
+
+QUIET = 10.0
+"""Seconds at least between two lines about one worker's pace."""
+
+log = logging.getLogger("psserver")
+
+
+def health(coordinator: Coordinator, now: float) -> dict[int, Condition]:
+    """How everybody fares. Called with the coordinator at rest."""
+    return conditions(coordinator.roster, [member.worker for member in late(coordinator)], now)
+
+
+class Watch:
+    """Looks at the workers at every tick. seconds: for which a lost one's place is kept (--on-worker-loss)."""
+
+    def __init__(self, metrics: ServerMetrics, seconds: float) -> None:
+        self._metrics, self._kept_for = metrics, seconds
+        self._slow: set[int] = set()  # those of whom people know that they are
+        self._since: dict[int, float] = {}  # that what people know is wrong
+        self._told: dict[int, float] = {}
+        self._notice = WaitNotice(time.monotonic())
+
+    def waits(self, coordinator: Coordinator, whom: str, now: float) -> None:
+        """All wait for these, in words; empty: nobody does."""
+        self._notice.look(coordinator, whom, now)
+
+    def lost(self, members: Iterable[Member]) -> None:
+        """Their leases have ended."""
+        for member in members:
+            if member.alive:
+                extra = {"worker": member.worker, "seconds": self._kept_for}
+                log.warning("worker is silent; its place is kept", extra=extra)
+            else:
+                log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
+                self._metrics.gone(member.worker)
+
+    def look(self, members: Collection[Member], found: Mapping[int, Condition], now: float) -> None:
+        """At everybody who was ever here: a line for each who has become slow, and one when it is so no longer."""
+        self._metrics.workers({state: sum(m.state == state for m in members) for state in State})
+        for member in members:
+            if member.registered:
+                self._metrics.worker(member.worker, member.clock)
+            condition = found[member.worker]
+            if not member.alive:
+                self._forget(member.worker)
+            elif condition.health is not Health.SILENT and self._is_news(member.worker, condition, now):
+                self._tell(member, condition, now)
+
+    def _is_news(self, worker: int, condition: Condition, now: float) -> bool:
+        if (condition.health is Health.SLOW) == (worker in self._slow):
+            self._since.pop(worker, None)
+            return False
+        since = self._since.setdefault(worker, now)
+        return now - since >= SURE and now - self._told.get(worker, -math.inf) >= QUIET
+
+    def _tell(self, member: Member, condition: Condition, now: float) -> None:
+        self._slow ^= {member.worker}
+        self._told[member.worker] = now
+        line = "worker is slow" if member.worker in self._slow else "worker is slow no longer"
+        seconds = {"step_seconds": _rounded(condition.seconds), "median_seconds": _rounded(condition.median)}
+        log.warning(line, extra={"worker": member.worker, "rank": member.rank, "host": member.host, **seconds})
+
+    def _forget(self, worker: int) -> None:
+        self._slow.discard(worker)
+        self._since.pop(worker, None)
+        self._told.pop(worker, None)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else float(f"{seconds:.3g}")

@@ -1,0 +1,232 @@
+"""Live, slow, silent, lost, left: who is which, and what a step of a worker's own is."""
+
+import pytest
+
+from psserver.core.health import SHORTEST, Health, conditions
+from psserver.core.pace import FEWEST, LATEST, Pace, median
+from psserver.core.policy import policy
+from psserver.core.roster import Member, Roster, State
+from psserver.watch import health
+from tests.psserver.test_coordinator import LOOP, Job
+
+LEASE = 5.0
+
+
+def paced(*steps: float) -> Pace:
+    pace = Pace()
+    for step in steps:
+        pace.begin(10.0)
+        pace.end(10.0 + step)
+    return pace
+
+
+def member(roster: Roster, step: float | None, state: State = State.ACTIVE, now: float = 0.0) -> Member:
+    """One whose steps take this long, and who was heard of at `now`."""
+    found = roster.join(now, None, "host", 1, "cpu")
+    found.state = state
+    found.pace = paced(*[step] * FEWEST) if step is not None else Pace()
+    return found
+
+
+def crew(*steps: float | None) -> tuple[Roster, list[Member]]:
+    roster = Roster(LEASE)
+    return roster, [member(roster, step) for step in steps]
+
+
+def healths(roster: Roster, late: tuple[int, ...] = (), now: float = 0.0) -> list[str]:
+    return [str(condition.health) for condition in conditions(roster, late, now).values()]
+
+
+# ---- pace ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("values", "middle"), [([7], 7), ([9, 1], 5), ([5, 1, 9], 5), ([9, 1, 6, 4], 5)])
+def test_a_median_is_in_the_middle(values: list[float], middle: float) -> None:
+    assert median(values) == middle
+
+
+def test_a_pace_is_the_median_of_the_latest_steps() -> None:
+    assert paced(*[1.0] * (FEWEST - 1)).seconds is None
+    assert paced(1.0, 50.0, 2.0).seconds == pytest.approx(2.0)
+    assert paced(9.0, 9.0, 9.0, *[1.0] * LATEST).seconds == pytest.approx(1.0)
+
+
+def test_a_step_that_was_not_seen_to_begin_is_no_measurement() -> None:
+    pace = paced(1.0, 1.0)
+    pace.end(99.0)  # said again
+    pace.begin(10.0)
+    pace.pause()
+    pace.end(99.0)
+    assert pace.seconds is None
+
+    pace.begin(10.0)
+    pace.forgive(5.0)
+    pace.end(16.0)
+    assert pace.seconds == pytest.approx(1.0)
+
+
+# ---- health ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "health"), [(0.5, "live"), (2.0, "live"), (2.01, "slow"), (20.0, "slow")])
+def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: str) -> None:
+    roster, _ = crew(step, 0.9, 1.0, 1.1)
+
+    assert healths(roster) == [health, "live", "live", "live"]
+
+
+def test_who_is_slow_does_not_make_others_look_quick() -> None:
+    """The median is the others': one of two cannot hide in it."""
+    roster, (slow, quick) = crew(10.0, 1.0)
+
+    found = conditions(roster, (), 0.0)
+
+    assert found[slow.worker][1:] == pytest.approx((10.0, 1.0))
+    assert found[quick.worker][1:] == pytest.approx((1.0, 10.0))
+    assert [found[m.worker].health for m in (slow, quick)] == [Health.SLOW, Health.LIVE]
+
+
+def test_alone_or_too_new_nobody_is_slow() -> None:
+    assert healths(crew(10.0)[0]) == ["live"]
+    assert healths(crew(10.0, None, None)[0]) == ["live"] * 3
+
+
+@pytest.mark.parametrize("state", [State.JOINED, State.IDLE])
+def test_who_takes_no_part_in_rounds_is_not_slow(state: State) -> None:
+    roster, _ = crew(1.0)
+    member(roster, 10.0, state)
+
+    assert healths(roster) == ["live", "live"]
+
+
+def test_a_step_that_others_wait_for_is_slow_as_soon_as_it_takes_too_long() -> None:
+    roster, (stuck, _) = crew(1.0, 1.0)
+    stuck.last_seen, stuck.pace.since = 2.0, 0.0
+
+    assert healths(roster, (stuck.worker,), 2.0) == ["live", "live"]
+    assert healths(roster, (stuck.worker,), 2.1) == ["slow", "live"]
+    assert healths(roster, (), 2.1) == ["live", "live"], "nobody waits for it"
+    assert conditions(roster, (stuck.worker,), 2.1)[stuck.worker].seconds == pytest.approx(2.1)
+    stuck.pace.since = None
+    assert healths(roster, (stuck.worker,), 2.1) == ["live", "live"], "its step has not begun"
+
+
+def test_a_wait_of_a_moment_calls_nobody_slow() -> None:
+    roster, (late, _) = crew(0.001, 0.001)
+    late.pace.since = 0.0
+
+    assert healths(roster, (late.worker,), SHORTEST) == ["live", "live"]
+    assert healths(roster, (late.worker,), SHORTEST + 0.01) == ["slow", "live"]
+
+
+def test_half_a_lease_without_a_sign_of_life_is_silent_and_comes_before_slow() -> None:
+    roster, _ = crew(10.0, 1.0)
+
+    assert healths(roster, now=LEASE / 2) == ["slow", "live"]
+    assert healths(roster, now=LEASE / 2 + 0.1) == ["silent", "silent"]
+
+
+def test_who_is_out_is_lost_or_left() -> None:
+    roster, members = crew(10.0, 1.0, 1.0)
+    roster.remove(members[0], State.LOST, "its lease ended")
+    roster.remove(members[1], State.LEFT, "")
+
+    assert healths(roster, now=99.0) == ["lost", "left", "silent"]
+
+
+# ---- what the coordinator measures -----------------------------------------------------------------------------------
+
+
+class Timed(Job):
+    """Worker 1 takes `quick` seconds for a step of its own, worker 2 `slow`."""
+
+    def round(self, seq: int, quick: float, slow: float) -> None:
+        self.now += quick
+        self.push(1, seq)
+        self.now += slow - quick
+        self.push(2, seq)
+
+    def seen(self) -> list[tuple[str, float | None]]:
+        self.beat()
+        found = health(self.coordinator, self.now)
+        return [(str(found[worker].health), self.coordinator.roster.members[worker].pace.seconds) for worker in (1, 2)]
+
+    def beat(self) -> None:
+        for each in (1, 2):
+            self.coordinator.member(each, self.now)
+
+
+def test_waiting_for_others_is_no_part_of_a_step() -> None:
+    """In sync all take equally long from push to push; only one of them is slow."""
+    job = Timed(shards=2)
+    for seq in range(1, 6):
+        job.round(seq, quick=0.1, slow=1.0)
+
+    (quick, seconds), (slow, more) = job.seen()
+
+    assert (quick, slow) == ("live", "slow")
+    assert (seconds, more) == (pytest.approx(0.1), pytest.approx(1.0))
+
+
+def test_whom_a_round_waits_for_is_slow_before_it_has_pushed() -> None:
+    job = Timed()
+    for seq in range(1, 6):
+        job.round(seq, quick=0.1, slow=0.12)
+    assert [name for name, _ in job.seen()] == ["live", "live"]
+
+    job.push(1, 6)
+    job.now += 3.0
+
+    assert [name for name, _ in job.seen()] == ["live", "slow"]
+    job.push(2, 6)
+    assert [name for name, _ in job.seen()] == ["live", "live"], "one hiccup"
+
+
+def test_at_the_bound_of_ssp_the_one_that_holds_up_the_others_is_slow() -> None:
+    job = Timed(policy("ssp", 2))
+    for seq in range(1, 6):
+        job.round(seq, quick=0.1, slow=0.12)
+    for seq in (6, 7):
+        job.now += 0.2
+        job.push(1, seq)
+        assert [name for name, _ in job.seen()] == ["live", "live"], "nobody waits for it yet"
+
+    job.push(1, 8)
+
+    assert [name for name, _ in job.seen()] == ["live", "slow"]
+
+
+def test_the_first_step_of_all_is_not_measured_from_before_the_job_began() -> None:
+    job = Timed()
+    job.now += 100.0  # one of them had to wait for the other, say
+    for seq in range(1, FEWEST + 1):
+        job.round(seq, quick=0.1, slow=0.1)
+    assert [seconds for _, seconds in job.seen()] == [None, None]
+
+    job.round(FEWEST + 1, quick=0.1, slow=0.1)
+
+    assert [seconds for _, seconds in job.seen()] == [pytest.approx(0.1)] * 2
+
+
+def test_a_wait_for_data_is_no_part_of_a_step() -> None:
+    job = Timed(policy("async"))
+    for seq in range(1, FEWEST + 1):
+        job.round(seq, quick=0.1, slow=0.1)
+    for number in range(LOOP.size):
+        job.ask(1, received=number)
+    job.ask(2, idle=True)
+    job.now += 100.0
+
+    job.push(2, FEWEST + 1)
+
+    assert job.seen()[1][1] is None, "still a step too few"
+
+
+def test_a_new_process_measures_anew() -> None:
+    job = Timed()
+    for seq in range(1, 6):
+        job.round(seq, quick=0.1, slow=1.0)
+
+    job.recorder.recovered(job.now)
+
+    assert [seconds for _, seconds in job.seen()] == [None, None]

@@ -1,0 +1,77 @@
+"""What the log says of slow workers, and how often."""
+
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from psserver.core.health import Condition, Health
+from psserver.core.roster import Roster, State
+from psserver.metrics import ServerMetrics
+from psserver.watch import QUIET, SURE, Watch
+
+Log = pytest.LogCaptureFixture
+SLOW, LIVE, SILENT = Condition(Health.SLOW, 1.23456, 0.1), Condition(Health.LIVE, 0.1, 0.1), Health.SILENT
+
+
+@dataclass
+class Scene:
+    """One worker that is looked at every 0.2 seconds."""
+
+    roster: Roster = field(default_factory=lambda: Roster(5.0))
+    watch: Watch = field(default_factory=lambda: Watch(ServerMetrics(CollectorRegistry(), shard=0), 0.0))
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.member = self.roster.join(0.0, 7, "host-a", 1, "cpu")
+
+    def pass_by(self, seconds: float, *conditions: Condition) -> None:
+        """So much time, during which each look finds the next of these."""
+        for look in range(round(seconds / 0.2)):
+            self.watch.look([self.member], {self.member.worker: conditions[look % len(conditions)]}, self.now)
+            self.now += 0.2
+
+
+@pytest.fixture
+def scene(caplog: Log) -> Scene:
+    caplog.set_level(logging.WARNING)
+    return Scene()
+
+
+def test_who_is_slow_is_named_once_and_once_when_it_is_so_no_longer(scene: Scene, caplog: Log) -> None:
+    scene.pass_by(60.0, SLOW)
+    (record,) = caplog.records
+    said = {key: record.__dict__[key] for key in ("worker", "rank", "host", "step_seconds", "median_seconds")}
+    assert (record.levelname, record.message) == ("WARNING", "worker is slow")
+    assert said == {"worker": 1, "rank": 7, "host": "host-a", "step_seconds": 1.23, "median_seconds": 0.1}
+
+    scene.pass_by(60.0, LIVE)
+
+    assert caplog.messages == ["worker is slow", "worker is slow no longer"]
+
+
+def test_a_moment_is_not_worth_a_line(scene: Scene, caplog: Log) -> None:
+    scene.pass_by(60.0, SLOW, SLOW, SLOW, LIVE)
+    assert caplog.messages == []
+
+    scene.pass_by(SURE + 0.4, SLOW)
+
+    assert caplog.messages == ["worker is slow"]
+
+
+def test_who_goes_back_and_forth_gets_a_line_every_ten_seconds(scene: Scene, caplog: Log) -> None:
+    changing = [SLOW] * 10 + [LIVE] * 10
+    scene.pass_by(120.0, *changing)
+
+    assert 2 <= len(caplog.messages) <= 120.0 / QUIET
+    assert caplog.messages[:2] == ["worker is slow", "worker is slow no longer"]
+
+
+def test_nothing_new_is_said_of_one_that_is_silent_or_gone(scene: Scene, caplog: Log) -> None:
+    scene.pass_by(2.0, SLOW)
+    scene.pass_by(60.0, Condition(SILENT, 1.0, 0.1))
+    scene.roster.remove(scene.member, State.LOST, "its lease ended")
+    scene.pass_by(60.0, Condition(Health.LOST, 1.0, 0.1))
+
+    assert caplog.messages == ["worker is slow"]
