@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -28,6 +29,8 @@ from psserver.hub import Hub
 
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
 LINK_BEAT = 1.0
+SILENCE = 2.5
+"""Seconds without a word from a shard after which its line is taken for cut."""
 
 Context = grpc.ServicerContext | None  # None: called in this process, errors are raised as they are
 
@@ -181,7 +184,7 @@ class Coordinator(CoordinatorServiceServicer):
         listener.hear(first)
         listener.start()
         told, model = Told(first.report.epoch, first.report.index), ""
-        while context.is_active() and listener.is_alive():
+        while context.is_active() and listener.is_alive() and listener.silent < SILENCE:
             response, told, model = self._tell(server, told, model)
             yield response
             if response.stop:
@@ -221,6 +224,12 @@ class _Listener(threading.Thread):
         self._hub = hub
         self._server = server
         self._requests = requests
+        self._heard = time.monotonic()
+
+    @property
+    def silent(self) -> float:
+        """Seconds since the last word; a shard has one every second."""
+        return time.monotonic() - self._heard
 
     def run(self) -> None:
         # RpcError: the shard went away; its next link starts over
@@ -230,6 +239,7 @@ class _Listener(threading.Thread):
 
     def hear(self, request: pb.LinkShardRequest) -> None:
         hub, shard = self._hub, self._server.shard
+        self._heard = time.monotonic()
         if request.stats_json:
             self._server.stats = json.loads(request.stats_json)
         if request.HasField("restored"):

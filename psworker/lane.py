@@ -220,13 +220,13 @@ class GrpcLane:
     def _shard(self, shard: int) -> ExchangeStub:
         with self._lock:
             if shard not in self._shards:
-                self._shards[shard] = ExchangeStub(self._open(shard))
+                self._shards[shard] = ExchangeStub(self._open(shard, tensors=True))
             return self._shards[shard]
 
-    def _open(self, shard: int) -> "grpc.Channel":
+    def _open(self, shard: int, tensors: bool = False) -> "grpc.Channel":
         if self._closed:
             raise InvalidRequestError("this connection is closed")
-        self._channels.append(open_channel(self.addresses[shard]))
+        self._channels.append(open_channel(self.addresses[shard], tensors))
         return self._channels[-1]
 
     def forget(self) -> None:

@@ -80,7 +80,7 @@ def suffer(found: Outage, cable: Cable | None) -> None:
     if cable is not None:
         cable.silence()
     found.began = time.time()
-    found.noticed = more(pushing, "does not answer", seconds=2 * NOTICED)
+    found.noticed = more(pushing, "no answer to worker", seconds=2 * NOTICED)
     until(lambda: time.time() - found.began > CUT, "the end of the cut", 2 * CUT)
     said = found.wired.out.count("pushed") if found.wired else 0
     healed = time.monotonic()

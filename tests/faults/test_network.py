@@ -14,6 +14,8 @@ from tests.faults.proxied import heard, lines, longest_silence, more
 from tests.faults.pushing import LINE, NOTICED, RESUMED, Jobs, finish, workers
 
 LINK_CUT = 10.0
+GIVEN_UP = 13.0
+"""Seconds until a connection for tensors, which may be a slow one, is given up (pscommon/wire/channel.py)."""
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_a_round_that_waits_for_a_stopped_worker(jobs: Jobs) -> None:
 
 
 def test_a_call_of_a_worker_that_vanished_is_given_up(jobs: Jobs) -> None:
-    """The server answers it long before its time is over, so its thread is free; the worker says that it is alone."""
+    """The worker says within 4 s that it is alone; the server's thread is free before the call's time is over."""
     job = jobs("sync", "60s", shards=1)
     job.lives["w1"].send(signal.SIGSTOP)
     waiting = lines(job.lives["w0"], "pushed")
@@ -50,12 +52,13 @@ def test_a_call_of_a_worker_that_vanished_is_given_up(jobs: Jobs) -> None:
     began = until(lambda: time.monotonic() if calls() > so_far else 0, "another slice of the wait")
     so_far = calls()
     job.proxies[0].half_open()
-    told = more([job.lives["w0"]], "does not answer", seconds=NOTICED)
-    until(lambda: calls() > so_far, "the call is given up", NOTICED - told)
+    told = more([job.lives["w0"]], "no answer to worker", seconds=NOTICED)
+    until(lambda: calls() > so_far, "the call is given up", GIVEN_UP - told)
     given_up = time.monotonic() - began
     print(f"\na peer that vanished: the worker says so after {told:.1f} s, its call is given up after {given_up:.1f} s")
 
-    assert given_up <= NOTICED
+    assert told <= NOTICED
+    assert given_up <= GIVEN_UP
     job.lives["w1"].send(signal.SIGCONT)
     job.proxies[0].heal()
     more(workers(job), "pushed")

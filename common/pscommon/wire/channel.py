@@ -8,8 +8,10 @@ Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
 - The default wait before connecting again grows to two minutes; a restarted server must be found within seconds.
 - `min_reconnect_backoff_ms` is how long one attempt to connect may take, 20 s by default: as long as that, a network
   that comes back is not noticed, because the attempt that was made before hangs.
-- The answer to a ping queues behind the data on its way, a MB or two. So a connection that sends a large push at less
-  than about 10 Mbit/s is taken for dead, for the sake of noticing those that are within 4 s.
+- The answer to a ping queues behind the data on its way, a MB or two: with 2.2 s for it, a large push over 5 Mbit/s
+  never arrived, because its connection was taken for dead. So tensors have connections of their own, with more
+  patience; who vanishes is noticed by the others: heartbeats, and the reports of shards.
+- `keepalive_timeout_ms` becomes TCP's user timeout: packets that nobody confirms end any connection, slow or not.
 - gRPC's own care for forks, on by default, stops its threads around each fork, which can hang, and writes to stderr.
   Children that leave gRPC alone (a DataLoader's) need none of it; the others are refused here.
 """
@@ -37,12 +39,18 @@ _BOTH: tuple[Option, ...] = (
     # error details hold the differences between two models: more than the default 8 KiB of metadata
     ("grpc.max_metadata_size", 64 << 10),
     ("grpc.absolute_max_metadata_size", 128 << 10),
-    # a peer that is silent for a second is asked, and has 2.2 to answer: whoever vanishes is noticed within 3.2
+    # a peer that is silent for a second is asked
     ("grpc.keepalive_time_ms", 1_000),
-    ("grpc.http2.ping_timeout_ms", 2_200),
+    ("grpc.keepalive_timeout_ms", 2_200),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+PROMPT: Option = ("grpc.http2.ping_timeout_ms", 2_200)
+"""For small messages: whoever vanishes is noticed within 3.2 s."""
+
+PATIENT: Option = ("grpc.http2.ping_timeout_ms", 10_000)
+"""For tensors, on lines of 2 Mbit/s and more; and for servers, which cannot know what a connection will be used for."""
 
 CLIENT_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
@@ -59,6 +67,7 @@ CLIENT_OPTIONS: tuple[Option, ...] = (
 
 SERVER_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
+    PATIENT,
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     # sockets that connect and then say nothing are dropped
@@ -73,12 +82,15 @@ SERVER_OPTIONS: tuple[Option, ...] = (
 _users: set[int] = set()
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A channel to "HOST:PORT", which connects when first used. InvalidRequestError in a fork of one that had any."""
+def open_channel(address: str, tensors: bool = False) -> grpc.Channel:
+    """A channel to "HOST:PORT", which connects when first used. InvalidRequestError in a fork of one that had any.
+
+    tensors: for exchanges, which may take long on a slow line.
+    """
     _users.add(os.getpid())
     if len(_users) > 1:
         raise InvalidRequestError(
             "gRPC does not work in a process that was forked from one that used it; start this process with "
             "multiprocessing's spawn or forkserver, or connect in the children only"
         )
-    return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.insecure_channel(address, options=(*CLIENT_OPTIONS, PATIENT if tensors else PROMPT))

@@ -1,0 +1,43 @@
+"""A line of 3 Mbit/s: what is large takes its time, and nobody is taken for dead meanwhile."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.link import SERVER_ADDRESS, inside, missing
+from tests.e2e.programs import BIN, programs_in
+from tests.faults.namespaces import Cable
+from tests.faults.processes import MODULES
+
+MEGABITS, FLOATS = 3, 500_000
+ADDRESS = f"{SERVER_ADDRESS}:4000"
+
+SCRIPT = f"""
+import numpy as np, psworker
+ones = {{"w": np.ones({FLOATS}, np.float32)}}
+with psworker.Client("{ADDRESS}", lanes="grpc", connect_timeout=20.0) as client:
+    client.register({{"w": np.zeros({FLOATS}, np.float32)}}, psworker.OptimizerSpec("sgd", lr=1.0))
+    print(client.push_pull(ones).status, client.weights["w"].mean())
+"""
+
+
+def test_a_large_push_arrives(tmp_path: Path) -> None:
+    """2 MB there for the initial weights, and there and back for the step: over 5 s each."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Cable(MEGABITS) as cable, programs_in(tmp_path) as programs:
+
+        def within(name: str) -> tuple[str, ...]:
+            prefix, *rest = inside(name)
+            return str(shutil.which(prefix)), *rest
+
+        flags = ("--bind", ADDRESS, "--lanes", "grpc")
+        server = programs.start(*within(cable.server), BIN / "ps-server", *flags, PYTHONPATH=MODULES)
+        server.wait_for("listening")
+        worker = programs.start(*within(cable.worker), BIN / "python", "-c", SCRIPT, PYTHONPATH=MODULES)
+
+        assert worker.wait(seconds=90) == 0, worker.said
+        assert worker.out == "applied -1.0\n"
+        assert "does not answer" not in worker.err
+        assert "worker lost" not in server.err
