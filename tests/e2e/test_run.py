@@ -146,7 +146,7 @@ def test_with_a_log_killed_servers_and_workers_change_no_bit(programs: Programs,
 
     assert run.wait() == 0, run.said
     for name in ("s0", "s1", "w1"):
-        assert f"{name} was killed by SIGKILL; restart 1 of at most 3" in run.err
+        assert f"{name} was killed by SIGKILL; restart " in run.err
     content = summary(programs, "fallen.json")
     assert (content["status"], content["restarts"], content["samples"]) == ("done", 3, 320)
     assert whole.wait() == 0

@@ -28,6 +28,10 @@ count("{ADDRESS}", 0, 10**6, pause=0.02)
 """
 
 
+# one cut for all: whoever looks at it does so in one process
+pytestmark = pytest.mark.xdist_group("cut")
+
+
 @dataclass
 class Outage:
     """patient: its leases outlast the cut; strict: they do not; wired: the worker of a job over a cable between two

@@ -227,6 +227,6 @@ def test_a_new_process_measures_anew() -> None:
     for seq in range(1, 6):
         job.round(seq, quick=0.1, slow=1.0)
 
-    job.recorder.recovered(job.now)
+    job.recorder.recovered(job.now, generation=1)
 
     assert [seconds for _, seconds in job.seen()] == [None, None]
