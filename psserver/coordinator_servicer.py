@@ -130,7 +130,7 @@ class Coordinator(CoordinatorServiceServicer):
 
     def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: Context) -> pb.SaveSnapshotResponse:
         with answering(context):
-            version = self._hub.save(request.wait_ms / 1000)
+            version = self._hub.snapshots.save(request.wait_ms / 1000)
             return pb.SaveSnapshotResponse(version=version, path=self._hub.archive.path(version))
 
     def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:

@@ -7,7 +7,7 @@ hand-over to another thread costs time. Receiving a push needs neither lock.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from psserver.core.shard import LogError, Outcome, Shard
 from psserver.fitness import examined
 from psserver.memories import Memories
 from psserver.metrics import ServerMetrics
-from psserver.reading import Reading
+from psserver.pulls import Pulls
 from psserver.recovery import Kept, LogUnfitError, Recovery, apply
 from psserver.shard_log import ShardLog
 from psserver.staging import Staging
@@ -60,12 +60,12 @@ class Engine:
         self.metrics = metrics
         self.budget = Budget(in_flight)
         self.memories = Memories(lanes)
+        self.pulls = Pulls(self)
         self.report: Callable[[], None] = lambda: None
         self.waiting_for: Callable[[], str] = lambda: ""
         self.check_gathering: Callable[[], None] = lambda: None  # raises when waiting for workers has become pointless
         self.apply_seconds = 0.0
         self.received_bytes = 0
-        self.sent_bytes = 0
         self.duplicates = 0
         self._cut = cut
         self._team = Team(threads)
@@ -267,62 +267,12 @@ class Engine:
     # ---- pulls ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def reading(
-        self, header: pb.PushPullHeader, result: pb.ExchangeResult, alive: Callable[[], bool]
-    ) -> Iterator[Reading]:
-        """The weights that a pull gets, one version of them; says in `result` which. InFlightError: no room to send."""
-        store = self.wait_for_store(0.0)
-        with self.budget.lent(header.worker, store.step_nbytes, header.wait_ms / 1000, alive):
-            reading = self._open(header, result)
-            try:
-                yield reading
-                self._sent(reading.nbytes)
-            finally:
-                reading.close()
-
-    def read_whole(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
-        """As reading, all bytes at once: for small ones."""
+    def standing(self) -> Iterator[tuple[int, Store]]:
+        """The weights and their version: nothing is applied meanwhile. NOT_READY: there are none yet."""
         with self._carrying:
-            reading = self._open(header, result)
-            whole = b"".join(reading.views())
-            reading.close()
-        self._sent(len(whole))
-        return whole
-
-    def read_into_memory(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
-        """As reading, into the worker's shared memory."""
-        tapes, began = self.memories.tapes(header), time.monotonic()
-        with self._carrying:
-            unchanged = self._unchanged(header, result)
-            if unchanged is not None:
-                everything = header.pull == pb.PULL_ALL
-                result.nbytes = self._numbers.copy_to(tapes.weights, everything, unchanged)
-        result.pull_seconds = time.monotonic() - began
-        self._sent(result.nbytes)
-
-    def _open(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> Reading:
-        with self._carrying:
-            unchanged = self._unchanged(header, result)
-            reading = self._numbers.read(unchanged is not None, header.pull == pb.PULL_ALL, unchanged or ())
-            result.nbytes = reading.nbytes
-            return reading
-
-    def _unchanged(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> Collection[int] | None:
-        """Tensors that the caller has; None: it has everything. Says so in `result`."""
-        if not self._machine.begun:
-            raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
-        version = result.version = self._machine.version
-        if not header.HasField("have") or header.have > version or header.pull == pb.PULL_ALL:
-            return ()
-        if header.have == version:
-            return None
-        unchanged = self._numbers.unchanged(version - header.have)
-        result.unchanged.extend(sorted(unchanged))
-        return unchanged
-
-    def _sent(self, nbytes: int) -> None:
-        self.sent_bytes += nbytes
-        self.metrics.moved(sent=nbytes)
+            if not self._machine.begun:
+                raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
+            yield self._machine.version, self._numbers
 
     # ---- the log ----------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,8 @@ from typing import Any
 from pscommon.core.errors import (
     MismatchError,
     PSError,
-    SnapshotError,
     TooFewWorkersError,
     UnreachableError,
-    WaitTimeoutError,
 )
 from pscommon.core.log import BatchKey, Report
 from pscommon.core.loop import LoopSpec
@@ -35,11 +33,9 @@ from psserver.epochs import Epochs
 from psserver.fleet import Fleet, News, Server, Told
 from psserver.identity import Identity
 from psserver.metrics import ServerMetrics
+from psserver.snapshots import Snapshots
 from psserver.status import describe, statistics
 from psserver.watch import Watch, health
-
-LAST_SNAPSHOT = 30.0
-"""Seconds that the end of a job waits for its last snapshot."""
 
 log = logging.getLogger("psserver")
 
@@ -67,6 +63,7 @@ class Hub:
         )  # fmt: skip
         self._epochs.lead = self._desk.lead
         self._epochs.expected = lambda: self._coordinator.expected
+        self.snapshots = Snapshots(self._desk, self._epochs, archive, self.fleet)
         self._watch = Watch(metrics, config.on_worker_loss.seconds)
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
@@ -283,53 +280,14 @@ class Hub:
         elif way is Way.RESTORE:
             self._epochs.loaded(shard, version, problem)
 
-    # ---- snapshots --------------------------------------------------------------------------------------------------
-
     def restore(self, version: int, seconds: float) -> None:
         """All shards go back to the snapshot of this version; workers join again by themselves."""
         self._check_goes_on()
-        self._epochs.restore(version)
-        done = self._desk.until(lambda recorder, now: True, seconds)
-        taken = self.fleet.snapshot
-        if taken is None or taken.version != version:
-            raise SnapshotError(f"snapshot {version} cannot be loaded by every shard (see the servers' logs)")
-        if not done:
-            raise WaitTimeoutError(f"not every shard has loaded it: {self.fleet.missing or self.stop_reason}")
+        self.snapshots.restore(version, seconds)
 
     def _fail(self, error: PSError) -> None:
         self.failure = self.failure or error
         self.stop(str(error))
-
-    def save(self, seconds: float) -> int:
-        """A snapshot of the version that stands, written everywhere; its version."""
-        if not self.archive.enabled:
-            raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
-        wanted = self._desk.until(lambda r, now: r.coordinator.version if r.coordinator.begun else None, seconds)
-        if wanted is None:
-            raise UnreachableError(f"nothing to save yet: the job waits for {self.waiting_for}", "NOT_READY")
-        version = self._saved(wanted, seconds)
-        if version is None:
-            raise WaitTimeoutError(f"no snapshot after {seconds:.0f} s: {self.archive.problem or 'still writing'}")
-        return version
-
-    def _saved(self, wanted: int, seconds: float, stopping: bool = False) -> int | None:
-        """Cut until there is a snapshot of this version (less, if all go back); its version, or None: not in time."""
-
-        def written(recorder: Recorder, now: float) -> int | None:
-            newest = self.archive.newest_version
-            if newest is not None and newest >= min(wanted, recorder.coordinator.version):
-                return newest
-            recorder.cut(now)
-            return None
-
-        return self._desk.until(written, seconds, stopping)
-
-    def _finish_cut(self) -> None:
-        """Where all parts are there, the manifest makes them a snapshot; only then may the next one be cut."""
-        coordinator = self._coordinator
-        if coordinator.cuts.finished is not None:
-            self._epochs.file(coordinator)
-            self._desk.do("filed")
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -352,7 +310,7 @@ class Hub:
             waits = self.fleet.missing or (self._coordinator.roster.here() and self.waiting_for)
         self._watch.look(roster, found, now)
         self._watch.waits(self._coordinator, waits or "", now)
-        self._finish_cut()
+        self.snapshots.finish()
         if self._epochs.journal_broken or any(server.log_broken for server in self.fleet):
             self._desk.step(lambda recorder, now: recorder.mend(now))
         self.fleet[0].stats = statistics(self.engine)
@@ -371,8 +329,8 @@ class Hub:
 
     def _last_snapshot(self) -> None:
         try:
-            if self.archive.enabled and self._coordinator.begun and not self.fleet.missing:
-                self._saved(self._coordinator.version, LAST_SNAPSHOT, stopping=True)
+            if not self.fleet.missing:
+                self.snapshots.last()
         finally:
             self.stopped.set()
             with self._desk.changed:

@@ -59,7 +59,7 @@ class ParameterServer:
             yield encode_header(result)
             return
         try:
-            with self._engine.reading(header, result, alive) as reading:
+            with self._engine.pulls.reading(header, result, alive) as reading:
                 yield encode_header(result)
                 # an open push is one of a worker that computes on with what has come
                 yield from reading.frames(piece_nbytes(reading.nbytes)) if header.open else reading.frames()
@@ -72,7 +72,7 @@ class ParameterServer:
             header, result = self._decide(request, iter(()), alive)
             if not result.pulled or header.memory:
                 return encode_header(result)
-            return encode_header(result, memoryview(self._engine.read_whole(header, result)))
+            return encode_header(result, memoryview(self._engine.pulls.whole(header, result)))
 
     def AttachMemory(self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext) -> pb.AttachMemoryResponse:
         with answering(context):
@@ -144,7 +144,7 @@ class ParameterServer:
             return self._pending(self._engine.waiting_for())
         result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
         if result.pulled and header.memory:
-            self._engine.read_into_memory(header, result)
+            self._engine.pulls.into_memory(header, result)
         return result
 
     def _pending(self, waiting_for: str) -> pb.ExchangeResult:

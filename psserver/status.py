@@ -86,7 +86,7 @@ def statistics(engine: Engine) -> dict[str, Any]:
         "parameter_bytes": store.nbytes if store else 0,
         "state_bytes": store.state_nbytes if store else 0,
         "received_bytes": engine.received_bytes,
-        "sent_bytes": engine.sent_bytes,
+        "sent_bytes": engine.pulls.sent_bytes,
         "apply_seconds": round(engine.apply_seconds, 6),
         "duplicates": engine.duplicates,
         "pid": os.getpid(),

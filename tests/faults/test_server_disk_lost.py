@@ -20,7 +20,7 @@ def trained(make: Make, data_dir: Path, pushes: int, save: bool = False) -> None
     servers = make(2, data_dir=data_dir, snapshot_every=SnapshotEvery(seconds=3600), durability="log")
     with counter(servers.address) as client:
         if save:
-            servers.servers[0].hub.save(30)  # type: ignore[union-attr]
+            servers.servers[0].hub.snapshots.save(30)  # type: ignore[union-attr]
         count(client, pushes)
     servers.close()
 

@@ -1,0 +1,65 @@
+"""Snapshots of the job, on shard 0: cut, made whole when all parts are written, gone back to."""
+
+from pscommon.core.errors import SnapshotError, UnreachableError, WaitTimeoutError
+from psserver.archive import Archive
+from psserver.core.recorder import Recorder
+from psserver.desk import Desk
+from psserver.epochs import Epochs
+from psserver.fleet import Fleet
+
+LAST = 30.0
+"""Seconds that the end of a job waits for its last snapshot."""
+
+
+class Snapshots:
+    """What people, the clock and the end of a job want of them. Waits at the coordinator's desk."""
+
+    def __init__(self, desk: Desk, epochs: Epochs, archive: Archive, fleet: Fleet) -> None:
+        self._desk, self._epochs, self._archive, self._fleet = desk, epochs, archive, fleet
+
+    def save(self, seconds: float) -> int:
+        """A snapshot of the version that stands, written everywhere; its version."""
+        if not self._archive.enabled:
+            raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
+        wanted = self._desk.until(lambda r, now: r.coordinator.version if r.coordinator.begun else None, seconds)
+        if wanted is None:
+            raise UnreachableError(f"nothing to save yet: {self._fleet.missing or 'no weights have come'}", "NOT_READY")
+        version = self._written(wanted, seconds)
+        if version is None:
+            raise WaitTimeoutError(f"no snapshot after {seconds:.0f} s: {self._archive.problem or 'still writing'}")
+        return version
+
+    def restore(self, version: int, seconds: float) -> None:
+        """All shards go back to the snapshot of this version; workers join again by themselves."""
+        self._epochs.restore(version)
+        done = self._desk.until(lambda recorder, now: True, seconds)
+        taken = self._fleet.snapshot
+        if taken is None or taken.version != version:
+            raise SnapshotError(f"snapshot {version} cannot be loaded by every shard (see the servers' logs)")
+        if not done:
+            raise WaitTimeoutError(f"not every shard has loaded it: {self._fleet.missing or 'the job ends'}")
+
+    def last(self) -> None:
+        """As the job ends, where there is something to keep and somewhere to keep it."""
+        coordinator = self._desk.coordinator
+        if self._archive.enabled and coordinator.begun:
+            self._written(coordinator.version, LAST, stopping=True)
+
+    def finish(self) -> None:
+        """Where all parts are there, the manifest makes them a snapshot; only then may the next one be cut."""
+        coordinator = self._desk.coordinator
+        if coordinator.cuts.finished is not None:
+            self._epochs.file(coordinator)
+            self._desk.do("filed")
+
+    def _written(self, wanted: int, seconds: float, stopping: bool = False) -> int | None:
+        """Cut until there is a snapshot of this version (less, if all go back); its version, or None: not in time."""
+
+        def written(recorder: Recorder, now: float) -> int | None:
+            newest = self._archive.newest_version
+            if newest is not None and newest >= min(wanted, recorder.coordinator.version):
+                return newest
+            recorder.cut(now)
+            return None
+
+        return self._desk.until(written, seconds, stopping)
