@@ -192,8 +192,10 @@ def test_a_call_that_breaks_off_gives_its_room_back(full: Cluster) -> None:
 
 
 def test_a_pull_that_nobody_reads_gives_its_room_back_when_it_is_cancelled(full: Cluster) -> None:
+    """A caller whose window does not grow: else all may be on its way before anybody looks."""
     budget = budget_of(full)
-    with joined(full.address) as client, closing(open_channel(full.address)) as raw:
+    narrow = grpc.insecure_channel(full.address, options=[("grpc.http2.bdp_probe", 0)])
+    with joined(full.address) as client, closing(narrow) as raw:
         pull = ps.PushPullHeader(job=client.job, worker=client.worker, pull=ps.PULL_STEP, wait_ms=1000)
         call = cast(Any, exchange(raw, [encode_header(pull)]))
         next(call)

@@ -25,6 +25,7 @@ from psworker import Client, OptimizerSpec
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Program, Programs, programs_in
 from tests.e2e.workers import ONES, connected, count, counted, counter, status, until
+from tests.faults.processes import stop
 
 Make = Callable[..., Cluster]
 WAIT = 20.0
@@ -266,7 +267,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program,
         server, address = serve(programs)
         client = counter(address, connect_timeout=SILENCE)
         count(client)
-        server.send(signal.SIGSTOP)
+        stop(server)
         yield server, address, client
         server.send(signal.SIGCONT)
         client.close()

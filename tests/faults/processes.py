@@ -30,9 +30,10 @@ def kill(program: Program) -> None:
 
 
 def stop(program: Program) -> None:
-    """SIGSTOP, and waits until it stands still."""
+    """SIGSTOP, and waits until all its threads stand still: one that is on a processor may go on for a moment."""
     program.send(signal.SIGSTOP)
-    until(lambda: state_of(program.pid) == "T", f"a stopped process {program.pid}")
+    tasks = Path(f"/proc/{program.pid}/task")
+    until(lambda: all(state_of(int(task.name)) == "T" for task in tasks.iterdir()), f"a stopped {program.pid}")
 
 
 def go_on(program: Program) -> None:

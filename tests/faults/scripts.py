@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -15,6 +16,8 @@ from psworker import FencedError
 from tests.e2e.workers import ONES, counter
 from tests.faults.rpc import faulty_lane
 
+LOOK = 0.02
+"""Seconds between two looks for a file."""
 NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
@@ -30,11 +33,18 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(
-    address: str, rank: int | None, epochs: int = 3, pause: float = 0.0, slow: Mapping[int, float] = NOBODY
+    address: str,
+    rank: int | None,
+    epochs: int = 3,
+    pause: float = 0.0,
+    slow: Mapping[int, float] = NOBODY,
+    held_at: int = 0,
+    until: Path | None = None,
 ) -> None:
     """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says when it made each.
 
-    pause: seconds that a step computes; slow: other ones, by rank.
+    pause: seconds that a step computes; slow: other ones, by rank. until: steps from version held_at on take place when
+    there is such a file.
     """
     torch.set_num_threads(1)
     computing = threading.Event()
@@ -50,6 +60,8 @@ def train(
             optimizer.zero_grad()
             scheduler.step()
             computing.wait(slow.get(rank or 0, pause))
+            while until is not None and job.version >= held_at and not until.exists():
+                computing.wait(LOOK)
             print(f"step {time.monotonic():.3f} {job.version}", flush=True)
 
 

@@ -18,13 +18,19 @@ FLAGS = ("--min-workers", WORKERS, "--lease", "2s", "--snapshot-every", "20steps
 LOG, WAIT = ("--durability", "log"), ("--on-worker-loss", "wait:60s")
 EPOCHS, PAUSE = 20, 0.03
 SECONDS = 110
+HELD_AT, DONE = 90, "done"
+"""Version at which workers wait until the killer is done; a run has at least 100."""
 
 
 class Killer:
-    """kill -9 of somebody, so many times, at random moments. `kinds`: s for servers, w for workers."""
+    """kill -9 of somebody, so many times, at random moments. `kinds`: s for servers, w for workers.
+
+    However fast the workers are, they make their last steps when it is done (held_at).
+    """
 
     def __init__(self, job: ForkedJob, seed: int, kills: int, gap: float = 0.8, kinds: str = "sw") -> None:
         self.left = kills
+        self._done = job.folder / DONE
         self._job, self._gap, self._kinds = job, gap, kinds
         self._random = random.Random(seed)
         self._next = time.monotonic() + 0.5
@@ -35,6 +41,14 @@ class Killer:
             self._job.lives[self._random.choice(names)].kill()
             self.left -= 1
             self._next = time.monotonic() + self._random.random() * self._gap
+            if not self.left:
+                self._done.touch()
+
+
+def killed_job(folder: Path, *flags: object) -> ForkedJob:
+    """A job with something to compute, which is not over before its killer is done."""
+    held = {"held_at": HELD_AT, "until": folder / DONE}
+    return ForkedJob(folder, SHARDS, [*FLAGS, *flags], train, epochs=EPOCHS, pause=PAUSE, **held)
 
 
 def undisturbed(folder: Path) -> str:
@@ -49,12 +63,12 @@ def undisturbed(folder: Path) -> str:
 def disturbed(folder: Path, seed: int) -> str:
     """The digest of a run with `KILLS` kills; AssertionError if not each batch counted once."""
     folder.mkdir()
-    with ForkedJob(folder, SHARDS, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, pause=PAUSE) as job:
+    with killed_job(folder, *LOG, *WAIT) as job:
         job.start_all(WORKERS)
         killer = Killer(job, seed, KILLS)
         job.tend(job.workers_done, SECONDS, killer)
 
-        assert killer.left == 0, "the run was over too soon"
+        assert killer.left == 0
         check_data(job)
         return digest(job.address)
 
@@ -71,7 +85,7 @@ def test_the_bits_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
 
 def test_with_shrink_each_batch_counts_exactly_once(tmp_path: Path) -> None:
     """Rounds go on without a killed worker once its lease has ended; who is started in its place is new."""
-    with ForkedJob(tmp_path, SHARDS, [*FLAGS, *LOG], train, epochs=EPOCHS, pause=PAUSE) as job:
+    with killed_job(tmp_path, *LOG) as job:
         job.start_all(WORKERS)
         killer = Killer(job, 5, kills=10)
         job.tend(job.workers_done, SECONDS, killer)
@@ -83,7 +97,7 @@ def test_with_shrink_each_batch_counts_exactly_once(tmp_path: Path) -> None:
 def test_without_a_log_all_shards_go_back_together_and_say_what_was_lost(tmp_path: Path) -> None:
     """At most one interval of snapshots; each batch of what stands in the end counted once; nobody is started again
     but who was killed."""
-    with ForkedJob(tmp_path, SHARDS, FLAGS, train, epochs=EPOCHS, pause=PAUSE) as job:
+    with killed_job(tmp_path) as job:
         job.start_all(WORKERS)
         job.tend(lambda: len(status(job.address)["snapshots"]) > 0, SECONDS)
         killer = Killer(job, 5, kills=4, gap=3.0, kinds="s")
