@@ -158,7 +158,8 @@ def _evidence(
     bounds = {name: int(flags[f"--{name}"]) for name in ("staleness",) if f"--{name}" in flags}
     return Evidence(
         operations, cluster.act.policy, durability=flags.get("--durability", "snapshot"), status=status,
-        counters=counters, rollbacks=rollbacks(cluster.leaders, flags.get("--durability", "snapshot")), **bounds,
+        counters=counters, rollbacks=rollbacks(cluster.leaders, flags.get("--durability", "snapshot")),
+        told_to_end=cluster.told_to_end, **bounds,
     )  # fmt: skip
 
 

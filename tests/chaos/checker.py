@@ -29,7 +29,8 @@ class Rollback:
 @dataclass
 class Evidence:
     """policy, staleness, max_staleness, durability: as the servers' flags. status, counters: of the end, when nobody
-    pushes any more, as GetStatus says and as in the weights; empty where they are not known."""
+    pushes any more, as GetStatus says and as in the weights; empty where they are not known. told_to_end: when the
+    job was, which ends the loops of its workers wherever they are."""
 
     operations: Sequence[Operation]
     policy: str = "sync"
@@ -39,6 +40,7 @@ class Evidence:
     rollbacks: Sequence[Rollback] = ()
     status: dict[str, Any] = field(default_factory=dict)
     counters: tuple[float, ...] = ()
+    told_to_end: float = inf
 
     @property
     def applied(self) -> list[Operation]:
@@ -206,5 +208,5 @@ def ended_loops(evidence: Evidence) -> dict[int, int]:
     return {
         lease.batches[0][0]: lease.total
         for lease in evidence.operations
-        if lease.kind == "lease" and lease.ended and lease.batches
+        if lease.kind == "lease" and lease.ended and lease.batches and lease.end < evidence.told_to_end
     }

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -98,7 +99,7 @@ class Cluster:
         self.workers = [self._worker(rank) for rank in range(act.workers)]
         self._restarted: dict[int, Mending] = {}
         self._stopped: set[int] = set()
-        self._over = False
+        self.told_to_end = inf  # when the whole job was, in monotonic seconds
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -196,7 +197,7 @@ class Cluster:
     @property
     def done(self) -> bool:
         """Have all workers finished? Those of a job that was stopped may have lost the servers first."""
-        fine = (0, *AGAIN) if self._over else (0,)
+        fine = (0, *AGAIN) if self.told_to_end < inf else (0,)
         return all(program.process.poll() in fine for program in self.workers)
 
     def ask_to_end(self) -> None:
@@ -208,7 +209,7 @@ class Cluster:
 
     def stop_job(self) -> int:
         """As an operator ends it; the exit code of ps-ctl. What ends then is not started again."""
-        self._over = True
+        self.told_to_end = min(self.told_to_end, time.monotonic())
         return self._programs.run("ps-ctl", "--ps", self.servers.address, "stop").wait()
 
     def resume(self) -> None:
@@ -230,7 +231,7 @@ class Cluster:
         What ends with 0 was asked to, and is not started again.
         """
         code = program.process.poll()
-        if code in (None, 0) or (self._over and code in AGAIN):
+        if code in (None, 0) or (self.told_to_end < inf and code in AGAIN):
             return False
         if code not in (-9, *AGAIN):
             self.died.append(f"{name} (pid {program.pid}) ended with {code}: {program.said[-600:]}")

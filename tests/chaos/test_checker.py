@@ -51,6 +51,10 @@ def test_a_good_run_is_good() -> None:
     assert check(evidence()) == []
 
 
+def test_a_job_that_was_told_to_end_need_not_be_through_its_data() -> None:
+    assert check(evidence({4: {"batches": ()}}, told_to_end=7.0)) == []
+
+
 def asynchronous(**terms: object) -> Evidence:
     """One worker alone: every push is an update."""
     operations = [operation for operation in run() if operation.worker == 1 and operation.kind == "push"]
