@@ -7,7 +7,7 @@ from benchmarks.setup import MEGABYTE
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes in bytes. small_pieces, pulls, steps, pushes: pieces of work in one turn.
+    """Sizes in bytes. small_pieces, pulls, steps, pushes, logged: pieces of work in one turn.
 
     tensorflow: the Python of an environment that has it; empty: TensorFlow is left out, because of `no_tensorflow`.
     """
@@ -27,6 +27,7 @@ class Scale:
     medium: int = 4 * MEGABYTE
     pulls: int = 300
     saved_steps: int = 20
+    logged: int = 9
     pushes: int = 192
     growth: tuple[int, ...] = (1, 2, 4, 8, 16)
     sizes: tuple[int, ...] = tuple(size * MEGABYTE for size in (1, 4, 16, 64, 256))
@@ -55,6 +56,7 @@ TINY = Scale(
     medium=400_000,
     pulls=5,
     saved_steps=2,
+    logged=2,
     pushes=4,
     growth=(1, 2),
     sizes=(400_000, MEGABYTE),

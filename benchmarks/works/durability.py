@@ -13,7 +13,7 @@ MODES = {"no log": ("snapshot", "no"), "log": ("log", "everysec"), "log, fsync a
 
 def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     entries = [
-        job(ours(lane, mode), Setup(scale.large, lanes=lane, durability=durability, fsync=fsync))
+        job(ours(lane, mode), Setup(scale.large, lanes=lane, durability=durability, fsync=fsync, pieces=scale.logged))
         for lane in LANES
         for mode, (durability, fsync) in MODES.items()
     ]
@@ -23,6 +23,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "durability",
     "push_pull of 100 MB, 1 worker, 1 server, SGD: without a log, with one that is synced every second, and with one "
-    "that is synced before each answer.",
+    "that is synced before each answer. A turn is as many pushes as a log holds before a snapshot takes its place, so "
+    "it has the costs of that snapshot too; the files of the log are recycled by then.",
     lineup,
 )
