@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ from psworker import FencedError
 from tests.e2e.workers import ONES, counter
 from tests.faults.rpc import faulty_lane
 
+SOURCES = 4
 LOOK = 0.02
 """Seconds between two looks for a file."""
 NOBODY: Mapping[int, float] = MappingProxyType({})
@@ -32,6 +33,15 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(80, 6, generator=generator), torch.randint(0, 3, (80,), generator=generator)
 
 
+class Rows:
+    """The data as a stream of SOURCES, each with its share of the rows."""
+
+    def read(self, source: int, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        x, y = data()
+        share = len(x) // SOURCES
+        return zip(x[source * share + offset :][: share - offset], y[source * share + offset :], strict=False)
+
+
 def train(
     address: str,
     rank: int | None,
@@ -40,11 +50,12 @@ def train(
     slow: Mapping[int, float] = NOBODY,
     held_at: int = 0,
     until: Path | None = None,
+    streamed: bool = False,
 ) -> None:
     """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says when it made each.
 
     pause: seconds that a step computes; slow: other ones, by rank. until: steps from version held_at on take place when
-    there is such a file.
+    there is such a file. streamed: the data come as a stream.
     """
     torch.set_num_threads(1)
     computing = threading.Event()
@@ -54,7 +65,8 @@ def train(
         optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
         job.resume(scheduler)
-        for x, y in job.batches(data(), batch_size=8, epochs=epochs, seed=3):
+        dataset, sources = (Rows(), SOURCES) if streamed else (data(), None)
+        for x, y in job.batches(dataset, batch_size=8, epochs=epochs, seed=3, sources=sources):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()

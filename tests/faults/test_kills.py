@@ -45,27 +45,27 @@ class Killer:
                 self._done.touch()
 
 
-def killed_job(folder: Path, *flags: object) -> ForkedJob:
+def killed_job(folder: Path, *flags: object, **options: object) -> ForkedJob:
     """A job with something to compute, which is not over before its killer is done."""
     held = {"held_at": HELD_AT, "until": folder / DONE}
-    return ForkedJob(folder, SHARDS, [*FLAGS, *flags], train, epochs=EPOCHS, pause=PAUSE, **held)
+    return ForkedJob(folder, SHARDS, [*FLAGS, *flags], train, epochs=EPOCHS, pause=PAUSE, **held, **options)
 
 
-def undisturbed(folder: Path) -> str:
+def undisturbed(folder: Path, **options: object) -> str:
     """The digest of a run in which nobody dies."""
     folder.mkdir()
-    with ForkedJob(folder, SHARDS, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS) as job:
+    with ForkedJob(folder, SHARDS, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, **options) as job:
         job.start_all(WORKERS)
         job.tend(job.workers_done, SECONDS)
         return digest(job.address)
 
 
-def disturbed(folder: Path, seed: int) -> str:
-    """The digest of a run with `KILLS` kills; AssertionError if not each batch counted once."""
+def disturbed(folder: Path, seed: int, kills: int = KILLS, **options: object) -> str:
+    """The digest of a run with so many kills; AssertionError if not each sample counted once."""
     folder.mkdir()
-    with killed_job(folder, *LOG, *WAIT) as job:
+    with killed_job(folder, *LOG, *WAIT, **options) as job:
         job.start_all(WORKERS)
-        killer = Killer(job, seed, KILLS)
+        killer = Killer(job, seed, kills)
         job.tend(job.workers_done, SECONDS, killer)
 
         assert killer.left == 0
@@ -74,16 +74,24 @@ def disturbed(folder: Path, seed: int) -> str:
 
 
 def check_data(job: ForkedJob) -> None:
-    """Each batch has counted exactly once."""
-    (row,) = status(job.address)["data"]
-    assert (row["committed"], row["dropped"], row["duplicates"]) == (10 * EPOCHS, 0, 0)
+    """Each sample has counted exactly once an epoch."""
+    told = status(job.address)
+    (row,) = told["data"]
+    assert (told["samples"], row["dropped"], row["duplicates"]) == (80 * EPOCHS, 0, 0)
 
 
 def test_the_bits_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
     assert disturbed(tmp_path / "disturbed", seed=0) == undisturbed(tmp_path / "quiet")
 
 
-def test_with_shrink_each_batch_counts_exactly_once(tmp_path: Path) -> None:
+def test_the_bits_of_a_stream_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
+    """Each source goes on, under whoever reads it then, after the last sample that counted."""
+    quiet = undisturbed(tmp_path / "quiet", streamed=True)
+
+    assert disturbed(tmp_path / "disturbed", seed=1, kills=5, streamed=True) == quiet
+
+
+def test_with_shrink_each_sample_counts_exactly_once(tmp_path: Path) -> None:
     """Rounds go on without a killed worker once its lease has ended; who is started in its place is new."""
     with killed_job(tmp_path, *LOG) as job:
         job.start_all(WORKERS)
@@ -95,7 +103,7 @@ def test_with_shrink_each_batch_counts_exactly_once(tmp_path: Path) -> None:
 
 
 def test_without_a_log_all_shards_go_back_together_and_say_what_was_lost(tmp_path: Path) -> None:
-    """At most one interval of snapshots; each batch of what stands in the end counted once; nobody is started again
+    """At most one interval of snapshots; each sample of what stands in the end counted once; nobody is started again
     but who was killed."""
     with killed_job(tmp_path) as job:
         job.start_all(WORKERS)
