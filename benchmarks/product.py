@@ -1,20 +1,25 @@
 """What of the system under test a contender needs to know: how a job is started and joined."""
 
 import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from pscommon.wire.channel import open_channel
-from psproto.v1.coordinator_pb2 import SaveSnapshotRequest
+from psproto.v1.coordinator_pb2 import GetStatusRequest, SaveSnapshotRequest
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker.client import Client
 from psworker.local_servers import LocalServers
 
 LANES = ("grpc", "shm")
+PAUSE = 0.05
+"""Seconds between two looks whether a standby is in sync."""
 
 
 def configure(setup: Setup) -> None:
@@ -32,8 +37,29 @@ def servers(setup: Setup) -> Iterator[LocalServers]:
         if setup.durability:
             os.environ |= {"PS_DATA_DIR": folder, "PS_SNAPSHOT_EVERY": "1h", "PS_SNAPSHOT_KEEP": "1"}
             os.environ |= {"PS_DURABILITY": setup.durability, "PS_LOG_FSYNC": setup.fsync}
-        with LocalServers(setup.servers, setup.workers, setup.policy, None) as servers:
+        os.environ["PS_SHIPPING"] = setup.shipping or "sync"
+        with (
+            LocalServers(setup.servers, setup.workers, setup.policy, None) as servers,
+            standby(servers.address, setup) if setup.shipping else nullcontext(),
+        ):
             yield servers
+
+
+@contextmanager
+def standby(address: str, setup: Setup) -> Iterator[None]:
+    """Of the only server; in sync from the beginning."""
+    rules = ["--policy", setup.policy, "--min-workers", str(setup.workers)]
+    command = [sys.executable, "-m", "psserver", "--standby-of", address, "--bind", "127.0.0.1:0", *rules]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with closing(open_channel(address)) as channel:
+            stub = CoordinatorServiceStub(channel)
+            while '"in sync"' not in stub.GetStatus(GetStatusRequest(), timeout=10).status_json:
+                time.sleep(PAUSE)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def save(address: str) -> None:

@@ -16,7 +16,8 @@ class Setup:
     short to be timed. servers, workers, policy, lanes: of a job of ours; lanes is "grpc" or "shm". in_flight: the
     servers' budget in bytes; 0 leaves the default. clients: in each worker's process, where one stands for many.
     batch: samples a step, where a network is really trained. overlap: push while gradients are still being computed.
-    durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log.
+    durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log. shipping: "sync" or
+    "async", to a standby of the only server; empty: there is none.
     """
 
     nbytes: int
@@ -33,6 +34,7 @@ class Setup:
     overlap: bool = False
     durability: str = ""
     fsync: str = "everysec"
+    shipping: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

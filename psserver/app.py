@@ -1,14 +1,17 @@
 """One server process: everything is made, started and stopped here, in this order."""
 
 import logging
+import os
 import secrets
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import FrameType
+from typing import Never
 
-import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -19,21 +22,33 @@ from pscommon.exits import Exit
 from pscommon.malloc import tune_malloc
 from pscommon.monitor import Monitor, new_registry
 from pscommon.snapshot import DataDirLock
-from pscommon.wire.channel import SERVER_OPTIONS
 from pscommon.wire.frames import add_parameter_server_to_server
-from psproto.v1 import coordinator_pb2, parameter_server_pb2
+from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
 from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from psproto.v1.shard_pb2_grpc import add_ShardServiceServicer_to_server
+from psproto.v1.standby_pb2_grpc import add_StandbyServiceServicer_to_server
 from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.coordinator_servicer import Coordinator
+from psserver.core.shipping import Shipping
 from psserver.engine import Engine
 from psserver.hub import Hub
 from psserver.identity import Identity
 from psserver.interceptor import RpcTimer
+from psserver.layout import Layout
 from psserver.link import Link
+from psserver.listening import listen
 from psserver.metrics import ServerMetrics
+from psserver.mirror import settings
+from psserver.primary_lease import begun, lease_of
+from psserver.records import Records, Source, disk_log
 from psserver.servicer import ParameterServer
 from psserver.shard_log import ShardLog
+from psserver.shard_servicer import ShardPeer
+from psserver.shipped import LineKind, Shipped, about, job_state
+from psserver.shipper import Shipper
+from psserver.standby import Inherited, Standby
+from psserver.standby_servicer import StandbyServicer, of_this_shard
 from psserver.status import statistics
 
 CALLS = 1024
@@ -42,8 +57,16 @@ CALLS = 1024
 DRAIN = 8.0
 """Seconds that a shard told to end waits for the coordinator's last snapshot; containers give ten."""
 
+PORT = 2.0
+"""Seconds that a port takes to be free after its server has ended."""
+
+STILL = 5.0
+"""Seconds in which a moment must come in which everything can be copied for a standby."""
+
 SERVICES = (
     parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServerService"].full_name,
+    standby_pb2.DESCRIPTOR.services_by_name["StandbyService"].full_name,
+    shard_pb2.DESCRIPTOR.services_by_name["ShardService"].full_name,
     coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name,
 )
 
@@ -51,10 +74,14 @@ log = logging.getLogger("psserver")
 
 
 class Server:
-    """A running shard. Raises TakenError, SnapshotError and others of PSError's tree where it cannot start."""
+    """A running shard. Raises TakenError, SnapshotError and others of PSError's tree where it cannot start.
 
-    def __init__(self, config: ServerConfig) -> None:
+    inherited: what this process has as a standby that is primary now.
+    """
+
+    def __init__(self, config: ServerConfig, inherited: Inherited | None = None) -> None:
         self.config = config
+        self._inherited = inherited
         self._resources = ExitStack()
         self.hub: Hub | None = None
         try:
@@ -69,10 +96,16 @@ class Server:
             self._resources.enter_context(DataDirLock(config.data_dir, config.shard))
         registry = new_registry()
         self.metrics = ServerMetrics(registry, shard=config.shard)
-        self.archive = Archive(config.data_dir, config.shard, config.shards, config.snapshot_keep, self.metrics)
+        patience = PORT if self._inherited is not None else 0.0
+        self._grpc, self.address = listen(config.bind, CALLS, [RpcTimer(self.metrics.rpc)], patience)
+        self._resources.callback(lambda: self._grpc.stop(grace=None))
+        self.shipper = self._make_shipper()
+        self.archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
+        # others learn from shard 0 how many there are
+        layout = Layout(config.shards, config.data_dir if config.shard == 0 else None)
         self.engine = Engine(
             config.shard,
-            config.shards,
+            layout.shards,
             self.metrics,
             self.archive.cut,
             config.in_flight,
@@ -82,24 +115,70 @@ class Server:
             config.fitness,
         )
         self._resources.callback(self._end)
-        self._grpc, self.address = self._listen()
+        if self._inherited is not None:
+            self.engine.inherit(self._inherited.mirror.replica)
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
-        job = (config.job or f"job-{secrets.token_hex(4)}") if config.shard == 0 else ""
-        self.identity = Identity(config.shard, config.shards, config.advertise or self.address, config.join or "", job)
+        self.identity = self._make_identity(layout)
         self.identity.on_job = self._show_job
-        self._show_job(job)
-        self.hub = self._make_hub() if config.shard == 0 else None
+        self._show_job(self.identity.job)
+        self.hub = self._make_hub(layout) if config.shard == 0 else None
         self.link = None if self.hub else self._make_link()
         self._serve()
         if config.metrics_bind is not None:
             self.monitor = Monitor(config.metrics_bind, registry, self.ready)
             self._resources.callback(self.monitor.close)
 
-    def _make_log(self) -> ShardLog | None:
+    def _make_identity(self, layout: Layout) -> Identity:
+        config, address = self.config, self.config.advertise or self.address
+        hello = self._inherited.mirror.hello if self._inherited is not None else {}
+        job = hello.get("job") or ((config.job or f"job-{secrets.token_hex(4)}") if config.shard == 0 else "")
+        coordinator = config.join or hello.get("coordinator", "")
+        identity = Identity(config.shard, layout.shards, address, coordinator, job)
+        identity.standbys = hello.get("standbys", ())
+        identity.term = self.shipper.term
+        return identity
+
+    def _make_shipper(self) -> Shipper:
         config = self.config
-        if config.durability != "log" or config.data_dir is None:
-            return None
-        log = ShardLog(config.data_dir, config.shard, config.shards, config.log_fsync, self.metrics.log_failed)
+        lease = lease_of(config)
+        tenure = (
+            self._inherited.tenure
+            if self._inherited is not None
+            else begun(config, lease, config.advertise or self.address)
+        )
+        machine = Shipping(tenure, lease, config.shipping == "sync", time.monotonic())
+        shipper = Shipper(machine, self.metrics, self._deposed)
+        shipper.whole = self._whole
+        return shipper
+
+    def _whole(self, begin: Callable[[Iterable[Shipped]], None]) -> None:
+        """Everything that a standby has to know, at one moment."""
+        with ExitStack() as stack:
+            first, job = stack.enter_context(self.hub.still()) if self.hub is not None else ({}, None)
+            shard = stack.enter_context(self.engine.still(STILL))
+            identity, shipper = self.identity, self.shipper
+            hello = about(
+                LineKind.HELLO, term=shipper.term, sync=self.config.shipping == "sync", job=identity.job,
+                coordinator=identity.coordinator, standbys=list(identity.standbys), settings=settings(self.config),
+                **first,
+            )  # fmt: skip
+            begin([hello, *shard, *([job_state(job)] if job is not None else []), about(LineKind.LOADED)])
+
+    def _deposed(self, why: str) -> Never:
+        """Not primary any more: nothing more may leave this process. why: empty where that was planned."""
+        if why:
+            log.error("this server has to end", extra={"problem": why})
+        else:
+            log.warning("another server is primary of this shard now, as planned")
+        if self.config.port_file is not None:
+            self.config.port_file.unlink(missing_ok=True)
+        logging.shutdown()
+        os._exit(Exit.TAKEN if why else Exit.DONE)
+
+    def _make_log(self) -> ShardLog:
+        config = self.config
+        disk = disk_log(config, f"log-shard-{config.shard}", self.metrics.log_failed)
+        log = ShardLog(Records(Source.SHARD, disk, self.shipper), config.shard)
         self._resources.callback(log.close)
         return log
 
@@ -108,39 +187,27 @@ class Server:
         if self.hub is not None:
             self.hub.end()
 
-    def _listen(self) -> tuple[grpc.Server, str]:
-        server = grpc.server(
-            ThreadPoolExecutor(CALLS, thread_name_prefix="call"),
-            interceptors=[RpcTimer(self.metrics.rpc)],
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=CALLS,
-        )
-        host, _, _ = self.config.bind.rpartition(":")
-        try:
-            port = server.add_insecure_port(self.config.bind)
-        except RuntimeError as error:
-            raise TakenError(
-                f"cannot listen on {self.config.bind}: another process has the port, or the address is not this "
-                "machine's; choose another --bind (port 0 picks a free one)"
-            ) from error
-        return server, f"{host}:{port}"
-
     def _show_job(self, job: str) -> None:
-        self.metrics.shard_info(shards=self.config.shards, job=job, policy=self.config.policy)
+        self.metrics.shard_info(shards=self.identity.shards, job=job, policy=self.config.policy)
 
-    def _make_hub(self) -> Hub:
-        self.archive.next_generation()
-        hub = Hub(self.config, self.identity, self.engine, self.archive, self.metrics)
+    def _make_hub(self, layout: Layout) -> Hub:
+        if self._inherited is None:
+            self.archive.next_generation()
+        hub = Hub(self.config, layout, self.identity, self.engine, self.archive, self.metrics, self.shipper)
         self.archive.on_part = lambda part: hub.snapshot_part(0, part)
         return hub
 
     def _make_link(self) -> Link:
-        return Link(self.identity, self.engine, self.archive, lambda: statistics(self.engine), self.config.join_timeout)
+        tell = lambda: statistics(self.engine, self.shipper)  # noqa: E731
+        return Link(self.identity, self.engine, self.archive, tell, self.config.join_timeout, self.shipper)
 
     def _serve(self) -> None:
         add_parameter_server_to_server(ParameterServer(self.engine, self.identity), self._grpc)
+        add_ShardServiceServicer_to_server(ShardPeer(self.engine.moves, self.identity), self._grpc)
         if self.hub is not None:
             add_CoordinatorServiceServicer_to_server(Coordinator(self.hub), self._grpc)
+        checked = of_this_shard(self.identity)
+        add_StandbyServiceServicer_to_server(StandbyServicer(self.shipper, None, checked), self._grpc)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -149,15 +216,16 @@ class Server:
     @property
     def _services(self) -> tuple[str, ...]:
         """Ours; only shard 0 coordinates."""
-        return SERVICES if self.hub is not None else SERVICES[:1]
+        return SERVICES if self.hub is not None else SERVICES[:-1]
 
     def start(self) -> None:
         """Resume if told to, then answer calls."""
         if self.hub is not None:
-            self.hub.start()
+            self.hub.start(inherited=self._inherited.mirror if self._inherited is not None else None)
         else:
             assert self.link is not None
             self.link.start()
+        self.shipper.start()
         self._grpc.start()
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
@@ -166,7 +234,7 @@ class Server:
             temporary.write_text(self.address.rpartition(":")[2] + "\n")
             temporary.replace(self.config.port_file)
         log.info(
-            "listening", extra={"address": self.address, "shards": self.config.shards, "policy": self.config.policy}
+            "listening", extra={"address": self.address, "shards": self.identity.shards, "policy": self.config.policy}
         )
 
     def ready(self) -> tuple[bool, str]:
@@ -201,6 +269,7 @@ class Server:
         if self.hub is not None:
             self.hub.close()
         self.archive.close()
+        self.shipper.close(over=self.hub is not None or (self.link is not None and self.link.told_to_end))
         self._resources.close()
         if self.config.port_file is not None:
             self.config.port_file.unlink(missing_ok=True)
@@ -212,10 +281,34 @@ def run(config: ServerConfig) -> int:
     if config.malloc == "tuned":
         tune_malloc()
     torch.set_num_threads(1)  # the engine has a team; torch's would be one for each thread that answers a call
-    server = Server(config)
-    signals = _Signals(server)
+    if config.standby_of is None:
+        return serve(Server(config))
+    standby = Standby(config, lease_of(config))
+    signals = _Signals(standby.stop)
+    inherited = standby.run()
+    if standby.failure is not None:
+        raise standby.failure
+    if inherited is None:
+        return signals.exit_code
+    return serve(successor(config, standby.address, inherited))
+
+
+def successor(config: ServerConfig, address: str, inherited: Inherited) -> Server:
+    """The primary that a standby becomes, at the standby's address. Its predecessor may still hold their data."""
+    config = replace(config, bind=address, standby_of=None)
     try:
-        _load_optimizers()
+        return Server(config, inherited)
+    except TakenError as error:
+        if config.data_dir is None:
+            raise
+        log.error("going on without --data-dir, whose holder still lives", extra={"problem": str(error)})
+    return Server(replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited)
+
+
+def serve(server: Server) -> int:
+    """Until the job ends; the exit code."""
+    signals = _Signals(server.stop)
+    try:
         server.start()
         interruptible.wait(server.ended)
     finally:
@@ -225,17 +318,12 @@ def run(config: ServerConfig) -> int:
     return signals.exit_code
 
 
-def _load_optimizers() -> None:
-    """The first torch.optim object of a process takes a second: before the server answers, not while a worker waits."""
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
-
-
 class _Signals:
     """SIGTERM drains (exit 0), SIGINT drains and says so (130); a second one ends the process at once."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, stop: Callable[[str], None]) -> None:
         self.exit_code = int(Exit.DONE)
-        self._server = server
+        self._stop = stop
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._first)
 
@@ -244,4 +332,4 @@ class _Signals:
             self.exit_code = int(Exit.INTERRUPTED)
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
-        threading.Thread(target=self._server.stop, args=(signal.Signals(number).name,), daemon=True).start()
+        threading.Thread(target=self._stop, args=(signal.Signals(number).name,), daemon=True).start()

@@ -2,13 +2,12 @@
 
 import contextlib
 import errno
-import importlib.metadata
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +16,14 @@ import torch
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model import ROLES, ModelSpec
 from pscommon.core.tape import Plan
+from pscommon.installed import installed
 from pscommon.optimizers import groups_to_json
 from pscommon.snapshot import Manifest, Part, Snapshots, TapeReader
+from pscommon.snapshot.files import Files, publish
 from psserver.core.cuts import Cutting, PartReport
 from psserver.engine import Engine
 from psserver.metrics import ServerMetrics
-from psserver.recovery import LogUnfitError
+from psserver.replica import LogUnfitError
 from psserver.store import Store
 
 log = logging.getLogger("psserver")
@@ -34,7 +35,7 @@ class Archive:
     on_part is called from the writing thread with what became of each part.
     """
 
-    def __init__(self, data_dir: Path | None, shard: int, shards: int, keep: int, metrics: ServerMetrics) -> None:
+    def __init__(self, data_dir: Path | None, shard: int, keep: int, metrics: ServerMetrics) -> None:
         self.enabled = data_dir is not None
         self.on_part: Callable[[PartReport], None] = lambda part: None
         self.newest_version: int | None = None
@@ -42,7 +43,7 @@ class Archive:
         self.problem = ""
         self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
-        self._shard, self._shards, self._keep, self._metrics = shard, shards, keep, metrics
+        self._shard, self._keep, self._metrics = shard, keep, metrics
         self._data_dir = data_dir
         self._snapshots = Snapshots(data_dir) if data_dir else None
         self._memory: dict[str, torch.Tensor] = {}
@@ -53,14 +54,17 @@ class Archive:
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
-    def next_generation(self) -> None:
-        """Count this start of the job, durably, so that no worker's number is ever given twice. SnapshotError."""
+    def next_generation(self, least: int = 0) -> None:
+        """Count this start of the job, durably, so that no worker's number is ever given twice. SnapshotError.
+
+        least: the smallest number that it may get.
+        """
         if self._data_dir is None:
-            self.generation += 1
+            self.generation = max(least, self.generation + 1)
             return
         path = self._data_dir / "generation"
         try:
-            self.generation = _counted_up(path)
+            self.generation = _counted_up(path, least, Files())
         except (OSError, ValueError) as error:
             raise SnapshotError(f"cannot count this start of the job in {path}: {error}") from error
 
@@ -126,30 +130,33 @@ class Archive:
         """Where a version lies."""
         return str(self._snapshots.path(version)) if self._snapshots else ""
 
-    def load_into(self, engine: Engine, epoch: int, manifest: Manifest) -> str:
-        """Put this shard's part of a snapshot in place; empty, or what is wrong."""
+    def load_into(self, engine: Engine, epoch: int, manifest: Manifest, shards: int) -> str:
+        """Put this shard's part, among so many, of a snapshot in place; empty, or what is wrong."""
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
         self.close()  # no part of the history that ends here may come among those of the next one
-        plan = Plan(manifest.model, self._shards)
-        needed = [plan.range(self._shard, role) for role in ROLES]
         try:
-            engine.restore(epoch, manifest, TapeReader(self._snapshots, manifest, needed))
+            engine.restore(epoch, manifest, self._reader(manifest, shards), shards)
         except SnapshotError as error:
             return str(error)
         self.newest_version = manifest.version
         return ""
 
-    def recover_into(self, engine: Engine, epoch: int, manifest: Manifest | None) -> str:
-        """Make this shard what it was: a snapshot and its own log on top; empty, or why that cannot be."""
+    def _reader(self, manifest: Manifest, shards: int) -> TapeReader:
+        """A snapshot, as this shard, one of so many, reads it."""
+        assert self._snapshots is not None
+        plan = Plan(manifest.model, shards)
+        return TapeReader(self._snapshots, manifest, [plan.range(self._shard, role) for role in ROLES])
+
+    def recover_into(self, engine: Engine, epoch: int, manifest: Manifest | None, shards: Collection[int]) -> str:
+        """Make this shard what it was: a snapshot and its own log on top; empty, or why that cannot be.
+
+        shards: how many there may be where the log ends.
+        """
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
-        reader = None
-        if manifest is not None:
-            plan = Plan(manifest.model, self._shards)
-            reader = TapeReader(self._snapshots, manifest, [plan.range(self._shard, role) for role in ROLES])
         try:
-            engine.recover(epoch, manifest, reader)
+            engine.recover(epoch, manifest, partial(self._reader, manifest) if manifest else None, shards)
         except (LogUnfitError, SnapshotError) as error:
             return str(error)
         self.newest_version = manifest.version if manifest else None
@@ -164,21 +171,21 @@ class Archive:
         if self._writer is not None:
             self._writer.join()
         self._memory = store.export(self._memory)
-        steps, groups = store.steps(), groups_to_json(store.groups())
-        self._writer = threading.Thread(target=self._write, args=(version, steps, groups), name="snapshot", daemon=True)
+        args = (version, store.plan.shards, store.steps(), groups_to_json(store.groups()))
+        self._writer = threading.Thread(target=self._write, args=args, name="snapshot", daemon=True)
         self._writer.start()
 
-    def _write(self, version: int, steps: dict[int, int], groups: str) -> None:
+    def _write(self, version: int, shards: int, steps: dict[int, int], groups: str) -> None:
         assert self._snapshots is not None
         began = time.monotonic()
         try:
-            part = self._snapshots.write_part(version, self._shard, self._shards, self._memory, steps, groups)
+            part = self._snapshots.write_part(version, self._shard, shards, self._memory, steps, groups)
         except SnapshotError as error:
             self._failed(error)
-            self.on_part(PartReport(version, "", 0, "", str(error)))
+            self.on_part(PartReport(version, "", 0, "", str(error), shards))
             return
         self._metrics.snapshot(time.monotonic() - began, part.nbytes)
-        self.on_part(PartReport(version, part.file, part.nbytes, part.sha256))
+        self.on_part(PartReport(version, part.file, part.nbytes, part.sha256, "", shards))
 
     def _failed(self, error: SnapshotError) -> None:
         self.problem = str(error)
@@ -216,17 +223,17 @@ class Archive:
             log.warning("cannot remove old snapshots", extra={"problem": str(error)})
 
     def _manifest(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest:
-        parts = [cutting.parts[shard] for shard in range(self._shards)]
+        parts = [cutting.parts[shard] for shard in sorted(cutting.parts)]
         return Manifest(
             job=job,
             version=cutting.version,
             index=cutting.index,
-            shards=self._shards,
+            shards=len(parts),
             created=datetime.now(UTC).isoformat(),
             model=model,
             parts=tuple(Part(p.file, p.nbytes, p.sha256) for p in parts),
             coordinator=cutting.state,
-            libraries={name: importlib.metadata.version(name) for name in ("paramserver", "torch", "numpy")},
+            libraries={name: installed(name) for name in ("paramserver", "torch", "numpy")},
         )
 
     def retain(self, versions: Sequence[int]) -> None:
@@ -260,13 +267,10 @@ def groups_of(store: Store | None) -> str:
     return groups_to_json(store.groups()) if store is not None else ""
 
 
-def _counted_up(path: Path) -> int:
-    """The number in a file, one more than it was there; 0 where there is none. On the disk before this returns."""
-    number = int(path.read_text()) + 1 if path.exists() else 0
+def _counted_up(path: Path, least: int, files: Files) -> int:
+    """The number in a file, one more than it was there and `least` at least. On the disk before this returns."""
+    number = max(least, int(path.read_text()) + 1 if path.exists() else 0)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(str(number))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    files.write(temporary, str(number).encode("ascii"))
+    publish(files, temporary, path)
     return number

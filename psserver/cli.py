@@ -6,6 +6,7 @@ import click
 
 from pscommon import logs, options
 from pscommon.config import run_command
+from pscommon.imports import quick_imports
 from psserver.config import ServerConfig
 
 COMMAND = options.command(
@@ -17,6 +18,7 @@ Examples:
   ps-server --policy sync --min-workers 2                      the only shard, on port 50051
   ps-server --shard 0/2 --data-dir /data/job --policy async    the first of two
   ps-server --shard 1/2 --data-dir /data/job --join host0:50051 --bind 0.0.0.0:50052 --advertise host1:50052
+  ps-server --shard 1/2 --join host0:50051 --failover-lock /run/job --standby-of host1:50052 --bind 127.0.0.1:50062
   ps-server --config cluster.toml --shard 1/2                  the rest from a file""",
 )
 
@@ -30,6 +32,7 @@ def start(ctx: click.Context) -> int:
     """Serves until the job ends; returns the exit code."""
     config = ServerConfig.from_settings(ctx.params)
     logs.set_up(config.log_level, config.log_format, shard=config.shard, job=config.job)
-    from psserver import app  # imports torch: not for --help, not for a bad flag
+    with quick_imports():
+        from psserver import app  # imports torch: not for --help, not for a bad flag
 
     return app.run(config)

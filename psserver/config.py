@@ -18,6 +18,7 @@ from pscommon.values import (
     Malloc,
     OnWorkerLoss,
     Shard,
+    Shipping,
     SnapshotEvery,
     check_policy,
     host_and_port,
@@ -82,6 +83,12 @@ class ServerConfig:
     durability: Durability = "snapshot"
     """log: each update is written down before it is acknowledged."""
     log_fsync: LogFsync = "everysec"
+    standby_of: str | None = None
+    """HOST:PORT of this shard's primary, whose standby this server is until it takes over; None: it is primary."""
+    failover_lock: Path | None = None
+    """Folder that says who is primary of each shard; without it only an operator makes a standby primary."""
+    shipping: Shipping = "sync"
+    """sync: nothing is acknowledged before the standby has it; async: it may be behind."""
     resume: Literal["auto", "never"] | int = "auto"
     """auto: from the newest valid snapshot if there is one; a number: from that version or not at all."""
     metrics_bind: str | None = None

@@ -24,6 +24,7 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.archive import groups_of
 from psserver.core.cuts import PartReport
 from psserver.core.following import Way
+from psserver.core.shard import NO_LOG
 from psserver.fleet import Server, Told
 from psserver.hub import Hub
 
@@ -53,6 +54,7 @@ class Coordinator(CoordinatorServiceServicer):
                 policy=self._hub.policy,
                 open_loop=self._hub.open_loop,
                 bad_gradients=self._hub.config.bad_gradients,
+                standbys=self._hub.fleet.standbys,
             )
 
     def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
@@ -91,7 +93,11 @@ class Coordinator(CoordinatorServiceServicer):
             stopping, draining = self._hub.beat(
                 request.worker, request.step_seconds, request.samples_per_second, request.phase
             )
-            return pb.HeartbeatResponse(version=self._hub.version, stopping=stopping, draining=draining)
+            fleet = self._hub.fleet
+            return pb.HeartbeatResponse(
+                version=self._hub.version, stopping=stopping, draining=draining,
+                addresses=fleet.addresses, terms=fleet.terms, standbys=fleet.standbys,
+            )  # fmt: skip
 
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
@@ -150,6 +156,11 @@ class Coordinator(CoordinatorServiceServicer):
             self._hub.set_policy(request.policy, staleness, max_staleness)
             return pb.SetPolicyResponse()
 
+    def Reshard(self, request: pb.ReshardRequest, context: Context) -> pb.ReshardResponse:
+        with answering(context):
+            seconds, nbytes = self._hub.reshards.reshard(request.shards, request.wait_ms / 1000)
+            return pb.ReshardResponse(seconds=seconds, nbytes=nbytes)
+
     def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
         with answering(context):
             self._hub.stop(request.reason)
@@ -164,27 +175,29 @@ class Coordinator(CoordinatorServiceServicer):
             first = next(requests, None)
             if first is None:
                 return  # it had nothing to say after all
-            server, line = self._hub.shard_up(first.shard, first.shards, first.address, first.instance)
+            followed, term = first.report.epoch != NO_LOG, max(1, first.term)
+            server, line = self._hub.shard_up(first.shard, first.shards, first.address, first.instance, followed, term)
             # at once, not when _follow looks again: a shard that was restarted may be at the door
-            context.add_callback(lambda: self._hub.shard_down(server.shard, line))
+            context.add_callback(lambda: self._hub.shard_down(server, line))
             try:
-                yield from self._follow(server, first, requests, context)
+                yield from self._follow(server, line, first, requests, context)
             finally:
-                self._hub.shard_down(server.shard, line)
+                self._hub.shard_down(server, line)
 
     def _follow(
         self,
         server: Server,
+        line: int,
         first: pb.LinkShardRequest,
         requests: Iterator[pb.LinkShardRequest],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.LinkShardResponse]:
         """Tell a shard what is new, while another thread listens to it."""
-        listener = _Listener(self._hub, server, requests)
+        listener = _Listener(self._hub, server, line, requests)
         listener.hear(first)
         listener.start()
         told, model = Told(first.report.epoch, first.report.index), ""
-        while context.is_active() and listener.is_alive() and listener.silent < SILENCE:
+        while context.is_active() and listener.is_alive() and listener.silent < SILENCE and server.line == line:
             response, told, model = self._tell(server, told, model)
             yield response
             if response.stop:
@@ -194,6 +207,10 @@ class Coordinator(CoordinatorServiceServicer):
     def _tell(self, server: Server, told: Told, model: str) -> tuple[pb.LinkShardResponse, Told, str]:
         """The next response; how far the shard is told with it; the fingerprint of the model that it knows then."""
         hub, news = self._hub, self._hub.news(server, told)
+        if news is None:
+            stop = server.leaves or hub.stopped.is_set()
+            waits = pb.LinkShardResponse(job=hub.job, stop=stop, waiting_for="ps-ctl reshard", term=hub.fleet[0].term)
+            return waits, told, model
         response = pb.LinkShardResponse(
             job=hub.job,
             addresses=hub.fleet.addresses,
@@ -203,12 +220,17 @@ class Coordinator(CoordinatorServiceServicer):
             base=news.base,
             entries=[entry_to_proto(entry) for entry in news.entries],
             snapshots=news.snapshots,
+            term=hub.fleet[0].term,
+            standbys=hub.fleet.standbys,
+            shards=hub.fleet.shards,
+            layout=hub.fleet.layout.changes,
+            move=hub.reshards.move(news),
         )
         response.recover, response.begin = news.way is Way.RECOVER, news.way is Way.BEGIN
         if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):
             response.restore.version, response.restore.index = news.snapshot.version, news.snapshot.index
             response.restore.manifest_json = news.snapshot.as_json()
-        if news.way is Way.BEGIN:
+        if news.way in (Way.BEGIN, Way.ADOPT):
             model = ""  # it forgets the one that it was told before
         if news.model is not None and news.model.fingerprint() != model:
             model = news.model.fingerprint()
@@ -219,10 +241,10 @@ class Coordinator(CoordinatorServiceServicer):
 class _Listener(threading.Thread):
     """Hears one shard until its link ends."""
 
-    def __init__(self, hub: Hub, server: Server, requests: Iterator[pb.LinkShardRequest]) -> None:
+    def __init__(self, hub: Hub, server: Server, line: int, requests: Iterator[pb.LinkShardRequest]) -> None:
         super().__init__(name=f"listen-to-shard-{server.shard}", daemon=True)
         self._hub = hub
-        self._server = server
+        self._server, self._line = server, line
         self._requests = requests
         self._heard = time.monotonic()
 
@@ -246,6 +268,10 @@ class _Listener(threading.Thread):
             hub.restored(shard, request.restored.version, request.restored.problem)
         if request.HasField("snapshot_part"):
             part = request.snapshot_part
-            hub.snapshot_part(shard, PartReport(part.version, part.file, part.nbytes, part.sha256, part.problem))
+            named = (part.version, part.file, part.nbytes, part.sha256, part.problem, part.shards)
+            hub.snapshot_part(shard, PartReport(*named))
+        if request.HasField("moved"):
+            hub.reshards.moved(shard, request.moved.nbytes, request.moved.problem)
         if request.HasField("report"):
-            hub.report(report_from_proto(shard, request.report))
+            self._server.standby = request.standby
+            hub.report(report_from_proto(shard, request.report), self._server, self._line)

@@ -7,31 +7,37 @@ hand-over to another thread costs time. Receiving a push needs neither lock.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
-from pscommon.core.errors import UnreachableError
-from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
+from pscommon.core.errors import LayoutError, UnreachableError
+from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Reshard, Staged
 from pscommon.core.model import ModelSpec, OptimizerSpec, Scalar
 from pscommon.core.tape import Plan
 from pscommon.optimizers import groups_from_json, validate
 from pscommon.snapshot import Manifest
 from pscommon.team import Team
 from pscommon.values import Lanes
-from psproto.v1 import parameter_server_pb2 as pb
 from psserver.budget import Budget
 from psserver.core.rules import ANY, Fitness
 from psserver.core.shard import LogError, Outcome, Shard
 from psserver.fitness import examined
+from psserver.frozen import Frozen
 from psserver.memories import Memories
 from psserver.metrics import ServerMetrics
+from psserver.moving import Moving
+from psserver.places import Places
 from psserver.pulls import Pulls
-from psserver.recovery import Kept, LogUnfitError, Recovery, apply
-from psserver.shard_log import ShardLog
+from psserver.records import Records, Source
+from psserver.recovery import Open, Recovery
+from psserver.replica import Kept, Replica, apply
+from psserver.shard_log import Base, ShardLog
+from psserver.shipped import Shipped, shard_state
 from psserver.staging import Staging
 from psserver.store import Store, TapeReader, numbers_of
-from psserver.timing import Timing
+from psserver.timing import Timings
 
 LOOK = 0.4
 """Seconds after which a thread that waits for an update looks whether its caller is still there."""
@@ -60,23 +66,24 @@ class Engine:
         self.metrics = metrics
         self.budget = Budget(in_flight)
         self.memories = Memories(lanes)
+        self.places = Places(self)
         self.pulls = Pulls(self)
         self.report: Callable[[], None] = lambda: None
         self.waiting_for: Callable[[], str] = lambda: ""
         self.check_gathering: Callable[[], None] = lambda: None  # raises when waiting for workers has become pointless
-        self.apply_seconds = 0.0
+        self.timings = Timings(metrics)
         self.received_bytes = 0
         self.duplicates = 0
         self._cut = cut
         self._team = Team(threads)
-        self._log = log
+        self._log = log or ShardLog(Records(Source.SHARD), shards)
         self._fitness = fitness
         self._logging = threading.Lock()  # a push is written and staged, or a new segment begun: never both at once
         self._machine = Shard(shard)
         self._changed = threading.Condition()
+        self.moves = Moving(self, self._changed)
         self._carrying = threading.RLock()
         self._kept: dict[PushKey, Kept] = {}
-        self._timings: dict[int, Timing] = {}
         self._model: ModelSpec | None = None
         self._store: Store | None = None
         self._like: OptimizerSpec | None = None
@@ -100,6 +107,16 @@ class Engine:
     def store(self) -> Store | None:
         return self._store
 
+    @property
+    def moving(self) -> bool:
+        """Does this shard lack its new part of the model?"""
+        return self._machine.moving
+
+    def check_layout(self, shards: int) -> None:
+        """LayoutError for a request that is meant for another number of shards."""
+        if shards not in (0, self.shards):
+            raise LayoutError(f"shard {self.shard} is one of {self.shards}, not of {shards}")
+
     def set_model(self, spec: ModelSpec) -> None:
         """The job's model is known: make room for this shard's part. Repeating it is harmless."""
         if self._machine.begun or (self._model is not None and self._model.fingerprint() == spec.fingerprint()):
@@ -107,69 +124,122 @@ class Engine:
         store = Store(Plan(spec, self.shards), self.shard, self._team)
         with self._carrying, self._changed:
             self._install(spec, store)
-            if self._log is not None:
-                self._log.model(spec)
+            self._log.model(spec)
 
     def _install(self, spec: ModelSpec, store: Store) -> None:
         self._model, self._store, self._like = spec, store, validate(spec.optimizer)
         self._changed.notify_all()
         self.metrics.model(numbers_of(Plan(spec, self.shards), self.shard), store.nbytes)
 
-    def begin_log(self, epoch: int, base: int) -> None:
-        """Follow a log from `base` on with nothing: what was here before is void."""
+    def begin_log(self, epoch: int, base: int, shards: int) -> None:
+        """Follow the log of so many shards from `base` on with nothing: what was here before is void."""
         with self._carrying, self._logging, self._changed:
-            self._forget(Shard(self.shard))
+            self._forget(Shard(self.shard), shards)
             self._machine.follow(epoch, base)
             self._model = self._store = self._like = None
             self._begin_segment()
 
-    def restore(self, epoch: int, manifest: Manifest, reader: TapeReader) -> None:
-        """Everything from a snapshot; what was staged before is void."""
-        store = Store(Plan(manifest.model, self.shards), self.shard, self._team)
+    def restore(self, epoch: int, manifest: Manifest, reader: TapeReader, shards: int) -> None:
+        """Everything from a snapshot, as one of so many shards; what was staged before is void."""
+        store = Store(Plan(manifest.model, shards), self.shard, self._team)
         store.restore(reader)
         with self._carrying, self._logging, self._changed:
-            self._forget(Shard(self.shard))
+            self._forget(Shard(self.shard), shards)
             self._machine.restore(epoch, manifest.version, manifest.index)
             self._install(manifest.model, store)
             self._begin_segment()
         self.metrics.version(manifest.version)
 
-    def _forget(self, machine: Shard) -> None:
-        """Another machine, and nothing staged."""
+    def adopt(self, epoch: int, state: Mapping[str, Any], spec: ModelSpec, shards: int) -> None:
+        """Join the others in a move to so many shards: know what one of them knows, and hold nothing yet."""
+        with self._carrying, self._logging, self._changed:
+            self._forget(Shard(self.shard), shards)
+            self._machine.adopt({**state, "epoch": epoch})
+            self._model, self._store, self._like = spec, None, validate(spec.optimizer)
+            self._begin_segment()
+        self.metrics.version(self._machine.version)
+        self.report()
+
+    def room_to_move(self, index: int) -> tuple[Shard, ModelSpec, Store] | None:
+        """Whose part to make, of what, and where; None: the log has not come to `index`, or the part is here."""
+        machine, spec = self._machine, self._model
+        if not machine.moving or machine.index < index or spec is None:
+            return None
+        return machine, spec, Store(Plan(spec, self.shards), self.shard, self._team)
+
+    def settle_in(self, machine: Shard, spec: ModelSpec, store: Store) -> None:
+        """This shard's new part is there, unless something else has happened meanwhile."""
+        with self._carrying, self._changed:
+            if self._machine is not machine or self.shards != store.plan.shards or not machine.moving:
+                return
+            self._install(spec, store)
+            machine.moved()
+        self.report()
+
+    def state_after(self, index: int) -> dict[str, Any] | None:
+        """What the machine knows, once it has come so far in the log."""
+        with self._changed:
+            return self._machine.state() if self._machine.index >= index else None
+
+    def _forget(self, machine: Shard, shards: int) -> None:
+        """Another machine, one of so many, and nothing staged."""
         self._release(list(self._kept))
-        self._machine = machine
-        if self._log is not None:
-            self._log.clear()
+        self._machine, self.shards, self.moves.held = machine, shards, None
+        self._log.clear()
 
     def _begin_segment(self) -> None:
-        if self._log is not None:
-            machine = self._machine
-            staged = [(machine.staged[key], kept.staging) for key, kept in self._kept.items()]
-            self._log.begin(machine.version, machine.state(), self._model, staged)
+        self._log.begin(Base(self.shards, self._machine.state()), self._model, self._staged())
 
-    def recover(self, epoch: int, manifest: Manifest | None, reader: TapeReader | None) -> None:
+    def _staged(self) -> list[tuple[Staged, Staging]]:
+        return [(self._machine.staged[key], kept.staging) for key, kept in self._kept.items()]
+
+    def recover(self, epoch: int, manifest: Manifest | None, snapshot: Open | None, shards: Collection[int]) -> None:
         """Be what this shard was before it died: the snapshot, and all that it had written down since.
 
-        LogUnfitError: the log is not there, or does not go with the snapshot and the epoch; then nothing has changed.
+        LogUnfitError: the log is not there, or does not go with the snapshot, the epoch and the number of shards; then
+        nothing has changed.
         """
-        if self._log is None:
-            raise LogUnfitError("this server keeps no log")
-        recovery = Recovery(self.shard, self.shards, self._team, epoch, manifest, reader)
+        recovery = Recovery(self.shard, shards, self._team, epoch, manifest, snapshot)
         recovery.read(self._log)
+        self._become(recovery)
+
+    def inherit(self, replica: Replica) -> None:
+        """Be the shard that this process has followed as its standby."""
+        self._log.clear()  # of whoever was here before
+        self._become(replica)
+
+    def _become(self, replica: Replica) -> None:
         with self._carrying, self._logging, self._changed:
-            self._machine, self._kept = recovery.machine, recovery.kept
-            if recovery.model is not None and recovery.store is not None:
-                self._install(recovery.model, recovery.store)
+            self._machine, self._kept = replica.machine, replica.kept
+            self.shards, self.moves.held, self._store = replica.shards, replica.frozen, None
+            if replica.model is not None:
+                self._model, self._like = replica.model, validate(replica.model.optimizer)
+            if replica.model is not None and replica.store is not None:
+                self._install(replica.model, replica.store)
             self._begin_segment()
             self._changed.notify_all()
         self.metrics.version(self._machine.version)
+
+    @contextmanager
+    def still(self, seconds: float) -> Iterator[Iterator[Shipped]]:
+        """All of this shard, as records for a standby; nothing is applied or staged meanwhile. NOT_READY: no such
+        moment came within `seconds`, or the model is on the move."""
+        if self.moving or not self._carrying.acquire(timeout=seconds):
+            raise UnreachableError(f"shard {self.shard} is busy", "NOT_READY")
+        try:
+            with self._logging, self._changed:
+                base = Base(self.shards, self._machine.state())
+                yield shard_state(base, self._model, self._store, self._staged())
+        finally:
+            self._carrying.release()
 
     def wait_for_store(self, seconds: float) -> Store:
         """The numbers, once the model is known; a worker may be quicker here than the coordinator's word."""
         with self._changed:
             self._changed.wait_for(lambda: self._store is not None or self._stopping, seconds)
         if self._store is None:
-            raise UnreachableError(f"shard {self.shard} does not know the job's model yet", "NOT_READY")
+            what = "waits for its new part of the model" if self.moving else "does not know the job's model yet"
+            raise UnreachableError(f"shard {self.shard} {what}", "NOT_READY")
         return self._store
 
     def groups(self, text: str) -> tuple[Mapping[str, Scalar], ...]:
@@ -177,36 +247,15 @@ class Engine:
         assert self._like is not None
         return groups_from_json(text, self._like)
 
-    def staging(self, header: pb.PushPullHeader, alive: Callable[[], bool]) -> Staging:
-        """Where the push of this header goes. Waits for the model, and for room (InFlightError: there was none)."""
-        seconds = header.wait_ms / 1000
-        store = self.wait_for_store(seconds)
-        if header.memory:
-            return store.staging_on(self.memories.tapes(header).gradients, header.absent, header.initial)
-        self.memories.check_wire()
-        nbytes = store.nbytes if header.initial else store.step_nbytes
-        claim = self.budget.take(header.worker, nbytes, seconds, alive)
-        try:
-            staging = store.staging(header.absent, header.initial)
-        except BaseException:
-            self.budget.give(claim)
-            raise
-        staging.claim = claim
-        return staging
-
-    def release(self, staging: Staging) -> None:
-        """Nobody needs the push's bytes any more."""
-        claim, staging.claim = staging.claim, None
-        if self._store is not None:
-            self._store.release(staging)
-        if claim is not None:
-            self.budget.give(claim)
-
     # ---- pushes -----------------------------------------------------------------------------------------------------
 
     def stage(self, staged: Staged, staging: Staging) -> bool:
         """A push has come, whole. False: it had been decided before, and its bytes were for nothing."""
-        staged = examined(staged, staging, self._numbers, self._fitness)
+        store = self._store
+        if store is None or not store.owns(staging):
+            self.places.give(staging)
+            raise UnreachableError(f"shard {self.shard} holds another part of the model now", "NOT_READY")
+        staged = examined(staged, staging, store, self._fitness)
         with self._logging:
             decided, fresh = self._keep(staged, staging)
         self.received_bytes += staging.nbytes
@@ -214,7 +263,7 @@ class Engine:
         if fresh:
             self.report()
         else:
-            self.release(staging)
+            self.places.give(staging)
         if decided:
             self.duplicates += 1
             self.metrics.pushed("duplicate")
@@ -225,17 +274,15 @@ class Engine:
         with self._changed:
             if decided := self._machine.outcome(staged.key) is not None:
                 return decided, False
-        if self._log is not None and staged.key not in self._kept:
+            if self._store is None or not self._store.owns(staging):
+                return False, False  # the model moved while this was on its way
+        if staged.key not in self._kept:
             self._log.push(staged, staging)
         with self._changed:
             fresh = self._machine.offer(staged)
             if fresh:
                 self._kept[staged.key] = Kept(staging, time.monotonic())
             return False, fresh
-
-    def outcome(self, key: PushKey) -> Outcome | None:
-        with self._changed:
-            return self._machine.outcome(key)
 
     def wait(self, key: PushKey | None, version: int, seconds: float, alive: Callable[[], bool]) -> Outcome | None:
         """Until the push is decided and `version` is here; None: not within `seconds`. NOT_READY: send it (again)."""
@@ -259,20 +306,19 @@ class Engine:
                 return None
             return self._machine.outcome(key) or Outcome("applied", self._machine.version)
 
-    def timing(self, key: PushKey) -> Timing:
-        """Where a push's time went, as long as it is its worker's newest that counted."""
-        known = self._timings.get(key.worker)
-        return known if known is not None and known.seq == key.seq else Timing(key.seq, 0.0, 0.0)
-
     # ---- pulls ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def standing(self) -> Iterator[tuple[int, Store]]:
-        """The weights and their version: nothing is applied meanwhile. NOT_READY: there are none yet."""
+    def standing(self, shards: int) -> Iterator[tuple[int, Store]]:
+        """The weights and their version: nothing is applied meanwhile. NOT_READY: there are none yet.
+
+        shards: for how many they are meant, as check_layout.
+        """
         with self._carrying:
-            if not self._machine.begun:
+            self.check_layout(shards)
+            if not self._machine.begun or self._store is None:
                 raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
-            yield self._machine.version, self._numbers
+            yield self._machine.version, self._store
 
     # ---- the log ----------------------------------------------------------------------------------------------------
 
@@ -282,29 +328,34 @@ class Engine:
             with self._changed:
                 ready = self._machine.accept(epoch, entries)
             for entry in ready:
-                if self._log is not None:
-                    self._log.entry(entry)
-                self._carry_out(entry)
-                with self._changed:
-                    self._machine.done(entry)
-                    self._release([key for key in self._kept if key not in self._machine.staged])
-                    self._changed.notify_all()
-                if isinstance(entry, Cut):
+                # no push may be written down between a Reshard and its being carried out
+                with self._logging if isinstance(entry, Reshard) else nullcontext():
+                    self._follow(entry)
+                if isinstance(entry, Apply):
+                    self._log.applied(entry.version, self._numbers)
+                elif isinstance(entry, Cut):
                     with self._logging:
                         self._begin_segment()
         if ready:
             self.report()
 
+    def _follow(self, entry: Entry) -> None:
+        self._log.entry(entry)
+        self._carry_out(entry)
+        with self._changed:
+            self._machine.done(entry)
+            self._release([key for key in self._kept if key not in self._machine.staged])
+            self._changed.notify_all()
+
     def snapshot_written(self, version: int) -> None:
         """All shards have written this version: what was noted down before is not needed any more."""
-        if self._log is not None:
-            self._log.retire(version)
+        self._log.retire(version)
 
     def make_report(self) -> Report:
         with self._changed:
             report = self._machine.report()
-        log = self._log
-        return replace(report, log_bytes=log.nbytes, log_broken=log.broken) if log is not None else report
+        self._log.before_report()
+        return replace(report, log_bytes=self._log.nbytes, log_broken=self._log.broken)
 
     def stop(self, reason: str) -> None:
         """Answer everyone who waits."""
@@ -317,13 +368,20 @@ class Engine:
             case Begin():
                 self._numbers.begin(self._kept[PushKey(entry.worker, 0)].staging)
             case Apply():
-                self._apply(entry, self._numbers)
+                staged_at, began = [self._kept[c.key].since for c in entry.contributions], time.monotonic()
+                apply(self._numbers, entry, self._kept)
+                self.timings.applied(entry, staged_at, began, time.monotonic() - began)
+                self.moves.held = None  # nothing counts before all shards hold their new parts
+            case Reshard():
+                with self._changed:
+                    self.moves.held = Frozen(self._machine.epoch, entry.index, self.shards, self._numbers)
+                    self.shards, self._store = entry.shards, None
             case Reject():
                 self.metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
             case Evict():
-                self._timings.pop(entry.worker, None)
+                self.timings.drop(entry.worker)
                 self.memories.drop(entry.worker)
-            case Cut():
+            case Cut() if not self._machine.moving:
                 self._cut(entry.version, self._numbers)
 
     @property
@@ -332,19 +390,6 @@ class Engine:
             raise LogError(f"shard {self.shard}: the log speaks of weights before there is a model")
         return self._store
 
-    def _apply(self, entry: Apply, store: Store) -> None:
-        began = time.monotonic()
-        kept = [self._kept[c.key] for c in entry.contributions]
-        apply(store, entry, self._kept)
-        seconds = time.monotonic() - began
-        self.apply_seconds += seconds
-        self.metrics.applied(seconds, len(kept))
-        self.metrics.version(entry.version)
-        for contribution, each in zip(entry.contributions, kept, strict=True):
-            self.metrics.pushed("applied", entry.version - 1 - contribution.base)
-            self.metrics.waited(began - each.since)
-            self._timings[contribution.key.worker] = Timing(contribution.key.seq, began - each.since, seconds)
-
     def _release(self, keys: Sequence[PushKey]) -> None:
         for key in keys:
-            self.release(self._kept.pop(key).staging)
+            self.places.give(self._kept.pop(key).staging)

@@ -6,22 +6,26 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from pscommon.core.errors import PSError, SnapshotError
+from pscommon.core.errors import PSError, SnapshotError, UnreachableError
 from pscommon.record_log import LogDamagedError
 from pscommon.snapshot import Manifest
 from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
-from psserver.core.recorder import Command, Journal, Recorder, replay
+from psserver.core.recorder import Command, Recorder, replay
+from psserver.desk import Desk
 from psserver.engine import Engine
 from psserver.fleet import Fleet
 from psserver.identity import Identity
 from psserver.job_journal import JobJournal
 from psserver.metrics import ServerMetrics
-from psserver.recovery import LogUnfitError
+from psserver.mirror import Mirror
+from psserver.records import Line, Records, Source, disk_log
+from psserver.replica import LogUnfitError
 
 log = logging.getLogger("psserver")
 
@@ -43,6 +47,7 @@ class Epochs:
         fleet: Fleet,
         metrics: ServerMetrics,
         fail: Callable[[PSError], None],
+        line: Line | None = None,
     ) -> None:
         self._config, self._identity, self._engine, self._archive = config, identity, engine, archive
         self._fleet, self._metrics, self._fail = fleet, metrics, fail
@@ -53,51 +58,72 @@ class Epochs:
         self.lead: Callable[[Recorder], None] = lambda recorder: None
         self.expected: Callable[[], int] = lambda: 0
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
-        self.journal = self._make_journal()
+        disk = disk_log(config, "log-job", metrics.log_failed)
+        self.durable = disk is not None  # everything is written down
+        self.journal = JobJournal(Records(Source.JOB, disk, line))
 
-    @property
-    def durable(self) -> bool:
-        """Is everything written down?"""
-        return self.journal is not None
-
-    @property
-    def journal_broken(self) -> bool:
-        return self.journal is not None and self.journal.broken
-
-    def _make_journal(self) -> JobJournal | None:
-        if self._config.durability != "log" or self._config.data_dir is None:
-            return None
-        return JobJournal(self._config.data_dir, self._config.log_fsync, self._metrics.log_failed)
-
-    def new_recorder(self, epoch: int | None = None, generation: int | None = None) -> Recorder:
-        """A machine that knows nothing. epoch, generation: of a log that is to be done again; None: new ones."""
+    def new_recorder(
+        self, epoch: int | None = None, generation: int | None = None, shards: int | None = None
+    ) -> Recorder:
+        """A machine that knows nothing. epoch, generation, shards: of a log that is to be done again; None: as now."""
         number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
         start = self._archive.generation if generation is None else generation
-        coordinator = Coordinator(self._config.shards, self.rules, start, number)
-        journal: Journal | None = self.journal
-        return Recorder(coordinator, journal)
+        coordinator = Coordinator(shards or self._fleet.shards, self.rules, start, number)
+        return Recorder(coordinator, self.journal)
 
     # ---- starting ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Go on as the log says, or from the snapshot that was asked for, or anew."""
         manifest = self._archive.to_resume(self._config.resume)
-        if self.journal is not None and self._config.resume == "auto" and self._recover(manifest):
+        if self.durable and self._config.resume == "auto" and self._recover(manifest):
             return
         if manifest is None:
+            self._fleet.layout.forget()
+            self._learn(None)
             self.begin()
         else:
-            self._identity.learn(self._config.job or manifest.job, self._fleet.addresses)
+            self._learn(manifest.job)
             self.resume(manifest)
+
+    def inherit(self, mirror: Mirror) -> None:
+        """Be the coordinator that this process has followed as a standby; the shards come by themselves."""
+        coordinator = mirror.coordinator
+        assert coordinator is not None
+        first, self.newest = mirror.snapshots
+        self._fleet.new_log(first)
+        self.rules = replace(self.rules, policy=coordinator.policy)
+        self._archive.next_generation(mirror.hello["generation"] + 1)
+        recorder = Recorder(coordinator, self.journal)
+        self._begin_journal(coordinator, coordinator.version, coordinator.state())
+        self._take_over(recorder)
+        self._recovered = True
+        recorder.recovered(time.monotonic(), self._archive.generation)
+        if not coordinator.log.can_go_on(self._engine.make_report()):
+            self.go_back("the standby lacks the end of its log", coordinator.epoch, coordinator.version)
+
+    @contextmanager
+    def still(self, desk: Desk) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """What a standby has to know first, and all of the coordinator; nothing happens to it meanwhile. NOT_READY in a
+        move to another number of shards."""
+        with desk.changed:
+            if desk.coordinator.move is not None:
+                raise UnreachableError("the model is on the move", "NOT_READY")
+            yield self._hello(), desk.coordinator.whole()
+
+    def _hello(self) -> dict[str, Any]:
+        snapshots = [manifest.as_json() if manifest else None for manifest in (self._fleet.snapshot, self.newest)]
+        return {"generation": self._archive.generation, "snapshots": snapshots}
 
     def begin(self) -> None:
         """A job without a past."""
         self._recovered = False
         recorder = self.new_recorder()
+        self._fleet.form(self._fleet.shards)
         self._fleet.new_log(None)
         self._begin_journal(recorder.coordinator, 0)
         self._take_over(recorder)
-        self._engine.begin_log(recorder.coordinator.epoch, 0)
+        self._engine.begin_log(recorder.coordinator.epoch, 0, self._fleet.shards)
         self._engine.report()
 
     def _take_over(self, recorder: Recorder) -> None:
@@ -105,10 +131,9 @@ class Epochs:
         self.lead(recorder)
 
     def _begin_journal(self, coordinator: Coordinator, version: int, state: dict[str, Any] | None = None) -> None:
-        if self.journal is not None:
-            self.journal.clear()
-            first = {"epoch": coordinator.epoch, "version": version, "generation": self._archive.generation}
-            self.journal.begin(version, self._labelled(state or first))
+        self.journal.clear()
+        first = {"epoch": coordinator.epoch, "version": version, "generation": self._archive.generation}
+        self.journal.begin(version, self._labelled(state or first))
 
     def resume(self, manifest: Manifest) -> None:
         """Take a snapshot as the state of the job, with workers yet to come; the shards are told to load it."""
@@ -118,12 +143,13 @@ class Epochs:
             recorder = self.new_recorder()
             state, now, expected = dict(manifest.coordinator), time.monotonic(), self.expected()
             recorder.coordinator.restore(state, manifest.model, now, expected)
+            self._fleet.form(self._fleet.shards)
             self._fleet.new_log(manifest)
             self.newest = manifest
             self._begin_journal(recorder.coordinator, manifest.version, recorder.coordinator.state())
             self._take_over(recorder)
             log.info("resuming", extra={"version": manifest.version})
-            problem = self._archive.load_into(self._engine, recorder.coordinator.epoch, manifest)
+            problem = self._archive.load_into(self._engine, recorder.coordinator.epoch, manifest, self._fleet.shards)
             self.loaded(0, manifest.version, problem)
         self._engine.report()
 
@@ -172,42 +198,45 @@ class Epochs:
                 log.error("rolling back to a snapshot", extra=extra)
                 self.resume(manifest)
 
-    def file(self, coordinator: Coordinator) -> None:
-        """Make a snapshot of the parts that are there, unless their history is over."""
+    def file(self, coordinator: Coordinator) -> bool:
+        """Make a snapshot of the parts that are there, unless their history is over. False: there is none."""
         with self._turning:
             finished, model = coordinator.cuts.finished, coordinator.model
             if coordinator.epoch == self._epoch and finished is not None and model is not None:
                 manifest = self._archive.commit(finished, self._identity.job, model)
                 if manifest is not None:
                     self._written(manifest)
+                return manifest is not None
+        return False
 
     def _written(self, manifest: Manifest) -> None:
         """There is a new snapshot: what was noted down before it is not needed any more."""
         self.newest = manifest
         self._engine.snapshot_written(manifest.version)
-        if self.journal is not None:
-            self.journal.retire(manifest.version)
+        self.journal.retire(manifest.version)
 
     # ---- the log ----------------------------------------------------------------------------------------------------
 
     def _recover(self, manifest: Manifest | None) -> bool:
         """Be the coordinator that died; False: there is no log that says how, or it does not fit."""
-        assert self.journal is not None
-        version = manifest.version if manifest else 0
         try:
-            recorder = self._replayed(self.journal.since(version), manifest)
+            recorder = self._replayed(self.journal.since(manifest.version if manifest else None), manifest)
+            if recorder is not None:
+                self._take_layout(recorder.coordinator)
         except LogUnfitError as error:
             log.error("the log cannot be used", extra={"problem": str(error)})
             return False
         if recorder is None:
             return False
         coordinator = recorder.coordinator
-        problem = self._archive.recover_into(self._engine, coordinator.epoch, manifest)
+        possible = {coordinator.shards, *([coordinator.move.before] if coordinator.move is not None else [])}
+        problem = self._archive.recover_into(self._engine, coordinator.epoch, manifest, possible)
         if not problem and not coordinator.log.can_go_on(self._engine.make_report()):
             problem = f"shard {self._engine.shard}'s log and the job's do not go together: one of them lacks its end"
         if problem:
             log.error("the log cannot be used", extra={"problem": problem})
             return False
+        self._fleet.form(coordinator.members)
         self._fleet.new_log(manifest)
         self.newest = manifest
         self.rules = replace(self.rules, policy=coordinator.policy)
@@ -218,10 +247,19 @@ class Epochs:
         log.info("went on where the log ends", extra={"version": coordinator.version})
         return True
 
+    def _take_layout(self, coordinator: Coordinator) -> None:
+        """The log knows best how many shards there are, if it may have been what this server was started for."""
+        layout = self._fleet.layout
+        if coordinator.shards not in (layout.shards, layout.given):
+            raise LogUnfitError(f"{coordinator.shards} servers wrote it, and there are {layout.shards} now")
+        layout.change(coordinator.shards)
+
     def _replayed(self, notes: Iterator[dict[str, Any] | Command], manifest: Manifest | None) -> Recorder | None:
         recorder: Recorder | None = None
         try:
             for note in notes:
+                if recorder is None and manifest is not None and _is_before(note, manifest):
+                    continue
                 if recorder is None:
                     recorder = self._from_base(note, manifest)
                 elif isinstance(note, Command):
@@ -235,26 +273,35 @@ class Epochs:
     def _from_base(self, note: dict[str, Any] | Command, manifest: Manifest | None) -> Recorder:
         if isinstance(note, Command):
             raise LogUnfitError("it does not begin with a state")
-        job, shards = note.get("job"), note.get("shards", self._config.shards)
-        if shards != self._config.shards:
-            raise LogUnfitError(f"{shards} servers wrote it, and there are {self._config.shards} now")
+        job = note.get("job")
         version = manifest.version if manifest else 0
         if note["version"] != version:
             raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
-        recorder = self.new_recorder(note["epoch"], note.get("generation"))
+        recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"])
         if manifest is not None:
             recorder.coordinator.recover(note, manifest.model, time.monotonic())
             job = job or manifest.job
-        self._identity.learn(self._config.job or job or self._identity.job, self._fleet.addresses)
+        self._learn(job)
         return recorder
 
     def _labelled(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What a segment of the journal begins with."""
-        return {**state, "job": self._identity.job, "shards": self._config.shards}
+        return {"shards": self._fleet.shards, **state, "job": self._identity.job}
+
+    def _learn(self, job: str | None) -> None:
+        """The name of the job, unless the command line says another."""
+        fleet = self._fleet
+        self._identity.learn(self._config.job or job or self._identity.job, fleet.addresses, fleet.layout.changes)
 
     def close(self) -> None:
-        if self.journal is not None:
-            self.journal.close()
+        self.journal.close()
+
+
+def _is_before(note: Mapping[str, Any] | Command, manifest: Manifest) -> bool:
+    """Was it written before the snapshot was cut, at the same version? So it is when a move ended with the cut."""
+    return isinstance(note, Command) or (
+        note["version"] == manifest.version and note.get("index", manifest.index) < manifest.index
+    )
 
 
 def check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:

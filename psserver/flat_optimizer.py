@@ -6,8 +6,7 @@ tensor that got no gradient in a round is left out, as torch leaves out a parame
 state and its step count stay as they are.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from pscommon.core.model import OptimizerSpec
 from pscommon.core.tape import Range, Segment, cut
-from pscommon.optimizers import SUPPORTED, Groups, Kind, State
+from pscommon.optimizers import SUPPORTED, Groups, State
 from pscommon.team import ALONE, Team
+from psserver.formulas import FORMULAS, Rows
 from psserver.stretch import DTYPES, Memory, Stretch, blocks, padded, raw
 
 PASSES_KEPT = 8
@@ -54,7 +54,7 @@ class FlatOptimizer:
 
     def __init__(self, stretch: Stretch, weights: Memory, spec: OptimizerSpec, team: Team = ALONE) -> None:
         self.groups: Groups = spec.groups
-        self._kind = SUPPORTED[spec.name]
+        self._name, self._kind = spec.name, SUPPORTED[spec.name]
         self._team = team
         self._stretch = stretch
         self._weights = weights
@@ -156,7 +156,7 @@ class FlatOptimizer:
         return [self._part(list(zip(runs, spans, strict=True))) for spans in zip(*cuts, strict=True)]
 
     def _part(self, runs: list[tuple[Run, Range]]) -> "_Pass":
-        prepared = _Pass(self._kind, self._stretch)
+        prepared = _Pass(self._name, self._stretch)
         for run, span in runs:
             if not span.nbytes:
                 continue
@@ -171,46 +171,43 @@ class FlatOptimizer:
 _Passes = tuple[tuple[Run, ...], "list[_Pass]"]
 
 
-class _Pass:
-    """A torch optimizer whose parameters are runs of the tape, and whose state are views of the flat one."""
+class _Call(NamedTuple):
+    """One call of the formula: a run, the span of it that is stepped, its parameter group, and the span's numbers."""
 
-    def __init__(self, kind: Kind, stretch: Stretch) -> None:
-        self._kind = kind
+    run: Run
+    span: Range
+    group: int
+    rows: Rows
+
+
+class _Pass:
+    """What one thread of the team steps: a piece of every run."""
+
+    def __init__(self, name: str, stretch: Stretch) -> None:
+        self._kind = SUPPORTED[name]
+        self._formula = FORMULAS[name]
         self._stretch = stretch
-        self._runs: list[tuple[Run, Range, int]] = []
-        # torch wants a parameter to start with, and Adagrad would allocate state for it; without a gradient it is idle
-        self._optimizer: torch.optim.Optimizer = kind.torch_class([torch.empty(0)])
-        # torch's own step without what it is wrapped in for profiler and compiler, which costs more than a small step
-        self._torch_step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(self._optimizer).step)
+        self._calls: list[_Call] = []
 
     def add(self, run: Run, span: Range, group: int, weights: Tensor, state: Mapping[str, Tensor]) -> None:
         """The next run, of which this takes `span`: its parameter group, and the span's weights and state."""
         columns = (weights, *state.values())
         fused = weights.dtype in self._kind.fused
-        rows = [columns] if fused else list(blocks(*columns))
-        self._runs.append((run, span, group))
-        self._optimizer.add_param_group({"params": [row[0] for row in rows], "fused": fused, "foreach": False})
-        for parameter, *kept in rows:
-            step = torch.zeros((), dtype=torch.float32)
-            self._optimizer.state[parameter] = {"step": step, **dict(zip(state, kept, strict=True))}
+        first, *others = ([*column] for column in zip(*([columns] if fused else blocks(*columns)), strict=True))
+        steps = [torch.zeros((), dtype=torch.float32) for _ in first]
+        self._calls.append(_Call(run, span, group, Rows(first, dict(zip(state, others, strict=True)), steps, fused)))
 
     def step(self, gradients: Memory, groups: Groups, steps: Tensor) -> None:
         """One step; `steps` has the count of each of the shard's slices before it."""
-        for (run, span, number), group in zip(self._runs, self._optimizer.param_groups[1:], strict=True):
-            count = int(steps[run.first])
-            group.update(groups[number])
-            group.update(self._kind.first if count == 0 else {})
-            self._bind(span, group["params"], gradients, count)
         with torch.no_grad():
-            self._torch_step(self._optimizer)
-        for group in self._optimizer.param_groups[1:]:
-            for parameter in group["params"]:
-                parameter.grad = None
+            for run, span, group, rows in self._calls:
+                count = int(steps[run.first])
+                if self._kind.by_step:
+                    for each in rows.steps:
+                        each.fill_(count)
+                now = {**groups[group], **(self._kind.first if count == 0 else {})}
+                self._formula(rows, self._gradients(span, gradients, rows.weights), now)
 
-    def _bind(self, span: Range, parameters: list[Tensor], gradients: Memory, count: int) -> None:
-        flat = self._stretch.view(gradients, parameters[0].dtype, *span)
-        parts = (flat,) if len(parameters) == 1 else torch.split(flat, parameters[0].numel())
-        for parameter, gradient in zip(parameters, parts, strict=True):
-            parameter.grad = gradient
-            if self._kind.by_step:
-                self._optimizer.state[parameter]["step"].fill_(count)
+    def _gradients(self, span: Range, gradients: Memory, weights: list[Tensor]) -> list[Tensor]:
+        flat = self._stretch.view(gradients, weights[0].dtype, *span)
+        return [flat] if len(weights) == 1 else [*torch.split(flat, weights[0].numel())]

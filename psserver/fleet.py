@@ -3,17 +3,19 @@
 No lock of its own: the hub's guards it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pscommon.core.errors import MismatchError
+from pscommon.core.errors import MismatchError, TakenError
 from pscommon.core.log import Entry, Report
 from pscommon.core.model import ModelSpec
 from pscommon.snapshot import Manifest
 from psserver.core.coordinator import Coordinator
 from psserver.core.following import Way, way_for
 from psserver.core.shard import NO_LOG
+from psserver.layout import Layout
+from psserver.records import Line
 
 
 class Told(NamedTuple):
@@ -25,7 +27,10 @@ class Told(NamedTuple):
 
 
 class News(NamedTuple):
-    """What to tell a shard, and how far it has then been told. way: how it comes to follow, where it does not yet."""
+    """What to tell a shard, and how far it has then been told. way: how it comes to follow, where it does not yet.
+
+    adopts: for Way.ADOPT, the state to adopt.
+    """
 
     told: Told
     base: int
@@ -34,6 +39,7 @@ class News(NamedTuple):
     snapshot: Manifest | None
     entries: list[Entry]
     snapshots: list[int]
+    adopts: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -41,7 +47,8 @@ class Server:
     """What the coordinator knows of a shard's process. instance differs at every start of it, line at every connect.
 
     ready: it follows the log of now. way: what it was told to do to come there. recovers: it was asked to read its log.
-    log_broken: it could not write some of it.
+    log_broken: it could not write some of it. leaves: the job has no place for it any more. term: it is the shard's
+    how-many-eth primary; standby: where that is.
     """
 
     shard: int
@@ -53,19 +60,43 @@ class Server:
     way: Way | None = None
     recovers: bool = False
     log_broken: bool = False
+    leaves: bool = False
+    term: int = 1
+    standby: str = ""
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-DOING = {Way.RECOVER: "read its log", Way.RESTORE: "load snapshot {version}"}
+DOING = {Way.RECOVER: "read its log", Way.ADOPT: "move in", Way.RESTORE: "load snapshot {version}"}
 
 
 class Fleet:
-    """All servers, by shard; shard 0's is this process. snapshot: the one that the log of now goes on from, if any."""
+    """All servers, by shard; shard 0's is this process. snapshot: the one that the log of now goes on from, if any.
 
-    def __init__(self, shards: int, address: str) -> None:
+    While the model moves to fewer shards, those that are to leave are still here. candidates: who could come, by shard
+    and of how many. line: to the standby of shard 0.
+    """
+
+    def __init__(self, layout: Layout, address: str, line: Line | None = None) -> None:
         self.snapshot: Manifest | None = None
-        self._servers = [Server(shard) for shard in range(shards)]
+        self.layout = layout
+        self.candidates: dict[tuple[int, int], Server] = {}
+        self._line = line
+        self._servers = [Server(shard) for shard in range(layout.shards)]
         self._servers[0].address, self._servers[0].connected = address, True
+        self._servers[0].term = line.term if line is not None else 1
+
+    @property
+    def shards(self) -> int:
+        """How many the job has, or will have when a move is over."""
+        return self.layout.shards
+
+    def form(self, members: int) -> None:
+        """So many servers follow the log from now on: candidates come in, who is superfluous leaves."""
+        for shard in range(len(self._servers), members):
+            self._servers.append(self.candidates.pop((shard, members), Server(shard)))
+        for server in self._servers[members:]:
+            server.leaves = True
+        del self._servers[members:]
 
     def __iter__(self) -> Iterator[Server]:
         return iter(self._servers)
@@ -75,8 +106,8 @@ class Fleet:
 
     @property
     def addresses(self) -> list[str]:
-        """By shard, empty where nobody has come yet."""
-        return [server.address for server in self._servers]
+        """By shard, empty where nobody has come yet; of those that will stay."""
+        return [server.address for server in self._servers[: self.shards]]
 
     @property
     def missing(self) -> str:
@@ -91,35 +122,67 @@ class Fleet:
         text = DOING.get(server.way, "join") if server.way is not None else "join"
         return "to " + text.format(version=self.snapshot.version if self.snapshot else 0)
 
-    def connect(self, shard: int, shards: int, address: str, instance: str) -> bool:
-        """A process says that it is a shard. True: it replaces one that was lost. MismatchError if it cannot be."""
-        if shards != len(self._servers) or not 0 < shard < shards:
-            text = f"shard {shard}/{shards} does not belong to this job of {len(self._servers)} shards"
-            raise MismatchError(text, "SHARD_MISMATCH")
-        server = self._servers[shard]
-        if server.connected and server.instance != instance:
+    @property
+    def standbys(self) -> list[str]:
+        """Their addresses by shard, empty where there is none."""
+        first = self._line.address if self._line is not None else ""
+        return [first, *(server.standby for server in self._servers[1:])]
+
+    @property
+    def terms(self) -> list[int]:
+        """Of the primaries, by shard."""
+        return [server.term for server in self._servers]
+
+    def _place(self, shard: int, shards: int, followed: bool) -> Server:
+        """Whom a process that says that it is shard I of N can be: one of the job, a candidate, or one that has missed
+        its end, because it followed the job's log before."""
+        known = shards == self.shards or shards in self.layout.past
+        if known and 0 < shard < len(self._servers):
+            return self._servers[shard]
+        if known and followed:
+            return Server(shard, leaves=True)
+        if self.shards <= shard < shards:
+            return self.candidates.setdefault((shard, shards), Server(shard))
+        text = f"shard {shard}/{shards} does not belong to this job of {self.shards} shards"
+        raise MismatchError(text, "SHARD_MISMATCH")
+
+    def connect(
+        self, shard: int, shards: int, address: str, instance: str, followed: bool = False, term: int = 1
+    ) -> tuple[Server, bool]:
+        """A process says that it is primary of a shard. Who it is now, and whether it takes the place of another one
+        that was here. MismatchError if it cannot be, TakenError if there is one of a higher term."""
+        server = self._place(shard, shards, followed)
+        if term < server.term:
+            text = f"{server.address} is primary of shard {shard}, in term {server.term}; this server was, in {term}"
+            raise TakenError(text, "DEPOSED")
+        if server.connected and server.instance != instance and term == server.term:
             raise MismatchError(f"shard {shard} is already served by {server.address}", "SHARD_TAKEN")
-        reborn = bool(server.instance) and server.instance != instance
+        replaces = term > server.term or (bool(server.instance) and server.instance != instance)
         server.recovers = server.recovers and server.instance == instance
         server.address, server.instance, server.connected = address, instance, True
         server.ready, server.way = False, None
+        server.term = term
         server.line += 1
-        return reborn
+        return server, replaces
 
-    def disconnect(self, shard: int, line: int) -> bool:
+    def is_member(self, server: Server) -> bool:
+        """Does it follow the job's log?"""
+        return server.shard < len(self._servers) and self._servers[server.shard] is server
+
+    def disconnect(self, server: Server, line: int) -> bool:
         """A line is cut. That of an earlier connect may be found so long after its successor works. True: it is news,
         nobody serves the shard now."""
-        server = self._servers[shard]
         news = server.line == line and server.connected
         server.connected = server.connected and not news
+        self.candidates = {place: each for place, each in self.candidates.items() if each.connected}
         return news
 
     def way(self, report: Report, coordinator: Coordinator, durable: bool) -> Way:
         """How the shard that reports comes to follow. durable: shards write logs."""
         server = self._servers[report.shard]
-        if report.epoch != coordinator.epoch and server.way in (Way.RECOVER, Way.RESTORE, Way.BEGIN):
+        if report.epoch != coordinator.epoch and server.way in (Way.RECOVER, Way.RESTORE, Way.BEGIN, Way.ADOPT):
             return server.way  # it has not done yet what it was told
-        if report.epoch == coordinator.epoch and server.ready:
+        if report.epoch == coordinator.epoch and server.ready and not coordinator.is_stranded(report):
             return Way.FOLLOW
         can_recover = durable and not server.recovers
         return way_for(coordinator, report, report.epoch == NO_LOG, can_recover, restores=self.snapshot is not None)

@@ -24,8 +24,8 @@ def segment(version: int, number: int) -> str:
 class GuardedLog:
     """A RecordLog whose failures are told instead of raised. on_failure is called with the errno's name.
 
-    whole: all that was appended since the last snapshot is there, so that it can be recovered. broken: it is not, for
-    the disk failed.
+    whole: all that was appended since the last `begin` is there. broken: something since the last snapshot is not, for
+    the disk failed; over with a snapshot from which on all is there.
     """
 
     def __init__(self, folder: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
@@ -34,6 +34,8 @@ class GuardedLog:
         self._on_failure = on_failure
         self._told = -EVERY
         self.whole = self.broken = False
+        self._mended: int | None = None  # the version from which on all is there again
+        self._cleared = False
         self._closed = False
 
     @property
@@ -60,26 +62,38 @@ class GuardedLog:
         except OSError as error:
             self._failed(error)
         else:
-            if self.broken:
+            if self.broken and self._mended is None:
                 log.info("the log can be written again", extra={"folder": str(self._folder)})
-            self.whole, self.broken = True, False
+                self._mended = version
+            self.whole, self.broken = True, self.broken and not self._cleared
+            self._cleared = False
 
     def _failed(self, error: OSError) -> None:
-        self.whole, self.broken = False, True
+        self.whole, self.broken, self._mended = False, True, None
         self._on_failure(errno.errorcode.get(error.errno or 0, "other"))
         if time.monotonic() - self._told >= EVERY:
             self._told = time.monotonic()
             text = "the log cannot be written; training goes on without it until the next snapshot"
             log.error(text, extra={"folder": str(self._folder), "problem": str(error)})
 
-    def since(self, version: int) -> Iterator[Record]:
-        """All records from the segment on that was begun at a snapshot's version. LogDamagedError, OSError."""
-        for name in self._log.segments():
-            if name >= segment(version, 0):
-                yield from self._log.read(name)
+    def since(self, version: int | None) -> Iterator[Record]:
+        """All records since a snapshot of this version; None: there is no snapshot. LogDamagedError, OSError.
+
+        A segment begins with all that a snapshot does not hold, so the last one that was begun at the version counts:
+        the disk may have failed in those before it.
+        """
+        names = self._log.segments()
+        if version is not None:
+            names = [name for name in names if name >= segment(version, 0)]
+            at_version = [name for name in names if name.startswith(f"{version:012d}-")]
+            names = names[max(0, len(at_version) - 1) :]
+        for name in names:
+            yield from self._log.read(name)
 
     def retire(self, version: int) -> None:
         """There is a snapshot of this version: what was written before it is not needed any more."""
+        if self._mended is not None and version >= self._mended:
+            self.broken, self._mended = False, None
         try:
             self._log.retire(segment(version, 0))
         except OSError as error:
@@ -87,11 +101,12 @@ class GuardedLog:
 
     def clear(self) -> None:
         """Its history is over; `begin` comes next."""
-        self.whole = False
+        self.whole, self._cleared = False, True
         try:
             self._log.clear()
         except OSError as error:
             self._failed(error)
+            self._cleared = False
 
     def close(self) -> None:
         self.whole, self._closed = False, True

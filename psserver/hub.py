@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,11 @@ from psserver.engine import Engine
 from psserver.epochs import Epochs
 from psserver.fleet import Fleet, News, Server, Told
 from psserver.identity import Identity
+from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
+from psserver.mirror import Mirror
+from psserver.records import Line
+from psserver.reshards import Reshards
 from psserver.snapshots import Snapshots
 from psserver.status import describe, statistics
 from psserver.watch import Watch, health
@@ -44,19 +49,24 @@ class Hub:
     """All methods may be called from any thread; what happens to the coordinator happens at its desk."""
 
     def __init__(
-        self, config: ServerConfig, identity: Identity, engine: Engine, archive: Archive, metrics: ServerMetrics
+        self,
+        config: ServerConfig,
+        layout: Layout,
+        identity: Identity,
+        engine: Engine,
+        archive: Archive,
+        metrics: ServerMetrics,
+        line: Line | None = None,
     ) -> None:
-        self.config = config
-        self.engine = engine
-        self.archive = archive
-        self.metrics = metrics
-        self.fleet = Fleet(config.shards, identity.address)
-        self._identity, self._began = identity, time.monotonic()
+        self.config, self.engine = config, engine
+        self.archive, self.metrics = archive, metrics
+        self.fleet = Fleet(layout, identity.address, line)
+        self._identity, self._began, self._line = identity, time.monotonic(), line
         self.stop_reason: str | None = None
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
         self._gathering_since: float | None = None  # somebody is here, --min-workers are not
-        self._epochs = Epochs(config, identity, engine, archive, self.fleet, metrics, self._fail)
+        self._epochs = Epochs(config, identity, engine, archive, self.fleet, metrics, self._fail, line)
         self._desk = Desk(
             self._epochs.new_recorder(), engine, lambda: self.fleet.missing, lambda: self.stop_reason is not None,
             self._fail,
@@ -64,15 +74,23 @@ class Hub:
         self._epochs.lead = self._desk.lead
         self._epochs.expected = lambda: self._coordinator.expected
         self.snapshots = Snapshots(self._desk, self._epochs, archive, self.fleet)
+        self.reshards = Reshards(self._desk, self.fleet, engine, archive, identity, config)
         self._watch = Watch(metrics, config.on_worker_loss.seconds)
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
-    def start(self, ticking: bool = True) -> None:
-        """Go on where the job was, or begin; then let time pass (in a simulation it does not)."""
+    def start(self, ticking: bool = True, inherited: Mirror | None = None) -> None:
+        """Go on where the job was, or begin; then let time pass (in a simulation it does not).
+
+        inherited: what this process has followed as a standby.
+        """
         self.engine.report = lambda: self.report(self.engine.make_report())
         self.engine.waiting_for = lambda: self.waiting_for
         self.engine.check_gathering = self.check_gathering
-        self._epochs.start()
+        if inherited is not None:
+            self._epochs.inherit(inherited)
+            self.snapshots.wanted = True
+        else:
+            self._epochs.start()
         coordinator = self._coordinator
         self.engine.deliver(coordinator.epoch, coordinator.entries_after(0))
         self.report(self.engine.make_report())
@@ -92,7 +110,8 @@ class Hub:
     def waiting_for(self) -> str:
         """Whom the job waits for just now, in words."""
         with self._desk.changed:
-            return self.fleet.missing or waiting_for(self._coordinator, time.monotonic())
+            waiting = self.fleet.missing or self.reshards.waiting_for
+            return waiting or waiting_for(self._coordinator, time.monotonic())
 
     # ---- workers ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +142,7 @@ class Hub:
 
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
         """ready, upload or pending; waits while there is nothing to do but wait."""
-        nbytes = push_nbytes(spec, self.config.shards)
+        nbytes = push_nbytes(spec, self.fleet.shards)
 
         def ask(recorder: Recorder, now: float) -> str | None:
             coordinator = recorder.coordinator
@@ -161,7 +180,7 @@ class Hub:
         self._desk.step(lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight))
         self._epochs.rules = replace(self._epochs.rules, policy=row)
         self._desk.do("set_policy", row=(name, staleness, max_staleness, row.backup))
-        self.metrics.shard_info(shards=self.config.shards, job=self.job, policy=name)
+        self.metrics.shard_info(shards=self.fleet.shards, job=self.job, policy=name)
         log.info("policy changed", extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness})
 
     def next_batches(
@@ -205,31 +224,48 @@ class Hub:
     def plan(self) -> Plan:
         if self._coordinator.model is None:
             raise UnreachableError("no worker has registered a model yet", "NOT_READY")
-        return Plan(self._coordinator.model, self.config.shards)
+        return Plan(self._coordinator.model, self._coordinator.shards)
 
     # ---- shards -----------------------------------------------------------------------------------------------------
 
-    def shard_up(self, shard: int, shards: int, address: str, instance: str) -> tuple[Server, int]:
-        """A shard's process says that it is there, over this line. MismatchError if its place is taken or unknown."""
+    def shard_up(
+        self, shard: int, shards: int, address: str, instance: str, followed: bool = False, term: int = 1
+    ) -> tuple[Server, int]:
+        """A shard's process says that it is there, over this line, and whether it has followed a log since it was
+        started. MismatchError if its place is taken or unknown, TakenError if there is a primary of a higher term."""
         with self._desk.changed:
-            self.fleet.connect(shard, shards, address, instance)
-            server, line = self.fleet[shard], self.fleet[shard].line
-            self._identity.learn(self.job, self.fleet.addresses)
+            server, replaces = self.fleet.connect(shard, shards, address, instance, followed, term)
+            line = server.line
+            self.reshards.learn()
             self._desk.wake()
-        log.info("shard connected", extra={"shard": shard, "address": address})
+        if replaces and self.fleet.is_member(server):
+            self._desk.do("reborn", shard=shard)
+            if term > 1:  # its predecessor may have said more than it has
+                self._desk.do("shard_lost", shard=shard)
+                self.snapshots.wanted = True
+        log.info("shard connected", extra={"shard": shard, "shards": shards, "address": address, "term": term})
         return server, line
 
-    def shard_down(self, shard: int, line: int) -> None:
-        with self._desk.changed:
-            lost = self.fleet.disconnect(shard, line)
-            self._desk.wake()
-        if lost and not self.stopped.is_set():
-            log.warning("lost the line to a shard", extra={"lost": shard, "address": self.fleet[shard].address})
+    def still(self) -> AbstractContextManager[tuple[dict[str, Any], dict[str, Any]]]:
+        """What a standby of shard 0 gets; nothing happens to the coordinator meanwhile."""
+        return self._epochs.still(self._desk)
 
-    def report(self, report: Report) -> None:
-        """A shard's word on what it holds; one that does not follow the log of now is told how it can."""
+    def shard_down(self, server: Server, line: int) -> None:
         with self._desk.changed:
-            server, coordinator = self.fleet[report.shard], self._coordinator
+            lost = self.fleet.disconnect(server, line)
+            self._desk.wake()
+        if lost and not (server.leaves or self.stopped.is_set()):
+            log.warning("lost the line to a shard", extra={"lost": server.shard, "address": server.address})
+
+    def report(self, report: Report, server: Server | None = None, line: int | None = None) -> None:
+        """A shard's word on what it holds; one that does not follow the log of now is told how it can.
+
+        server: who says so, over this line; None: this process.
+        """
+        with self._desk.changed:
+            server, coordinator = server or self.fleet[report.shard], self._coordinator
+            if not self.fleet.is_member(server) or (line is not None and server.line != line):
+                return  # a candidate, one that leaves, or one whose place another one has taken
             way = self.fleet.way(report, coordinator, self._epochs.durable)
             changed = way is not server.way or server.ready is not (way is Way.FOLLOW)
             server.ready, server.way = way is Way.FOLLOW, way
@@ -245,26 +281,33 @@ class Hub:
         elif way is Way.GO_BACK:
             self._epochs.go_back(f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version)
 
-    def news(self, server: Server, told: Told) -> News:
-        """What a shard that has been told so much does not know yet."""
+    def news(self, server: Server, told: Told) -> News | None:
+        """What a shard that has been told so much does not know yet. None: it does not follow the log of now."""
         with self._desk.changed:
             coordinator = self._coordinator
+            self.reshards.dismiss()
+            if not self.fleet.is_member(server):
+                return None
             index = told.reached if told.epoch == coordinator.epoch else coordinator.log.base
             entries = coordinator.entries_after(index) if server.ready else []
             reached = max(index, coordinator.log.index) if server.ready else index
             fresh = (told.epoch, told.way) != (coordinator.epoch, server.way)
             way = (server.way or Way.FOLLOW) if fresh else Way.FOLLOW
             snapshot = self._epochs.newest if way is Way.RECOVER else self.fleet.snapshot
+            adopts = self.reshards.state() if way is Way.ADOPT else None
+            known = server.way if way is not Way.ADOPT or adopts is not None else None
             return News(
-                Told(coordinator.epoch, reached, server.way), coordinator.log.base, coordinator.model, way,
-                snapshot, entries, self.archive.kept,
+                Told(coordinator.epoch, reached, known), coordinator.log.base, coordinator.model, way,
+                snapshot, entries, self.archive.kept, adopts,
             )  # fmt: skip
 
     def wait_for_news(self, server: Server, told: Told, seconds: float) -> None:
         """Until there is a log entry that the shard has not been told, or something else may be new."""
         with self._desk.changed:
             coordinator = self._coordinator
-            if coordinator.epoch == told.epoch and (coordinator.log.index <= told.reached or not server.ready):
+            outside = not self.fleet.is_member(server)
+            idle = coordinator.epoch == told.epoch and (coordinator.log.index <= told.reached or not server.ready)
+            if outside or idle:
                 self._desk.changed.wait(seconds)
 
     def snapshot_part(self, shard: int, part: PartReport) -> None:
@@ -294,13 +337,13 @@ class Hub:
     def _tick_forever(self) -> None:
         try:
             while not self.stopped.wait(LOOK):
-                self._tick()
+                self.tick()
         except Exception as bug:
             log.exception("the coordinator cannot go on")
             self.failure = PSError(f"a bug: {bug!r}")
             self.stopped.set()
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         gathering = self._coordinator.begun and not self._coordinator.started and self._coordinator.roster.registered()
         self._gathering_since = (self._gathering_since or time.monotonic()) if gathering else None
         self._watch.lost(self._desk.step(lambda recorder, now: recorder.tick(now)))
@@ -310,10 +353,9 @@ class Hub:
             waits = self.fleet.missing or (self._coordinator.roster.here() and self.waiting_for)
         self._watch.look(roster, found, now)
         self._watch.waits(self._coordinator, waits or "", now)
-        self.snapshots.finish()
-        if self._epochs.journal_broken or any(server.log_broken for server in self.fleet):
-            self._desk.step(lambda recorder, now: recorder.mend(now))
-        self.fleet[0].stats = statistics(self.engine)
+        self.snapshots.look()
+        self.reshards.look()
+        self.fleet[0].stats = statistics(self.engine, self._line)
         if self.config.exit_when_done and self._coordinator.roster.all_done(self.config.min_workers):
             self.stop("all workers are done")
 

@@ -4,20 +4,26 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 
-from pscommon.core.errors import MismatchError
+from pscommon.core.errors import MismatchError, UnreachableError
 
 
 class Identity:
-    """One server process. job and coordinator are empty until they are known; instance differs at every start."""
+    """One server process. job and coordinator are empty until they are known; instance differs at every start.
+
+    shards: of the job, as far as this server knows; layout: how often that has changed.
+    """
 
     def __init__(self, shard: int, shards: int, address: str, coordinator: str = "", job: str = "") -> None:
         self.shard = shard
         self.shards = shards
+        self.layout = 0
         self.address = address
         self.instance = uuid.uuid4().hex
         self.job = job
         self.on_job: Callable[[str], None] = lambda job: None
         self.coordinator = address if shard == 0 else coordinator
+        self.term = 1  # as the shard's primary
+        self.standbys: Sequence[str] = ()  # by shard, empty where there is none
         self._addresses = [address if index == shard else "" for index in range(shards)]
         self._changed = threading.Condition()
 
@@ -27,13 +33,31 @@ class Identity:
         with self._changed:
             return list(self._addresses)
 
-    def learn(self, job: str, addresses: Sequence[str]) -> None:
-        """What the coordinator says. on_job is called with a name that is new."""
+    def check_job(self, job: str) -> None:
+        """MismatchError for a request to another job."""
+        if not self.job:
+            raise UnreachableError(f"shard {self.shard} has not heard from the coordinator yet", "NOT_READY")
+        if job != self.job:
+            raise MismatchError(f"this server's job is {self.job}, not {job}", "JOB_MISMATCH")
+
+    def check_term(self, term: int) -> None:
+        """UnreachableError where the caller knows of a later primary of this shard."""
+        if term > self.term:
+            text = f"shard {self.shard} has a primary of term {term}; this server was one in term {self.term}"
+            raise UnreachableError(text, "NOT_PRIMARY")
+
+    def learn(self, job: str, addresses: Sequence[str], layout: int) -> None:
+        """What the coordinator says. on_job is called where it is news."""
         with self._changed:
-            new, self.job = job != self.job, job
-            self._addresses = list(addresses)
+            new, self.job = (job, len(addresses)) != (self.job, self.shards), job
+            self._addresses, self.shards, self.layout = list(addresses), len(addresses), layout
         if new:
             self.on_job(job)
+
+    def find(self, coordinator: str) -> None:
+        """Shard 0 was found here: it has another primary now."""
+        with self._changed:
+            self.coordinator = coordinator
 
     def introduce(self, coordinator: str) -> None:
         """A worker says where shard 0 is. MismatchError if this server follows another one."""

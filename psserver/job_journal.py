@@ -1,15 +1,14 @@
-"""What the coordinator writes down (--durability log): every command, before anybody learns what came of it."""
+"""What the coordinator writes down (--durability log) and what its standby is told: every command, before anybody
+learns what came of it."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
-from pscommon.record_log import Fsync
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Command
-from psserver.guarded_log import GuardedLog
+from psserver.records import Records
 
 
 class Kind(IntEnum):
@@ -20,10 +19,10 @@ class Kind(IntEnum):
 
 
 class JobJournal:
-    """The coordinator's log (core/recorder.py: Journal). Failures to write are told to on_failure, not raised."""
+    """The coordinator's log (core/recorder.py: Journal). Failures to write are not raised."""
 
-    def __init__(self, data_dir: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
-        self._log = GuardedLog(data_dir / "log-job", fsync, on_failure)
+    def __init__(self, records: Records) -> None:
+        self._log = records
 
     @property
     def broken(self) -> bool:
@@ -31,7 +30,8 @@ class JobJournal:
         return self._log.broken
 
     def write(self, command: Command) -> None:
-        self._log.append(Kind.COMMAND, json.dumps(command.as_json()).encode())
+        if not self._log.idle:
+            self._log.append(Kind.COMMAND, json.dumps(command.as_json()).encode())
 
     def rotate(self, coordinator: Coordinator) -> None:
         cutting = coordinator.cuts.cutting
@@ -42,8 +42,8 @@ class JobJournal:
         """A new segment, for what follows on this state; it names at least job and epoch."""
         self._log.begin(version, [(Kind.BASE, json.dumps(state).encode(), ())])
 
-    def since(self, version: int) -> Iterator[dict[str, Any] | Command]:
-        """What was written since a snapshot was cut: states and commands. LogDamagedError, OSError."""
+    def since(self, version: int | None) -> Iterator[dict[str, Any] | Command]:
+        """States and commands since a snapshot was cut; None: since the beginning. LogDamagedError, OSError."""
         for record in self._log.since(version):
             raw = json.loads(record.header)
             yield raw if record.kind == Kind.BASE else Command.from_json(raw)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.core.errors import MismatchError, PSError, TakenError, UnreachableError
 from pscommon.snapshot import Manifest
 from pscommon.wire.channel import open_channel
 from pscommon.wire.codec import entry_from_proto, model_from_proto, report_to_proto
@@ -20,7 +20,9 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.archive import Archive
 from psserver.core.cuts import PartReport
 from psserver.engine import Engine
+from psserver.handover import move_in
 from psserver.identity import Identity
+from psserver.records import Line
 
 BEAT = 1.0
 """Seconds between reports when nothing happens."""
@@ -35,7 +37,8 @@ log = logging.getLogger("psserver")
 class Link:
     """Keeps the line up in a thread of its own. `ended` is set when the coordinator says stop, or refuses this shard.
 
-    statistics: called for what the coordinator shows in its status. failure: why it was refused.
+    statistics: called for what the coordinator shows in its status. failure: why it was refused. line: to this shard's
+    standby. told_to_end: the job is over.
     """
 
     def __init__(
@@ -45,16 +48,22 @@ class Link:
         archive: Archive,
         statistics: Callable[[], dict[str, object]],
         patience: float,
+        line: Line,
     ) -> None:
         self.ended = threading.Event()
         self.failure: PSError | None = None
         self._identity, self._engine, self._archive = identity, engine, archive
         self._statistics = statistics
         self._patience = patience
+        self._line = line
+        self._places: dict[str, None] = {}  # at which shard 0 was or may be
+        self._term = 0  # the highest of the coordinators that were heard
+        self.told_to_end = False
         self._waiting_for = "shard 0"
         self._heard = self._said = 0.0  # when the coordinator last was there, and people were told that it is not
         self._news = threading.Event()
         self._outbox: deque[pb.LinkShardRequest] = deque()
+        self._last_part: pb.LinkShardRequest | None = None
         self._call: object = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
@@ -87,13 +96,22 @@ class Link:
             try:
                 if self._talk(address):
                     self._heard = self._said = time.monotonic()
-            except MismatchError as error:
+                    self._identity.find(address)
+            except (MismatchError, TakenError) as error:
                 self._fail(error)
                 return
             except PSError as error:
                 self._bear(address, error)
             self._waiting_for = f"shard 0 at {address}"
+            address = self._other(address)
             self.ended.wait(PAUSE)
+
+    def _other(self, address: str) -> str:
+        """Where shard 0 may be as well: its standby may have taken over, or who was primary before be started again."""
+        known = [address, self._identity.coordinator, *self._identity.standbys[:1]]
+        self._places.update(dict.fromkeys(place for place in known if place))
+        places = list(self._places)
+        return places[(places.index(address) + 1) % len(places)]
 
     def _bear(self, address: str, error: PSError) -> None:
         """Nobody answers: say so now and then, and give up when it has lasted too long."""
@@ -113,6 +131,8 @@ class Link:
     def _talk(self, address: str) -> bool:
         """One line, from connecting to its end. True: it did connect."""
         connected = False
+        if self._last_part is not None:  # it may have been under way when the last line was cut
+            self._outbox.append(self._last_part)
         with contextlib.closing(open_channel(address)) as channel:
             call = CoordinatorServiceStub(channel).LinkShard(self._requests())
             self._call = call
@@ -120,7 +140,9 @@ class Link:
                 for response in call:
                     if not connected:
                         log.info("connected to the coordinator", extra={"coordinator": address, "job": response.job})
-                    connected = True
+                    if response.term < self._term:
+                        raise UnreachableError(f"shard 0 at {address} is not primary any more", "NOT_PRIMARY")
+                    connected, self._term = True, response.term
                     self._hear(response)
             except grpc.RpcError as failure:
                 self._lost(error_from(failure, f"shard 0 at {address}"), address, connected)
@@ -153,43 +175,68 @@ class Link:
         identity = self._identity
         request.shard, request.shards, request.address = identity.shard, identity.shards, identity.address
         request.instance, request.job = identity.instance, identity.job
+        request.term, request.standby = self._line.term, self._line.address
         return request
 
     def _part(self, part: PartReport) -> None:
         message = pb.SnapshotPart(
-            version=part.version, file=part.file, nbytes=part.nbytes, sha256=part.sha256, problem=part.problem
-        )
-        self._outbox.append(pb.LinkShardRequest(snapshot_part=message))
+            version=part.version, file=part.file, nbytes=part.nbytes, sha256=part.sha256, problem=part.problem,
+            shards=part.shards,
+        )  # fmt: skip
+        self._last_part = pb.LinkShardRequest(snapshot_part=message)
+        self._outbox.append(self._last_part)
         self._news.set()
 
     def _hear(self, response: pb.LinkShardResponse) -> None:
-        self._identity.learn(response.job, response.addresses)
+        self._identity.standbys = response.standbys
         self._waiting_for = response.waiting_for
+        if response.addresses:  # else the job has no room for this shard, not yet or not any more
+            self._follow(response)
+        if response.stop:
+            self.told_to_end = True
+            self.ended.set()
+            self._news.set()
+
+    def _follow(self, response: pb.LinkShardResponse) -> None:
+        self._identity.learn(response.job, response.addresses, response.layout)
         if response.recover or response.HasField("restore"):
             self._restore(response)
         elif response.begin:
-            self._engine.begin_log(response.epoch, response.base)
+            self._last_part = None  # its history is over
+            self._engine.begin_log(response.epoch, response.base, response.shards)
             self._news.set()
+        elif response.move.state_json:
+            state, model = json.loads(response.move.state_json), model_from_proto(response.model)
+            self._engine.adopt(response.epoch, state, model, response.shards)
         if response.HasField("model"):
             self._engine.set_model(model_from_proto(response.model))
         if response.entries:
             self._engine.deliver(response.epoch, [entry_from_proto(entry) for entry in response.entries])
+        if response.HasField("move") and self._engine.moving and self._identity.shard < response.shards:
+            self._move_in(response.epoch, response.move)
         if response.snapshots:
             self._archive.retain(response.snapshots)
             self._engine.snapshot_written(max(response.snapshots))
-        if response.stop:
-            self.ended.set()
-            self._news.set()
+
+    def _move_in(self, epoch: int, move: pb.Move) -> None:
+        """Make this shard's new part. Where somebody is not there now, the next response tries again."""
+        identity = self._identity
+        nbytes, problem = move_in(self._engine, move.sources, identity.job, epoch, move.index)
+        result = pb.MoveResult(index=move.index, nbytes=nbytes, problem=problem)
+        self._outbox.append(pb.LinkShardRequest(moved=result))
+        self._news.set()
 
     def _restore(self, response: pb.LinkShardResponse) -> None:
         """Load a snapshot, or be again what this shard was before it died."""
         told = response.HasField("restore")
         manifest = Manifest.from_json(response.restore.manifest_json) if told else None
         if response.recover:
-            problem = self._archive.recover_into(self._engine, response.epoch, manifest)
+            possible = {response.shards, *([len(response.move.sources)] if response.HasField("move") else [])}
+            problem = self._archive.recover_into(self._engine, response.epoch, manifest, possible)
         else:
             assert manifest is not None
-            problem = self._archive.load_into(self._engine, response.epoch, manifest)
+            problem = self._archive.load_into(self._engine, response.epoch, manifest, response.shards)
+            self._last_part = None  # its history is over
         result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)
         self._outbox.append(pb.LinkShardRequest(restored=result))
         self._news.set()

@@ -3,10 +3,10 @@
 import platform
 import threading
 from collections.abc import Mapping
-from importlib.metadata import version as installed
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
+from pscommon.installed import installed
 from pscommon.monitor import SECONDS
 
 MAX_WORKERS = 256  # series per worker-labelled metric; whoever comes after shares the label "other"
@@ -115,6 +115,15 @@ class ServerMetrics:
         """The job went back to a snapshot, and so many updates are gone."""
         self._lost.inc(count)
 
+    def standby(self, in_sync: bool, behind: int) -> None:
+        """Has this shard a standby that could take over, and how many records are on their way to it?"""
+        self._standby_in_sync.set(in_sync)
+        self._standby_behind.set(behind)
+
+    def standby_lost(self) -> None:
+        """It is silent, or its line is cut."""
+        self._standby_losses.inc()
+
     def _label(self, worker: str) -> str:
         if worker in self._known:
             return worker
@@ -190,6 +199,12 @@ class ServerMetrics:
             self._log_failures.labels(self._shard, reason)
         lost = self._counter("ps_updates_lost_total", "Updates lost when the job went back to a snapshot")
         self._lost = lost.labels(self._shard)
+        in_sync = self._gauge("ps_standby_in_sync", "1: there is a standby that could take over")
+        self._standby_in_sync = in_sync.labels(self._shard)
+        behind = self._gauge("ps_standby_behind_records", "Records that the standby does not have yet")
+        self._standby_behind = behind.labels(self._shard)
+        losses = self._counter("ps_standby_losses_total", "Standbys that were lost")
+        self._standby_losses = losses.labels(self._shard)
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
         return Gauge(name, about, ("shard", *labels), registry=self._registry)

@@ -27,7 +27,7 @@ class Pulls:
         """The weights that a pull gets, one version of them; says in `result` which. InFlightError: no room to send."""
         nbytes = self._engine.wait_for_store(0.0).step_nbytes
         with self._engine.budget.lent(header.worker, nbytes, header.wait_ms / 1000, alive):
-            with self._engine.standing() as (version, store):
+            with self._engine.standing(header.shards) as (version, store):
                 reading = _open(store, version, header, result)
             try:
                 yield reading
@@ -37,7 +37,7 @@ class Pulls:
 
     def whole(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
         """As reading, all bytes at once: for small ones."""
-        with self._engine.standing() as (version, store):
+        with self._engine.standing(header.shards) as (version, store):
             reading = _open(store, version, header, result)
             whole = b"".join(reading.views())
             reading.close()
@@ -47,7 +47,7 @@ class Pulls:
     def into_memory(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
         """As reading, into the worker's shared memory."""
         tapes, began = self._engine.memories.tapes(header), time.monotonic()
-        with self._engine.standing() as (version, store):
+        with self._engine.standing(header.shards) as (version, store):
             unchanged = _unchanged(store, version, header, result)
             if unchanged is not None:
                 everything = header.pull == pb.PULL_ALL

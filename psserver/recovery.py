@@ -1,140 +1,104 @@
-"""A shard made again after its process died: the snapshot's numbers, and on top of them what its log says."""
+"""A shard made again after its process died: the snapshot's numbers, and on top of them what its log says.
 
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+A move to another number of shards is followed up to the Reshard. Then the shard holds what it held at that point, for
+the others to read, and makes its new part again: what its log says of that part is void, nothing of it has counted.
+"""
+
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.log import Apply, Begin, Entry, PushKey
+from pscommon.core.log import Entry
 from pscommon.core.model import ModelSpec
-from pscommon.core.tape import Plan
-from pscommon.optimizers import groups_from_json
 from pscommon.record_log import LogDamagedError
 from pscommon.snapshot import Manifest
 from pscommon.team import Team
-from psserver.core.job_log import counted
-from psserver.core.shard import Shard
+from psserver.replica import LogUnfitError, Replica
 from psserver.shard_log import Base, LoggedPush, ShardLog
-from psserver.staging import Staging
-from psserver.store import Store, TapeReader
+from psserver.store import TapeReader
+
+Open = Callable[[int], TapeReader]
+"""The snapshot, as a shard of so many reads it."""
 
 
-class LogUnfitError(Exception):
-    """A log cannot be carried out on what is there; the text says why."""
+class Recovery(Replica):
+    """Reads a shard's log. Afterwards shards, machine, kept, model, store and frozen are what they were.
 
-
-@dataclass(slots=True)
-class Kept:
-    """A staged push's numbers, and when they were complete (monotonic seconds)."""
-
-    staging: Staging
-    since: float
-
-
-def apply(store: Store, entry: Apply, kept: Mapping[PushKey, Kept]) -> None:
-    """The numbers' part of an update."""
-    counted = entry.contributions
-    stagings = [kept[contribution.key].staging for contribution in counted]
-    store.apply(stagings, [c.samples for c in counted], [c.scale for c in counted])
-
-
-class Recovery:
-    """Reads a shard's log. Afterwards machine, kept, model and store are what they were."""
+    shards: how many there may be where the log ends; in a move that may be the number before it, or the new one.
+    """
 
     def __init__(
         self,
         shard: int,
-        shards: int,
+        shards: Collection[int],
         team: Team,
         epoch: int,
         manifest: Manifest | None,
-        reader: TapeReader | None,
+        snapshot: Open | None,
     ) -> None:
-        self.machine = Shard(shard)
-        self.kept: dict[PushKey, Kept] = {}
-        self.model: ModelSpec | None = None
-        self.store: Store | None = None
-        self._shard, self._shards, self._team, self._epoch = shard, shards, team, epoch
-        self._version = manifest.version if manifest else 0
-        if manifest is not None and reader is not None:
-            self._know(manifest.model)
-            assert self.store is not None
-            self.store.restore(reader)
+        super().__init__(shard, 0, team)
+        self._possible, self._epoch = shards, epoch
+        self._manifest, self._snapshot = manifest, snapshot
+        self._skipped = False
+
+    @property
+    def _version(self) -> int:
+        """Where the log has to go on from."""
+        return self._manifest.version if self._manifest else 0
 
     def read(self, log: ShardLog) -> None:
         """Carry out all that the log holds since the snapshot. LogUnfitError where it does not go with it."""
         first = True
         try:
-            for logged in log.since(self._version):
-                if first and not isinstance(logged, Base):
-                    raise LogUnfitError("it does not begin with a state")
+            for logged in log.since(self._manifest.version if self._manifest else None):
+                if first and self._is_before(logged):
+                    continue
                 self._take(logged, first)
                 first = False
         except (LogDamagedError, OSError, SnapshotError, ValueError, KeyError, TypeError) as error:
             raise LogUnfitError(str(error)) from error
         if first:
             raise LogUnfitError(f"there is none since version {self._version}")
+        if self.shards not in self._possible:
+            raise LogUnfitError(f"{self.shards} servers wrote it, and there are {min(self._possible)} now")
+
+    def _is_before(self, logged: Base | ModelSpec | LoggedPush | Entry) -> bool:
+        """Was it written before the snapshot was cut, at the same version? So it is when a move ended with the cut."""
+        if not isinstance(logged, Base):
+            if self._skipped:
+                return True
+            raise LogUnfitError("it does not begin with a state")
+        state = logged.state
+        manifest = self._manifest
+        before = manifest is not None and state["version"] == manifest.version and state["index"] < manifest.index
+        self._skipped = self._skipped or before
+        return before
 
     def _take(self, logged: Base | ModelSpec | LoggedPush | Entry, first: bool) -> None:
-        match logged:
-            case Base():
-                self._check(logged, first)
-            case ModelSpec():
-                self._know(logged)
-            case LoggedPush():
-                self._stage(logged)
-            case _:
-                for entry in self.machine.accept(self._epoch, [logged]):
-                    self._carry_out(entry)
+        if isinstance(logged, Base):
+            self._check(logged, first)
+        else:
+            self.take(logged)
 
     def _check(self, base: Base, first: bool) -> None:
         """A segment must go on where the one before it, or the snapshot, ended."""
         state: dict[str, Any] = base.state
-        if base.shards != self._shards:
-            raise LogUnfitError(f"{base.shards} servers wrote it, and there are {self._shards} now")
+        if not first and base.shards != self.shards:
+            raise LogUnfitError(f"{base.shards} servers wrote it, and there were {self.shards} before")
         if state["epoch"] != self._epoch:
             raise LogUnfitError("it is of another start of the job")
         if first and state["version"] != self._version:
             raise LogUnfitError(f"it begins at version {state['version']}, the snapshot is of {self._version}")
         if first:
-            self.machine.recover(state)
+            self.become(state)
+            self._begin(base.shards)
         elif state["index"] != self.machine.index:
             raise LogUnfitError(f"entries {self.machine.index + 1} to {state['index']} are missing")
 
-    def _know(self, model: ModelSpec) -> None:
-        """Before the first weights the model may change: its first worker may have died."""
-        if self.model is None or (not self.machine.begun and self.model.fingerprint() != model.fingerprint()):
-            self.model, self.store = model, Store(Plan(model, self._shards), self._shard, self._team)
-
-    def _stage(self, push: LoggedPush) -> None:
-        if not self.machine.offer(push.staged):
-            return
-        if self.store is None or self.model is None:
-            raise LogUnfitError("it speaks of pushes before there is a model")
-        staging = self.store.staging(push.absent, push.initial)
-        if push.groups_json:
-            staging.groups = groups_from_json(push.groups_json, self.model.optimizer)
-        offset = 0
-        for view in staging.views if push.payload else ():
-            view[:] = push.payload[offset : offset + len(view)]
-            offset += len(view)
-        self.kept[push.staged.key] = Kept(staging, time.monotonic())
-
-    def _carry_out(self, entry: Entry) -> None:
-        if missing := counted([entry]) - self.kept.keys():
-            raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
-        match entry:
-            case Begin():
-                self._numbers.begin(self.kept[PushKey(entry.worker, 0)].staging)
-            case Apply():
-                apply(self._numbers, entry, self.kept)
-        self.machine.done(entry)
-        for key in [key for key in self.kept if key not in self.machine.staged]:
-            self._numbers.release(self.kept.pop(key).staging)
-
-    @property
-    def _numbers(self) -> Store:
-        if self.store is None:
-            raise LogUnfitError("it speaks of weights before there is a model")
-        return self.store
+    def _begin(self, shards: int) -> None:
+        """With the snapshot's numbers, of which this shard had its part among so many."""
+        self.shards = shards
+        if self._manifest is not None and self._snapshot is not None:
+            self.know(self._manifest.model)
+            self.numbers.restore(self._snapshot(shards))
+            self.machine.moved()

@@ -1,13 +1,13 @@
 """Requests to calls on the engine, answers back. No decisions here."""
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 
 import grpc
 
-from pscommon.core.errors import InFlightError, InvalidRequestError, MismatchError, UnreachableError, out_of_the_job
+from pscommon.core.errors import InFlightError, InvalidRequestError, out_of_the_job
 from pscommon.core.log import PushKey, Staged
 from pscommon.core.tape import piece_nbytes
+from pscommon.installed import installed
 from pscommon.wire.codec import batches_from_proto
 from pscommon.wire.frames import Frame, decode_request, encode_header
 from pscommon.wire.status import answering
@@ -37,7 +37,9 @@ class ParameterServer:
             shards=identity.shards,
             addresses=identity.addresses,
             coordinator=identity.coordinator,
-            version_text=version("paramserver"),
+            version_text=installed("paramserver"),
+            term=identity.term,
+            layout=identity.layout,
         )
 
     def Introduce(self, request: pb.IntroduceRequest, context: grpc.ServicerContext) -> pb.IntroduceResponse:
@@ -76,7 +78,7 @@ class ParameterServer:
 
     def AttachMemory(self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext) -> pb.AttachMemoryResponse:
         with answering(context):
-            self._check_job(request.job)
+            self._identity.check_job(request.job)
             reason = self._engine.memories.attach(request)
         return pb.AttachMemoryResponse(attached=not reason, reason=reason)
 
@@ -88,19 +90,14 @@ class ParameterServer:
         header = opening.header
         if header is None:
             raise InvalidRequestError("an Exchange starts with its header")
-        self._check_job(header.job)
+        self._identity.check_job(header.job)
+        self._identity.check_term(header.term)
+        self._engine.check_layout(header.shards)
         pushing = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if pushing else None
         again = key is not None and header.has_data and self._receive(key, header, opening, frames, alive)
         outcome = self._engine.wait(key, header.min_version, header.wait_ms / 1000, alive)
         return header, self._answer(header, key, outcome, again)
-
-    def _check_job(self, job: str) -> None:
-        mine = self._identity
-        if not mine.job:
-            raise UnreachableError(f"shard {mine.shard} has not heard from the coordinator yet", "NOT_READY")
-        if job != mine.job:
-            raise MismatchError(f"this server's job is {mine.job}, not {job}", "JOB_MISMATCH")
 
     def _receive(
         self,
@@ -111,7 +108,7 @@ class ParameterServer:
         alive: Alive,
     ) -> bool:
         """Take a push in. True: it had been decided before, its bytes were for nothing."""
-        staging = self._engine.staging(header, alive)
+        staging = self._engine.places.take(header, alive)
         try:
             if header.open:
                 header.MergeFrom(receive_open(staging, first, frames))
@@ -122,7 +119,7 @@ class ParameterServer:
             if header.samples < 1 and not header.initial:
                 raise InvalidRequestError("a push stands for at least one sample")
         except BaseException:
-            self._engine.release(staging)
+            self._engine.places.give(staging)
             raise
         batches = batches_from_proto(header.batches)
         return not self._engine.stage(Staged(key, max(1, header.samples), header.base, batches), staging)
@@ -130,7 +127,7 @@ class ParameterServer:
     def _answer(
         self, header: pb.PushPullHeader, key: PushKey | None, outcome: Outcome | None, again: bool
     ) -> pb.ExchangeResult:
-        result = pb.ExchangeResult(outcome=pb.OUTCOME_NONE, version=self._engine.version)
+        result = pb.ExchangeResult(outcome=pb.OUTCOME_NONE, version=self._engine.version, term=self._identity.term)
         if outcome is not None:
             if outcome.reason == "FENCED":
                 raise out_of_the_job(header.worker, outcome.detail)
@@ -138,7 +135,7 @@ class ParameterServer:
             result.version, result.staleness = outcome.version, outcome.staleness
             result.reason, result.detail = outcome.reason, outcome.detail
             if key is not None:
-                _, result.wait_seconds, result.apply_seconds = self._engine.timing(key)
+                _, result.wait_seconds, result.apply_seconds = self._engine.timings.of(key)
         elif key is not None or not self._engine.begun or self._engine.version < header.min_version:
             self._engine.check_gathering()
             return self._pending(self._engine.waiting_for())
@@ -148,7 +145,9 @@ class ParameterServer:
         return result
 
     def _pending(self, waiting_for: str) -> pb.ExchangeResult:
-        return pb.ExchangeResult(outcome=pb.OUTCOME_PENDING, version=self._engine.version, waiting_for=waiting_for)
+        return pb.ExchangeResult(
+            outcome=pb.OUTCOME_PENDING, version=self._engine.version, waiting_for=waiting_for, term=self._identity.term
+        )
 
 
 def _always() -> bool:

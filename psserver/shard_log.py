@@ -1,19 +1,19 @@
-"""What a shard writes down (--durability log): each push before it is reported, each entry before it is carried out.
+"""What a shard writes down (--durability log) and what its standby is told: each push before it is reported, each entry
+before it is carried out.
 
 A segment begins with BASE, the machine as it stood (at a cut: with the snapshot's numbers; later: after a restart), and
 with the pushes that were staged then. So the snapshot of a version and all segments from that version on are the shard.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pscommon.core.log import Entry, Staged
 from pscommon.core.model import ModelSpec
 from pscommon.optimizers import groups_to_json
-from pscommon.record_log import Fsync, Record
+from pscommon.record_log import Record
 from pscommon.wire.codec import (
     entry_from_proto,
     entry_to_proto,
@@ -24,8 +24,10 @@ from pscommon.wire.codec import (
 )
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import log_pb2, model_pb2
-from psserver.guarded_log import GuardedLog, Raw
+from psserver.guarded_log import Raw
+from psserver.records import Records
 from psserver.staging import Staging
+from psserver.store import Store
 
 
 class Kind(IntEnum):
@@ -58,13 +60,16 @@ Logged = Base | ModelSpec | LoggedPush | Entry
 
 
 class ShardLog:
-    """The log of one shard. Failures to write are told to on_failure, not raised."""
+    """The log of one shard. Failures to write are not raised.
 
-    def __init__(
-        self, data_dir: Path, shard: int, shards: int, fsync: Fsync, on_failure: Callable[[str], None]
-    ) -> None:
-        self._shards = shards
-        self._log = GuardedLog(data_dir / f"log-shard-{shard}", fsync, on_failure)
+    On shard 0 what it says of a push is a record of the coordinator, on the same line and behind the push, and nobody
+    learns of the push before; so nothing here waits for the standby. On the others `push` does, and whoever reports.
+    Entries come from the coordinator, which keeps them until they are reported: they may be carried out at once.
+    """
+
+    def __init__(self, records: Records, shard: int = 0) -> None:
+        self._waits = shard > 0
+        self._log = records
 
     @property
     def nbytes(self) -> int:
@@ -76,35 +81,43 @@ class ShardLog:
         """Something since then could not be written."""
         return self._log.broken
 
-    def begin(
-        self, version: int, state: dict[str, Any], model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
-    ) -> None:
+    def begin(self, base: Base, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]) -> None:
         """A new segment, for what follows on this state."""
-        self._log.begin(version, self._first(state, model, staged))
+        self._log.begin(base.state["version"], self._first(base, model, staged))
 
-    def _first(
-        self, state: dict[str, Any], model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
-    ) -> Iterator[Raw]:
-        yield Kind.BASE, json.dumps(Base(self._shards, state)._asdict()).encode(), ()
+    def _first(self, base: Base, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]) -> Iterator[Raw]:
+        yield base_record(base)
         if model is not None:
-            yield Kind.MODEL, model_to_proto(model).SerializeToString(), ()
+            yield model_record(model)
         for each, staging in staged:
-            yield _push(each, staging)
+            yield push_record(each, staging)
 
     def model(self, spec: ModelSpec) -> None:
-        self._log.append(Kind.MODEL, model_to_proto(spec).SerializeToString())
+        if not self._log.idle:
+            self._log.append(*model_record(spec), settled=False)
 
     def push(self, staged: Staged, staging: Staging) -> None:
         """To be called before anybody is told that the push is here."""
-        self._log.append(*_push(staged, staging))
+        if not self._log.idle:
+            self._log.append(*push_record(staged, staging), settled=self._waits)
 
     def entry(self, entry: Entry) -> None:
         """To be called before the entry is carried out."""
-        self._log.append(Kind.ENTRY, entry_to_proto(entry).SerializeToString())
+        if not self._log.idle:
+            self._log.append(Kind.ENTRY, entry_to_proto(entry).SerializeToString(), settled=False)
 
-    def since(self, version: int) -> Iterator[Logged]:
-        """What was written since a snapshot was cut. LogDamagedError, OSError."""
-        return map(_logged, self._log.since(version))
+    def before_report(self) -> None:
+        """Returns when it may be told how far this shard is."""
+        if self._waits:
+            self._log.settle()
+
+    def applied(self, version: int, store: Store) -> None:
+        """These are the numbers at this version. To be called while nothing is applied."""
+        self._log.checksum(version, store)
+
+    def since(self, version: int | None) -> Iterator[Logged]:
+        """What was written since a snapshot was cut; None: since the beginning. LogDamagedError, OSError."""
+        return map(logged, self._log.since(version))
 
     def retire(self, version: int) -> None:
         """There is a snapshot of this version."""
@@ -118,7 +131,15 @@ class ShardLog:
         self._log.close()
 
 
-def _push(staged: Staged, staging: Staging) -> Raw:
+def base_record(base: Base) -> Raw:
+    return Kind.BASE, json.dumps(base._asdict()).encode(), ()
+
+
+def model_record(model: ModelSpec) -> Raw:
+    return Kind.MODEL, model_to_proto(model).SerializeToString(), ()
+
+
+def push_record(staged: Staged, staging: Staging) -> Raw:
     header = log_pb2.LoggedPush(
         staged=staged_to_proto(staged),
         absent=sorted(staging.absent),
@@ -128,7 +149,8 @@ def _push(staged: Staged, staging: Staging) -> Raw:
     return Kind.PUSH, header.SerializeToString(), () if staged.problem else staging.contents
 
 
-def _logged(record: Record) -> Logged:
+def logged(record: Record) -> Logged:
+    """A record, read again."""
     match Kind(record.kind):
         case Kind.BASE:
             return Base(**json.loads(record.header))

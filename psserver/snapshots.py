@@ -12,9 +12,13 @@ LAST = 30.0
 
 
 class Snapshots:
-    """What people, the clock and the end of a job want of them. Waits at the coordinator's desk."""
+    """What people, the clock and the end of a job want of them. Waits at the coordinator's desk.
+
+    wanted: as soon as can be, for what the disks hold is not enough for a server that has taken over.
+    """
 
     def __init__(self, desk: Desk, epochs: Epochs, archive: Archive, fleet: Fleet) -> None:
+        self.wanted = False
         self._desk, self._epochs, self._archive, self._fleet = desk, epochs, archive, fleet
 
     def save(self, seconds: float) -> int:
@@ -45,12 +49,23 @@ class Snapshots:
         if self._archive.enabled and coordinator.begun:
             self._written(coordinator.version, LAST, stopping=True)
 
-    def finish(self) -> None:
+    def look(self) -> None:
+        """Now and then: finish one that is written, cut one that is wanted, mend logs that are broken with one."""
+        self._finish()
+        if self.wanted and not self._fleet.missing and not self._desk.coordinator.cuts.busy:
+            self.wanted = False
+            self._desk.step(lambda recorder, now: recorder.cut(now))
+        if self._epochs.journal.broken or any(server.log_broken for server in self._fleet):
+            self._desk.step(lambda recorder, now: recorder.mend(now))
+
+    def _finish(self) -> None:
         """Where all parts are there, the manifest makes them a snapshot; only then may the next one be cut."""
         coordinator = self._desk.coordinator
         if coordinator.cuts.finished is not None:
-            self._epochs.file(coordinator)
+            written = self._epochs.file(coordinator)
             self._desk.do("filed")
+            if coordinator.move is not None and (written or not self._epochs.durable):
+                self._desk.do("settle")  # without a log, the snapshot of before will do
 
     def _written(self, wanted: int, seconds: float, stopping: bool = False) -> int | None:
         """Cut until there is a snapshot of this version (less, if all go back); its version, or None: not in time."""

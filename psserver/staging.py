@@ -20,7 +20,7 @@ class Staging:
     views: writable bytes, to be filled one after another with what comes from the wire; none in a worker's memory.
     absent: trainable tensors (indices into the model) that the push has no gradient for.
     groups: the push's hyper-parameters of each group, set by whoever received them; None: unchanged.
-    claim: what the server's budget lent for it.
+    claim: what the server's budget lent for it. stretch: the part of the model that it is for.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Staging:
         self.initial = initial
         self.groups: tuple[Mapping[str, Scalar], ...] | None = None
         self.claim: Claim | None = None
-        self._stretch = stretch
+        self.stretch = stretch
         spans = stretch.push(absent, initial)
         self.views = [memory.raw(*span) for span in spans] if ours else []
         self.nbytes = sum(stop - start for _, start, stop in spans)
@@ -41,13 +41,13 @@ class Staging:
 
     def close(self, absent: Collection[int]) -> None:
         """All bytes are here that will come, for every tensor but those in `absent`. Errors as of StagingPool.take."""
-        self.absent = _checked(self._stretch, absent)
+        self.absent = _checked(self.stretch, absent)
 
     @property
     def needed(self) -> list[tuple[int, int]]:
         """What must come, as ranges of bytes of `views` of a push that was begun without `absent` tensors."""
-        trainable, buffers = self._stretch.ranges["trainable"], self._stretch.ranges["buffer"].nbytes
-        kept = self._stretch.plan.without(trainable, self.absent)
+        trainable, buffers = self.stretch.ranges["trainable"], self.stretch.ranges["buffer"].nbytes
+        kept = self.stretch.plan.without(trainable, self.absent)
         gradients = [(start - trainable.start, stop - trainable.start) for start, stop in kept]
         return [*gradients, (trainable.nbytes, trainable.nbytes + buffers)]
 
@@ -69,7 +69,7 @@ class Staging:
         """Its bytes as they travel, without absent tensors, wherever they lie."""
         if self.memory is None:
             raise ValueError("this staging was released")
-        return [self.memory.raw(*span) for span in self._stretch.push(self.absent, self.initial)]
+        return [self.memory.raw(*span) for span in self.stretch.push(self.absent, self.initial)]
 
     def release(self) -> Memory | None:
         """Lets go of the memory, which is returned the first time."""
@@ -127,7 +127,7 @@ class StagingPool:
     def give(self, staging: Staging) -> None:
         """Take a staging's buffer back; nobody may write to its views from now on. Repeating it is harmless."""
         memory = staging.release()
-        if memory is not None and staging.ours and not staging.initial:
+        if memory is not None and staging.ours and not staging.initial and staging.stretch is self._stretch:
             self.give_back(memory)
 
     def checked(self, absent: Collection[int]) -> frozenset[int]:

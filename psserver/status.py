@@ -9,6 +9,7 @@ from pscommon.core.stream import StreamSpec
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
 from psserver.engine import Engine
+from psserver.records import Line
 from psserver.watch import health
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def describe(
         "backup_workers": policy.backup,
         **settings(hub.config),
         "servers": servers(hub),
+        "candidates": candidates(hub),
+        "moving_to": hub.fleet.shards if coordinator.move is not None else None,
         "workers": workers(coordinator, now),
         "data": data(coordinator),
         "snapshots": snapshots,
@@ -68,26 +71,38 @@ def state(hub: "Hub", coordinator: Coordinator) -> str:
         return "waiting for servers"
     if not coordinator.begun:
         return "waiting for a model"
+    if coordinator.move is not None:
+        return "moving"
     return "running" if coordinator.started else "waiting for workers"
 
 
 def servers(hub: "Hub") -> list[dict[str, Any]]:
     return [
-        {"shard": s.shard, "address": s.address, "connected": s.connected, **s.stats}
+        {"shard": s.shard, "address": s.address, "connected": s.connected, "term": s.term, **s.stats}
         for s in hub.fleet
     ]  # fmt: skip
 
 
-def statistics(engine: Engine) -> dict[str, Any]:
-    """What a shard tells about itself."""
+def candidates(hub: "Hub") -> list[dict[str, Any]]:
+    """Servers that wait for ps-ctl reshard."""
+    return [
+        {"shard": shard, "shards": shards, "address": server.address}
+        for (shard, shards), server in sorted(hub.fleet.candidates.items())
+    ]
+
+
+def statistics(engine: Engine, line: Line | None = None) -> dict[str, Any]:
+    """What a shard tells about itself. line: to its standby."""
     store = engine.store
+    standby = {"standby": line.address, "standby_state": line.state, "standby_behind": line.behind} if line else {}
     return {
+        **standby,
         "version": engine.version,
         "parameter_bytes": store.nbytes if store else 0,
         "state_bytes": store.state_nbytes if store else 0,
         "received_bytes": engine.received_bytes,
         "sent_bytes": engine.pulls.sent_bytes,
-        "apply_seconds": round(engine.apply_seconds, 6),
+        "apply_seconds": round(engine.timings.apply_seconds, 6),
         "duplicates": engine.duplicates,
         "pid": os.getpid(),
     }

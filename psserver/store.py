@@ -51,6 +51,11 @@ class Store:
         self._optimizer = FlatOptimizer(self._stretch, self._weights, self._like, team)
 
     @property
+    def plan(self) -> Plan:
+        """How the model is dealt."""
+        return self._stretch.plan
+
+    @property
     def nbytes(self) -> int:
         """Bytes of weights."""
         return self._stretch.nbytes
@@ -79,6 +84,10 @@ class Store:
     def release(self, staging: Staging) -> None:
         """The staging's memory may be used again; nobody may write to its views any more."""
         self._pool.give(staging)
+
+    def owns(self, staging: Staging) -> bool:
+        """Was it made for the part of the model that lies here?"""
+        return staging.stretch is self._stretch
 
     def find_non_finite(self, staging: Staging) -> str:
         """The first tensor with NaN or Inf among the gradients and floating buffers, by name; empty: there is none.
@@ -211,7 +220,7 @@ class Store:
         kind is "weight" or torch's name of an optimizer state. Memory of `into`, an earlier export, is used again.
         """
         into, copies = into or {}, {}
-        for key, tensor in self._tensors():
+        for key, tensor in self.tensors():
             kept = into.get(key)
             copies[key] = kept.copy_(tensor) if kept is not None and kept.shape == tensor.shape else tensor.clone()
         return copies
@@ -266,7 +275,7 @@ class Store:
         for role in ROLES:
             yield from self._stretch.segments[role]
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for segment in self._segments():
             yield f"weight@{segment.start}", self._view(self._weights, segment)
         for kind, start, tensor in self._optimizer.state():

@@ -11,6 +11,7 @@ import click
 from pscommon import logs, options
 from pscommon.config import run_command
 from pscommon.core.errors import InvalidRequestError
+from pscommon.imports import quick_imports
 from pscommon.malloc import tune_malloc
 from psworker.connect import choose_device
 from psworker.script import Script, run
@@ -85,8 +86,9 @@ def _import_first(threads: int | None) -> None:
     """Loads all of ours before the script's folder is on the path: its queue.py must not shadow what we need."""
     if threads is not None and "torch" not in sys.modules:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # only read when torch is loaded
-    for name in ("grpc", "torch", "psworker.client", "psworker.job"):
-        import_module(name)
+    with quick_imports():
+        for name in ("grpc", "torch", "psworker.client", "psworker.job"):
+            import_module(name)
     if threads is not None:
         import torch
 

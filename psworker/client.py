@@ -345,8 +345,9 @@ def _connected(
     job = environment.get("PS_JOB", "")
     if lane is not None:
         return Connection(lane, limits, Place(job, 0))
-    cluster = discover(addresses_of(servers), limits.connect)
-    return Connection(GrpcLane(cluster.addresses), limits, Place(job or cluster.job, 0))
+    given = addresses_of(servers)
+    cluster = discover(given, limits.connect)
+    return Connection(GrpcLane(cluster.addresses, given), limits, Place(job or cluster.job, 0))
 
 
 def _connect_timeout(environment: Mapping[str, str]) -> float:

@@ -14,7 +14,7 @@ from psworker.drain import Drain
 from psworker.exchange import ShardExchange, in_turn
 from psworker.lane import Cancellation, Lane
 from psworker.lease import Heartbeat, Place, Progress
-from psworker.patience import Limits, Patience, Waits
+from psworker.patience import FIRST_PAUSE, Limits, Patience, Waits
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
@@ -79,6 +79,7 @@ class Connection:
         answer = Patience("joining the job", lane.clock, limits).ask(
             lambda: lane.join(self._request, self.call_seconds)
         )
+        lane.learn(answer.addresses, [0] * len(answer.addresses), answer.standbys)
         self.place, self._left = Place(answer.job, answer.worker, answer.open_loop), False
         self.policy, self.bad_gradients = answer.policy, answer.bad_gradients
         if not lane.direct:
@@ -103,6 +104,19 @@ class Connection:
         else:
             self._crew.run([part.run for part in exchanges], cancellation)
         return exchanges
+
+    def find_servers(self) -> bool:
+        """Ask shard 0, which stays what it is, where all are by now. False: they are as they were.
+
+        Where some have not come yet, nothing is known that is new.
+        """
+        lane = self.lane
+        found = self.call("finding the servers", lambda: lane.whereabouts(self.call_seconds))
+        if not all(found) or list(found) == list(lane.addresses):
+            self.lane.clock.sleep(FIRST_PAUSE)
+            return False
+        lane.relocate(found)
+        return True
 
     def check(self) -> None:
         """Raises if this connection cannot be used (any more)."""

@@ -112,4 +112,6 @@ def _introduce(search: Search, door: Doors) -> None:
 
 
 def _described(message: ps.DescribeResponse) -> Described:
-    return Described(message.job, message.shard, message.shards, tuple(message.addresses), message.coordinator)
+    return Described(
+        message.job, message.shard, message.shards, tuple(message.addresses), message.coordinator, message.layout
+    )

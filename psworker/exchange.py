@@ -1,6 +1,7 @@
 """One push and pull against all shards: each shard's part until it is decided, then one result of all."""
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 from pscommon.core.errors import (
     REASONS,
@@ -34,11 +35,18 @@ STATUS: dict[int, Status] = {
 }
 
 
+class Sent(Enum):
+    """Who may have sent this push before: NEVER anybody; this CALL, to another number of shards; an EARLIER call."""
+
+    NEVER = auto()
+    CALL = auto()
+    EARLIER = auto()
+
+
 class ShardExchange:
     """One shard's part: a machine that makes one attempt a step until the push is decided and the weights are here.
 
-    send, and the views of receiver, are the shard's ranges of the caller's tapes; repeats: an earlier call may have
-    sent this push.
+    send, and the views of receiver, are the shard's ranges of the caller's tapes.
     Once finished: result (how the push ended), version (of what was received, else of the shard), status, seconds;
     lost_memory: the server did not know this worker's shared memory, so the bytes went over the wire.
     """
@@ -52,7 +60,7 @@ class ShardExchange:
         receiver: Receiver,
         limits: Limits,
         cancellation: Cancellation,
-        repeats: bool = False,
+        sent: Sent = Sent.NEVER,
     ) -> None:
         self.result = ps.ExchangeResult()
         self.version = 0
@@ -63,7 +71,7 @@ class ShardExchange:
         self._send = send
         self._receiver = receiver
         self._cancellation = cancellation
-        self._repeats = repeats
+        self._sent = sent
         # a push has data on every shard, be it no bytes: each must know of it
         self._pushes = header.has_data = header.initial or header.seq > 0
         self._nbytes = sum(view.nbytes for view in (*send, *receiver.views(ps.ExchangeResult(pulled=True))))
@@ -80,7 +88,8 @@ class ShardExchange:
         status = STATUS[self.result.outcome]
         if status == "duplicate" and self.result.reason:  # of a push that was decided against
             return "stale" if self.result.reason == "STALE" else "rejected"
-        of_this_call = self._was_pending or (self._attempts > 1 and not self._repeats)
+        again = self._attempts > 1 or self._sent is Sent.CALL
+        of_this_call = self._was_pending or (again and self._sent is not Sent.EARLIER)
         return "applied" if status == "duplicate" and of_this_call else status
 
     @property
@@ -153,7 +162,12 @@ class ShardExchange:
             raise PSError(f"{self._who()} sent no weights")
         before = self._header
         self._header = ps.PushPullHeader(
-            job=before.job, worker=before.worker, pull=before.pull, min_version=before.min_version, memory=before.memory
+            job=before.job,
+            worker=before.worker,
+            pull=before.pull,
+            min_version=before.min_version,
+            memory=before.memory,
+            shards=before.shards,
         )
         self._pushes = False
         return False

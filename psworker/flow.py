@@ -8,6 +8,7 @@ in the usual way once the push is finished. Shards that share memory with this w
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -194,7 +195,9 @@ class ClientFlow:
         self._arrivals = [Arrival(self, move, shard) for shard in range(move.plan.shards)]
         assert move.gradients is not None
         self._openings = [Opening(move.plan, shard, move.gradients) for shard in range(move.plan.shards)]
-        self.parts: list[OpenExchange] = []
+        self.parts: Sequence[ShardExchange] = ()
+        self.resent = False  # all of it went to another number of servers, and has come from there
+        self._opened: list[OpenExchange] = []
         self._over = False
         self._error: BaseException | None = None
         self._finished = False
@@ -228,14 +231,14 @@ class ClientFlow:
         )
         self._model.tapes.take_in(move)
         with self.changed:
-            for part in () if self._over else self.parts:
+            for part in () if self._over else self._opened:
                 part.expected()
         for shard, opening in enumerate(self._openings):
             opening.close(header, move.sent(shard), move.outgoing(shard))
         self._until(lambda: all(arrival.result is not None for arrival in self._arrivals))
-        for part, arrival in zip(self.parts, self._arrivals, strict=True):
-            assert arrival.result is not None
-            part.decide(arrival.result)
+        for part, arrival in zip(self._opened, self._arrivals, strict=True):
+            if arrival.result is not None and not self.resent:
+                part.decide(arrival.result)
         result = combined(self.parts)
         self._model.decided(result)
         return result
@@ -264,13 +267,29 @@ class ClientFlow:
     def open_parts(self, exchanges: Exchanges, limits: Limits, cancellation: Cancellation) -> list[OpenExchange]:
         """One for each shard, to be run at the same time."""
         self._cancellation = cancellation
-        self.parts = [
+        self.parts = self._opened = [
             OpenExchange(exchanges.lane, shard, exchanges.header(shard, self.header), (), arrival, limits, cancellation)
             for shard, arrival in enumerate(self._arrivals)
         ]
-        for part, opening in zip(self.parts, self._openings, strict=True):
+        for part, opening in zip(self._opened, self._openings, strict=True):
             part.opening = opening
-        return self.parts
+        return self._opened
+
+    def can_be_given_up(self, cancellation: Cancellation) -> None:
+        """By this, from now on."""
+        self._cancellation = cancellation
+
+    def closed(self) -> tuple[Move, ps.PushPullHeader]:
+        """The whole push, once the script has finished it; PSError if it gives it up."""
+        for opening in self._openings:
+            opening.closed.wait()
+        closing = self._openings[0].header
+        if closing is None:
+            raise PSError("the push was given up")
+        header = ps.PushPullHeader()
+        header.CopyFrom(self.header)
+        header.MergeFrom(closing)
+        return replace(self._move, absent=frozenset(closing.absent)), header
 
     @property
     def may_count(self) -> bool:
@@ -295,6 +314,6 @@ class ClientFlow:
             self._error = error
         with self.changed:
             self._over = True
-            for part in self.parts:
+            for part in self._opened:
                 part.over()
             self.changed.notify_all()

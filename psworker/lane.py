@@ -6,9 +6,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.wire.channel import FRAME_BYTES, open_channel
 from pscommon.wire.frames import ExchangeStub, Filler, Frame, chunks, decode_response, encode_header
 from pscommon.wire.status import translated
@@ -17,6 +18,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.patience import Clock
+from psworker.whereabouts import Whereabouts
 
 if TYPE_CHECKING:  # pscommon.wire.channel is to be the first that imports it
     import grpc
@@ -91,8 +93,18 @@ class Lane(Protocol):
     """
 
     direct: bool
-    addresses: Sequence[str]
     clock: Clock
+
+    @property
+    def addresses(self) -> Sequence[str]: ...
+
+    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+        """Where the shards' primaries and their standbys are, by shard; of a higher term than before: only there."""
+        ...
+
+    def look_around(self, job: str, timeout: float) -> None:
+        """The coordinator is silent: ask everybody who may be primary of a shard of this job by now."""
+        ...
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
     def register(self, request: co.RegisterRequest, timeout: float) -> co.RegisterResponse: ...
@@ -104,6 +116,14 @@ class Lane(Protocol):
     def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse: ...
 
     def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse: ...
+
+    def whereabouts(self, timeout: float) -> Sequence[str]:
+        """Where shard 0 says that the servers are, by shard; empty where one has not come yet."""
+        ...
+
+    def relocate(self, addresses: Sequence[str]) -> None:
+        """From now on these are the shards. Shard 0 is where it was; no exchange is under way."""
+        ...
 
     def exchange(
         self,
@@ -128,19 +148,56 @@ class GrpcLane:
     """Over gRPC. Channels are opened when first used; a forked child may not use those of its parent (nor does it).
 
     The coordinator has a channel of its own: heartbeats do not queue behind gradients.
+    given: the addresses that the user listed, perhaps with those of standbys.
     """
 
     direct = False
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self.addresses: Sequence[str] = tuple(addresses)
+    def __init__(self, addresses: Sequence[str], given: Sequence[str] = ()) -> None:
         self.clock = Clock(time.monotonic, time.sleep)
+        self._places = Whereabouts(addresses, given)
         self._lock = threading.Lock()
-        self._channels: list[grpc.Channel] = []
-        self._shards: dict[int, ExchangeStub] = {}
-        self._coordinator: CoordinatorServiceStub | None = None
+        self._channels: dict[tuple[str, bool], grpc.Channel] = {}
+        self._shards: dict[str, ExchangeStub] = {}
+        self._coordinators: dict[str, CoordinatorServiceStub] = {}
         self._closed = False
         _lanes.add(self)
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self._places.addresses
+
+    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+        if len(addresses) != len(self.addresses):
+            return  # the job has another number of servers by now: the next exchange is told so
+        void: set[str] = set()
+        for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
+            void |= self._places.learn(shard, *known)
+        self._leave(void)
+
+    def _leave(self, gone: set[str]) -> None:
+        """Calls that are with a server which is not primary any more end, and are repeated elsewhere."""
+        with self._lock:
+            channels = [self._channels.pop(key) for key in list(self._channels) if key[0] in gone]
+            for address in gone:
+                self._shards.pop(address, None)
+                self._coordinators.pop(address, None)
+        for channel in channels:
+            channel.close()
+
+    def look_around(self, job: str, timeout: float) -> None:
+        places, calls, void = self._places, [], set[str]()
+        for address in places.known:
+            with self._lock:
+                channel = self._channels.get((address, False)) or self._open(address)
+            stub = ParameterServerServiceStub(channel)
+            calls.append((address, stub.Describe.future(ps.DescribeRequest(), timeout=timeout)))
+        for address, call in calls:
+            with suppress(PSError), translated(address):
+                found = call.result()
+                if found.job == job and found.shard < len(self.addresses):
+                    void |= places.learn(found.shard, address, found.term)
+        self._leave(void)
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask("Join", lambda stub: stub.Join(request, timeout=timeout))
@@ -167,9 +224,17 @@ class GrpcLane:
         return self._ask("GetStatus", lambda stub: stub.GetStatus(request, timeout=timeout))
 
     def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
-        with translated(f"shard {shard} at {self.addresses[shard]} (AttachMemory)"):
-            stub: ParameterServerServiceStub = ParameterServerServiceStub(self._shard(shard).channel)
+        with self._at(shard, "AttachMemory") as address:
+            stub: ParameterServerServiceStub = ParameterServerServiceStub(self._shard(address).channel)
             return stub.AttachMemory(request, timeout=timeout)
+
+    def whereabouts(self, timeout: float) -> Sequence[str]:
+        with self._at(0, "Describe") as address:
+            stub = ParameterServerServiceStub(self._shard(address).channel)
+            return tuple(stub.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
+
+    def relocate(self, addresses: Sequence[str]) -> None:
+        self._leave(self._places.relocate(addresses))
 
     def exchange(
         self,
@@ -181,59 +246,88 @@ class GrpcLane:
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
     ) -> Answer:
-        stub, started = self._shard(shard), time.monotonic()
-        with translated(f"shard {shard} at {self.addresses[shard]} (Exchange)"):
-            if header.memory:
-                answer = _once(stub, encode_header(header), timeout, cancellation)
-                return Answer(take(answer, receiver, in_memory=True), time.monotonic() - started, 0.0)
-            if frames is None and _fits_once(header, send, receiver):
-                request = encode_header(header, *(send if header.has_data else ()))
-                return Answer(
-                    take(_once(stub, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0
-                )
-            if frames is None and header.has_data:
-                frames = itertools.chain([encode_header(header)], chunks(send))
-            call = (
-                stub.stream(frames, timeout=timeout)
-                if frames is not None
-                else stub.ask(encode_header(header), timeout=timeout)
-            )
-            return _streamed(call, receiver, cancellation, started)
+        header.term = self._places.term(shard)
+        with self._at(shard, "Exchange") as address:
+            answer = self._exchange(self._shard(address), header, send, receiver, timeout, cancellation, frames)
+            self._places.check(shard, answer.result.term)
+            return answer
+
+    def _exchange(
+        self,
+        stub: ExchangeStub,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: Receiver,
+        timeout: float,
+        cancellation: Cancellation,
+        frames: Iterator[bytes] | None,
+    ) -> Answer:
+        started = time.monotonic()
+        if header.memory:
+            answer = _once(stub, encode_header(header), timeout, cancellation)
+            return Answer(take(answer, receiver, in_memory=True), time.monotonic() - started, 0.0)
+        if frames is None and _fits_once(header, send, receiver):
+            request = encode_header(header, *(send if header.has_data else ()))
+            return Answer(take(_once(stub, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0)
+        if frames is None and header.has_data:
+            frames = itertools.chain([encode_header(header)], chunks(send))
+        call = (
+            stub.stream(frames, timeout=timeout)
+            if frames is not None
+            else stub.ask(encode_header(header), timeout=timeout)
+        )
+        return _streamed(call, receiver, cancellation, started)
 
     def close(self) -> None:
         """Harmless to repeat, and in a forked child."""
         with self._lock:
             self._closed = True
-            channels, self._channels = self._channels, []
-            self._shards, self._coordinator = {}, None
+            channels, self._channels = list(self._channels.values()), {}
+            self._shards, self._coordinators = {}, {}
         for channel in channels:
             channel.close()
 
+    @contextmanager
+    def _at(self, shard: int, method: str) -> Iterator[str]:
+        """Where to ask now. Who does not answer there may have been followed by another one."""
+        address = self.addresses[shard]
+        try:
+            with translated(f"shard {shard} at {address} ({method})"):
+                yield address
+        except UnreachableError as error:
+            if error.reason in ("UNREACHABLE", "NOT_PRIMARY"):
+                self._places.failed(shard, address)
+            raise
+        except ValueError as closed:  # gRPC's: the channel was closed, because the server is not primary any more
+            if self._closed or address in self.addresses:
+                raise
+            raise UnreachableError(f"shard {shard} is not at {address} any more", "NOT_PRIMARY") from closed
+
     def _ask(self, method: str, call: Callable[[CoordinatorServiceStub], T]) -> T:
-        with translated(f"shard 0 at {self.addresses[0]} ({method})"):
+        with self._at(0, method) as address:
             with self._lock:
-                if self._coordinator is None:
-                    self._coordinator = CoordinatorServiceStub(self._open(0))
-                stub = self._coordinator
+                if address not in self._coordinators:
+                    self._coordinators[address] = CoordinatorServiceStub(self._open(address))
+                stub = self._coordinators[address]
             return call(stub)
 
-    def _shard(self, shard: int) -> ExchangeStub:
+    def _shard(self, address: str) -> ExchangeStub:
         with self._lock:
-            if shard not in self._shards:
-                self._shards[shard] = ExchangeStub(self._open(shard, tensors=True))
-            return self._shards[shard]
+            if address not in self._shards:
+                self._shards[address] = ExchangeStub(self._open(address, tensors=True))
+            return self._shards[address]
 
-    def _open(self, shard: int, tensors: bool = False) -> "grpc.Channel":
+    def _open(self, address: str, tensors: bool = False) -> "grpc.Channel":
         if self._closed:
             raise InvalidRequestError("this connection is closed")
-        self._channels.append(open_channel(self.addresses[shard], tensors))
-        return self._channels[-1]
+        self._channels[address, tensors] = open_channel(address, tensors)
+        return self._channels[address, tensors]
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's channels without closing them, which could hang."""
-        _inherited.extend(self._channels)
+        _inherited.extend(self._channels.values())
         self._lock = threading.Lock()
-        self._channels, self._shards, self._coordinator = [], {}, None
+        self._channels, self._shards, self._coordinators = {}, {}, {}
 
 
 _lanes: "weakref.WeakSet[GrpcLane]" = weakref.WeakSet()

@@ -79,6 +79,7 @@ class Place:
         except PSError as error:
             return str(error)
         else:
+            lane.learn(answer.addresses, answer.terms, answer.standbys)
             self.stopping = answer.stopping or self.stopping
             if answer.draining:
                 drain.ask()
@@ -142,6 +143,8 @@ class Heartbeat:
             try:
                 problem = self._place.beat(self._lane, self._call_seconds, self._drain)
                 silence.look(clock.now(), problem)
+                if problem:
+                    self._lane.look_around(self._place.job, self._call_seconds)
                 self._waits.remind(clock.now())
                 self._place.check()
             except PSError:

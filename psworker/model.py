@@ -1,10 +1,12 @@
 """The job's model as one worker handles it: agreed on, uploaded by the first, then pushed and pulled as tapes."""
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
-from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError, PSError, error_for
+from pscommon.core.errors import FencedError, InvalidRequestError, LayoutError, MismatchError, PSError, error_for
 from pscommon.core.log import BatchKey
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
@@ -13,14 +15,16 @@ from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection import Connection
-from psworker.exchange import SLICE_SECONDS, ShardExchange, combined
+from psworker.exchange import SLICE_SECONDS, Sent, ShardExchange, combined
 from psworker.flow import ClientFlow
 from psworker.lane import Cancellation
 from psworker.parts import Exchanges, Move, digest_of
-from psworker.patience import Limits
+from psworker.patience import Limits, Patience
 from psworker.results import PushResult
 from psworker.tapes import Tapes
 from psworker.whole_flow import WholeFlow
+
+log = logging.getLogger("psworker")
 
 
 class SharedModel:
@@ -79,6 +83,8 @@ class SharedModel:
 
     def _planned(self, answer: co.RegisterResponse) -> Plan:
         plan = Plan(codec.model_from_proto(answer.model), len(self._connection.lane.addresses))
+        if answer.plan_digest != plan.digest and self._connection.find_servers():
+            plan = Plan(plan.spec, len(self._connection.lane.addresses))
         if answer.plan_digest != plan.digest:
             raise MismatchError(
                 f"the servers of job {self._connection.place.job} place the model otherwise than this worker does: all "
@@ -99,8 +105,10 @@ class SharedModel:
         answer = self._register()
         if self._started and self._must_upload:
             raise FencedError("the servers have lost the job's weights: start the script again")
-        if self._planned(answer).digest != self._plan.digest:
+        plan = self._planned(answer)
+        if (plan.spec.tensors, plan.order) != (self._plan.spec.tensors, self._plan.order):
             raise MismatchError("the servers keep the model in another order now", "MODEL_MISMATCH")
+        self._plan = Plan(self._plan.spec, plan.shards)
         self.version = min(self.version, answer.version)
 
     def withdraw(self) -> None:
@@ -162,7 +170,7 @@ class SharedModel:
     def carry(self, flow: ClientFlow, move: Move) -> None:
         """Runs a flow to its end, in a thread of its own."""
         try:
-            parts = self._carried(move, flow.header, flow.open_parts)
+            move, parts = self._carried_open(flow, move)
         except BaseException:
             if flow.may_count:  # nobody knows what became of it; the same again cannot be told from another
                 self._connection.place.pushes.fail(b"")
@@ -170,6 +178,18 @@ class SharedModel:
         finally:
             self._flow = None
         self._took(move, parts)
+
+    def _carried_open(self, flow: ClientFlow, move: Move) -> tuple[Move, Sequence[ShardExchange]]:
+        """If there is another number of servers by now, everything goes to them once the script has finished it."""
+        try:
+            return move, self._carried(move, flow.header, flow.open_parts)
+        except LayoutError as error:
+            move, header = flow.closed()
+            self._relocate(error)
+            move = replace(move, plan=self.plan)
+            move, flow.parts = self._carried_anywhere(move, header, Sent.CALL, flow.can_be_given_up)
+            flow.resent = True
+            return move, flow.parts
 
     def decided(self, result: PushResult) -> None:
         """How a flow's push ended; its weights count as pulled."""
@@ -200,18 +220,53 @@ class SharedModel:
 
     def _exchange(self, move: Move, header: ps.PushPullHeader, repeats: bool = False) -> PushResult:
         self.check_idle()
-        self._offer()
-        self.tapes.take_in(move)
-        self._addressed(header)
-        parts = self._carried(
-            move, header, lambda exchanges, limits, given_up: exchanges.parts(header, limits, given_up, repeats)
-        )
+        move, parts = self._carried_anywhere(move, header, Sent.EARLIER if repeats else Sent.NEVER)
         self._took(move, parts)
         result = combined(parts)
         self._connection.place.expect(result.version)
         if move.weights is not None:
             self.version = result.version
         return result
+
+    def _carried_anywhere(
+        self,
+        move: Move,
+        header: ps.PushPullHeader,
+        sent: Sent,
+        watch: Callable[[Cancellation], None] = lambda given_up: None,
+    ) -> tuple[Move, Sequence[ShardExchange]]:
+        """To the servers that there are, however many. While their number changes it is sent again.
+
+        watch: told how each attempt can be given up.
+        """
+
+        def parts(exchanges: Exchanges, limits: Limits, given_up: Cancellation) -> Sequence[ShardExchange]:
+            watch(given_up)
+            return exchanges.parts(header, limits, given_up, sent)
+
+        patience: Patience | None = None
+        while True:
+            self._offer()
+            self.tapes.take_in(move)
+            self._addressed(header)
+            try:
+                return move, self._carried(move, header, parts)
+            except LayoutError as error:
+                patience = patience or self._connection.patience("the move to another number of servers")
+                self._relocate(error)
+                patience.waited(f"servers that do not all know of it yet: {error}")
+            move = replace(move, plan=self.plan)
+            sent = Sent.CALL if sent is Sent.NEVER else sent
+
+    def _relocate(self, error: LayoutError) -> None:
+        """Find the servers. Those that had attached this worker's memory hold another part of the model now."""
+        before = self.plan.shards
+        if not self._connection.find_servers():
+            log.debug("the servers are as they were: %s", error)
+            return
+        self._plan = Plan(self.plan.spec, len(self._connection.lane.addresses))
+        self.withdraw()
+        log.info("the job has moved from %d to %d servers: going on there", before, self._plan.shards)
 
     def _offer(self) -> None:
         connection = self._connection

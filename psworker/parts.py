@@ -8,7 +8,7 @@ from functools import partial
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.tape import Plan, Range
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.exchange import ShardExchange
+from psworker.exchange import Sent, ShardExchange
 from psworker.lane import Cancellation, Lane, Receiver
 from psworker.patience import Limits
 
@@ -83,24 +83,25 @@ class Exchanges:
         self._have = have
 
     def parts(
-        self, header: ps.PushPullHeader, limits: Limits, cancellation: Cancellation, repeats: bool
+        self, header: ps.PushPullHeader, limits: Limits, cancellation: Cancellation, sent: Sent
     ) -> list[ShardExchange]:
         return [
-            self._part(shard, self.header(shard, header), limits, cancellation, repeats)
+            self._part(shard, self.header(shard, header), limits, cancellation, sent)
             for shard in range(self._move.plan.shards)
         ]
 
     def _part(
-        self, shard: int, header: ps.PushPullHeader, limits: Limits, cancellation: Cancellation, repeats: bool
+        self, shard: int, header: ps.PushPullHeader, limits: Limits, cancellation: Cancellation, sent: Sent
     ) -> ShardExchange:
         receiver = Receiver(partial(_received, self._move, shard))
-        return ShardExchange(self.lane, shard, header, self._move.sent(shard), receiver, limits, cancellation, repeats)
+        return ShardExchange(self.lane, shard, header, self._move.sent(shard), receiver, limits, cancellation, sent)
 
     def header(self, shard: int, header: ps.PushPullHeader) -> ps.PushPullHeader:
         """A copy for this shard."""
         own = ps.PushPullHeader()
         own.CopyFrom(header)
         own.memory = self._memory if shard in self._in_memory else 0
+        own.shards = self._move.plan.shards
         if self._have is not None:
             own.have = self._have[shard]
         return own
@@ -111,11 +112,14 @@ def _received(move: Move, shard: int, result: ps.ExchangeResult) -> list[memoryv
 
 
 def digest_of(move: Move, content: bytes) -> bytes:
-    """Equal for two pushes exactly when they send the same bytes and the same `content` (of the header)."""
-    digest = hashlib.blake2b(content)
-    for shard in range(move.plan.shards):
-        for view in move.sent(shard):
-            digest.update(view)
+    """Equal for two pushes exactly when they send the same bytes and the same `content` (of the header).
+
+    To however many shards: the job may move to another number of them between the two.
+    """
+    plan, digest = move.plan, hashlib.blake2b(content)
+    sections = [*plan.without(plan.section("trainable"), move.absent), plan.section("buffer")]
+    for view in _cut(move.gradients, sections) if move.gradients is not None else ():
+        digest.update(view)
     return digest.digest()
 
 

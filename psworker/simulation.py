@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from pscommon.core.errors import PSError
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
@@ -24,6 +25,7 @@ from psserver.engine import Engine
 from psserver.fleet import Told
 from psserver.hub import Hub
 from psserver.identity import Identity
+from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
 from psserver.servicer import ParameterServer
 from psworker.lane import Answer, Cancellation, Receiver, take
@@ -78,10 +80,10 @@ class SimulatedCluster:
     def __init__(self, config: ServerConfig, workers: int) -> None:
         self.turns = Turns(workers)
         self._engines = [self._engine(shard, config.shards) for shard in range(config.shards)]
-        archive = Archive(None, 0, config.shards, 1, self._engines[0].metrics)
+        archive = Archive(None, 0, 1, self._engines[0].metrics)
         archive.next_generation()
         leader = Identity(0, config.shards, "simulated-0", job="simulated")
-        self.hub = Hub(config, leader, self._engines[0], archive, self._engines[0].metrics)
+        self.hub = Hub(config, Layout(config.shards, None), leader, self._engines[0], archive, self._engines[0].metrics)
         self.hub.start(ticking=False)
         self._told = [Told() for _ in self._engines]
         self.coordinator = Coordinator(self.hub)
@@ -108,10 +110,11 @@ class SimulatedCluster:
             quiet = True
             for shard, engine in enumerate(self._engines[1:], start=1):
                 news = self.hub.news(self.hub.fleet[shard], self._told[shard])
+                assert news is not None  # their number does not change
                 quiet = quiet and news.told == self._told[shard] and news.way is Way.FOLLOW
                 self._told[shard] = news.told
                 if news.way is Way.BEGIN:
-                    engine.begin_log(news.told.epoch, news.base)
+                    engine.begin_log(news.told.epoch, news.base, len(self._engines))
                     engine.report()
                 if news.model is not None:
                     engine.set_model(news.model)
@@ -132,6 +135,12 @@ class DirectLane:
         self._cluster = cluster
         self._number = number
         self.clock = Clock(lambda: cluster.turns.made * TICK, lambda seconds: self._hand_on())
+
+    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+        """They are in this process, and stay."""
+
+    def look_around(self, job: str, timeout: float) -> None:
+        """There is nobody else."""
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask(self._cluster.coordinator.Join, request)
@@ -184,6 +193,12 @@ class DirectLane:
         if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):
             self._hand_on()
         return Answer(result, 0.0, 0.0)
+
+    def whereabouts(self, timeout: float) -> Sequence[str]:
+        return self.addresses
+
+    def relocate(self, addresses: Sequence[str]) -> None:
+        raise PSError("simulated servers stay as many as they are")
 
     def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
         return ps.AttachMemoryResponse(reason="the servers are in this process")

@@ -11,6 +11,7 @@ from benchmarks.works import (
     sizes,
     smallest,
     snapshots,
+    standby,
     tail,
     two_workers,
 )
@@ -30,4 +31,6 @@ WORKS: tuple[Work, ...] = (
     memory.CROWD,
     durability.WORK,
     snapshots.WORK,
+    standby.LARGE,
+    standby.SMALL,
 )

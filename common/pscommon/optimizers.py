@@ -123,10 +123,8 @@ def validate(spec: OptimizerSpec) -> OptimizerSpec:
     groups = []
     for index, given in enumerate(spec.groups):
         group = _complete(f"{spec.name}, group {index}", given, kind.defaults)
-        try:
-            kind.torch_class([torch.empty(0)], **group)
-        except ValueError as error:
-            raise InvalidRequestError(f"{spec.name}, group {index}: {error}") from None
+        if problem := _out_of_range(group):
+            raise InvalidRequestError(f"{spec.name}, group {index}: {problem}")
         groups.append(group)
     return OptimizerSpec(spec.name, tuple(groups))
 
@@ -208,6 +206,18 @@ def _refuse_unknown(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], 
             raise UnsupportedOptimizerError(
                 f"the servers do not know {key}={group[key]!r} of torch.optim.{type(optimizer).__name__}"
             )
+
+
+def _out_of_range(group: Mapping[str, Any]) -> str:
+    """What torch's constructor refuses, in words; empty: nothing. (An object of torch's would import its compiler.)"""
+    for key, value in group.items():
+        if key == "betas" and not all(0 <= beta < 1 for beta in value):
+            return f"betas are {value}, not at least 0 and below 1"
+        if key not in ("betas", "dampening") and value < 0:
+            return f"{key} is {value}, below 0"
+    if group.get("nesterov") and (group["momentum"] == 0 or group["dampening"] != 0):
+        return "nesterov needs a momentum, and no dampening"
+    return ""
 
 
 def _plain(value: Any, default: Scalar) -> Any:

@@ -21,6 +21,7 @@ ADDRESS = Value("HOST:PORT", values.address)
 PLACE = "Place"
 JOB = "Job"
 SNAPSHOTS = "Snapshots"
+FAILOVER = "Failover"
 LOCAL = "This process"
 OUTPUT = "Output"
 CLUSTER = "Cluster"
@@ -103,7 +104,7 @@ PLACEMENT = (
         type=Value("I/N", values.shard),
         default="0/1",
         show_default=True,
-        help="Which shard of how many this server is.",
+        help="Which shard of how many this server is; one that the running job lacks waits for ps-ctl reshard.",
     ),
     Option(
         "--bind", section=PLACE, type=LISTEN, help="Listen here; port 0 picks a free one [default: 127.0.0.1:50051+I]."
@@ -264,6 +265,28 @@ EXIT_WHEN_DONE = Option(
     "--exit-when-done", section=JOB, is_flag=True, help="Stop once every worker that took part has finished."
 )
 
+STANDBY = (
+    Option(
+        "--standby-of",
+        section=FAILOVER,
+        type=ADDRESS,
+        help="Follow this shard's primary, and take its place when it dies [default: be primary].",
+    ),
+    Option(
+        "--failover-lock",
+        section=FAILOVER,
+        type=FOLDER,
+        help="Folder in which primaries and standbys settle who is primary [default: only ps-ctl promote does].",
+    ),
+    Option(
+        "--shipping",
+        section=FAILOVER,
+        type=click.Choice(values.SHIPPING),
+        default="sync",
+        help="sync [default]: nothing is acknowledged before the standby has it; async: it may be behind.",
+    ),
+)
+
 SERVERS_ADDRESSES = Option(
     "--ps",
     section=PLACE,
@@ -299,7 +322,7 @@ WORKER_RANK = Option(
 
 SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS, MALLOC)
 
-SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, *SERVER_LOCAL, *LOGGING)
+SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, *STANDBY, *SERVER_LOCAL, *LOGGING)
 
 WORKER: tuple[Option, ...] = (
     SERVERS_ADDRESSES,

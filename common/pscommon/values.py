@@ -23,6 +23,8 @@ DURABILITY = ("snapshot", "log")
 
 LogFsync = Literal["always", "everysec", "no"]
 LOG_FSYNC = ("always", "everysec", "no")
+Shipping = Literal["sync", "async"]
+SHIPPING = ("sync", "async")
 
 BadGradients = Literal["skip", "abort", "clip"]
 BAD_GRADIENTS = ("skip", "abort", "clip")

@@ -22,13 +22,15 @@ from pscommon.core.errors import (
     out_of_the_job,
 )
 from pscommon.core.log import BatchKey, Cut
-from pscommon.core.model import ModelSpec
+from pscommon.core.model import ModelSpec, model_from_json, model_to_json
 from pscommon.core.stream import Spec, StreamSpec
+from psserver.core.move import Move
+from psserver.core.moves import Moves
 from psserver.core.pace import Pace
+from psserver.core.pending import Pending
 from psserver.core.policy import Policy, policy
 from psserver.core.roster import Member, State
 from psserver.core.rules import Rules
-from psserver.core.updates import Updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,13 @@ class Batches:
     following: tuple[int, ...] = ()
 
 
-class Coordinator(Updates):
+class Coordinator(Moves):
     """The machine; see the module's text, and Updates for the arguments."""
 
     def __init__(self, shards: int, rules: Rules, generation: int = 0, epoch: int | None = None) -> None:
         super().__init__(shards, rules, generation, epoch)
         self.global_batch = rules.global_batch
         self.metrics: dict[str, tuple[int, float]] = {}
-        self.followers: set[int] = set()
         self._resumed = False
 
     # ---- membership -------------------------------------------------------------------------------------------------
@@ -82,6 +83,9 @@ class Coordinator(Updates):
         if not self.begun:
             return "upload" if self._uploader == worker else "pending"
         self._resumed = False
+        if (successor := self.roster.successor(member)) is not None:
+            self.remove(member, State.LOST, f"worker {successor.worker} was started in its place", now)
+            raise out_of_the_job(worker, member.reason)
         self._activate(member, now)
         return "ready"
 
@@ -169,6 +173,8 @@ class Coordinator(Updates):
             raise InvalidRequestError(str(error)) from error
         if loop.ended:
             return Batches(end=True)
+        if loop.is_late(worker, received):
+            return Batches()
         loop.units = units
         at_once = self.policy.barrier and not self.policy.backup  # who is left behind must not hoard
         together = [m.worker for m in self.roster.registered()] if at_once else [worker]
@@ -226,7 +232,7 @@ class Coordinator(Updates):
 
     def cut(self, now: float) -> bool:
         """Snapshot the version that stands, unless one is being written. True: there is a Cut in the log."""
-        if not self.begun or self.cuts.busy:
+        if not self.begun or self.cuts.busy or (self.move is not None and not self.move.complete):
             return False
         self.log.append(Cut(self.log.next, self.version))
         self.cuts.begin(self.version, self.log.index, now, {})
@@ -239,6 +245,8 @@ class Coordinator(Updates):
         return {
             "epoch": self.epoch,
             "shards": self.shards,
+            "layout_index": self.layout_index,
+            "move": self.move.state() if self.move is not None else None,
             "version": self.version,
             "index": self.log.index,
             "digest": self.log.digest,
@@ -258,6 +266,16 @@ class Coordinator(Updates):
             "roster": self.roster.state(),
             "pending": self.pending.state(),
             "loops": self.ledger.state(),
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """As `state`, at any moment: with the model and the entries that some shard may still need. For `become`."""
+        return self.state() | {
+            "model": model_to_json(self.model) if self.model else None,
+            "begun": self.begun,
+            "uploader": self._uploader,
+            "log": self.log.state(),
+            "cut": self.cuts.parts(),
         }
 
     @property
@@ -282,9 +300,13 @@ class Coordinator(Updates):
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(self.version, now)
 
-    def recover(self, state: Mapping[str, Any], model: ModelSpec, now: float) -> None:
+    def recover(self, state: Mapping[str, Any], model: ModelSpec | None, now: float) -> None:
         """Be the coordinator whose state this is, right after its cut."""
         self._take_numbers(state, model)
+        self._lay_out(state["shards"], state["layout_index"])
+        self.move = Move.from_state(state["move"]) if state["move"] else None
+        self._landed = self.move is not None  # in a move, nothing else is cut but its end
+        self.log.members(self.members, state["index"])
         self.log.start(state["index"], state["digest"])
         self.epoch = state["epoch"]
         self.started, self._resumed = state["started"], state["resumed"]
@@ -299,6 +321,15 @@ class Coordinator(Updates):
         if state["cutting"]:
             self.cuts.begin(state["last_cut"], self.log.index, now, {})
 
+    def become(self, whole: Mapping[str, Any], now: float) -> None:
+        """Be a coordinator that lives, as it is now."""
+        model = model_from_json(whole["model"]) if whole["model"] else None
+        self.recover(whole, model, now)
+        self.begun, self._uploader = whole["begun"], whole["uploader"]
+        self.log.recover(whole["log"])
+        self.cuts.abandon()
+        self.cuts.recover(whole["last_cut"], whole["cut"], now)
+
     def recovered(self, now: float, generation: int) -> None:
         """This is a new process: all leases run from now, and nobody writes the snapshot that was under way.
 
@@ -307,12 +338,17 @@ class Coordinator(Updates):
         self.roster.new_generation(generation)
         self.cuts.abandon()
         self.cuts.started(self.version, now)
+        if self._landed:
+            self.settle(now)
+        elif self.move is not None:
+            self.move.moved.clear()
+            self.pending = Pending(self.shards)
         for member in self.roster.here():
             member.last_seen = member.joined_at = now
             member.missing_since, member.pace = None, Pace()
         self.advance(now)
 
-    def _take_numbers(self, state: Mapping[str, Any], model: ModelSpec) -> None:
+    def _take_numbers(self, state: Mapping[str, Any], model: ModelSpec | None) -> None:
         self.model, self.begun = model, True
         self.version, self.samples = state["version"], state["samples"]
         self.counts = dict(state["counts"])

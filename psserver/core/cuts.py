@@ -13,13 +13,17 @@ class Every:
 
 
 class PartReport(NamedTuple):
-    """One shard's file of a snapshot; problem, when not empty, says why there is none."""
+    """One shard's file of a snapshot; problem, when not empty, says why there is none.
+
+    shards: of how many parts it is one, 0 where that cannot be in doubt.
+    """
 
     version: int
     file: str
     nbytes: int
     sha256: str
     problem: str = ""
+    shards: int = 0
 
 
 @dataclass(slots=True)
@@ -44,7 +48,7 @@ class Cuts:
         self.every = every
         self.cutting: Cutting | None = None
         self.finished: Cutting | None = None
-        self._shards = shards
+        self.shards = shards
         self._last_version = 0
         self._last_time = 0.0
 
@@ -86,14 +90,36 @@ class Cuts:
         """Whoever was to write the one under way is gone."""
         self.cutting = self.finished = None
 
+    def shard_lost(self, shard: int) -> None:
+        """Nobody will write its part any more, unless that is here."""
+        if self.cutting is not None and shard not in self.cutting.parts:
+            self.cutting = None
+
+    def parts(self) -> list[Any] | None:
+        """Of the one under way or just finished, JSON-ready: version, index, parts that have come; None: there is none.
+
+        `recover` is the way back, but for the coordinator's state in it: whoever takes over gives it up anyway.
+        """
+        under_way = self.cutting or self.finished
+        if under_way is None:
+            return None
+        return [under_way.version, under_way.index, [[shard, *part] for shard, part in under_way.parts.items()]]
+
+    def recover(self, version: int, parts: list[Any] | None, now: float) -> None:
+        self.started(version, now)
+        if parts is not None:
+            self.begin(parts[0], parts[1], now, {})
+            for shard, *part in parts[2]:
+                self.part(shard, PartReport(*part))
+
     def begin(self, version: int, index: int, now: float, state: dict[str, Any]) -> None:
         self.cutting = Cutting(version, index, now, state)
         self._last_version, self._last_time = version, now
 
     def part(self, shard: int, part: PartReport) -> None:
         """A shard has written, or failed to; repeated and late reports do no harm."""
-        if self.cutting is None or part.version != self.cutting.version:
+        if self.cutting is None or part.version != self.cutting.version or part.shards not in (0, self.shards):
             return
         self.cutting.parts[shard] = part
-        if len(self.cutting.parts) == self._shards:
+        if len(self.cutting.parts) == self.shards:
             self.finished, self.cutting = self.cutting, None

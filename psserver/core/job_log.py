@@ -1,8 +1,12 @@
 """The job's log as the coordinator keeps it: numbered entries, as long as some shard may still need them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
+from typing import Any
 
-from pscommon.core.log import Apply, Begin, Entry, PushKey, Report, chained
+from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject, Report, chained
+
+KINDS: Mapping[str, type[Entry]] = {kind.__name__: kind for kind in (Begin, Apply, Reject, Evict, Cut)}
 
 
 class JobLog:
@@ -27,6 +31,10 @@ class JobLog:
         """Number of the entry that comes next."""
         return self.index + 1
 
+    def members(self, shards: int, index: int) -> None:
+        """So many shards follow from now on; those that are new begin after `index`."""
+        self._reached = {shard: self._reached.get(shard, index) for shard in range(shards)}
+
     def append(self, entry: Entry) -> None:
         self.index, self.digest = entry.index, chained(self.digest, entry)
         self._entries[self.index], self._digests[self.index] = entry, self.digest
@@ -37,10 +45,16 @@ class JobLog:
 
     def reached(self, shard: int, index: int) -> None:
         """A shard has carried out everything up to here."""
+        if shard not in self._reached:
+            return  # it has left
         self._reached[shard] = max(self._reached[shard], index)
         for carried_out in range(self.base + 1, min(self._reached.values()) + 1):
             self._entries.pop(carried_out, None)
             self._digests.pop(carried_out - 1, None)
+
+    def told(self, shard: int) -> int:
+        """How far the shard has said that it is."""
+        return self._reached[shard]
 
     def can_go_on(self, report: Report) -> bool:
         """Has the shard carried out what stands here and no other, and does it hold the pushes that the rest counts?
@@ -56,6 +70,29 @@ class JobLog:
         self._entries.clear()
         self._digests = {index: digest}
         self._reached = dict.fromkeys(self._reached, index)
+
+    def state(self) -> dict[str, Any]:
+        """All of it, JSON-ready; `recover` is the way back."""
+        entries = [[type(entry).__name__, *astuple(entry)] for entry in self.after(self.base)]
+        digest = self._digests.get(self.base, self.digest)
+        return {"base": self.base, "digest": digest, "entries": entries, "reached": [*self._reached.items()]}
+
+    def recover(self, state: Mapping[str, Any]) -> None:
+        self.start(state["base"], state["digest"])
+        for entry in state["entries"]:
+            self.append(_entry(*entry))
+        self._reached = dict(state["reached"])
+
+
+def _entry(kind: str, index: int, *rest: Any) -> Entry:
+    match kind:
+        case "Apply":
+            version, contributions = rest
+            return Apply(index, version, tuple(Contribution(PushKey(*key), *other) for key, *other in contributions))
+        case "Reject":
+            key, reason, detail = rest
+            return Reject(index, PushKey(*key), reason, detail)
+    return KINDS[kind](index, *rest)
 
 
 def counted(entries: Iterable[Entry]) -> set[PushKey]:

@@ -16,6 +16,7 @@ class Leases:
         self._holders: dict[int, int] = {}
         self._dealt: dict[int, deque[int]] = {}
         self._sent: dict[int, deque[tuple[int, int]]] = {}
+        self._received: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -37,9 +38,14 @@ class Leases:
         self._holders[number] = worker
         self._dealt.setdefault(worker, deque()).append(number)
 
+    def is_late(self, worker: int, received: int) -> bool:
+        """Has this worker said before that it has got more? Then the request was under way for long."""
+        return received < self._received.get(worker, 0)
+
     def again(self, worker: int, received: int) -> list[int]:
         """What was sent to a worker after the first `received`; those have come, and are forgotten here."""
         sent = self._sent.setdefault(worker, deque())
+        self._received[worker] = received
         while sent and sent[0][0] <= received:
             sent.popleft()
         return [number for _, number in sent]
@@ -63,6 +69,7 @@ class Leases:
         """The worker is gone, and holds nothing."""
         self._dealt.pop(worker, None)
         self._sent.pop(worker, None)
+        self._received.pop(worker, None)
 
     def transfer(self, old: int, new: int) -> None:
         """All that `old` holds lies ready for `new`, in the order in which it was dealt, before what lies there."""
@@ -77,6 +84,7 @@ class Leases:
             "leases": [list(pair) for pair in self._holders.items()],
             "dealt": [[worker, list(numbers)] for worker, numbers in sorted(self._dealt.items()) if numbers],
             "sent": [[worker, [list(pair) for pair in sent]] for worker, sent in sorted(self._sent.items()) if sent],
+            "received": [list(pair) for pair in sorted(self._received.items())],
         }
 
     @staticmethod
@@ -85,4 +93,5 @@ class Leases:
         leases._holders = dict(state["leases"])
         leases._dealt = {worker: deque(numbers) for worker, numbers in state["dealt"]}
         leases._sent = {worker: deque((place, number) for place, number in sent) for worker, sent in state["sent"]}
+        leases._received = dict(state["received"])
         return leases

@@ -55,6 +55,10 @@ class LoopLedger(ABC):
         """Does a batch lie ready for this worker that it has not fetched, and may fetch now?"""
         return bool(self._leases.ready(worker))
 
+    def is_late(self, worker: int, received: int) -> bool:
+        """Was this asked before something that was answered since? Then nobody waits for an answer."""
+        return self._leases.is_late(worker, received)
+
     def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
         """Up to `count` batches for a worker that has got `received` so far: what was sent after those is sent again.
 

@@ -25,6 +25,9 @@ from psserver.core.roster import Member
 PAUSE = 1.0
 """Seconds between ticks from which on this process counts as having been stopped itself."""
 
+AGAIN = 1.0
+"""Seconds until the snapshot that ends a move is tried again."""
+
 MEND = 10.0
 """Seconds after a snapshot was begun until one is tried because a log is broken."""
 
@@ -84,10 +87,22 @@ class Recorder:
         """A shard's word. One that holds no news is not worth a line: it moves nothing but what is forgotten."""
         if report.epoch == self.coordinator.epoch and report.shard not in self.coordinator.followers:
             self.do("follows", now, shard=report.shard)
+        if self.coordinator.has_moved(report):
+            self.do("moved", now, shard=report.shard)
+            self._end_move(now)
         if self.coordinator.has_news(report):
             self.do("report", now, report=report)
         else:
             self.coordinator.report(report, now)
+
+    def _end_move(self, now: float) -> None:
+        """Once all shards hold their new parts: with the snapshot that is written now, or at once without any."""
+        move = self.coordinator.move
+        if move is not None and move.complete:
+            if move.keeps:
+                self.cut(now)
+            else:
+                self.do("settle", now)
 
     def tick(self, now: float) -> list[Member]:
         """Time passes: ends leases, starts snapshots that are due. Returns the workers that are silent for too long."""
@@ -98,6 +113,8 @@ class Recorder:
         for member, name, reason in late:
             self.do(name, now, worker=member.worker, **({"reason": reason} if name == "lose" else {}))
         self._cut_if_due(now)
+        if self.coordinator.cuts.age(now) >= AGAIN:
+            self._end_move(now)
         return [member for member, name, _ in late if name != "back"]
 
     def _late(self, now: float) -> list[tuple[Member, str, str]]:
@@ -124,7 +141,7 @@ class Recorder:
     def mend(self, now: float) -> None:
         """Something could not be written down: a cut is where all logs begin anew, if the disk lets them."""
         coordinator = self.coordinator
-        if coordinator.begun and not coordinator.cuts.busy and coordinator.cuts.age(now) >= MEND:
+        if coordinator.begun and not (coordinator.cuts.busy or coordinator.move) and coordinator.cuts.age(now) >= MEND:
             self.cut(now)
 
     def _turn_page(self, now: float) -> None:
@@ -133,7 +150,7 @@ class Recorder:
 
     def _cut_if_due(self, now: float) -> None:
         coordinator = self.coordinator
-        if coordinator.begun and coordinator.cuts.due(coordinator.version, now):
+        if coordinator.begun and coordinator.move is None and coordinator.cuts.due(coordinator.version, now):
             self.cut(now)
 
     def recovered(self, now: float, generation: int) -> None:
@@ -171,6 +188,7 @@ _PERFORM: Mapping[str, Action] = {
         for name in (
             "join", "register", "leave", "drain", "missing", "back", "lose", "next_batches", "return_batches",
             "report_metrics", "report", "follows", "advance", "cut", "recovered",
+            "reshard", "moved", "settle", "reborn",
         )
     },
     "set_policy": lambda c, now, args: c.set_policy(policy(*args["row"]), now),

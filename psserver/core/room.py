@@ -29,6 +29,13 @@ def check_switch(coordinator: Coordinator, row: Policy, in_flight: int) -> None:
         _check_round(row, workers, push_nbytes(coordinator.model, coordinator.shards), in_flight)
 
 
+def check_reshard(coordinator: Coordinator, shards: int, in_flight: int) -> None:
+    """InvalidRequestError where a round of those who are here would not fit --in-flight of so many servers."""
+    if coordinator.model is not None:
+        workers = len(coordinator.roster.registered())
+        _check_round(coordinator.policy, workers, push_nbytes(coordinator.model, shards), in_flight)
+
+
 def _check_round(row: Policy, workers: int, nbytes: int, in_flight: int) -> None:
     """In sync and ssp such a round would never close; in async one push need not wait for another.
 

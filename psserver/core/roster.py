@@ -160,6 +160,10 @@ class Roster:
                 return other
         return None
 
+    def successor(self, member: Member) -> Member | None:
+        """One who trains, and whom the same launcher started in this one's place: what this one says comes late."""
+        return next((other for other in self._alike(member) if member.ranked and other.attempt > member.attempt), None)
+
     def doubtful(self, member: Member) -> Member | None:
         """One that this one may have been started in the place of: nothing tells that it lived after this one joined.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged, chained
+from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Reshard, Staged, chained
 
 REMEMBERED = 16
 """Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in flight."""
@@ -36,7 +36,10 @@ class Outcome:
 
 
 class Shard:
-    """The machine. version: applied updates; index: log entries carried out, and their digest."""
+    """The machine. version: applied updates; index: log entries carried out, and their digest.
+
+    moving: the model was dealt to another number of shards, and this one does not hold its new part yet.
+    """
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
@@ -45,6 +48,7 @@ class Shard:
         self.index = 0
         self.digest = 0
         self.begun = False
+        self.moving = False
         self.staged: dict[PushKey, Staged] = {}
         self._handed = 0  # last entry that accept() gave out
         self._early: dict[int, Entry] = {}
@@ -64,6 +68,7 @@ class Shard:
             "digest": self.digest,
             "version": self.version,
             "begun": self.begun,
+            "moving": self.moving,
             "evicted": [[worker, reason] for worker, reason in self._evicted.items()],
             "outcomes": [
                 [worker, [[seq, *astuple(outcome)] for seq, outcome in known.items()]]
@@ -75,11 +80,20 @@ class Shard:
         """Be the machine whose state this is; what its log holds besides comes through `offer` and `accept`."""
         self.epoch, self.index, self._handed = state["epoch"], state["index"], state["index"]
         self.version, self.begun, self.digest = state["version"], state["begun"], state["digest"]
+        self.moving = state["moving"]
         self._evicted = dict(state["evicted"])
         self._outcomes = {
             worker: OrderedDict((seq, Outcome(*values)) for seq, *values in known)
             for worker, known in state["outcomes"]
         }
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """Join the others in a move: know what one of them knows, and hold nothing yet."""
+        self.recover({**state, "moving": True})
+
+    def moved(self) -> None:
+        """Its new part is here."""
+        self.moving = False
 
     def follow(self, epoch: int, base: int) -> None:
         """This is the log to follow, kept from `base` on."""
@@ -93,10 +107,11 @@ class Shard:
         """A push has come, whole. True: it is new, keep its bytes; False: it was here before, or its worker is out.
 
         Initial weights (seq 0) that come once there are weights are a late copy: no entry would ever let go of them.
+        Nothing is taken in a move: it may be of the layout before.
         """
         key = push.key
         is_late_upload = self.begun and key.seq == 0
-        if key in self.staged or is_late_upload or self.outcome(key) is not None:
+        if self.moving or key in self.staged or is_late_upload or self.outcome(key) is not None:
             return False
         self.staged[key] = push
         return True
@@ -145,6 +160,9 @@ class Shard:
                 self._outcomes.pop(entry.worker, None)
                 for key in [key for key in self.staged if key.worker == entry.worker]:
                     del self.staged[key]
+            case Reshard():
+                self.staged.clear()
+                self.moving = True
             case Cut():
                 pass
 
@@ -155,7 +173,7 @@ class Shard:
         return [c.key for c in entry.contributions if c.key not in self.staged]
 
     def _applied(self, entry: Apply) -> None:
-        if entry.version != self.version + 1 or self.missing(entry):
+        if self.moving or entry.version != self.version + 1 or self.missing(entry):
             raise LogError(f"shard {self.shard} at version {self.version} cannot apply {entry}")
         self.version = entry.version
         for contribution in entry.contributions:
@@ -177,4 +195,6 @@ class Shard:
 
     def report(self) -> Report:
         """Everything that the coordinator needs to know, whole."""
-        return Report(self.shard, self.epoch, self.index, tuple(self.staged.values()), digest=self.digest)
+        return Report(
+            self.shard, self.epoch, self.index, tuple(self.staged.values()), 0, self.digest, False, self.moving
+        )

@@ -11,6 +11,7 @@ from pscommon.core.model import ModelSpec
 from psserver.core.cuts import Cuts
 from psserver.core.job_log import JobLog
 from psserver.core.ledger import Ledger
+from psserver.core.move import Move
 from psserver.core.pending import Pending
 from psserver.core.policy import choose
 from psserver.core.roster import Member, Roster, State
@@ -22,6 +23,7 @@ class Updates:
 
     shards: how many there are; generation: how often this job's servers were started before, so that no worker's number
     is ever given twice; epoch: names this log, so that no other is taken for it. failure: why the job has to end.
+    move: to another number of shards, which is under way; layout_index: of the last entry that began one.
     """
 
     def __init__(self, shards: int, rules: Rules, generation: int = 0, epoch: int | None = None) -> None:
@@ -35,6 +37,8 @@ class Updates:
         self.log = JobLog(shards)
         self.pending = Pending(shards)
         self.cuts = Cuts(rules.every, shards)
+        self.move: Move | None = None
+        self.layout_index = 0
         self.model: ModelSpec | None = None
         self.failure: PSError | None = None
         self.begun = False
@@ -50,13 +54,19 @@ class Updates:
         if report.epoch != self.epoch:
             return
         self.log.reached(report.shard, report.index)
-        for staged in report.staged:
+        for staged in report.staged if self._is_of_layout(report) else ():
             self._staged(report.shard, staged, now)
         self.advance(now)
 
     def has_news(self, report: Report) -> bool:
         """Does a shard report a push that it has not reported before?"""
-        return report.epoch == self.epoch and any(self._is_news(report.shard, staged) for staged in report.staged)
+        if report.epoch != self.epoch or not self._is_of_layout(report):
+            return False
+        return any(self._is_news(report.shard, staged) for staged in report.staged)
+
+    def _is_of_layout(self, report: Report) -> bool:
+        """Is what the shard has staged cut for the shards of now?"""
+        return report.shard < self.shards and report.index >= self.layout_index
 
     def _is_news(self, shard: int, staged: Staged) -> bool:
         member = self.roster.members.get(staged.key.worker)
@@ -84,6 +94,8 @@ class Updates:
             return self._fence_stranger(key.worker)
         if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
             return None
+        if staged.problem and self.move is not None:
+            return None  # it says so again
         if staged.problem:
             reason, _, detail = staged.problem.partition(": ")
             return self._bad(staged, reason, f"{member}: {detail}", now)
@@ -104,7 +116,7 @@ class Updates:
     def advance(self, now: float) -> None:
         """Append all updates that can be decided now; a snapshot that is due at this version comes first."""
         self._begin_if_uploaded(now)
-        if not self.begun or not self.all_here():
+        if not self.begun or self.move is not None or not self.all_here():
             return
         self._reject_unfit(now)
         while not self.cuts.due_at(self.version):

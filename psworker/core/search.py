@@ -21,13 +21,17 @@ NOWHERE = ("0.0.0.0:", "[::]:")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A server's answer; empty job or coordinator: it does not know yet. addresses: by shard, empty where unknown."""
+    """A server's answer; empty job or coordinator: it does not know yet. addresses: by shard, empty where unknown.
+
+    layout: how often the number of shards has changed, as far as it knows.
+    """
 
     job: str
     shard: int
     shards: int
     addresses: tuple[str, ...]
     coordinator: str
+    layout: int = 0
 
     @property
     def own(self) -> str:
@@ -63,12 +67,13 @@ class Search:
 
     @property
     def shards(self) -> int:
-        """How many shards the job has; 0 before the first answer."""
-        return next((answer.shards for answer in self._answers.values()), 0)
+        """How many shards the job has; 0 before the first answer. Who has heard of the last change knows best."""
+        newest = max(self._answers.values(), key=lambda answer: answer.layout, default=None)
+        return newest.shards if newest is not None else 0
 
     @property
     def complete(self) -> bool:
-        return bool(self._answers) and len(self._places) == self.shards and not self._strays()
+        return bool(self._answers) and all(i in self._places for i in range(self.shards)) and not self._strays()
 
     def cluster(self) -> Cluster:
         """What was looked for, once `complete`."""
@@ -139,7 +144,7 @@ class Search:
         if not 0 <= answer.shard < answer.shards:
             raise _mismatch(f"the server at {address} says that it is shard {answer.shard} of {answer.shards}")
         for other, earlier in self._answers.items():
-            if earlier.shards != answer.shards:
+            if earlier.shards != answer.shards and earlier.layout == answer.layout:
                 raise _mismatch(
                     f"{other} is shard {earlier.shard} of {earlier.shards}, but {address} is shard {answer.shard} of "
                     f"{answer.shards}: they are not servers of one job"
@@ -165,7 +170,8 @@ class Search:
 
     def _strays(self) -> list[tuple[int, str]]:
         """Servers that are up but not part of the job yet."""
-        return [(shard, at) for shard, at in sorted(self._places.items()) if not self._answers[at].job]
+        here = [(shard, at) for shard, at in sorted(self._places.items()) if shard < self.shards]
+        return [(shard, at) for shard, at in here if not self._answers[at].job]
 
     def _missing(self) -> list[int]:
         """Shards that have not answered and whose address nobody knows."""

@@ -8,11 +8,13 @@ import click
 
 from pscommon import options
 from pscommon.config import run_command
+from pscommon.options import SECONDS
 from psworker.ctl import explain as explaining
 from psworker.ctl import views
 from psworker.ctl.doctor import doctor
-from psworker.ctl.output import Table, show
+from psworker.ctl.output import Table, show, size
 from psworker.ctl.policy import policy
+from psworker.ctl.promote import promote
 from psworker.ctl.settings import Settings, pass_settings, shared, with_environment
 from psworker.ctl.snapshot import snapshot
 
@@ -30,6 +32,8 @@ Examples:
   ps-ctl --ps host0:50051 workers --output json
   ps-ctl --ps host0:50051 drain 3
   ps-ctl --ps host0:50051 policy set ssp --staleness 3
+  ps-ctl promote host1:50061
+  ps-ctl --ps host0:50051 reshard --servers 3
   ps-ctl snapshot verify /data/job
   ps-ctl doctor
   ps-ctl explain 12
@@ -105,6 +109,25 @@ def drain(settings: Settings, worker: int) -> None:
     show(settings.output, document, [Table("", (), list(document.items()))])
 
 
+@ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 reshard --servers 3")
+@click.option("--servers", "count", type=click.IntRange(min=1), required=True, help="How many there are to be.")
+@click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
+@shared
+@pass_settings
+def reshard(settings: Settings, count: int, wait: float) -> None:
+    """Move the model to another number of servers.
+
+    Workers go on after a pause, and no push is lost or repeated. For more servers start these first, with
+    `ps-server --shard I/N --join HOST:PORT` of shard 0; they wait for this command. With fewer servers the last ones
+    end, with 0. Shard 0 always stays.
+    """
+    with settings.servers() as servers:
+        seconds, nbytes = servers.reshard(count, wait)
+    document = {"job": servers.described.job, "servers": count, "pause_seconds": round(seconds, 3), "nbytes": nbytes}
+    rows = [("job", document["job"]), ("servers", count), ("pause", f"{seconds:.2f} s"), ("moved", size(nbytes))]
+    show(settings.output, document, [Table("", (), rows)])
+
+
 @ps_ctl.command(
     context_settings={"ignore_unknown_options": True},
     epilog="""\b
@@ -144,6 +167,7 @@ def explain(settings: Settings, code: str) -> None:
 
 ps_ctl.add_command(doctor)
 ps_ctl.add_command(policy)
+ps_ctl.add_command(promote)
 ps_ctl.add_command(snapshot)
 
 

@@ -70,6 +70,13 @@ class Servers:
         with translated(self._who):
             self._stub.SetPolicy(request, timeout=self._timeout)
 
+    def reshard(self, shards: int, wait: float) -> tuple[float, int]:
+        """The model moves to so many servers; how long no push counted, and the bytes that went between servers."""
+        request = pb.ReshardRequest(shards=shards, wait_ms=round(wait * 1000))
+        with translated(self._who):
+            answer = self._stub.Reshard(request, timeout=wait + self._timeout)
+        return answer.seconds, answer.nbytes
+
     def stop(self, reason: str) -> None:
         """Ends the job; every server exits once a last snapshot is written."""
         with translated(self._who):

@@ -14,6 +14,7 @@ def status(document: Json) -> list[Table]:
     return [
         Table("", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]),
         servers(document),
+        _candidates(document),
         _workers_in_short(document),
         _data(document),
         Table("Metrics", (), [(name, number(value)) for name, value in document.get("metrics", {}).items()]),
@@ -68,10 +69,27 @@ def servers(document: Json) -> Table:
             size(server.get("state_bytes")),
             size(server.get("received_bytes")),
             size(server.get("sent_bytes")),
+            _standby(server),
         )
         for server in document.get("servers", ())
     ]
-    return Table("Servers", ("shard", "address", "up", "version", "weights", "optimizer", "received", "sent"), rows)
+    return Table(
+        "Servers", ("shard", "address", "up", "version", "weights", "optimizer", "received", "sent", "standby"), rows
+    )
+
+
+def _standby(server: Json) -> str:
+    """Where it is, and how far."""
+    if not server.get("standby"):
+        return ""
+    behind = server.get("standby_behind")
+    return f"{server['standby']} {server.get('standby_state')}" + (f", {behind} records behind" if behind else "")
+
+
+def _candidates(document: Json) -> Table:
+    """Servers that have come for ps-ctl reshard."""
+    rows = [(f"{row.get('shard')}/{row.get('shards')}", row.get("address")) for row in document.get("candidates", ())]
+    return Table("Servers that wait for ps-ctl reshard", ("shard", "address"), rows)
 
 
 def _workers_in_short(document: Json) -> Table:

@@ -56,6 +56,7 @@ def start(
     *,
     server: Sequence[str] = plan.SERVER,
     worker: Sequence[str] = plan.WORKER,
+    spare: Sequence[str] = plan.SPARE,
     connect: Connect = GrpcObserver,
 ) -> int:
     """Runs the cluster; returns the exit code. The commands and the way to the servers can be replaced, for tests."""
@@ -65,7 +66,9 @@ def start(
     folder = Path(tempfile.mkdtemp(prefix="ps-run-"))
     keep = False
     try:
-        cluster = plan.Plan(script, settings, frozenset(given(ctx)), cores(), folder, server, worker, dict(os.environ))
+        cluster = plan.Plan(
+            script, settings, frozenset(given(ctx)), cores(), folder, server, worker, spare, dict(os.environ)
+        )
         ended = launch(cluster, log_folder(settings, folder), connect)
         keep = ended.outcome.status == "failed" and settings["log_dir"] is None
     finally:

@@ -1,6 +1,7 @@
 """ps-run's shell: carries out what the supervisor decides, with real processes, servers and a terminal."""
 
 import queue
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,15 @@ from psworker.run.messages import (
     Terminate,
     Tick,
 )
-from psworker.run.plan import HOST, Plan
+from psworker.run.plan import HOST, Plan, is_server
 from psworker.run.processes import Process
+from psworker.run.spare import Spare
 from psworker.run.supervise import Supervisor
 from psworker.run.watch import Connect, Result, Watch
 
 TICK_SECONDS = 0.1
+SPARE_SECONDS = 5.0
+"""After the last start of a process, when a spare one takes nobody's time any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ class Launch:
         )
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
+        self._spare: Spare | None = None
+        self._started = 0.0
         self._result = Result({})
         self._outcome: Outcome | None = None
 
@@ -80,6 +86,7 @@ class Launch:
                 self._look_for_ports()
                 self._carry_out(self._supervisor.step(self._next_event(), time.monotonic()))
                 self._display.tick(self._watch.status, time.monotonic())
+                self._prepare(time.monotonic())
         finally:
             self._end_all()
         return self._ended(self._outcome, time.monotonic() - began)
@@ -109,6 +116,7 @@ class Launch:
                     self._outcome = outcome
 
     def _start(self, name: str, attempt: int) -> None:
+        self._started = time.monotonic()
         log = self._logs / f"{name}.log"
         if attempt == 0:
             log.unlink(missing_ok=True)  # of an earlier run
@@ -121,7 +129,21 @@ class Launch:
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,
             on_exit=lambda ended, code: self.post(Exited(ended, code)),
+            spawned=self._spawned(name) if attempt else None,
         )
+
+    def _prepare(self, now: float) -> None:
+        """A spare server, if one may have to be started again, and once it is quiet."""
+        quiet = now - self._started >= SPARE_SECONDS and self._supervisor.is_settled
+        if quiet and self._spare is None and self._supervisor.may_restart_servers and self._plan.spare:
+            self._spare = Spare(self._plan.spare, self._plan.environment("s0", 0))
+
+    def _spawned(self, name: str) -> "subprocess.Popen[bytes] | None":
+        """The spare process, where it can be this one."""
+        if not is_server(name) or self._spare is None:
+            return None
+        spare, self._spare = self._spare, None
+        return spare.begin(self._plan.server_arguments(name, self._addresses))
 
     def _look_for_ports(self) -> None:
         for name in list(self._supervisor.unbound):
@@ -138,6 +160,8 @@ class Launch:
         self.post(Collected())
 
     def _end_all(self) -> None:
+        if self._spare is not None:
+            self._spare.end()
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():

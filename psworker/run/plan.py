@@ -15,6 +15,7 @@ HOST = "127.0.0.1"
 
 # -P: the current folder is not ours to import from
 SERVER = (sys.executable, "-P", "-m", "psserver")
+SPARE = (sys.executable, "-P", "-m", "psserver.spare")
 WORKER = (sys.executable, "-P", "-m", "psworker")
 
 
@@ -22,7 +23,8 @@ WORKER = (sys.executable, "-P", "-m", "psworker")
 class Plan:
     """A cluster to be: how many processes, what they are told, and where they leave what they write.
 
-    `settings` are the merged values of ps-run; `chosen` names those that somebody chose, which are passed on.
+    `settings` are the merged values of ps-run; `chosen` names those that somebody chose, which are passed on. `spare`:
+    the command of a server that is told later which one it is to be.
     """
 
     script: Script
@@ -32,6 +34,7 @@ class Plan:
     folder: Path
     server: Sequence[str] = SERVER
     worker: Sequence[str] = WORKER
+    spare: Sequence[str] = SPARE
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -64,6 +67,10 @@ class Plan:
         """The command line of a process; `addresses` are those of the servers that are already bound."""
         own = self._server(name, addresses) if is_server(name) else self._worker(name, addresses)
         return own if is_server(name) else [*own, *self._script()]
+
+    def server_arguments(self, name: str, addresses: Mapping[str, str]) -> list[str]:
+        """What follows the command of a server, or is told to a spare one."""
+        return self.command(name, addresses)[len(self.server) :]
 
     def environment(self, name: str, attempt: int) -> dict[str, str]:
         """Ours without our own settings, which travel as flags; and what is different for each process.

@@ -49,11 +49,23 @@ def _text(line: bytes) -> str:
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode("utf-8", "replace")
 
 
+def spawn(command: Sequence[str], environment: Mapping[str, str], stdin: int) -> "subprocess.Popen[bytes]":
+    """A process in a session of its own. Call it from the main thread: on Linux it ends with the one that calls."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
+        env=dict(environment),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 class Process:
     """A started process. Its output goes to `log` (bytes as they are) and to `on_line`; `on_exit` is called at last.
 
-    Start it from the main thread: on Linux it ends with the thread that started it. Both callbacks are called from
-    a thread of this object. `tail` holds the last lines, `traceback` what the script raised.
+    Start it from the main thread, as `spawn` says. Both callbacks are called from a thread of this object. `tail` holds
+    the last lines, `traceback` what the script raised. spawned: the process, where it was started ahead.
     """
 
     def __init__(
@@ -66,6 +78,7 @@ class Process:
         traceback_file: Path,
         on_line: OnLine,
         on_exit: OnExit,
+        spawned: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -76,14 +89,7 @@ class Process:
         self._on_exit = on_exit
         self._lock = threading.Lock()
         self._swept = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._process = spawned or spawn(command, environment, subprocess.DEVNULL)
         self._thread = threading.Thread(target=self._follow, name=f"follow-{name}", daemon=True)
         self._thread.start()
 

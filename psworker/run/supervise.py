@@ -4,7 +4,7 @@
     all workers exited with 0 ──▶ Collect ──▶ StopJob ──▶ the servers exit with 0 ──▶ done
     a process failed, a signal came ──▶ SIGTERM to the workers; when they are gone, to the servers   (ending)
                                     after `grace`, or at a second signal: SIGKILL
-    the servers were stopped by somebody else ──▶ the workers have STOP_SECONDS to finish  (draining)
+    s0 was stopped by somebody else ──▶ the workers have STOP_SECONDS to finish  (draining)
 
 Servers outlive workers in every way out, so that workers can say goodbye and servers can take a last snapshot.
 A process is started again only if a second try can help (`ending.is_retryable`), and a server only if snapshots bring
@@ -76,6 +76,16 @@ class Supervisor:
         """How many processes were started again so far."""
         return len(self.earlier)
 
+    @property
+    def is_settled(self) -> bool:
+        """All servers have their ports, and the workers are at work."""
+        return self.phase is Phase.RUNNING and not self.unbound and self.running.issuperset(self.servers)
+
+    @property
+    def may_restart_servers(self) -> bool:
+        """Would one that fails be started again?"""
+        return self.durable and self.restarts < self.max_restarts
+
     def start(self, now: float) -> list[Action]:
         """The first server, whose port everybody else needs."""
         return list(self._start([self.servers[0]], now))
@@ -131,9 +141,12 @@ class Supervisor:
             yield Collect()
 
     def _server_done(self, name: str, now: float) -> Iterator[Action]:
-        """A server ends with 0 only when somebody has stopped the job: we ourselves, or not."""
+        """A server ends with 0 when somebody has stopped the job: we ourselves, or not. Or, but never the first one,
+        when the job has moved to fewer servers."""
         if self.phase is Phase.STOPPING and not self.running:
             yield from self._next_wave(now)
+        elif self.phase is Phase.RUNNING and name != self.servers[0]:
+            yield Say(f"{name} is done: the job goes on without it, or is being stopped")
         elif self.phase is Phase.RUNNING:
             yield Say(f"{name} was stopped; waiting for the workers to finish")
             self._enter(Phase.DRAINING, now + STOP_SECONDS)

@@ -91,7 +91,7 @@ class Cluster:
         act = self.act
         flags = ("--policy", act.policy, "--min-workers", act.workers, "--lanes", "grpc", *act.flags)
         self.servers = enter(
-            Servers(self._programs, act.shards, *flags, data_dir=self.data, proxied=True, seed=act.seed)
+            Servers(self._programs, act.shards, *flags, data_dir=self.data, proxied=True, seed=act.seed, fresh=True)
         )
         self.leaders.append(self.servers.programs[0])
         self._started: list[Program] = []
@@ -245,6 +245,6 @@ class Cluster:
         command = ("-m", "tests.chaos.job", *arguments)
         patience = {"PS_CONNECT_TIMEOUT": f"{CONNECT_SECONDS}s"}
         self._started.append(
-            worker(self._programs, self.servers, rank, *command, attempt=self._attempts[rank], **patience)
+            worker(self._programs, self.servers, rank, *command, attempt=self._attempts[rank], fresh=True, **patience)
         )
         return self._started[-1]

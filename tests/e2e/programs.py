@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+from tests.forking import Forked
+
 LIMIT = 60.0
 BIN = Path(sys.executable).parent
 
@@ -23,15 +25,12 @@ Stream = Literal["stdout", "stderr"]
 class Program:
     """One process. Its output is kept, and `wait_for` waits until it has said something."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, environment: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], process: subprocess.Popen[str] | Forked) -> None:
         self.command = list(command)
+        self.process = process
         self._changed = threading.Condition()
         self._lines: list[tuple[Stream, str]] = []
         self._open = 2
-        self.process = subprocess.Popen(
-            self.command, cwd=cwd, env=environment, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
         self._readers = [
             threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in ("stdout", "stderr")
         ]
@@ -124,11 +123,26 @@ class Programs:
 
     def start(self, command: str, *args: object, **environment: object) -> Program:
         """`command` is ps-run, ps-server, ps-worker, ps-ctl or python."""
+        line = [str(BIN / command), *map(str, args)]
+        process = subprocess.Popen(
+            line, cwd=self.folder, env=self._environment(environment), text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        return self._kept(Program(line, process))
+
+    def fork(self, command: str, *args: object, **environment: object) -> Program:
+        """As `start`, but it starts in a moment: for tests of what ps-server, ps-worker and scripts do, not of how
+        they start."""
+        line = [command, *map(str, args)]
+        return self._kept(Program(line, Forked(line[0], line[1:], self.folder, self._environment(environment))))
+
+    def _environment(self, chosen: dict[str, object]) -> dict[str, str]:
         around = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
         own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # or torch leaves it in TMPDIR
-        chosen = {name: str(value) for name, value in environment.items()}
-        program = Program([str(BIN / command), *map(str, args)], self.folder, around | own | chosen)
+        return around | own | {name: str(value) for name, value in chosen.items()}
+
+    def _kept(self, program: Program) -> Program:
         self._started.append(program)
         return program
 

@@ -68,7 +68,7 @@ def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
     servers = cluster(2)
     until(lambda: status(servers.address)["state"] == "waiting for a model", "two servers")
 
-    second = programs.run("ps-server", "--shard", "1/2", "--join", servers.address, "--bind", "127.0.0.1:0")
+    second = programs.fork("ps-server", "--shard", "1/2", "--join", servers.address, "--bind", "127.0.0.1:0")
 
     assert second.wait() == 11
     assert f"SHARD_TAKEN: shard 1 is already served by {servers.servers[1].address}" in second.err
@@ -79,11 +79,11 @@ def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
 def test_a_shard_of_another_number_of_shards(cluster: Make) -> None:
     servers = cluster(2)
 
-    with closing(Server(ServerConfig(shard=2, shards=3, bind="127.0.0.1:0", join=servers.address))) as stranger:
+    with closing(Server(ServerConfig(shard=1, shards=3, bind="127.0.0.1:0", join=servers.address))) as stranger:
         stranger.start()
 
         assert stranger.ended.wait(30)
-        with refused(MismatchError, 11, "SHARD_MISMATCH", "shard 2/3 does not belong to this job of 2 shards"):
+        with refused(MismatchError, 11, "SHARD_MISMATCH", "shard 1/3 does not belong to this job of 2 shards"):
             raise stranger.failure or AssertionError("it did not fail")
 
 

@@ -81,7 +81,7 @@ def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
     """
     with programs_in(tmp_path) as programs, ExitStack() as stack:
         server, address = serve(
-            programs, "--policy", "async", "--in-flight", "16MB", "--lanes", "grpc", "--lease", "60s"
+            programs, programs.start, "--policy", "async", "--in-flight", "16MB", "--lanes", "grpc", "--lease", "60s"
         )
         clients = [stack.enter_context(joined(address, wait_timeout=100.0)) for _ in range(CLIENTS)]
         before, race = resident(server.pid), Race(server.pid)

@@ -312,7 +312,7 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         ended(client, made.servers)
         numbers[:], weights[:] = 77.0, bytes([7]) * weights.nbytes
         count(late)
-        outcomes = [server.engine.outcome(PushKey(client.worker, 1)) for server in made.servers]
+        outcomes = [server.engine.wait(PushKey(client.worker, 1), 0, 0.0, lambda: True) for server in made.servers]
 
         assert [outcome and outcome.status for outcome in outcomes] == ["applied", "applied"]
         assert counted(late.pull()) == 1

@@ -50,10 +50,9 @@ with counter(sys.argv[1], rank=1) as again:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
     """Starts the process of a worker with rank 1, which trains against an address."""
-    root = Path(__file__).parents[2]
     with programs_in(tmp_path) as programs:
-        programs.script(WORKER)
-        yield lambda address: programs.start("python", "train.py", address, PYTHONPATH=f"{root}:{root / 'common'}")
+        script = programs.script(WORKER)
+        yield lambda address: programs.fork("python", script, address)
 
 
 Start = Callable[[str], Program]

@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bytes(programs: Programs, who
 
     everybody = descendants(first.pid)
     first.send(signal.SIGKILL)
-    assert len(everybody) == 4
+    assert len(everybody) in (4, 5)  # a spare server comes after some seconds
     assert all(map(gone, everybody))
     second = programs.run("ps-run", *flags, "train.py")
 

@@ -19,8 +19,10 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
+from psserver.primary_lease import FolderLease
 from psworker import Client
 from tests.e2e.seen import Seen
+from tests.e2e.standbys import Following, silent_standby
 from tests.e2e.workers import ONES, count, counted, counter, status
 
 seen = Seen("server")
@@ -31,6 +33,13 @@ NORM = float(np.sqrt(sum(one.size for one in ONES.values())))
 """Of a push of ones."""
 
 
+def configured(*flags: object) -> ServerConfig:
+    """As ps-server is with these flags."""
+    line = ["--bind", "127.0.0.1:0", *map(str, flags)]
+    with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
+        return ServerConfig.from_settings(ctx.params)
+
+
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Starts the server that ps-server would start with these flags; closed at the end, the last one first."""
@@ -39,9 +48,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start(*flags: object) -> Server:
-            line = ["--bind", "127.0.0.1:0", *map(str, flags)]
-            with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
-                server = Server(ServerConfig.from_settings(ctx.params))
+            server = Server(configured(*flags))
             stack.callback(server.close)
             server.start()
             return server
@@ -222,3 +229,36 @@ def test_log_fsync(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         count(client)
 
     assert bool(synced) is each
+
+
+# ---- standbys -------------------------------------------------------------------------------------------------------
+
+
+@seen("standby_of", "failover_lock")
+@pytest.mark.parametrize("locked", [False, True])
+def test_standby_of_and_failover_lock(serve: Serve, tmp_path: Path, locked: bool) -> None:
+    """It follows that server; and the lock, where there is one, says that it may take over."""
+    flags = ["--failover-lock", str(tmp_path)] if locked else []
+    server = serve(*flags)
+    config = configured("--standby-of", server.address, *flags)
+    with Following(server, standby_of=config.standby_of, failover_lock=config.failover_lock) as following:
+        following.in_sync()
+        tenure = FolderLease(tmp_path, 0).read()
+
+        assert (tenure is not None and tenure.in_sync == following.standby.name) is locked
+
+
+@seen("shipping")
+@pytest.mark.parametrize(("shipping", "waits"), [("sync", True), ("async", False)])
+def test_shipping(serve: Serve, shipping: str, waits: bool) -> None:
+    """Does a push wait for a standby that does not acknowledge?"""
+    server = serve("--policy", "async", "--shipping", shipping)
+    with counter(server.address) as client, silent_standby(server) as speaking:
+        pushing = threading.Thread(target=count, args=(client,))
+        pushing.start()
+        pushing.join(0.5 if waits else 10)
+        assert pushing.is_alive() is waits
+        assert server.engine.version == (0 if waits else 1)
+        speaking.set()
+        pushing.join(10)
+        assert server.engine.version == 1

@@ -70,7 +70,7 @@ def test_a_drained_worker_ends_its_step_and_its_process_and_each_sample_counts_o
 ) -> None:
     address = cluster(2, min_workers=2).address
     path = f"{ROOT}:{ROOT / 'common'}"
-    drained = programs.start("ps-worker", "--ps", address, programs.script(DRAINED), PYTHONPATH=path)
+    drained = programs.fork("ps-worker", "--ps", address, programs.script(DRAINED), PYTHONPATH=path)
 
     def other() -> list[tuple[int, ...]]:
         with connect(address, device="cpu", wait_timeout=DEADLINE) as job:

@@ -122,7 +122,8 @@ def test_reflection_lists_the_services_and_describes_them(cluster: Make, channel
 
     listed = {service.name for service in ask(list_services="").list_services_response.service}
     assert listed == {
-        "psproto.v1.ParameterServerService", "psproto.v1.CoordinatorService",
+        "psproto.v1.ParameterServerService", "psproto.v1.CoordinatorService", "psproto.v1.StandbyService",
+        "psproto.v1.ShardService",
         "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection",
     }  # fmt: skip
     described = ask(file_containing_symbol="psproto.v1.ParameterServerService").file_descriptor_response
@@ -264,7 +265,7 @@ SPARE = 3.0
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, str, Client]]:
     """A server process that is stopped (SIGSTOP), its address, and a client that had trained with it before."""
     with programs_in(tmp_path_factory.mktemp("stopped")) as programs:
-        server, address = serve(programs)
+        server, address = serve(programs, programs.fork)
         client = counter(address, connect_timeout=SILENCE)
         count(client)
         stop(server)
@@ -273,9 +274,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program,
         client.close()
 
 
-def serve(programs: Programs, *flags: object) -> tuple[Program, str]:
-    """A ps-server on a free port, and its address."""
-    server = programs.start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", *flags)
+def serve(programs: Programs, start: Callable[..., Program], *flags: object) -> tuple[Program, str]:
+    """A ps-server on a free port, and its address. start: one of programs' ways to."""
+    server = start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", *flags)
     port = programs.folder / "port"
     until(port.exists, "a port")
     return server, f"127.0.0.1:{port.read_text().strip()}"

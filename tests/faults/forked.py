@@ -3,7 +3,6 @@
 So a run can have dozens of kills in the time in which a fresh interpreter would import torch once.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,12 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.forking import CONTEXT
 from tests.ports import free_ports
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["psserver.app", "psserver.cli", "psworker.connect", "tests.faults.scripts", "tests.faults.warm"]
-)
 
 LOOK = 0.02
 """Seconds between two looks at what should become true."""
@@ -91,6 +86,7 @@ class ForkedJob:
         self._script, self._options = script, options
         self._shards = shards
         self._binds = [f"127.0.0.1:{port}" for port in free_ports(shards)]
+        self._of = [shards] * shards  # what each server's command line says
 
     def __enter__(self) -> Self:
         return self
@@ -117,14 +113,21 @@ class ForkedJob:
             attempt = self.lives[name].attempt + 1 if name in self.lives else 0
             log, number = self.folder / f"{name}.{attempt}.log", int(name[1:])
             target, arguments = (
-                (serve, (self._server(number), log))
-                if name.startswith("s")
+                (serve, (self._standby(number) if name.startswith("b") else self._server(number), log))
+                if name.startswith(("s", "b"))
                 else (work, (self._script, self.address, number, attempt, self._options, log))
             )
             process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
             process.start()
             self.lives[name] = Life(name, attempt, process, log)
             self.all.append(self.lives[name])
+
+    def add_servers(self, shards: int) -> None:
+        """Servers start that make it so many, once ps-ctl reshard says so. Those before keep their command lines."""
+        first = len(self._binds)
+        self._binds += [f"127.0.0.1:{port}" for port in free_ports(shards - first)]
+        self._of += [shards] * (shards - first)
+        self.start(*(f"s{shard}" for shard in range(first, shards)))
 
     def start_all(self, workers: int) -> None:
         self.start(*(f"s{shard}" for shard in range(self._shards)), *(f"w{rank}" for rank in range(workers)))
@@ -139,7 +142,10 @@ class ForkedJob:
     def _server(self, shard: int) -> list[str]:
         joined = ["--join", self._binds[0]] if shard else []
         data = ["--data-dir", str(self.folder / "data")]
-        return ["--shard", f"{shard}/{self._shards}", "--bind", self._binds[shard], *joined, *data, *self._flags]
+        return ["--shard", f"{shard}/{self._of[shard]}", "--bind", self._binds[shard], *joined, *data, *self._flags]
+
+    def _standby(self, shard: int) -> list[str]:
+        raise NotImplementedError("this job has no standbys")
 
     def said(self) -> str:
         """All that anybody has written, by process."""

@@ -3,9 +3,12 @@
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+
+import pytest
 
 from pscommon.record_log import LogFiles
 from pscommon.snapshot.files import Files
@@ -31,12 +34,14 @@ Act = Callable[[Operation, Callable[[], Any], Sequence[Any]], Any]
 class Operations:
     """The operations from the `first` on, counted from 1, up to the `last` go to `act`, all others to the real disk.
 
-    seen: all that was asked. install: puts it before all logs and snapshots; how: monkeypatch.setattr, or setattr.
+    last: as given, or how many there were when `heal` was called. seen: all that was asked; acted: how many of them
+    went to `act`. install: puts it before all logs and snapshots; how: monkeypatch.setattr, or setattr.
     """
 
     def __init__(self, first: int, last: int, act: Act) -> None:
         self.seen: list[Operation] = []
-        self._first, self._last, self._act = first, last, act
+        self.acted = 0
+        self._first, self.last, self._act = first, last, act
         self._lock = threading.Lock()
 
     def install(self, how: Callable[[type, str, Any], None]) -> None:
@@ -44,17 +49,25 @@ class Operations:
             for name in names:
                 how(files, name, self._watched(Operation(NAMES[files], name), getattr(files, name)))
 
+    @contextmanager
+    def installed(self) -> Iterator[Self]:
+        """Before all logs and snapshots, inside."""
+        with pytest.MonkeyPatch.context() as patch:
+            self.install(patch.setattr)
+            yield self
+
     def heal(self) -> None:
         """From now on all goes to the real disk."""
         with self._lock:
-            self._last = min(self._last, len(self.seen))
+            self.last = min(self.last, len(self.seen))
 
     def _watched(self, operation: Operation, real: Callable[..., Any]) -> Callable[..., Any]:
         def method(files: object, *arguments: Any) -> Any:
             with self._lock:
                 self.seen.append(operation)
                 number = len(self.seen)
-                due = self._first <= number <= self._last
+                due = self._first <= number <= self.last
+                self.acted += due
             if due:
                 return self._act(operation, lambda: real(files, *arguments), arguments)
             return real(files, *arguments)

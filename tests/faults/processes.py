@@ -72,7 +72,8 @@ class Servers:
     """All shards of a job. They keep their ports and data directory, however often they are started again.
 
     flags: of every ps-server. proxied: workers reach each shard through a Proxy (`proxies[shard]`), other shards reach
-    it directly. programs: the newest process of each shard; started: all that ever were.
+    it directly. fresh: by the command, not forked. programs: the newest process of each shard; started: all that there
+    ever were.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class Servers:
         data_dir: Path | None = None,
         proxied: bool = False,
         seed: int = 0,
+        fresh: bool = False,
     ) -> None:
         self.programs: list[Program] = []
         self.started: list[Program] = []
         self.proxies: list[Proxy] = []
-        self._starter = programs
+        self._starter = programs.start if fresh else programs.fork
         self._flags = (*flags, *(("--data-dir", data_dir) if data_dir is not None else ()))
         self._shards = shards
         ports = free_ports(2 * shards)
@@ -163,15 +165,23 @@ class Servers:
         joined = ("--join", self._binds[0]) if shard else ()
         place = ("--shard", f"{shard}/{self._shards}", "--bind", self._binds[shard], *advertised, *joined)
         command = ("ps-server", *place, "--metrics-bind", self._monitors[shard], *self._flags)
-        self.started.append(self._starter.start(*command, PYTHONPATH=MODULES))
+        self.started.append(self._starter(*command, PYTHONPATH=MODULES))
         return self.started[-1]
 
 
 def worker(
-    programs: Programs, servers: Servers, rank: int, *command: object, attempt: int = 0, **environment: object
+    programs: Programs,
+    servers: Servers,
+    rank: int,
+    *command: object,
+    attempt: int = 0,
+    fresh: bool = False,
+    **environment: object,
 ) -> Program:
-    """ps-worker with a script: `command` is what follows its flags. attempt: how often this rank was started before."""
-    return programs.start(
+    """ps-worker with a script: `command` is what follows its flags. attempt: how often this rank was started before;
+    fresh: by the command, not forked."""
+    start = programs.start if fresh else programs.fork
+    return start(
         "ps-worker", "--ps", servers.address, "--worker-rank", rank, "--device", "cpu", *command,
         **{"PYTHONPATH": MODULES, "PS_WORKER_ATTEMPT": attempt, **environment},
     )  # fmt: skip

@@ -97,7 +97,17 @@ class FaultyLane:
     def __init__(self, lane: Lane, faults: Faults) -> None:
         self.lane = lane
         self.faults = faults
-        self.direct, self.addresses, self.clock = lane.direct, lane.addresses, lane.clock
+        self.direct, self.clock = lane.direct, lane.clock
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return self.lane.addresses
+
+    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+        self.lane.learn(addresses, terms, standbys)
+
+    def look_around(self, job: str, timeout: float) -> None:
+        self.lane.look_around(job, timeout)
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask("Join", partial(self.lane.join, request, timeout))

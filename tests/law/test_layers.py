@@ -19,8 +19,8 @@ IMPURE_CALLS = {"open", "print", "input", "id"}
 WIRE = {"pscommon.wire", "psserver", "psworker"}
 NUMBERS = {  # the only places that touch tensors; the client of psworker is framework-free
     "pscommon.optimizers", "pscommon.snapshot", "pscommon.weights",
-    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean", "psserver.memories",
-    "psserver.staging", "psserver.store", "psserver.stretch",
+    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.formulas", "psserver.mean",
+    "psserver.memories", "psserver.staging", "psserver.store", "psserver.stretch",
     "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.cli",
     "psworker.connect", "psworker.ctl.checks", "psworker.examples", "psworker.job", "psworker.local",
     "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.simulation", "psworker.streams",

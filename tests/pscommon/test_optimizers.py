@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model import OptimizerSpec
@@ -74,7 +76,7 @@ def test_an_unknown_name_is_answered_with_those_known(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "group", "complaint"),
     [
-        ("sgd", {"lr": -0.1}, "group 1: Invalid learning rate"),
+        ("sgd", {"lr": -0.1}, "group 1: lr is -0.1, below 0"),
         ("sgd", {"lr": math.nan}, "lr is nan, not a finite number"),
         ("sgd", {"lr": math.inf}, "not a finite number"),
         ("sgd", {"lr": 10**400}, "not a finite number"),
@@ -82,16 +84,16 @@ def test_an_unknown_name_is_answered_with_those_known(name: str) -> None:
         ("sgd", {"lr": None}, "not a finite number"),
         ("sgd", {"lr": True}, "not a finite number"),
         ("sgd", {"lr": 1j}, "not a finite number"),
-        ("sgd", {"nesterov": True}, "Nesterov momentum requires"),
+        ("sgd", {"nesterov": True}, "nesterov needs a momentum"),
         ("sgd", {"nesterov": 1}, "nesterov is 1, not true or false"),
         ("sgd", {"betas": (0.9, 0.99)}, "unknown hyper-parameter 'betas'; known are lr, momentum"),
         ("adam", {"betas": (0.9,)}, "not 2 numbers"),
         ("adam", {"betas": 0.9}, "not 2 numbers"),
-        ("adam", {"betas": (0.9, 1.0)}, "Invalid beta"),
+        ("adam", {"betas": (0.9, 1.0)}, "not at least 0 and below 1"),
         ("adam", {"fused": True}, "unknown hyper-parameter 'fused'"),
-        ("adamw", {"eps": -1.0}, "Invalid epsilon"),
-        ("adagrad", {"lr_decay": -1.0}, "Invalid lr_decay"),
-        ("rmsprop", {"alpha": -1.0}, "Invalid alpha"),
+        ("adamw", {"eps": -1.0}, "eps is -1.0, below 0"),
+        ("adagrad", {"lr_decay": -1.0}, "lr_decay is -1.0, below 0"),
+        ("rmsprop", {"alpha": -1.0}, "alpha is -1.0, below 0"),
     ],
 )  # fmt: skip
 def test_a_bad_hyper_parameter_is_named_with_its_group(name: str, group: dict[str, Any], complaint: str) -> None:
@@ -99,6 +101,21 @@ def test_a_bad_hyper_parameter_is_named_with_its_group(name: str, group: dict[st
         validate(OptimizerSpec(name, ({}, group)))
 
     assert str(caught.value).startswith(f"{name}, group 1")
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@given(data=st.data())
+def test_hyper_parameters_are_refused_that_torch_refuses_and_no_others(name: str, data: st.DataObject) -> None:
+    kind, number = SUPPORTED[name], st.sampled_from([-1.0, -1e-9, 0.0, 1e-9, 0.5, 1.0 - 1e-9, 1.0, 2.0])
+    drawn = {bool: st.booleans(), tuple: st.tuples(number, number), float: number}
+    group = {key: data.draw(drawn[type(default)], key) for key, default in kind.defaults.items()}
+    try:
+        kind.torch_class(weights(), **group)
+    except ValueError:
+        with pytest.raises(InvalidRequestError, match="group 0: "):
+            validate(OptimizerSpec(name, (group,)))
+    else:
+        assert validate(OptimizerSpec(name, (group,))).groups == (group,)
 
 
 def test_an_optimizer_needs_a_group() -> None:

@@ -318,3 +318,27 @@ def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() ->
     assert again.ask(worker) == Batches((1,))
     with pytest.raises(FencedError):
         again.coordinator.member(1, 0.0)
+
+
+def test_a_late_request_for_data_changes_nothing() -> None:
+    job = Job(policy("async"), workers=1)
+    asked = {"worker": 1, "spec": LOOP, "count": 1, "idle": False, "now": 0.0}
+    assert job.coordinator.next_batches(received=0, **asked) == Batches((0,))
+    assert job.coordinator.next_batches(received=1, **asked) == Batches((1,))
+
+    assert job.coordinator.next_batches(received=0, **asked) == Batches()
+    assert job.coordinator.next_batches(received=2, **asked) == Batches((2,))
+
+
+def test_who_registers_after_its_successor_is_out() -> None:
+    """It died, and its last words were long under way: a round would wait for it."""
+    coordinator = Coordinator(1, Rules(policy("sync"), 1, 5.0, Every()))
+    old = coordinator.join(0.0, 0, "host", 1, "cpu", attempt=0).worker
+    new = coordinator.join(0.0, 0, "host", 2, "cpu", attempt=1).worker
+    coordinator.register(new, MODEL, 0.0)
+    coordinator.report(Report(0, 0, 0, (Staged(PushKey(new, 0), 1, 0),)), 0.0)
+    coordinator.register(new, MODEL, 0.0)
+
+    with pytest.raises(FencedError):
+        coordinator.register(old, MODEL, 0.0)
+    assert [member.worker for member in coordinator.roster.registered()] == [new]

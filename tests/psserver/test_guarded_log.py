@@ -40,7 +40,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Operations]:
     return now
 
 
-def kinds(log: GuardedLog, version: int = 0) -> list[int]:
+def kinds(log: GuardedLog, version: int | None = None) -> list[int]:
     return [record.kind for record in log.since(version)]
 
 
@@ -49,6 +49,24 @@ def test_what_is_appended_is_read_again(log: GuardedLog, told: Told) -> None:
     log.append(2, b"more")
 
     assert (kinds(log), log.whole, log.broken, told) == ([1, 2], True, False, [])
+
+
+def test_since_a_snapshot_is_since_the_last_segment_of_its_version(
+    log: GuardedLog, breaks: Callable[[], Operations]
+) -> None:
+    """One before it may have been cut short; the last one begins with all that there was then."""
+    log.begin(0, [(1, b"base", ())])
+    log.begin(2, [(2, b"at the snapshot", ())])
+    disk = breaks()
+    log.append(3, b"does not fit")
+    disk.heal()
+    log.begin(2, [(4, b"mended", ())])
+    log.append(5, b"more")
+    log.begin(7, [(6, b"later", ())])
+
+    assert kinds(log, 2) == [4, 5, 6]
+    assert kinds(log, 1) == [2, 4, 5, 6]
+    assert kinds(log) == [1, 2, 4, 5, 6]
 
 
 def test_before_it_is_begun_nothing_is_written_or_wrong(log: GuardedLog, told: Told) -> None:
@@ -85,7 +103,7 @@ def test_every_failure_counts_but_one_error_is_said(
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
 
 
-def test_begin_makes_it_whole_again_and_says_so(
+def test_begin_makes_it_whole_again_and_says_so_and_with_a_snapshot_it_can_be_recovered(
     log: GuardedLog, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -96,7 +114,11 @@ def test_begin_makes_it_whole_again_and_says_so(
     log.begin(4, [(1, b"base", ())])
     log.append(5, b"kept")
 
-    assert (log.whole, log.broken, kinds(log, 4)) == (True, False, [1, 5])
+    assert (log.whole, log.broken, kinds(log, 4)) == (True, True, [1, 5])
+    log.retire(3)
+    assert log.broken
+    log.retire(4)
+    assert not log.broken
     assert [r.message for r in caplog.records][1:] == ["the log can be written again"]
 
 
@@ -141,7 +163,8 @@ def test_segments_of_one_version_are_all_kept_in_order(log: GuardedLog) -> None:
     for kind in range(1, 4):
         log.begin(6, [(kind, b"base", ())])
 
-    assert kinds(log, 6) == [1, 2, 3]
+    assert kinds(log) == [1, 2, 3]
+    assert kinds(log, 6) == [3]
     assert kinds(log, 7) == []
 
 

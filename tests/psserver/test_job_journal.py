@@ -12,8 +12,10 @@ from psserver.core.policy import policy
 from psserver.core.recorder import Command, Recorder, replay
 from psserver.core.rules import Rules
 from psserver.epochs import check_goes_on
+from psserver.guarded_log import GuardedLog
 from psserver.job_journal import JobJournal
-from psserver.recovery import LogUnfitError
+from psserver.records import Records, Source
+from psserver.replica import LogUnfitError
 from tests.faults.operations import Operations, failing
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
@@ -30,7 +32,7 @@ def join(recorder: Recorder, now: float) -> None:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> JobJournal:
-    journal = JobJournal(tmp_path, "no", lambda reason: None)
+    journal = JobJournal(Records(Source.JOB, GuardedLog(tmp_path / "log", "no", lambda reason: None)))
     journal.begin(0, BASE)
     return journal
 
@@ -40,7 +42,7 @@ def test_commands_are_read_as_they_were_given(journal: JobJournal) -> None:
     join(recorder, 1.5)
     recorder.do("register", 2.0, worker=1, spec=MODEL)
 
-    base, *commands = journal.since(0)
+    base, *commands = journal.since(None)
 
     assert base == BASE
     arguments = {"rank": None, "host": "host", "pid": 1, "device": "cpu", "attempt": 0}
@@ -54,7 +56,7 @@ def test_they_lead_to_the_same_state(journal: JobJournal) -> None:
     journal.begin(0, recorder.coordinator.state())
 
     again = coordinator()
-    _, *commands, state = journal.since(0)
+    _, *commands, state = journal.since(None)
     replay(again, [command for command in commands if isinstance(command, Command)])
 
     assert isinstance(state, dict)
@@ -71,7 +73,7 @@ def test_a_gap_is_found(journal: JobJournal, monkeypatch: pytest.MonkeyPatch) ->
     journal.begin(0, recorder.coordinator.state())
 
     again = coordinator()
-    notes = list(journal.since(0))
+    notes = list(journal.since(None))
     replay(again, [note for note in notes if isinstance(note, Command)])
 
     assert len(notes) == 3  # two states and one command

@@ -39,6 +39,17 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     assert data.take(1, 2, 2, [1]) == [2, 3]
 
 
+def test_a_request_that_comes_late_takes_nothing() -> None:
+    """Its answer would be dropped, and what it was given would count as got with the next request."""
+    data = loop()
+    data.take(1, 0, 1, [1])
+    data.take(1, 1, 1, [1])
+
+    assert data.is_late(1, 0)
+    assert not data.is_late(1, 1)
+    assert not data.is_late(2, 0)
+
+
 def test_a_batch_counts_once_and_for_its_holder() -> None:
     data = loop()
     data.take(1, 0, 2, [1])

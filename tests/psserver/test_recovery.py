@@ -12,8 +12,11 @@ from pscommon.core.model import ModelSpec, TensorSpec
 from pscommon.team import ALONE
 from psserver.core.job_log import JobLog
 from psserver.core.shard import Shard
-from psserver.recovery import LogUnfitError, Recovery
-from psserver.shard_log import ShardLog
+from psserver.guarded_log import GuardedLog
+from psserver.records import Records, Source
+from psserver.recovery import Recovery
+from psserver.replica import LogUnfitError
+from psserver.shard_log import Base, ShardLog
 from psserver.staging import Staging
 from tests.psserver.stores import SGD, Shards
 
@@ -30,13 +33,17 @@ def apply(index: int, key: PushKey) -> Apply:
     return Apply(index, key.seq, (Contribution(key, 8, 0),))
 
 
+def shard_log(folder: Path) -> ShardLog:
+    return ShardLog(Records(Source.SHARD, GuardedLog(folder / "log", "no", lambda reason: None)))
+
+
 class Writer:
     """A shard's log, and what a shard would write into it. Weights begin as 0; a push of 1 makes them 1 less."""
 
     def __init__(self, folder: Path) -> None:
-        self.log = ShardLog(folder, 0, 1, "no", lambda reason: None)
+        self.log = shard_log(folder)
         self._shards = Shards(MODEL, 1)
-        self.log.begin(0, self.state(), None, ())
+        self.log.begin(Base(1, self.state()), None, ())
         self.log.model(MODEL)
 
     @staticmethod
@@ -61,7 +68,7 @@ class Writer:
                 self.log.entry(thing)
 
     def read(self, shards: int = 1, epoch: int = EPOCH) -> Recovery:
-        recovery = Recovery(0, shards, ALONE, epoch, None, None)
+        recovery = Recovery(0, {shards}, ALONE, epoch, None, None)
         recovery.read(self.log)
         return recovery
 
@@ -145,7 +152,7 @@ def test_an_entry_without_its_pushes_is_refused(
 
 def test_entries_that_are_missing_between_segments_are_noticed(writer: Writer) -> None:
     writer.write(UPLOAD, begin())
-    writer.log.begin(0, writer.state(index=5, begun=True), MODEL, ())
+    writer.log.begin(Base(1, writer.state(index=5, begun=True)), MODEL, ())
 
     with pytest.raises(LogUnfitError, match="entries 2 to 5 are missing"):
         writer.read()
@@ -159,7 +166,7 @@ def test_the_log_of_another_start_or_size_is_refused(writer: Writer) -> None:
 
 
 def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
-    log = ShardLog(tmp_path, 0, 1, "no", lambda reason: None)
+    log = shard_log(tmp_path)
 
     with pytest.raises(LogUnfitError, match="there is none since version 0"):
-        Recovery(0, 1, ALONE, EPOCH, None, None).read(log)
+        Recovery(0, {1}, ALONE, EPOCH, None, None).read(log)

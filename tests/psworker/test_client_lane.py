@@ -27,6 +27,10 @@ class DirectLane:
         self.waits: list[tuple[int, int]] = []
         self._cluster = cluster
 
+    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None: ...
+
+    def look_around(self, job: str, timeout: float) -> None: ...
+
     def __getattr__(self, name: str) -> Any:
         method = "".join(part.capitalize() for part in name.split("_"))
         method = {"NextBatch": "NextBatch", "Report": "ReportMetrics", "Status": "GetStatus"}.get(method, method)

@@ -6,132 +6,19 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-LIMIT = 60.0
-
-# A server: binds, writes its port, ends with 0 when it is asked to or when the first server is gone.
-SERVER = r"""
-import os, socket, sys
-def flag(name):
-    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
-print("server", os.getpid(), flag("--shard"), flag("--policy"), flush=True)
-if os.environ.get("BROKEN_SERVER") == flag("--shard"):
-    sys.exit("the data directory is taken") if not os.environ.get("CODE") else os._exit(int(os.environ["CODE"]))
-host, port = flag("--bind").split(":")
-with socket.create_server((host, int(port))) as listener:
-    port = listener.getsockname()[1]
-    print("port", port, flush=True)
-    with open(flag("--port-file") + ".new", "w") as file:
-        file.write(f"{host}:{port}\n")
-    os.replace(flag("--port-file") + ".new", flag("--port-file"))
-    if flag("--join"):
-        first, port = flag("--join").split(":")
-        with socket.create_connection((first, int(port))) as link:
-            link.recv(1)
-        sys.exit(0)
-    links = []
-    while True:
-        links.append(listener.accept()[0])
-        links[-1].settimeout(0.2)
-        try:
-            if links[-1].recv(1) == b"S":
-                sys.exit(0)
-        except TimeoutError:
-            pass
-"""
-
-# A worker: the real way to run a script, without torch.
-WORKER = r"""
-import sys
-from psworker.script import Script, run
-at = sys.argv.index("--")
-sys.exit(run(Script(sys.argv[at + 1], "-m" in sys.argv[:at], tuple(sys.argv[at + 2 :]))))
-"""
-
-# ps-run with both of them.
-RUN = r"""
-import functools, socket, sys
-from pathlib import Path
-from pscommon.config import run_command
-from pscommon.core.errors import UnreachableError
-from psworker.run import cli
-
-here = Path(__file__).parent
-
-class Observer:
-    def __init__(self, address):
-        self.address = address
-    def status(self):
-        return {"state": "running", "version": 7, "steps": 14, "samples": 448, "policy": "sync", "workers": [],
-                "metrics": {"accuracy": 0.97}}
-    def weights_sha256(self):
-        if (here / "no-model").exists():
-            raise UnreachableError("no worker has registered a model")
-        return "ab" * 32
-    def stop(self):
-        host, port = self.address.split(":")
-        with socket.create_connection((host, int(port))) as link:
-            link.sendall(b"S")
-    def close(self):
-        pass
-
-start = functools.partial(
-    cli.start,
-    server=[sys.executable, "-I", "-S", str(here / "server.py")],
-    worker=[sys.executable, "-P", str(here / "worker.py")],
-    connect=Observer,
-)
-sys.exit(run_command(cli.COMMAND, start))
-"""
-
-
-class Bench:
-    """A folder with the stand-ins and scripts, and a TMPDIR of its own that must be empty in the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
-        for name, code in {"server.py": SERVER, "worker.py": WORKER, "run.py": RUN}.items():
-            (folder / name).write_text(code)
-        self.running: list[subprocess.Popen[str]] = []
-
-    def script(self, code: str, name: str = "train.py") -> str:
-        (self.folder / name).write_text(code)
-        return str(self.folder / name)
-
-    def popen(self, *args: str, **environment: str) -> subprocess.Popen[str]:
-        known = {key: value for key, value in os.environ.items() if not key.startswith("PS_")}
-        process = subprocess.Popen(
-            [sys.executable, str(self.folder / "run.py"), *args],
-            env={**known, "TMPDIR": str(self.temporary), **environment},
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.running.append(process)
-        return process
-
-    def run(self, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = self.popen(*args, **environment)
-        out, err = process.communicate(timeout=LIMIT)
-        return subprocess.CompletedProcess(args, process.returncode, out, err)
+from tests.psworker.run_bench import LIMIT, Bench, bench_in
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    for process in bench.running:
-        process.kill()
-        process.communicate()
+    with bench_in(tmp_path) as bench:
+        yield bench
 
 
 def pids(text: str) -> list[int]:

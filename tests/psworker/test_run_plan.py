@@ -20,7 +20,15 @@ def plan(*args: str, environ: dict[str, str] | None = None, cores: int = 8, modu
     with COMMAND.make_context("ps-run", [*args, "train.py"]) as ctx:
         script = Script("train.py", module, ("--lr", "1"))
         return Plan(
-            script, ctx.params, frozenset(given(ctx)), cores, FOLDER, ["server"], ["worker"], environ=environ or {}
+            script,
+            ctx.params,
+            frozenset(given(ctx)),
+            cores,
+            FOLDER,
+            ["server"],
+            ["worker"],
+            ["spare"],
+            environ=environ or {},
         )
 
 
@@ -94,7 +102,7 @@ def test_what_nobody_chose_is_left_to_the_servers() -> None:
 
 def test_every_server_flag_is_either_passed_on_or_decided_here() -> None:
     passed_on = {*options.FORWARDED_TO_SERVERS, options.THREADS, options.METRICS_BIND, *options.LOGGING}
-    decided_here = {*options.PLACEMENT, options.EXIT_WHEN_DONE}
+    decided_here = {*options.PLACEMENT, options.EXIT_WHEN_DONE, *options.STANDBY}
 
     assert set(options.SERVER) == passed_on | decided_here
 

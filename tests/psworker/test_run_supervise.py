@@ -137,13 +137,22 @@ exit s1 0    |
 exit w0 0    |
 exit w1 20   | finish done 0
 """,
+    "a job that has moved to fewer servers": STARTED
+    + """
+exit s1 0    | say
+exit w0 0    |
+exit w1 0    | collect
+collected    | stop job
+stop ok      |
+exit s0 0    | finish done 0
+""",
     "workers that do not notice that the job was stopped": STARTED
     + f"""
 exit s1 0    | say
+exit s0 0    | say
 after {STOP_SECONDS} | term w0, term w1
 exit w0 143  |
-exit w1 143  | term s0
-exit s0 0    | finish done 0
+exit w1 143  | finish done 0
 """,
     "a script that raises while the job is being stopped": STARTED
     + """

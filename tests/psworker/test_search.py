@@ -1,6 +1,7 @@
 """The search for servers as a machine: no socket, no clock."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -153,3 +154,18 @@ def test_server_may_get_another_job_but_not_another_place() -> None:
     search.answered("s0:1", described(0, shards=2, job="restarted"), 0.0)
     with pytest.raises(MismatchError, match="not servers of one job"):
         search.answered("s0:1", described(0, shards=4), 0.0)
+
+
+def test_while_the_number_of_servers_changes_who_knows_of_it_counts() -> None:
+    """2 became 3: one has not heard of it, and one that was asked has left since."""
+    search = Search(["s1:1", "s0:1"], 0.0, GRACE)
+    search.answered("s1:1", described(1, shards=2, knows=EVERYBODY), 0.0)
+    search.answered("s0:1", replace(described(0, knows=EVERYBODY), layout=1), 0.0)
+    assert not search.complete
+    search.answered("s2:1", replace(described(2, knows=EVERYBODY), layout=1), 0.0)
+    assert search.cluster().addresses == ("s0:1", "s1:1", "s2:1")
+
+    fewer = Search(["s1:1", "s0:1"], 0.0, GRACE)
+    fewer.answered("s1:1", described(1, shards=2), 0.0)
+    fewer.answered("s0:1", replace(described(0, shards=1), layout=1), 0.0)
+    assert fewer.cluster().addresses == ("s0:1",)

@@ -1,10 +1,11 @@
 """Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation proves nothing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psserver.core.updates as updates_module
-from pscommon.core.log import Apply, PushKey, Staged
+from pscommon.core.log import Apply, Entry, PushKey, Reshard, Staged
 from psserver.core.batch_ledger import Loop
 from psserver.core.coordinator import Coordinator
 from psserver.core.ledger import Ledger
@@ -18,12 +19,10 @@ from tests.sim.servers import JobJournal, SimShard
 class SumsInArrivalOrder(SimShard):
     """Adds gradients in the order in which they came."""
 
-    def average(self, entry: Apply, total: int) -> float:
-        samples = {c.key: c.samples for c in entry.contributions}
-        value = 0.0
-        for key in [key for key in self.kept if key in samples]:
-            value += self.kept[key] * (samples[key] / total)
-        return value
+    def averages(self, entry: Apply, total: int) -> list[float]:
+        counted = {contribution.key: contribution for contribution in entry.contributions}
+        in_order = tuple(counted[key] for key in self.kept if key in counted)
+        return super().averages(replace(entry, contributions=in_order), total)
 
 
 class ShardForgets(Shard):
@@ -85,6 +84,21 @@ class ForgetsCommands(JobJournal):
             super().write(command)
 
 
+class ForgetsEntries(Coordinator):
+    """Gives its standby no entries that shards have not carried out yet."""
+
+    def whole(self) -> dict[str, Any]:
+        whole = super().whole()
+        return whole | {"log": whole["log"] | {"base": self.log.index, "digest": self.log.digest, "entries": []}}
+
+
+class ForgetsTheCut(Coordinator):
+    """Does not tell its standby of the snapshot that is being written."""
+
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | {"cut": None}
+
+
 def bound_off_by_one(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]) -> Sequence[PushKey]:
     """Lets a worker get S + 1 ahead."""
     looser = row if row.bound is None or row.barrier else Policy(row.name, row.bound + 1, row.barrier)
@@ -114,6 +128,45 @@ class CommitsWhenHandedOut(Loop):
         return numbers
 
 
+class StagedOverReshard(Shard):
+    """Keeps what was staged for another number of shards."""
+
+    def done(self, entry: Entry) -> None:
+        staged = dict(self.staged)
+        super().done(entry)
+        if isinstance(entry, Reshard):
+            self.staged.update(staged)
+
+
+class KeepsOldBytes(SimShard):
+    """Takes pushes that are cut for another number of shards."""
+
+    def fits(self, shards: int) -> bool:
+        return True
+
+
+class AdoptsNoOutcomes(Shard):
+    """Joins in a move without knowing what has counted."""
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        super().adopt({**state, "outcomes": []})
+
+
+class CountsInMove(Coordinator):
+    """Counts pushes as soon as all shards hold them, before the move is safe on the disk."""
+
+    def advance(self, now: float) -> None:
+        move, self.move = self.move, None
+        super().advance(now)
+        self.move = move
+
+
+class TrustsTheReborn(Coordinator):
+    """Believes that a shard which died in a move still holds its new part."""
+
+    def reborn(self, shard: int, now: float) -> None: ...
+
+
 CLASSES: dict[str, dict[str, type]] = {
     "sum in arrival order": {"shard_class": SumsInArrivalOrder},
     "no duplicate check": {"machine_class": ShardForgets, "coordinator_class": NoDuplicateCheck},
@@ -121,7 +174,14 @@ CLASSES: dict[str, dict[str, type]] = {
     "a push reported before it is written": {"shard_class": ReportsBeforeWriting},
     "outcomes forgotten over a restart": {"shard_class": ForgetsOutcomes},
     "commands that are not written": {"journal_class": ForgetsCommands},
+    "a standby without the newest entries": {"coordinator_class": ForgetsEntries},
+    "a standby that knows of no cut": {"coordinator_class": ForgetsTheCut},
     "batches of a lost worker are lost": {"coordinator_class": LosesBatchesOfTheDead},
+    "staged pushes outlive a reshard": {"machine_class": StagedOverReshard},
+    "a push cut for other shards is taken": {"shard_class": KeepsOldBytes},
+    "a new shard does not know what has counted": {"machine_class": AdoptsNoOutcomes},
+    "a push counts before a move is over": {"coordinator_class": CountsInMove},
+    "a shard that died in a move counts as moved": {"coordinator_class": TrustsTheReborn},
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "bound off by one": (updates_module, "choose", bound_off_by_one),

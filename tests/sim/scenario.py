@@ -15,7 +15,7 @@ HORIZON = 3000.0
 class Scenario:
     """What a run looks like; `for_seed` draws one. durable: --durability log. returns: whoever dies is started again.
 
-    bad: every so-many-eth batch has NaN in its gradient.
+    bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started.
     """
 
     seed: int
@@ -36,6 +36,8 @@ class Scenario:
     drains: int = 0
     switches: int = 0
     bad: int = 0
+    standbys: int = 0
+    reshards: int = 0
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -46,6 +48,7 @@ class Scenario:
         row = rng.choice([policy("sync", backup=backup), policy("async"), policy("ssp", rng.choice([1, 1, 2, 3]))])
         durable = rng.random() < 0.5
         faults = rng.random() < 0.8
+        standbys = rng.choice([0, 0, 1, 3]) * durable
         scenario = Scenario(
             seed, row, workers, shards=rng.randint(1, 3), batches=rng.randint(2, 5), epochs=rng.randint(1, 2),
             accumulate=rng.choice([1, 1, 1, 2]), loss=rng.choice([0.0, 0.05, 0.15]), every=rng.choice([None, 2, 3]),
@@ -54,6 +57,8 @@ class Scenario:
             server_kills=rng.choice([0, 1, 3 if durable else 1]) * faults,
             pauses=rng.choice([0, 0, 1]) * faults, drains=rng.choice([0, 0, 0, 1]) * (workers > 1),
             switches=rng.choice([0, 0, 0, 1]) * durable, bad=rng.choice([0, 0, 3]) * durable,
+            standbys=standbys,
+            reshards=rng.choice([0, 0, 1, 2]) * (not standbys),  # servers with standbys do not move
         )  # fmt: skip
         return scenario if seed % 4 else scenario.made_reproducible(rng)
 

@@ -5,17 +5,26 @@ A server is a process: killing it takes its memory, its disk stays. Server 0 is 
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pscommon.core.log import Apply, Begin, Cut, Entry, PushKey, Report, Staged
+from pscommon.core.log import Apply, Begin, Cut, Entry, PushKey, Report, Reshard, Staged
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from psserver.core.coordinator import Coordinator
 from psserver.core.cuts import PartReport
+from psserver.core.move import Move
 from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.roster import State
+from tests.sim.mirror import Mirror
 
 if TYPE_CHECKING:
     from tests.sim.world import World
+
+UNITS = 3
+"""Numbers in the model: each shard has as many as the others, or one more."""
+
+History = list[tuple[PushKey, ...]]
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float64"),), OptimizerSpec("sgd"))
 
@@ -38,9 +47,14 @@ class Push:
     gradients: tuple[float, ...]
 
 
-def gradient(number: int, base: int, shard: int) -> float:
+def gradient(number: int, base: int, unit: int) -> float:
     """Any deterministic function with a wild range of sizes."""
-    return math.sin(number * 12.9898 + base * 4.1414 + shard * 78.233) * 10.0 ** ((number * 7 + shard * 3) % 19)
+    return math.sin(number * 12.9898 + base * 4.1414 + unit * 78.233) * 10.0 ** ((number * 7 + unit * 3) % 19)
+
+
+def part_of(whole: Sequence[float], shard: int, shards: int) -> list[float]:
+    """What a shard has of it."""
+    return list(whole[UNITS * shard // shards : UNITS * (shard + 1) // shards])
 
 
 @dataclass
@@ -50,15 +64,23 @@ class Segment:
     version: int
     base: str
     records: list[Any] = field(default_factory=list)
+    shards: int = 0
+
+    @property
+    def index(self) -> int:
+        """Of the log, where it begins."""
+        return int(json.loads(self.base).get("index", 0))
 
 
 @dataclass
 class Disk:
-    """What survives a server. parts: by version, weight and history; log and job: of the shard and the coordinator."""
+    """What survives a server. parts: by index of the cut, its weights and the history of this version; log and job: of
+    the shard and the coordinator. mirror: its standby, if it has one."""
 
-    parts: dict[int, tuple[float, list[tuple[PushKey, ...]]]] = field(default_factory=dict)
+    parts: dict[int, tuple[list[float], History]] = field(default_factory=dict)
     log: list[Segment] = field(default_factory=list)
     job: list[Segment] = field(default_factory=list)
+    mirror: Mirror | None = None
 
 
 @dataclass
@@ -68,60 +90,79 @@ class Saved:
     version: int
     index: int
     state: str
+    shards: int
 
 
 class JobJournal:
     """The coordinator's part of a disk."""
 
-    def __init__(self, disk: Disk, epoch: int) -> None:
+    def __init__(self, disk: Disk, epoch: int, shards: int) -> None:
         self.disk = disk
-        disk.job = [Segment(0, json.dumps({"epoch": epoch}))]
+        disk.job = [Segment(0, json.dumps({"epoch": epoch}), [], shards)]
 
     def write(self, command: Command) -> None:
         self.disk.job[-1].records.append(json.dumps(command.as_json()))
+        if self.disk.mirror is not None:
+            self.disk.mirror.commands.append(json.dumps(command.as_json()))
 
     def rotate(self, coordinator: Coordinator) -> None:
         cutting = coordinator.cuts.cutting
         assert cutting is not None
-        self.disk.job.append(Segment(cutting.version, json.dumps(cutting.state)))
+        self.disk.job.append(Segment(cutting.version, json.dumps(cutting.state), [], coordinator.shards))
 
 
 class SimShard:
-    """A Shard with one weight, and the shell's duties: keep bytes, write them down, carry out entries, report."""
+    """A Shard with a few weights, and the shell's duties: keep bytes, write them down, carry out entries, report.
 
-    def __init__(self, world: "World", shard: int, disk: Disk) -> None:
+    shards: how many have its numbers; frozen: those from before a move, as long as others may need them.
+    """
+
+    def __init__(self, world: "World", shard: int, shards: int, disk: Disk) -> None:
         self.world = world
         self.machine = world.machine_class(shard)
         self.disk = disk
-        self.weight = 0.0
-        self.kept: dict[PushKey, float] = {}
-        self.history: list[tuple[PushKey, ...]] = []
+        self.shards = shards
+        self.weights: list[float] = []
+        self.frozen: tuple[int, int, list[float]] | None = None  # index of the Reshard, shards, weights
+        self.kept: dict[PushKey, list[float]] = {}
+        self.history: History = []
+        self.part: PartReport | None = None
         self.replaying = False
         self.before: SimShard | None = None
-        self.is_ready = self.asked = False
+        self.is_ready = self.asked = self.is_known = False
         self.said = self.heard = 0
 
     @property
     def up(self) -> bool:
         """Does this process live? Another one may have taken its place."""
-        number = self.machine.shard
-        return number not in self.world.down and self.world.shards[number] is self
+        number, shards = self.machine.shard, self.world.shards
+        return number not in self.world.down and number < len(shards) and shards[number] is self
 
     def start_log(self, version: int) -> None:
         """A new segment: the machine as it is, and what is staged."""
         if self.world.scenario.durable and not self.replaying:
             records = [self.push_record(self.machine.staged[key], self.kept[key]) for key in self.machine.staged]
-            self.disk.log.append(Segment(version, json.dumps(self.machine.state()), records))
+            self.disk.log.append(Segment(version, json.dumps(self.machine.state()), records, self.shards))
 
     def write(self, record: Any) -> None:
         if self.world.scenario.durable and not self.replaying:
             self.disk.log[-1].records.append(record)
+            if self.disk.mirror is not None:
+                self.disk.mirror.records.append(record)
 
-    def push_record(self, staged: Staged, gradient: float) -> Any:
+    def push_record(self, staged: Staged, gradient: list[float]) -> Any:
         return staged, gradient
 
-    def push(self, staged: Staged, gradient: float) -> None:
-        if not self.is_ready or not self.machine.offer(staged):
+    def push(self, staged: Staged, gradient: list[float], shards: int) -> None:
+        if self.fits(shards) and self.is_ready:
+            self.stage(staged, gradient)
+
+    def fits(self, shards: int) -> bool:
+        """Is it cut for so many shards as there are?"""
+        return shards == self.shards
+
+    def stage(self, staged: Staged, gradient: list[float]) -> None:
+        if not self.machine.offer(staged):
             return
         self.write(self.push_record(staged, gradient))
         self.kept[staged.key] = gradient
@@ -132,6 +173,11 @@ class SimShard:
             self.said += 1
             report, number = self.machine.report(), self.said
             self.world.send(lambda: self.hear_report(report, number), self)
+
+    def send_part(self) -> None:
+        """Its file of a snapshot is written. Said again and again: it may be lost on the way."""
+        if (part := self.part) is not None:
+            self.world.send(lambda: self.world.on_part(self.machine.shard, part), self)
 
     def hear_report(self, report: Report, number: int) -> None:
         """A line keeps the order of what is said on it."""
@@ -151,24 +197,58 @@ class SimShard:
     def carry_out(self, entry: Entry) -> None:
         if isinstance(entry, Apply):
             check(not self.machine.missing(entry), "shard {} lacks a push of {}", self.machine.shard, entry)
+            check(not self.machine.moving, "shard {} has no numbers for {}", self.machine.shard, entry)
             self.apply(entry)
+            self.frozen = None  # every shard holds its new part
         elif isinstance(entry, Begin):
-            self.weight = 1.0
-        elif isinstance(entry, Cut) and not self.replaying:
-            self.disk.parts[entry.version] = (self.weight, list(self.history))
-            part = PartReport(entry.version, "", 0, "")
-            self.world.send(lambda: self.world.on_part(self.machine.shard, part), self)
+            self.weights = part_of([1.0] * UNITS, self.machine.shard, self.shards)
+        elif isinstance(entry, Reshard):
+            self.frozen = entry.index, self.shards, self.weights
+            self.shards, self.weights = entry.shards, []
+        elif isinstance(entry, Cut) and not self.replaying and not self.machine.moving:
+            self.disk.parts[entry.index] = list(self.weights), list(self.history)
+            self.part = PartReport(entry.version, "", 0, "", "", self.shards)
+            self.send_part()
 
     def apply(self, entry: Apply) -> None:
         total = sum(c.samples for c in entry.contributions)
-        self.weight -= self.average(entry, total)
+        means = self.averages(entry, total)
+        check(len(means) == len(self.weights), "{} gradients for {} weights", len(means), len(self.weights))
+        self.weights = [weight - mean for weight, mean in zip(self.weights, means, strict=True)]
         self.history.append(tuple(c.key for c in entry.contributions))
 
-    def average(self, entry: Apply, total: int) -> float:
-        value = 0.0
-        for contribution in entry.contributions:
-            value += self.kept[contribution.key] * (contribution.samples / total)
-        return value
+    def averages(self, entry: Apply, total: int) -> list[float]:
+        shares = [(self.kept[c.key], c.samples / total) for c in entry.contributions]
+        check(len({len(gradient) for gradient, _ in shares}) == 1, "pushes of different layouts in {}", entry)
+        means = [0.0] * len(shares[0][0])
+        for gradient, share in shares:
+            means = [mean + value * share for mean, value in zip(means, gradient, strict=True)]
+        return means
+
+    # ---- another number of shards
+
+    def move_in(self, move: Move) -> None:
+        """Make the new part of what the shards had before, if all who had it are there."""
+        if not self.machine.moving or self.machine.index < move.index:
+            return
+        whole: list[float] = []
+        for source in self.world.shards[: move.before]:
+            if not source.up or source.frozen is None or source.frozen[:2] != (move.index, move.before):
+                return
+            whole += source.frozen[2]
+        self.weights = part_of(whole, self.machine.shard, self.shards)
+        self.machine.moved()
+        self.send_report()
+
+    def adopt(self, state: str, history: History, move: Move) -> None:
+        """This shard is new: it knows what another one knows."""
+        if self.is_ready:
+            return  # told twice
+        self.machine.adopt(json.loads(state))
+        self.shards, self.history, self.is_ready = move.shards, list(history), True
+        self.kept.clear()
+        self.disk.log.clear()
+        self.start_log(self.machine.version)
 
     # ---- starting
 
@@ -176,66 +256,110 @@ class SimShard:
         """Go on from a snapshot; the log of before is void."""
         if self.is_ready and self.machine.epoch == epoch:
             return  # told twice
-        self.weight, history = self.disk.parts[saved.version]
-        self.history = list(history)
+        self.take_snapshot(saved, self.world.coordinator.shards)
         self.machine = self.world.machine_class(self.machine.shard)
         self.machine.restore(epoch, saved.version, saved.index)
         self.kept.clear()
+        self.frozen = self.part = None
         self.disk.log.clear()
         self.is_ready = True
         self.start_log(saved.version)
+
+    def take_snapshot(self, saved: Saved, shards: int) -> None:
+        """Its part of what any number of shards have written."""
+        parts = [disk.parts[saved.index] for disk in self.world.disks[: saved.shards]]
+        whole = [weight for weights, _ in parts for weight in weights]
+        self.shards, self.weights = shards, part_of(whole, self.machine.shard, shards)
+        self.history = list(parts[0][1])
 
     def follow(self, epoch: int, base: int = 0) -> None:
         """A log that begins, as far as this shard goes."""
         if self.is_ready and self.machine.epoch == epoch:
             return  # told twice
-        self.weight, self.history = 0.0, []
+        self.weights, self.history, self.shards = [], [], self.world.coordinator.shards
         self.machine = self.world.machine_class(self.machine.shard)
         self.machine.follow(epoch, base)
         self.kept.clear()
+        self.frozen = self.part = None
         self.disk.log.clear()
         self.is_ready = True
         self.start_log(0)
 
     def recover(self, saved: Saved | None, epoch: int) -> None:
         """Be what this shard was: the snapshot, and its own log on top of it, if the log goes with it."""
-        version = saved.version if saved else 0
-        segments = [segment for segment in self.disk.log if segment.version >= version]
+        index = saved.index if saved else 0
+        segments = [segment for segment in self.disk.log if segment.index >= index]
         if self.asked:
             return  # told twice
         self.asked = True
-        if not segments or segments[0].version != version or json.loads(segments[0].base)["epoch"] != epoch:
+        if not segments or segments[0].index != index or json.loads(segments[0].base)["epoch"] != epoch:
             return
-        self.weight, history = self.disk.parts[version] if saved else (0.0, [])
-        self.history = list(history)
-        self.recover_machine(json.loads(segments[0].base))
+        if saved is not None:
+            self.take_snapshot(saved, segments[0].shards)
+        records = [record for segment in segments for record in segment.records]
+        self.replay(segments[0].base, segments[0].shards, records)
+
+    def take_over(self, mirror: Mirror) -> None:
+        """Be the standby, which now is the shard. It may lack entries that were carried out and not reported yet."""
+        records, told = list(mirror.records), self.world.coordinator.log.told(self.machine.shard)
+        while records and not isinstance(records[-1], (tuple, Cut)) and records[-1].index > told:
+            if self.world.rng.random() < 0.5:
+                break
+            records.pop()
+            self.disk.log[-1].records.pop()  # what the dead one has written is not this one's log
+            self.before = None  # the coordinator will tell them again: until then this is not what the dead one was
+        self.weights, self.history = list(mirror.weights), list(mirror.history)
+        self.replay(mirror.state, self.shards, [*mirror.staged, *records])
+
+    def replay(self, base: str, shards: int, records: list[Any]) -> None:
+        """From this state on, of so many shards, all of this."""
+        self.shards = shards
+        self.recover_machine(json.loads(base))
         self.replaying = self.is_ready = True
-        for segment in segments:
-            for record in segment.records:
-                if isinstance(record, tuple):
-                    self.push(*record)
-                else:
-                    self.entries(epoch, [record])
+        for record in records:
+            if isinstance(record, tuple):
+                self.stage(*record)
+            else:
+                self.entries(self.machine.epoch, [record])
         self.replaying = False
         if self.before is not None:
-            mine, theirs = self.everything(), self.before.everything()
+            mine, theirs = (shard.everything(self.machine.moving) for shard in (self, self.before))
             check(mine == theirs, "recovered {} is not {}", mine, theirs)
 
-    def everything(self) -> Any:
-        """What a shard that is made again from its log has to be."""
-        return self.machine.state(), self.machine.staged, self.kept, self.weight, self.history
+    def everything(self, moving: bool) -> Any:
+        """What a shard that is made again from its log has to be. moving: less what the move has given it."""
+        state = self.machine.state()
+        if moving:
+            return {**state, "moving": True}, self.frozen, self.history
+        return state, self.machine.staged, self.kept, self.weights, self.history
 
     def recover_machine(self, state: dict[str, Any]) -> None:
         self.machine.recover(state)
 
 
-def watch(world: "World", coordinator: Coordinator) -> None:
-    """Let the world check each decision as it is made."""
+def check_decision(apply: Apply, coordinator: Coordinator) -> None:
+    """Is it what the policy promises?"""
+    row = coordinator.policy
+    active = {m.worker: m.clock for m in coordinator.roster if m.state is State.ACTIVE}
+    counted = [c.key.worker for c in apply.contributions]
+    check(set(counted) <= set(active), "version {} counts workers {} of {}", apply.version, counted, active)
+    if row.barrier:
+        least = max(1, len(active) - row.backup)
+        check(len(counted) >= least, "round {} has {} of {}", apply.version, counted, list(active))
+    elif row.bound is not None:
+        for worker in counted:
+            active[worker] += 1
+        clocks = list(active.values())
+        check(max(clocks) - min(clocks) <= row.bound, "clocks {} at bound {}", clocks, row.bound)
+
+
+def watch(coordinator: Coordinator) -> None:
+    """Check each decision as it is made."""
     append = coordinator.log.append
 
     def watched(entry: Entry) -> None:
         if isinstance(entry, Apply):
-            world.check_decision(entry, coordinator)
+            check_decision(entry, coordinator)
         append(entry)
 
     coordinator.log.append = watched  # type: ignore[method-assign]
@@ -243,12 +367,21 @@ def watch(world: "World", coordinator: Coordinator) -> None:
 
 def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Recorder:
     """The coordinator made again from the snapshot and what was asked of it since."""
-    version = saved.version if saved else 0
-    segments = [segment for segment in disk.job if segment.version >= version]
-    coordinator = world.new_coordinator(json.loads(disk.job[0].base)["epoch"])
+    index = saved.index if saved else 0
+    segments = [segment for segment in disk.job if segment.index >= index]
+    coordinator = world.new_coordinator(json.loads(disk.job[0].base)["epoch"], disk.job[0].shards)
     if saved is not None:
         coordinator.recover(json.loads(saved.state), MODEL, world.now)
     for segment in segments:
         replay(coordinator, (Command.from_json(json.loads(record)) for record in segment.records))
-    watch(world, coordinator)
+    watch(coordinator)
+    return Recorder(coordinator, world.recorder.journal)
+
+
+def promoted_coordinator(world: "World", mirror: Mirror) -> Recorder:
+    """The coordinator that the standby of shard 0 has followed."""
+    coordinator = world.new_coordinator(-1, world.layout)
+    coordinator.become(json.loads(mirror.whole), world.now)
+    replay(coordinator, (Command.from_json(json.loads(command)) for command in mirror.commands))
+    watch(coordinator)
     return Recorder(coordinator, world.recorder.journal)

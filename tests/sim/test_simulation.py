@@ -14,7 +14,7 @@ from pscommon.core.log import Apply, Cut, Entry
 from psserver.core.policy import policy
 from tests.sim import mutants
 from tests.sim.scenario import Scenario
-from tests.sim.servers import InvariantError
+from tests.sim.servers import UNITS, InvariantError, SimShard, part_of
 from tests.sim.world import World, run
 
 SEEDS = 10_000
@@ -58,12 +58,16 @@ def test_the_seeds_reach_what_they_should() -> None:
         seen[world.scenario.policy.name] += 1
         seen["restarted"] += world.restarts > 0
         seen["recovered"] += world.restarts > 0 and world.scenario.durable
+        seen["taken over"] += world.takeovers > 0
         seen["gone back to a snapshot"] += world.rollbacks > 0 and world.saved is not None
         seen["reproduced"] += world.scenario.is_reproducible and world.restarts > 0
         seen["lost"] += any(member.state == "lost" for member in world.coordinator.roster)
+        seen["moved"] += world.moves > 0
+        seen["moved among restarts"] += world.moves > 0 and world.restarts > 0
         seen["messages"] += world.messages
 
-    assert min(seen[name] for name in ("sync", "async", "ssp", "restarted", "recovered", "lost")) >= 20
+    reached = ("sync", "async", "ssp", "restarted", "recovered", "taken over", "lost", "moved", "moved among restarts")
+    assert min(seen[name] for name in reached) >= 20
     assert min(seen[name] for name in ("gone back to a snapshot", "reproduced")) >= 5
     assert seen["messages"] > 20_000
 
@@ -97,7 +101,7 @@ def test_sync_gives_the_same_bits_on_any_network(workers: int) -> None:
     for seed in range(20):
         world = World(quiet("sync", workers, seed))
         world.run()
-        results.add(tuple(shard.weight for shard in world.shards))
+        results.add(tuple(world.weights))
 
     assert len(results) == 1
 
@@ -108,28 +112,32 @@ def test_async_depends_on_the_network() -> None:
     for seed in range(20):
         world = World(quiet("async", 3, seed))
         world.run()
-        results.add(tuple(shard.weight for shard in world.shards))
+        results.add(tuple(world.weights))
 
     assert len(results) > 1
 
 
 def test_a_cut_is_one_version_on_all_shards() -> None:
     for seed in range(200):
-        scenario = replace(Scenario.for_seed(seed), every=2, server_kills=0)
+        scenario = replace(Scenario.for_seed(seed), every=2, server_kills=0, reshards=0)
         world = World(scenario)
         world.run()
         for shard in world.shards:
-            for version, (weight, _) in shard.disk.parts.items():
-                assert weight == replayed(world, shard.machine.shard, version)
+            for weights, history in shard.disk.parts.values():
+                assert weights == replayed(world, shard, len(history))
 
 
-def replayed(world: World, shard: int, version: int) -> float:
-    """The weight of a shard at a version, from the world's own record."""
+def replayed(world: World, shard: SimShard, version: int) -> list[float]:
+    """The weights of a shard at a version, from the world's own record."""
+    return part_of([unit_at(world, unit, version) for unit in range(UNITS)], shard.machine.shard, shard.shards)
+
+
+def unit_at(world: World, unit: int, version: int) -> float:
     weight = 1.0
     for apply in world.decided[:version]:
         total, mean = sum(c.samples for c in apply.contributions), 0.0
         for contribution in apply.contributions:
-            mean += world.pushes[contribution.key].gradients[shard] * (contribution.samples / total)
+            mean += world.pushes[contribution.key].gradients[unit] * (contribution.samples / total)
         weight -= mean
     return weight
 

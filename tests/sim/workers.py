@@ -7,7 +7,7 @@ from pscommon.core.errors import FencedError
 from pscommon.core.log import BatchKey, PushKey, Staged
 from psserver.core.recorder import Recorder
 from psworker.core.pushes import Pushes
-from tests.sim.servers import MODEL, Push, check, gradient
+from tests.sim.servers import MODEL, UNITS, Push, check, gradient, part_of
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -27,6 +27,7 @@ class SimWorker:
         self.draining = False
         self.awake_at = 0.0
         self.worker = 0
+        self.shards = world.layout
         self.asked = self.begun = 0
         self.speed = world.rng.choice([0.1, 0.1, 0.3, 3.0])
         self.restart()
@@ -120,14 +121,15 @@ class SimWorker:
         if state == "ready":
             self.pull(lambda: self.want(idle=False))
         elif state == "upload":
-            self.deliver(Push(Staged(PushKey(self.worker, 0), 1, 0), self.rank, (0.0,) * self.world.scenario.shards))
+            self.shards = self.world.layout
+            self.deliver(Push(Staged(PushKey(self.worker, 0), 1, 0), self.rank, (0.0,) * UNITS))
             self.later(RETRY, self.register)
         else:
             self.later(RETRY, self.register)
 
     def pull(self, then: Callable[[], None]) -> None:
         """The newest weights of all shards, once all are there and have weights of one epoch."""
-        base = min(shard.machine.version for shard in self.world.shards)
+        base = min(shard.machine.version for shard in self.world.shards[: self.world.layout])
         if self.world.all_ready and base >= self.at_least:
             self.base = base
             then()
@@ -168,29 +170,34 @@ class SimWorker:
         key, number = PushKey(self.worker, seq), sum(self.used)
         problem = "NON_FINITE: tensor w" if self.world.is_bad(number) else ""
         staged = Staged(key, len(self.used), self.base, tuple(BatchKey(0, n) for n in self.used), problem)
-        shards = self.world.scenario.shards
-        push = Push(staged, self.rank, tuple(gradient(number, self.base, s) for s in range(shards)))
+        push = Push(staged, self.rank, tuple(gradient(number, self.base, unit) for unit in range(UNITS)))
         self.world.pushes[key] = push
         self.used = []
         self.deliver(push)
         self.await_outcome(push)
 
     def deliver(self, push: Push) -> None:
-        for shard, value in zip(list(self.world.shards), push.gradients, strict=True):
-            self.world.send(lambda shard=shard, value=value: shard.push(push.staged, value), shard)
+        """Cut for the shards that there were when it heard of them last."""
+        shards = self.shards
+        for number, shard in enumerate(self.world.shards[:shards]):
+            part = part_of(push.gradients, number, shards)
+            self.world.send(lambda shard=shard, part=part: shard.push(push.staged, part, shards), shard)
 
     def await_outcome(self, push: Push) -> None:
         """Ask all shards until each has decided; a push that may not have come is sent again."""
-        outcomes = [shard.machine.outcome(push.staged.key) for shard in self.world.shards if shard.is_ready]
+        here = self.world.shards[: self.world.layout]
+        outcomes = [shard.machine.outcome(push.staged.key) for shard in here if shard.is_ready]
         if any(o is not None and o.reason == "FENCED" for o in outcomes):
             self.restart()
-        elif all(outcomes) and len(outcomes) == len(self.world.shards):
+        elif all(outcomes) and len(outcomes) == len(here):
             check(len({(o.status, o.version) for o in outcomes if o}) == 1, "shards disagree on {}", push.staged.key)
             self.numbers.close()
+            self.at_least = max(self.at_least, *(outcome.version for outcome in outcomes if outcome))
             self.world.acknowledged(push, outcomes[0])
             self.pull(lambda: self.want(idle=False))
         else:
             if self.world.rng.random() < 0.3:
+                self.shards = self.world.layout  # it was told that there are others
                 self.deliver(push)
             self.later(self.world.rng.random() * RETRY, lambda: self.await_outcome(push))
 

@@ -17,13 +17,16 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.cuts import Every, PartReport
 from psserver.core.following import Way, way_for
 from psserver.core.recorder import Recorder
-from psserver.core.roster import State
 from psserver.core.rules import Rules
 from psserver.core.shard import NO_LOG, Outcome, Shard
 from psserver.core.waiting import waiting_for
+from tests.sim import verdict
+from tests.sim.faults import Faults
+from tests.sim.mirror import mirror_of
 from tests.sim.scenario import HORIZON, LEASE, Scenario
 from tests.sim.servers import (
     MODEL,
+    UNITS,
     Disk,
     InvariantError,
     JobJournal,
@@ -31,6 +34,7 @@ from tests.sim.servers import (
     Saved,
     SimShard,
     check,
+    promoted_coordinator,
     recovered_coordinator,
     watch,
 )
@@ -38,7 +42,7 @@ from tests.sim.workers import SimWorker
 
 
 @dataclass
-class World:
+class World(Faults):
     """The cluster, its clock and its network."""
 
     scenario: Scenario
@@ -53,15 +57,18 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
         self.loop = LoopSpec(0, self.scenario.batches, 1, self.scenario.epochs, False, True, 0)
-        self._count = self.to_come = self.messages = self.restarts = self.rollbacks = 0
+        self._count = self.to_come = self.messages = self.restarts = self.rollbacks = self.takeovers = 0
         self._flushed = 0
         self.decided: list[Apply] = []
         self.dropped: list[int] = []
         self.saved: Saved | None = None
-        self.disks = [Disk() for _ in range(self.scenario.shards)]
+        self.perfect = False
+        self.layout = self.scenario.shards
+        self.moves = 0
+        self.disks = [Disk() for _ in range(UNITS)]
         self.down: set[int] = set()
         self.recorder = self.new_recorder(0)
-        self.shards = [self.shard_class(self, shard, disk) for shard, disk in enumerate(self.disks)]
+        self.shards = [self.new_shard(shard) for shard in range(self.layout)]
         for shard in self.shards:
             shard.follow(0)
         self.workers = [SimWorker(self, rank) for rank in range(self.scenario.workers)]
@@ -76,23 +83,29 @@ class World:
             (scenario.pauses, self.pause_worker),
             (scenario.drains, self.drain_worker),
             (scenario.switches, self.switch_policy),
+            (scenario.standbys, self.attach_standby),
+            (scenario.reshards, self.reshard),
         ]
         for count, fault in faults:
             for _ in range(count):
                 self.after(self.rng.random() * 20, fault)
 
-    def new_coordinator(self, epoch: int) -> Coordinator:
+    def new_shard(self, number: int) -> SimShard:
+        return self.shard_class(self, number, self.layout, self.disks[number])
+
+    def new_coordinator(self, epoch: int, shards: int) -> Coordinator:
         scenario = self.scenario
         rules = Rules(
             scenario.policy, scenario.workers, LEASE, Every(steps=scenario.every), scenario.on_loss,
             bad_gradients="skip",
         )  # fmt: skip
-        return self.coordinator_class(scenario.shards, rules, epoch)
+        return self.coordinator_class(shards, rules, epoch)
 
     def new_recorder(self, epoch: int) -> Recorder:
-        coordinator = self.new_coordinator(epoch)
-        watch(self, coordinator)
-        return Recorder(coordinator, self.journal_class(self.disks[0], epoch) if self.scenario.durable else None)
+        coordinator = self.new_coordinator(epoch, self.layout)
+        watch(coordinator)
+        journal = self.journal_class(self.disks[0], epoch, self.layout) if self.scenario.durable else None
+        return Recorder(coordinator, journal)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -101,7 +114,12 @@ class World:
     @property
     def all_ready(self) -> bool:
         """Has every shard weights, of the coordinator's epoch?"""
-        return not self.down and all(shard.is_ready and shard.machine.begun for shard in self.shards)
+        here = self.shards[: self.layout]
+        return not self.down and all(s.is_ready and s.machine.begun and not s.machine.moving for s in here)
+
+    @property
+    def weights(self) -> list[float]:
+        return [weight for shard in self.shards for weight in shard.weights]
 
     def is_bad(self, number: int) -> bool:
         return self.scenario.bad > 0 and number % self.scenario.bad == 1
@@ -121,11 +139,14 @@ class World:
                 deliver()
 
         self.messages += 1
+        if self.perfect:
+            return arrive()
         if not server.up or rng.random() < self.scenario.loss:
-            return
+            return None
         self.after(rng.random() * 0.2, arrive)
         if rng.random() < self.scenario.loss:
             self.after(rng.random() * 2.0, arrive)
+        return None
 
     def run(self) -> None:
         queue, workers = self.queue, self.workers
@@ -134,7 +155,7 @@ class World:
                 raise InvariantError(f"no progress: {waiting_for(self.coordinator, self.now)}")
             self.now, _, action = heapq.heappop(queue)
             action()
-        if self.scenario.durable or not self.down:
+        if self.scenario.durable or not (self.down or any(not shard.is_ready for shard in self.shards)):
             self.settle()
             self.verify()
 
@@ -142,22 +163,37 @@ class World:
         """Start what is down, and let every shard catch up over a perfect network."""
         for number in list(self.down):
             self.start_server(number)
-        for shard in self.shards:
-            while shard.machine.epoch != self.coordinator.epoch or not shard.is_ready:
-                self.introduce(shard, shard.machine.report(), direct=True)
-            shard.entries(self.coordinator.epoch, self.coordinator.entries_after(shard.machine.index))
+        self.perfect = True
+        for _ in range(20):
+            self.look()
+            if self.is_settled:
+                return
+        raise InvariantError(f"no rest: {self.coordinator.move}")
+
+    @property
+    def is_settled(self) -> bool:
+        """Does every shard stand where the log ends?"""
+        where = self.coordinator.epoch, self.coordinator.log.index
+        there = all(shard.is_ready and (shard.machine.epoch, shard.machine.index) == where for shard in self.shards)
+        return there and self.coordinator.move is None
 
     # ---- the shell of the coordinator
 
     def tick(self) -> None:
+        self.look()
+        self.after(0.5, self.tick)
+
+    def look(self) -> None:
+        """What everybody does twice a second."""
         if 0 not in self.down:
             self.recorder.tick(self.now)
             self.flush()
             if self.coordinator.cuts.finished is not None:
                 self.on_snapshot()
-        for shard in self.shards:
+        for shard in list(self.shards):
             shard.send_report()
-        self.after(0.5, self.tick)
+            if self.coordinator.cuts.cutting is not None:
+                shard.send_part()
 
     def on_beat(self, sender: SimWorker, worker: int) -> None:
         try:
@@ -173,12 +209,17 @@ class World:
             self.flush()
             epoch, entries = self.coordinator.epoch, self.coordinator.entries_after(report.index)
             self.send(lambda: shard.entries(epoch, entries), shard)
+            if (move := self.coordinator.move) is not None and report.moving and report.shard < move.shards:
+                self.send(lambda: shard.move_in(move), shard)
         else:
             self.introduce(shard, report)
 
-    def introduce(self, shard: SimShard, report: Report, direct: bool = False) -> None:
+    def introduce(self, shard: SimShard, report: Report) -> None:
         """A shard that does not follow the log of now is told how it can."""
         coordinator = self.coordinator
+        if not shard.is_ready and not shard.is_known:
+            shard.is_known = True
+            self.recorder.do("reborn", self.now, shard=report.shard)
         way = way_for(
             coordinator, report, not shard.is_ready,
             self.scenario.durable and not shard.asked, self.saved is not None and self.rollbacks > 0,
@@ -194,11 +235,18 @@ class World:
             self.recorder.do("shard_lost", self.now, shard=shard.machine.shard)
             base = coordinator.log.base
             action = lambda: shard.follow(epoch, base)  # noqa: E731
+        elif way is Way.ADOPT:
+            donor, move = self.shards[0], coordinator.move
+            assert move is not None
+            if donor.machine.index < move.index:
+                return None
+            state, history = json.dumps(donor.machine.state()), list(donor.history)
+            action = lambda: shard.adopt(state, history, move)  # noqa: E731
         elif way is Way.GO_BACK:
             return self.go_back()
         else:
             return None
-        return action() if direct else self.send(action, shard)
+        return self.send(action, shard)
 
     def on_part(self, shard: int, part: PartReport) -> None:
         if 0 not in self.down:
@@ -207,14 +255,21 @@ class World:
     def on_snapshot(self) -> None:
         cutting = self.coordinator.cuts.finished
         assert cutting is not None
-        self.saved = Saved(cutting.version, cutting.index, json.dumps(cutting.state))
+        self.saved = Saved(cutting.version, cutting.index, json.dumps(cutting.state), self.coordinator.shards)
         self.recorder.do("filed", self.now)
-        for disk in self.disks:
-            disk.log = [segment for segment in disk.log if segment.version >= cutting.version]
-            disk.job = [segment for segment in disk.job if segment.version >= cutting.version]
+        if self.coordinator.move is not None:
+            self.recorder.do("settle", self.now)
+        for number, disk in enumerate(self.disks):
+            if number >= len(self.shards) or self.shards[number].is_ready:  # who still reads its log, hears of it later
+                disk.log = [segment for segment in disk.log if segment.index >= cutting.index] or disk.log[-1:]
+            disk.job = [segment for segment in disk.job if segment.index >= cutting.index]
+        self.flush()
 
     def flush(self) -> None:
-        """Take note of new decisions and send them to all shards."""
+        """Take note of new decisions and send them to all shards. Who is not needed any more, ends."""
+        if len(self.shards) > self.layout and self.coordinator.move is None:
+            self.down -= set(range(self.layout, len(self.shards)))
+            del self.shards[self.layout :]
         new, epoch = self.coordinator.entries_after(self._flushed), self.coordinator.epoch
         if not new:
             return
@@ -234,52 +289,31 @@ class World:
     def acknowledged(self, push: Push, outcome: Outcome | None) -> None:
         """A worker has been told how its push ended."""
         assert outcome is not None
-        if outcome.status == "applied" and outcome.detail != "long ago":
-            counted = [c.key for c in self.decided[outcome.version - 1].contributions]
-            check(push.staged.key in counted, "{} was acknowledged and did not count", push.staged.key)
+        verdict.check_outcome(self, push, outcome)
         if outcome.status == "stale":
             batches, worker = list(push.staged.batches), push.staged.key.worker
             self.recorder.do("return_batches", self.now, worker=worker, batches=batches)
 
     # ---- faults
 
-    def kill_worker(self) -> None:
-        """A worker dies; another takes its place, or not if others are left."""
-        victims = [worker for worker in self.workers if worker.alive and not worker.done]
-        if not victims:
-            return
-        victim = self.rng.choice(victims)
-        victim.alive = False
-        if len(victims) == 1 or self.scenario.returns or self.rng.random() < 0.5 or not self.coordinator.started:
-            attempt = victim.attempt + 1 if self.rng.random() < 0.5 else victim.attempt
-            self.to_come += 1
-            self.after(self.rng.random() * 8, lambda: self.start_worker(victim.rank, attempt))
+    def reshard(self) -> None:
+        """The model moves to another number of servers; those that come are up already. Somebody may die meanwhile."""
+        if self.perfect or all(worker.done for worker in self.workers):
+            return None
+        shards = self.rng.choice([number for number in range(1, UNITS + 1) if number != self.layout])
+        keeps = self.scenario.durable or self.rng.random() < 0.5
+        if not self.all_ready or not self.recorder.do("reshard", self.now, shards=shards, keeps=keeps):
+            return self.after(0.5, self.reshard)
+        self.layout, self.moves = shards, self.moves + 1
+        self.shards += [self.new_shard(number) for number in range(len(self.shards), shards)]
+        self.flush()
+        if self.scenario.server_kills and self.rng.random() < 0.5:
+            self.after(self.rng.random() * 3, self.kill_server)
+        return None
 
-    def start_worker(self, rank: int, attempt: int) -> None:
-        self.to_come -= 1
-        self.workers.append(SimWorker(self, rank, attempt))
-
-    def pause_worker(self) -> None:
-        """A worker is stopped, perhaps for longer than its lease, and goes on later."""
-        victims = [worker for worker in self.workers if worker.alive and not worker.done]
-        if victims:
-            self.rng.choice(victims).awake_at = self.now + self.rng.choice([1.0, 4.0, 15.0])
-
-    def drain_worker(self) -> None:
-        """A worker is asked to leave, if others are left."""
-        victims = [worker for worker in self.workers if worker.alive and not worker.done and worker.used == []]
-        if len(victims) > 1 and self.coordinator.started:
-            self.rng.choice(victims).draining = True
-
-    def switch_policy(self) -> None:
-        if 0 not in self.down:
-            row = self.rng.choice([("sync", None, None, 0), ("async", None, None, 0), ("ssp", 1, None, 0)])
-            self.recorder.do("set_policy", self.now, row=row)
-            self.flush()
-
-    def kill_server(self) -> None:
+    def kill_server(self, number: int | None = None) -> None:
         """A server dies, and is started again."""
-        number = self.rng.randrange(self.scenario.shards)
+        number = self.rng.randrange(len(self.shards)) if number is None else number
         if number in self.down or all(worker.done for worker in self.workers):
             return
         self.down.add(number)
@@ -290,20 +324,39 @@ class World:
         if number not in self.down:
             return
         self.down.remove(number)
-        old, new = self.shards[number], self.shard_class(self, number, self.disks[number])
+        old, new = self.shards[number], self.new_shard(number)
         new.before = old if old.is_ready else old.before
         self.shards[number] = new
+        mirror = self.disks[number].mirror
+        if mirror is not None:
+            new.take_over(mirror)
+            self.takeovers += 1
         if number == 0 and self.scenario.durable:
             self.recover_coordinator()
         elif number == 0:
             self.go_back()
+        if mirror is not None and 0 not in self.down:
+            check(self.coordinator.log.can_go_on(new.machine.report()), "shard {} cannot go on", number)
+        self.disks[number].mirror = None
         self.shards[number].send_report()
 
+    def attach_standby(self) -> None:
+        """A server that lives gets a standby; the one that it had is given up. Perhaps it dies soon."""
+        number = self.rng.randrange(self.scenario.shards)
+        shard = self.shards[number]
+        if number not in self.down and shard.is_ready:
+            self.disks[number].mirror = mirror_of(shard, self.coordinator if number == 0 else None)
+            self.after(self.rng.choice([0.02, 0.5, 5.0]) * self.rng.random(), lambda: self.kill_server(number))
+
     def recover_coordinator(self) -> None:
-        before = self.coordinator.state()
-        self.recorder = recovered_coordinator(self, self.disks[0], self.saved)
+        before, disk, log = self.coordinator.state(), self.disks[0], self.coordinator.log
+        self.recorder = (
+            promoted_coordinator(self, disk.mirror) if disk.mirror else recovered_coordinator(self, disk, self.saved)
+        )
         after = self.coordinator.state()
         check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
+        if disk.mirror:
+            check(log.after(log.base) == self.coordinator.log.after(log.base), "entries after {} are lost", log.base)
         self.recorder.recovered(self.now, generation=0)
         self.flush()
 
@@ -313,6 +366,8 @@ class World:
         self.rollbacks += 1
         saved, epoch = self.saved, self.coordinator.epoch + 1
         self.recorder = self.new_recorder(epoch)
+        self.down -= set(range(self.layout, len(self.shards)))
+        del self.shards[self.layout :]
         self.coordinator.min_workers = 1
         self.decided, self._flushed = self.decided[: saved.version if saved else 0], 0
         if saved is not None:
@@ -321,48 +376,9 @@ class World:
 
     # ---- the checks
 
-    def check_decision(self, apply: Apply, coordinator: Coordinator) -> None:
-        """At the moment of a decision: is it what the policy promises?"""
-        row = coordinator.policy
-        active = {m.worker: m.clock for m in coordinator.roster if m.state is State.ACTIVE}
-        counted = [c.key.worker for c in apply.contributions]
-        check(set(counted) <= set(active), "version {} counts workers {} of {}", apply.version, counted, active)
-        if row.barrier:
-            least = max(1, len(active) - row.backup)
-            check(len(counted) >= least, "round {} has {} of {}", apply.version, counted, list(active))
-        elif row.bound is not None:
-            for worker in counted:
-                active[worker] += 1
-            clocks = list(active.values())
-            check(max(clocks) - min(clocks) <= row.bound, "clocks {} at bound {}", clocks, row.bound)
-
     def verify(self) -> None:
-        history = [tuple(c.key for c in apply.contributions) for apply in self.decided]
-        for shard in self.shards:
-            check(shard.history == history, "shard {} counted other pushes", shard.machine.shard)
-        counted = [key for keys in history for key in keys]
-        check(len(counted) == len(set(counted)), "a push counted twice")
-        batches = sorted([b.number for key in counted for b in self.pushes[key].staged.batches] + self.dropped)
-        check(batches == list(range(self.loop.total)), "batches that counted: {} of {}", batches, self.loop.total)
-        self.verify_sums()
-        if self.scenario.is_reproducible and self.scenario.quiet != self.scenario:
-            quiet = World(self.scenario.quiet)
-            quiet.run()
-            mine, theirs = ([shard.weight for shard in world.shards] for world in (self, quiet))
-            check(mine == theirs, "disturbed, the weights are {}, else {}", mine, theirs)
-
-    def verify_sums(self) -> None:
-        """Replay: the weighted mean in worker order, wherever and whenever the pushes arrived."""
-        for shard in self.shards:
-            weight = 1.0
-            for apply in self.decided:
-                pushes = [self.pushes[c.key] for c in apply.contributions]
-                pushes.sort(key=lambda p: (p.rank, p.staged.key.worker))
-                total, mean = sum(p.staged.samples for p in pushes), 0.0
-                for push in pushes:
-                    mean += push.gradients[shard.machine.shard] * (push.staged.samples / total)
-                weight -= mean
-            check(weight == shard.weight, "shard {}: {} is not {}", shard.machine.shard, shard.weight, weight)
+        """At the end."""
+        verdict.verify(self)
 
 
 def run(seed: int, **classes: type) -> World:

@@ -69,6 +69,12 @@ class UnreachableError(PSError):
     exit_code = 20
 
 
+class LayoutError(PSError):
+    """The model lies on another number of servers by now. Nothing was taken; find them, then send it again."""
+
+    exit_code = 20
+
+
 class InFlightError(PSError):
     """A server has no room for a push now (--in-flight). Nothing was taken; the push may be sent again in a while."""
 
@@ -116,6 +122,10 @@ REASONS: dict[str, Row] = {
     "UNREACHABLE": Row(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
     "NOT_READY": Row(UnreachableError, "UNAVAILABLE", True, "the server is still starting; try again"),
     "NOT_ATTACHED": Row(UnreachableError, "UNAVAILABLE", True, "the server lost this worker's shared memory"),
+    "NOT_PRIMARY": Row(UnreachableError, "UNAVAILABLE", True, "another server is primary of this shard"),
+    "NOT_IN_SYNC": Row(MismatchError, "FAILED_PRECONDITION", True, "the standby lacks what its primary has told"),
+    "DEPOSED": Row(TakenError, "ALREADY_EXISTS", False, "another server has become primary of this shard"),
+    "LAYOUT": Row(LayoutError, "FAILED_PRECONDITION", True, "the job has another number of servers by now"),
     "STOPPING": Row(UnreachableError, "UNAVAILABLE", True, "the server is stopping"),
     "WAIT_TIMEOUT": Row(WaitTimeoutError, "DEADLINE_EXCEEDED", True, "somebody else is late; the message says who"),
     "IN_FLIGHT": Row(InFlightError, "RESOURCE_EXHAUSTED", True, "the server's --in-flight bytes are taken"),

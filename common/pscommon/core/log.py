@@ -101,7 +101,16 @@ class Cut:
     version: int
 
 
-Entry = Begin | Apply | Reject | Evict | Cut
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """From here on the model lies on so many shards. What is staged is void: it was cut for the shards before."""
+
+    index: int
+    version: int
+    shards: int
+
+
+Entry = Begin | Apply | Reject | Evict | Cut | Reshard
 
 
 def chained(digest: int, entry: Entry) -> int:
@@ -115,7 +124,7 @@ class Report:
 
     epoch: which start of the job's log this is about; index: the last entry of it that the shard has carried out.
     log_bytes: of what the shard has written down since the last cut; log_broken: some of it could not be written.
-    digest: of all entries up to the index.
+    digest: of all entries up to the index. moving: it does not hold yet what the last Reshard gives it.
     """
 
     shard: int
@@ -125,3 +134,4 @@ class Report:
     log_bytes: int = 0
     digest: int = 0
     log_broken: bool = False
+    moving: bool = False

@@ -16,6 +16,7 @@ from pscommon.core.log import (
     PushKey,
     Reject,
     Report,
+    Reshard,
     Staged,
 )
 from pscommon.core.loop import LoopSpec
@@ -122,12 +123,22 @@ def report_to_proto(report: Report) -> co.Report:
         log_bytes=report.log_bytes,
         digest=report.digest,
         log_broken=report.log_broken,
+        moving=report.moving,
     )
 
 
 def report_from_proto(shard: int, message: co.Report) -> Report:
     staged = tuple(map(staged_from_proto, message.staged))
-    return Report(shard, message.epoch, message.index, staged, message.log_bytes, message.digest, message.log_broken)
+    return Report(
+        shard,
+        message.epoch,
+        message.index,
+        staged,
+        message.log_bytes,
+        message.digest,
+        message.log_broken,
+        message.moving,
+    )
 
 
 def entry_to_proto(entry: Entry) -> co.Entry:
@@ -143,6 +154,8 @@ def entry_to_proto(entry: Entry) -> co.Entry:
             return co.Entry(index=entry.index, evict=co.Evict(worker=entry.worker, reason=entry.reason))
         case Cut():
             return co.Entry(index=entry.index, cut=co.Cut(version=entry.version))
+        case Reshard():
+            return co.Entry(index=entry.index, reshard=co.Reshard(version=entry.version, shards=entry.shards))
 
 
 def _apply_to_proto(entry: Apply) -> co.Apply:
@@ -179,4 +192,5 @@ _ENTRIES: Mapping[str, Callable[[int, Any], Entry]] = {
     "reject": lambda index, body: Reject(index, key_from_proto(body.key), body.reason, body.detail),
     "evict": lambda index, body: Evict(index, body.worker, body.reason),
     "cut": lambda index, body: Cut(index, body.version),
+    "reshard": lambda index, body: Reshard(index, body.version, body.shards),
 }

@@ -67,6 +67,7 @@ class JoinResponse(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     OPEN_LOOP_FIELD_NUMBER: builtins.int
     BAD_GRADIENTS_FIELD_NUMBER: builtins.int
+    STANDBYS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
@@ -77,6 +78,10 @@ class JoinResponse(google.protobuf.message.Message):
     """what becomes of gradients with NaN or Inf, or with too large a norm: abort, skip or clip"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """as in HeartbeatResponse"""
+
     def __init__(
         self,
         *,
@@ -87,8 +92,9 @@ class JoinResponse(google.protobuf.message.Message):
         policy: builtins.str = ...,
         open_loop: builtins.int = ...,
         bad_gradients: builtins.str = ...,
+        standbys: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "job", b"job", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "policy", b"policy", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "job", b"job", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "policy", b"policy", "standbys", b"standbys", "worker", b"worker"]) -> None: ...
 
 global___JoinResponse = JoinResponse
 
@@ -218,19 +224,33 @@ class HeartbeatResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     STOPPING_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
+    STANDBYS_FIELD_NUMBER: builtins.int
     version: builtins.int
     stopping: builtins.bool
     """the job is ending: finish the step, then leave"""
     draining: builtins.bool
     """somebody asked this worker to leave: finish the step, then leave"""
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of all shards, by index, as of now: the primaries, their terms, and their standbys (empty where there is none)"""
+
+    @property
+    def terms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         stopping: builtins.bool = ...,
         draining: builtins.bool = ...,
+        addresses: collections.abc.Iterable[builtins.str] | None = ...,
+        terms: collections.abc.Iterable[builtins.int] | None = ...,
+        standbys: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "stopping", b"stopping", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "draining", b"draining", "standbys", b"standbys", "stopping", b"stopping", "terms", b"terms", "version", b"version"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -615,6 +635,44 @@ class SetPolicyResponse(google.protobuf.message.Message):
 global___SetPolicyResponse = SetPolicyResponse
 
 @typing.final
+class ReshardRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARDS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    shards: builtins.int
+    wait_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        shards: builtins.int = ...,
+        wait_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["shards", b"shards", "wait_ms", b"wait_ms"]) -> None: ...
+
+global___ReshardRequest = ReshardRequest
+
+@typing.final
+class ReshardResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    """how long no push counted"""
+    nbytes: builtins.int
+    """weights and optimizer state that went from one server to another"""
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+        nbytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nbytes", b"nbytes", "seconds", b"seconds"]) -> None: ...
+
+global___ReshardResponse = ReshardResponse
+
+@typing.final
 class StopJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -670,6 +728,9 @@ class LinkShardRequest(google.protobuf.message.Message):
     SNAPSHOT_PART_FIELD_NUMBER: builtins.int
     RESTORED_FIELD_NUMBER: builtins.int
     STATS_JSON_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
+    MOVED_FIELD_NUMBER: builtins.int
     shard: builtins.int
     shards: builtins.int
     address: builtins.str
@@ -679,12 +740,18 @@ class LinkShardRequest(google.protobuf.message.Message):
     """empty until the coordinator has told it"""
     stats_json: builtins.str
     """shard statistics for status, as JSON"""
+    term: builtins.int
+    """the shard's primary of this term speaks; who has a higher one takes its place"""
+    standby: builtins.str
+    """where its standby is; empty: it has none"""
     @property
     def report(self) -> global___Report: ...
     @property
     def snapshot_part(self) -> global___SnapshotPart: ...
     @property
     def restored(self) -> global___RestoreResult: ...
+    @property
+    def moved(self) -> global___MoveResult: ...
     def __init__(
         self,
         *,
@@ -697,9 +764,12 @@ class LinkShardRequest(google.protobuf.message.Message):
         snapshot_part: global___SnapshotPart | None = ...,
         restored: global___RestoreResult | None = ...,
         stats_json: builtins.str = ...,
+        term: builtins.int = ...,
+        standby: builtins.str = ...,
+        moved: global___MoveResult | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "job", b"job", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "stats_json", b"stats_json"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "job", b"job", "moved", b"moved", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
 
 global___LinkShardRequest = LinkShardRequest
 
@@ -713,6 +783,7 @@ class Report(google.protobuf.message.Message):
     LOG_BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     LOG_BROKEN_FIELD_NUMBER: builtins.int
+    MOVING_FIELD_NUMBER: builtins.int
     index: builtins.int
     epoch: builtins.int
     """which start of the log this is about; a report about another one is ignored"""
@@ -722,6 +793,8 @@ class Report(google.protobuf.message.Message):
     """of all entries up to index, so that nobody goes on from another history"""
     log_broken: builtins.bool
     """something since the last snapshot could not be written down"""
+    moving: builtins.bool
+    """it does not hold yet what the last Reshard gives it"""
     @property
     def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]: ...
     def __init__(
@@ -733,8 +806,9 @@ class Report(google.protobuf.message.Message):
         log_bytes: builtins.int = ...,
         digest: builtins.int = ...,
         log_broken: builtins.bool = ...,
+        moving: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "index", b"index", "log_broken", b"log_broken", "log_bytes", b"log_bytes", "staged", b"staged"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "index", b"index", "log_broken", b"log_broken", "log_bytes", b"log_bytes", "moving", b"moving", "staged", b"staged"]) -> None: ...
 
 global___Report = Report
 
@@ -787,12 +861,15 @@ class SnapshotPart(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     SHA256_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
     version: builtins.int
     file: builtins.str
     nbytes: builtins.int
     sha256: builtins.str
     problem: builtins.str
     """not empty: it could not be written, and why"""
+    shards: builtins.int
+    """of how many"""
     def __init__(
         self,
         *,
@@ -801,10 +878,35 @@ class SnapshotPart(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         sha256: builtins.str = ...,
         problem: builtins.str = ...,
+        shards: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["file", b"file", "nbytes", b"nbytes", "problem", b"problem", "sha256", b"sha256", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "nbytes", b"nbytes", "problem", b"problem", "sha256", b"sha256", "shards", b"shards", "version", b"version"]) -> None: ...
 
 global___SnapshotPart = SnapshotPart
+
+@typing.final
+class MoveResult(google.protobuf.message.Message):
+    """A shard has made its new part of the model, or could not yet."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    NBYTES_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    nbytes: builtins.int
+    """that came from others"""
+    problem: builtins.str
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        nbytes: builtins.int = ...,
+        problem: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "nbytes", b"nbytes", "problem", b"problem"]) -> None: ...
+
+global___MoveResult = MoveResult
 
 @typing.final
 class RestoreResult(google.protobuf.message.Message):
@@ -841,6 +943,11 @@ class LinkShardResponse(google.protobuf.message.Message):
     SNAPSHOTS_FIELD_NUMBER: builtins.int
     RECOVER_FIELD_NUMBER: builtins.int
     BEGIN_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    STANDBYS_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -853,6 +960,11 @@ class LinkShardResponse(google.protobuf.message.Message):
     """load `restore`, or nothing, then carry out your own log of this epoch on top of it, and report how far it went"""
     begin: builtins.bool
     """there is nothing to load: follow the log of `epoch` from `base` on, with nothing"""
+    term: builtins.int
+    """of shard 0, whose orders of a lower term are void, and where its standby is"""
+    shards: builtins.int
+    """how many shards there are, and how often that has changed"""
+    layout: builtins.int
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -869,6 +981,12 @@ class LinkShardResponse(google.protobuf.message.Message):
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """versions whose snapshots are kept; a shard with a disk of its own removes older ones"""
 
+    @property
+    def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def move(self) -> global___Move:
+        """the model moves: make the new part of what these shards held before, once the log has come to `index`"""
+
     def __init__(
         self,
         *,
@@ -884,11 +1002,41 @@ class LinkShardResponse(google.protobuf.message.Message):
         snapshots: collections.abc.Iterable[builtins.int] | None = ...,
         recover: builtins.bool = ...,
         begin: builtins.bool = ...,
+        term: builtins.int = ...,
+        standbys: collections.abc.Iterable[builtins.str] | None = ...,
+        shards: builtins.int = ...,
+        layout: builtins.int = ...,
+        move: global___Move | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["model", b"model", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "model", b"model", "recover", b"recover", "restore", b"restore", "snapshots", b"snapshots", "stop", b"stop", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "model", b"model", "move", b"move", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
+
+@typing.final
+class Move(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    STATE_JSON_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    state_json: builtins.str
+    """for a shard that is new: the state of one that has followed the log"""
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """addresses by shard, of as many as there were before"""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        sources: collections.abc.Iterable[builtins.str] | None = ...,
+        state_json: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "sources", b"sources", "state_json", b"state_json"]) -> None: ...
+
+global___Move = Move
 
 @typing.final
 class Restore(google.protobuf.message.Message):
@@ -922,6 +1070,7 @@ class Entry(google.protobuf.message.Message):
     REJECT_FIELD_NUMBER: builtins.int
     EVICT_FIELD_NUMBER: builtins.int
     CUT_FIELD_NUMBER: builtins.int
+    RESHARD_FIELD_NUMBER: builtins.int
     index: builtins.int
     @property
     def begin(self) -> global___Begin: ...
@@ -933,6 +1082,8 @@ class Entry(google.protobuf.message.Message):
     def evict(self) -> global___Evict: ...
     @property
     def cut(self) -> global___Cut: ...
+    @property
+    def reshard(self) -> global___Reshard: ...
     def __init__(
         self,
         *,
@@ -942,10 +1093,11 @@ class Entry(google.protobuf.message.Message):
         reject: global___Reject | None = ...,
         evict: global___Evict | None = ...,
         cut: global___Cut | None = ...,
+        reshard: global___Reshard | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "kind", b"kind", "reject", b"reject"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "index", b"index", "kind", b"kind", "reject", b"reject"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["begin", "apply", "reject", "evict", "cut"] | None: ...
+    def HasField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "kind", b"kind", "reject", b"reject", "reshard", b"reshard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "index", b"index", "kind", b"kind", "reject", b"reject", "reshard", b"reshard"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["begin", "apply", "reject", "evict", "cut", "reshard"] | None: ...
 
 global___Entry = Entry
 
@@ -1065,3 +1217,21 @@ class Cut(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
 
 global___Cut = Cut
+
+@typing.final
+class Reshard(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    shards: builtins.int
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        shards: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["shards", b"shards", "version", b"version"]) -> None: ...
+
+global___Reshard = Reshard

@@ -95,6 +95,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyResponse.FromString,
                 _registered_method=True)
+        self.Reshard = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/Reshard',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.ReshardRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReshardResponse.FromString,
+                _registered_method=True)
         self.StopJob = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/StopJob',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
@@ -197,6 +202,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reshard(self, request, context):
+        """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
+        the answer says which; those that leave end with 0. Answers when workers go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StopJob(self, request, context):
         """Ends the job: a last snapshot where there is a data directory, then every server exits with 0.
         """
@@ -206,7 +219,8 @@ class CoordinatorServiceServicer(object):
 
     def LinkShard(self, request_iterator, context):
         """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-        The coordinator answers with the log entries after the reported index.
+        The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
+        it is one of more, waits on its line until the job has so many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,6 +288,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'Reshard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reshard,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReshardRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.ReshardResponse.SerializeToString,
             ),
             'StopJob': grpc.unary_unary_rpc_method_handler(
                     servicer.StopJob,
@@ -611,6 +630,33 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/SetPolicy',
             psproto_dot_v1_dot_coordinator__pb2.SetPolicyRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reshard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/Reshard',
+            psproto_dot_v1_dot_coordinator__pb2.ReshardRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.ReshardResponse.FromString,
             options,
             channel_credentials,
             insecure,

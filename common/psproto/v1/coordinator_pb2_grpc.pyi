@@ -97,6 +97,14 @@ class CoordinatorServiceStub:
     ]
     """Another policy from the next update on."""
 
+    Reshard: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ReshardRequest,
+        psproto.v1.coordinator_pb2.ReshardResponse,
+    ]
+    """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
+    the answer says which; those that leave end with 0. Answers when workers go on.
+    """
+
     StopJob: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.StopJobRequest,
         psproto.v1.coordinator_pb2.StopJobResponse,
@@ -108,7 +116,8 @@ class CoordinatorServiceStub:
         psproto.v1.coordinator_pb2.LinkShardResponse,
     ]
     """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-    The coordinator answers with the log entries after the reported index.
+    The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
+    it is one of more, waits on its line until the job has so many.
     """
 
 class CoordinatorServiceAsyncStub:
@@ -190,6 +199,14 @@ class CoordinatorServiceAsyncStub:
     ]
     """Another policy from the next update on."""
 
+    Reshard: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ReshardRequest,
+        psproto.v1.coordinator_pb2.ReshardResponse,
+    ]
+    """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
+    the answer says which; those that leave end with 0. Answers when workers go on.
+    """
+
     StopJob: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.StopJobRequest,
         psproto.v1.coordinator_pb2.StopJobResponse,
@@ -201,7 +218,8 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.LinkShardResponse,
     ]
     """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-    The coordinator answers with the log entries after the reported index.
+    The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
+    it is one of more, waits on its line until the job has so many.
     """
 
 class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
@@ -308,6 +326,16 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         """Another policy from the next update on."""
 
     @abc.abstractmethod
+    def Reshard(
+        self,
+        request: psproto.v1.coordinator_pb2.ReshardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.ReshardResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReshardResponse]]:
+        """The model moves to another number of shards, under load. Those that come must have been started (see LinkShard), or
+        the answer says which; those that leave end with 0. Answers when workers go on.
+        """
+
+    @abc.abstractmethod
     def StopJob(
         self,
         request: psproto.v1.coordinator_pb2.StopJobRequest,
@@ -322,7 +350,8 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.coordinator_pb2.LinkShardResponse], collections.abc.AsyncIterator[psproto.v1.coordinator_pb2.LinkShardResponse]]:
         """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-        The coordinator answers with the log entries after the reported index.
+        The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
+        it is one of more, waits on its line until the job has so many.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

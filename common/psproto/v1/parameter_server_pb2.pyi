@@ -93,12 +93,18 @@ class DescribeResponse(google.protobuf.message.Message):
     ADDRESSES_FIELD_NUMBER: builtins.int
     COORDINATOR_FIELD_NUMBER: builtins.int
     VERSION_TEXT_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
     job: builtins.str
     shard: builtins.int
     shards: builtins.int
     coordinator: builtins.str
     """empty until this server knows its coordinator (shard 0)"""
     version_text: builtins.str
+    term: builtins.int
+    """of this server as its shard's primary; a standby answers NOT_PRIMARY"""
+    layout: builtins.int
+    """how often the job's number of shards has changed, as far as this server knows"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """addresses of all shards by index, empty where not known yet"""
@@ -112,8 +118,10 @@ class DescribeResponse(google.protobuf.message.Message):
         addresses: collections.abc.Iterable[builtins.str] | None = ...,
         coordinator: builtins.str = ...,
         version_text: builtins.str = ...,
+        term: builtins.int = ...,
+        layout: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "coordinator", b"coordinator", "job", b"job", "shard", b"shard", "shards", b"shards", "version_text", b"version_text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "coordinator", b"coordinator", "job", b"job", "layout", b"layout", "shard", b"shard", "shards", b"shards", "term", b"term", "version_text", b"version_text"]) -> None: ...
 
 global___DescribeResponse = DescribeResponse
 
@@ -238,6 +246,8 @@ class PushPullHeader(google.protobuf.message.Message):
     MEMORY_FIELD_NUMBER: builtins.int
     OPEN_FIELD_NUMBER: builtins.int
     HAVE_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     seq: builtins.int
@@ -263,6 +273,10 @@ class PushPullHeader(google.protobuf.message.Message):
     """the push is not complete yet: a closing header will come"""
     have: builtins.int
     """version of the weights that the caller has, which it got from this shard: what has not changed since is not sent"""
+    term: builtins.int
+    """the highest term of this shard's primary that the caller knows of; a server of a lower one answers NOT_PRIMARY"""
+    shards: builtins.int
+    """for how many shards the tape is cut; where there are not so many, the answer is LAYOUT. 0: the caller does not know"""
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Batch]:
         """batches of the data ledger that this push uses up"""
@@ -290,9 +304,11 @@ class PushPullHeader(google.protobuf.message.Message):
         memory: builtins.int = ...,
         open: builtins.bool = ...,
         have: builtins.int | None = ...,
+        term: builtins.int = ...,
+        shards: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_have", b"_have", "have", b"have"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "pull", b"pull", "samples", b"samples", "seq", b"seq", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "pull", b"pull", "samples", b"samples", "seq", b"seq", "shards", b"shards", "term", b"term", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_have", b"_have"]) -> typing.Literal["have"] | None: ...
 
 global___PushPullHeader = PushPullHeader
@@ -359,6 +375,7 @@ class ExchangeResult(google.protobuf.message.Message):
     PULLED_FIELD_NUMBER: builtins.int
     UNCHANGED_FIELD_NUMBER: builtins.int
     PULL_SECONDS_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     outcome: global___Outcome.ValueType
     version: builtins.int
     """version of the weights that follow, or of the shard where nothing was pulled"""
@@ -376,6 +393,8 @@ class ExchangeResult(google.protobuf.message.Message):
     """the weights of `version` follow, or are in shared memory"""
     pull_seconds: builtins.float
     """seconds it took to put the weights into shared memory"""
+    term: builtins.int
+    """of this server as the shard's primary"""
     @property
     def unchanged(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """trainable tensors (indices into the model) that have not changed since `have`: their bytes are not sent"""
@@ -395,7 +414,8 @@ class ExchangeResult(google.protobuf.message.Message):
         pulled: builtins.bool = ...,
         unchanged: collections.abc.Iterable[builtins.int] | None = ...,
         pull_seconds: builtins.float = ...,
+        term: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["apply_seconds", b"apply_seconds", "detail", b"detail", "nbytes", b"nbytes", "outcome", b"outcome", "pull_seconds", b"pull_seconds", "pulled", b"pulled", "reason", b"reason", "staleness", b"staleness", "unchanged", b"unchanged", "version", b"version", "wait_seconds", b"wait_seconds", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["apply_seconds", b"apply_seconds", "detail", b"detail", "nbytes", b"nbytes", "outcome", b"outcome", "pull_seconds", b"pull_seconds", "pulled", b"pulled", "reason", b"reason", "staleness", b"staleness", "term", b"term", "unchanged", b"unchanged", "version", b"version", "wait_seconds", b"wait_seconds", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___ExchangeResult = ExchangeResult

@@ -1,0 +1,29 @@
+"""What a hot standby costs: everything travels to another process before it is acknowledged, or after."""
+
+from contextlib import ExitStack
+from functools import partial
+
+from benchmarks.product import LANES
+from benchmarks.scale import Scale
+from benchmarks.setup import Setup
+from benchmarks.works.entrants import job, ours
+from benchmarks.works.work import Lineup, Work
+
+MODES = {"no standby": "", "sync": "sync", "async": "async"}
+
+
+def lineup(scale: Scale, resources: ExitStack, large: bool) -> Lineup:
+    nbytes, pieces = (scale.large, scale.logged) if large else (scale.small, scale.small_pieces)
+    entries = [
+        job(ours(lane, mode), Setup(nbytes, lanes=lane, shipping=shipping, pieces=pieces))
+        for lane in LANES
+        for mode, shipping in MODES.items()
+    ]
+    return Lineup(entries)
+
+
+ABOUT = "1 worker, 1 server, SGD, all on this machine: without a standby, with one that has each push before it is told"
+LARGE = Work("standby", f"push_pull of 100 MB, {ABOUT}, and with one that may be behind.", partial(lineup, large=True))
+SMALL = Work(
+    "standby_small", f"push_pull of 50 kB, {ABOUT}, and with one that may be behind.", partial(lineup, large=False)
+)

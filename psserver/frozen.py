@@ -1,0 +1,48 @@
+"""What a shard held when the model moved to another number of shards: it is read until all have their new parts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pscommon.core.tape import Range
+from pscommon.optimizers import groups_to_json
+from psserver.store import Store
+from psserver.stretch import raw
+
+
+class About(NamedTuple):
+    """What there is besides bytes: kinds of numbers ("weight", names of optimizer states), steps by tensor, groups."""
+
+    kinds: frozenset[str]
+    steps: Mapping[int, int]
+    groups_json: str
+
+
+class Piece(NamedTuple):
+    """Bytes of the tape from `start` on."""
+
+    start: int
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The numbers of a shard at the Reshard of this epoch and index, when there were so many shards. None change."""
+
+    epoch: int
+    index: int
+    shards: int
+    store: Store
+
+    def about(self) -> About:
+        kinds = frozenset(key.rpartition("@")[0] for key, _ in self.store.tensors())
+        return About(kinds, self.store.steps(), groups_to_json(self.store.groups()))
+
+    def read(self, kind: str, span: Range) -> Iterator[Piece]:
+        """All that lies here of a stretch of one kind."""
+        for key, tensor in self.store.tensors():
+            found, _, place = key.rpartition("@")
+            start, data = int(place), raw(tensor)
+            low, high = max(start, span.start), min(start + data.nbytes, span.stop)
+            if found == kind and low < high:
+                yield Piece(low, data[low - start : high - start])

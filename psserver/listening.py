@@ -1,0 +1,38 @@
+"""A server's socket."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from pscommon.core.errors import TakenError
+from pscommon.wire.channel import SERVER_OPTIONS
+
+PAUSE = 0.05
+
+
+def listen(
+    bind: str, calls: int, interceptors: Sequence[grpc.ServerInterceptor] = (), patience: float = 0.0
+) -> tuple[grpc.Server, str]:
+    """A gRPC server that has its port, not started yet, and its HOST:PORT.
+
+    calls: that it answers at a time. patience: seconds that whoever has the port may take to let go of it. TakenError.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        server = grpc.server(
+            ThreadPoolExecutor(calls, thread_name_prefix="call"),
+            interceptors=list(interceptors),
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=calls,
+        )
+        try:
+            return server, f"{bind.rpartition(':')[0]}:{server.add_insecure_port(bind)}"
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise TakenError(
+                    f"cannot listen on {bind}: another process has the port, or the address is not this "
+                    "machine's; choose another --bind (port 0 picks a free one)"
+                ) from error
+        time.sleep(PAUSE)

@@ -1,0 +1,114 @@
+"""What a standby holds: the shard, and of shard 0 the coordinator, as far as its primary's records go."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from pscommon.core.errors import MismatchError, PSError
+from pscommon.record_log import Record
+from pscommon.snapshot import Manifest
+from pscommon.team import Team
+from psserver.config import ServerConfig
+from psserver.core.coordinator import Coordinator
+from psserver.core.recorder import Command, replay
+from psserver.job_journal import Kind as JobKind
+from psserver.records import Source
+from psserver.replica import Replica
+from psserver.shard_log import Base, logged
+from psserver.shipped import LineKind, ReceivedNumbers, Shipped, checksum
+
+
+class DivergedError(PSError):
+    """The numbers here are not the primary's."""
+
+
+class Mirror:
+    """Made of one whole state and what comes after it. hello: what the primary says of itself and the job.
+
+    coordinator: of shard 0, else None. loaded: the whole state is here.
+    """
+
+    def __init__(self, config: ServerConfig, team: Team, hello: dict[str, Any]) -> None:
+        self.hello = hello
+        self.replica = Replica(config.shard, config.shards, team)
+        self.coordinator: Coordinator | None = None
+        self.loaded = False
+        self._config = config
+        self._numbers = ReceivedNumbers()
+        check_settings(config, hello)
+
+    def take(self, record: Shipped) -> None:
+        """The next record. DivergedError, LogUnfitError, and what damaged records raise: load everything anew."""
+        match record.source:
+            case Source.LINE:
+                self._take_line(record)
+            case Source.SHARD:
+                read = logged(_as_written(record))
+                if isinstance(read, Base):
+                    self.replica.become(read.state)
+                else:
+                    self.replica.take(read)
+            case Source.JOB:
+                self._take_job(json.loads(record.header), JobKind(record.kind))
+
+    def _take_line(self, record: Shipped) -> None:
+        match LineKind(record.kind):
+            case LineKind.NUMBERS:
+                self._numbers.add(record)
+            case LineKind.OPTIMIZER:
+                self._numbers.add(record)
+                self.replica.numbers.restore(self._numbers)
+                self._numbers = ReceivedNumbers()
+            case LineKind.LOADED:
+                self.loaded = True
+            case LineKind.CHECKSUM:
+                self._compare(**json.loads(record.header))
+
+    def _take_job(self, values: dict[str, Any], kind: JobKind) -> None:
+        if kind is JobKind.BASE:
+            self.coordinator = Coordinator(self._config.shards, self._config.rules())
+            self.coordinator.become(values, 0.0)
+        elif self.coordinator is not None:
+            replay(self.coordinator, [Command.from_json(values)])
+
+    def _compare(self, version: int, checksum: int) -> None:
+        mine = self.checksum()
+        if (version, checksum) != (self.version, mine):
+            raise DivergedError(
+                f"the numbers here, at version {self.version}, are not the primary's at {version}: "
+                f"checksums {mine:08x} and {checksum:08x}"
+            )
+
+    def checksum(self) -> int:
+        return checksum(self.replica.numbers)
+
+    @property
+    def version(self) -> int:
+        return self.replica.machine.version
+
+    @property
+    def snapshots(self) -> tuple[Manifest | None, Manifest | None]:
+        """The one that the log of now goes on from, and the newest one."""
+        first, newest = self.hello["snapshots"]
+        return Manifest.from_json(first) if first else None, Manifest.from_json(newest) if newest else None
+
+
+def settings(config: ServerConfig) -> dict[str, Any]:
+    """What a primary and its standby must have in common, JSON-ready."""
+    common = {"bad_gradients": config.bad_gradients, "max_norm": config.max_norm}
+    found = asdict(config.rules()) if config.shard == 0 else common
+    return dict(json.loads(json.dumps(found)))
+
+
+def check_settings(config: ServerConfig, hello: dict[str, Any]) -> None:
+    """MismatchError that names what differs."""
+    mine, theirs = settings(config), hello["settings"]
+    differing = [key for key in mine if mine[key] != theirs.get(key)]
+    if differing:
+        text = "; ".join(f"{key} (here {mine[key]}, there {theirs.get(key)})" for key in differing)
+        raise MismatchError(f"this standby was started with other settings than its primary: {text}", "SHARD_MISMATCH")
+
+
+def _as_written(record: Shipped) -> Record:
+    payload = memoryview(record.payload[0]) if record.payload else memoryview(b"")
+    return Record(record.kind, record.header, payload)

@@ -1,0 +1,109 @@
+"""A shard made of records: what its log holds, or what its primary sends, carried out on a state."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pscommon.core.log import Apply, Begin, Entry, PushKey, Reshard
+from pscommon.core.model import ModelSpec
+from pscommon.core.tape import Plan
+from pscommon.optimizers import groups_from_json
+from pscommon.team import Team
+from psserver.core.job_log import counted
+from psserver.core.shard import Shard
+from psserver.frozen import Frozen
+from psserver.shard_log import LoggedPush
+from psserver.staging import Staging
+from psserver.store import Store
+
+
+class LogUnfitError(Exception):
+    """Records cannot be carried out on what is there; the text says why."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """A staged push's numbers, and when they were complete (monotonic seconds)."""
+
+    staging: Staging
+    since: float
+
+
+def apply(store: Store, entry: Apply, kept: Mapping[PushKey, Kept]) -> None:
+    """The numbers' part of an update."""
+    counted = entry.contributions
+    stagings = [kept[contribution.key].staging for contribution in counted]
+    store.apply(stagings, [c.samples for c in counted], [c.scale for c in counted])
+
+
+class Replica:
+    """shards, machine, kept, model, store, frozen are those of the shard, as far as the records that were taken go."""
+
+    def __init__(self, shard: int, shards: int, team: Team) -> None:
+        self.shards = shards
+        self.frozen: Frozen | None = None
+        self.machine = Shard(shard)
+        self.kept: dict[PushKey, Kept] = {}
+        self.model: ModelSpec | None = None
+        self.store: Store | None = None
+        self._shard, self._team = shard, team
+
+    def become(self, state: Mapping[str, Any]) -> None:
+        """The machine's state; numbers and staged pushes come besides."""
+        self.machine.recover(state)
+
+    def take(self, logged: ModelSpec | LoggedPush | Entry) -> None:
+        """The next record. LogUnfitError where it does not go with those before."""
+        match logged:
+            case ModelSpec():
+                self.know(logged)
+            case LoggedPush():
+                self._stage(logged)
+            case _:
+                for entry in self.machine.accept(self.machine.epoch, [logged]):
+                    self._carry_out(entry)
+
+    def know(self, model: ModelSpec) -> None:
+        """Before the first weights the model may change: its first worker may have died."""
+        if self.model is None or (not self.machine.begun and self.model.fingerprint() != model.fingerprint()):
+            self.model, self.store = model, Store(Plan(model, self.shards), self._shard, self._team)
+
+    def _stage(self, push: LoggedPush) -> None:
+        if not self.machine.offer(push.staged):
+            return
+        if self.store is None or self.model is None:
+            raise LogUnfitError("it speaks of pushes before there is a model")
+        staging = self.store.staging(push.absent, push.initial)
+        if push.groups_json:
+            staging.groups = groups_from_json(push.groups_json, self.model.optimizer)
+        offset = 0
+        for view in staging.views if push.payload else ():
+            view[:] = push.payload[offset : offset + len(view)]
+            offset += len(view)
+        self.kept[push.staged.key] = Kept(staging, time.monotonic())
+
+    def _carry_out(self, entry: Entry) -> None:
+        if missing := counted([entry]) - self.kept.keys():
+            raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
+        match entry:
+            case Begin():
+                self.numbers.begin(self.kept[PushKey(entry.worker, 0)].staging)
+            case Apply():
+                apply(self.numbers, entry, self.kept)
+                self.frozen = None
+            case Reshard():
+                self.frozen = Frozen(self.machine.epoch, entry.index, self.shards, self.numbers)
+                self.shards, self.store = entry.shards, None
+        self.machine.done(entry)
+        for key in [key for key in self.kept if key not in self.machine.staged]:
+            staging = self.kept.pop(key).staging
+            if self.store is not None:
+                self.store.release(staging)
+
+    @property
+    def numbers(self) -> Store:
+        """Weights and all that goes with them. LogUnfitError where there is no model yet."""
+        if self.store is None:
+            raise LogUnfitError("it speaks of weights before there is a model")
+        return self.store

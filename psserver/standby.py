@@ -1,0 +1,264 @@
+"""A server's life as a standby: it follows its shard's primary, until it is one itself."""
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import grpc
+
+from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.team import Team
+from pscommon.wire.channel import open_channel
+from pscommon.wire.status import error_from, translated
+from psproto.v1 import standby_pb2 as pb
+from psproto.v1.standby_pb2_grpc import StandbyServiceStub, add_StandbyServiceServicer_to_server
+from psserver.config import ServerConfig
+from psserver.core.shard import LogError
+from psserver.core.succession import Succession
+from psserver.core.tenure import PrimaryLease, Tenure
+from psserver.listening import listen
+from psserver.mirror import Mirror
+from psserver.records import Source
+from psserver.replica import LogUnfitError
+from psserver.shipped import LineKind, Shipped, received
+from psserver.standby_servicer import NotPrimary, StandbyServicer
+
+TICK = 0.1
+BEAT = 0.5
+"""Seconds between acknowledgements when nothing comes."""
+
+NOTICE = 8.0
+"""Seconds between lines for people about a primary that does not answer."""
+
+CALLS = 64
+"""Calls at a time: most are of workers that look for the primary."""
+
+STEP_DOWN = 5.0
+"""Seconds that a primary gets to hand over."""
+
+log = logging.getLogger("psserver")
+
+
+class Inherited(NamedTuple):
+    """What a standby that is primary from now on has: its tenure, and everything its predecessor had."""
+
+    tenure: Tenure
+    mirror: Mirror
+
+
+class Standby:
+    """Serves nothing but Promote until it is primary. `run` is its whole life.
+
+    Threads: the one of `run` follows; the ticker ends a line that is silent; a call of Promote decides and waits.
+    """
+
+    def __init__(self, config: ServerConfig, lease: PrimaryLease | None) -> None:
+        self.config = config
+        self.name = uuid.uuid4().hex
+        self.ended = threading.Event()
+        self.failure: PSError | None = None
+        assert config.standby_of is not None
+        self.primary = config.standby_of
+        self._lease = lease
+        self._team = Team(config.threads or 1)
+        self._mirror: Mirror | None = None
+        self._news = threading.Condition()
+        self._received = self._said = 0
+        self._busy = False
+        self._call: Any = None
+        self._promoted: Tenure | None = None
+        self._at_rest = threading.Event()  # nobody follows any more
+        self._promoting = threading.Lock()
+        self._told = time.monotonic()
+        self._grpc, self.address = listen(config.bind, CALLS)
+        self.advertised = config.advertise or self.address
+        self._succession = Succession(self.name, self.advertised, lease, time.monotonic())
+        add_StandbyServiceServicer_to_server(StandbyServicer(None, self.promote), self._grpc)
+        self._grpc.add_generic_rpc_handlers((NotPrimary(lambda: self.primary),))
+
+    # ---- its life ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Inherited | None:
+        """Returns when it is primary; None: when the job is over, or this process was told to end (`stop`)."""
+        self._grpc.start()
+        log.info("listening", extra={"address": self.address, "standby_of": self.primary})
+        ticker = threading.Thread(target=self._tick_forever, name="standby", daemon=True)
+        ticker.start()
+        try:
+            while self._promoted is None and not self.ended.is_set():
+                self._follow()
+        finally:
+            self._at_rest.set()
+            self.ended.set()
+            ticker.join()
+            self._grpc.stop(grace=2.0).wait()
+        if self._promoted is None or self._mirror is None:
+            return None
+        if not self._succession.loaded:
+            raise PSError("the last record before this standby became primary could not be carried out")
+        self._wait_for_silence()
+        log.warning("this standby is primary now", extra={"term": self._promoted.term, "version": self._mirror.version})
+        return Inherited(self._promoted, self._mirror)
+
+    def stop(self, reason: str) -> None:
+        """End, without being primary."""
+        self.ended.set()
+        self._hang_up()
+
+    def _wait_for_silence(self) -> None:
+        """async: until the other one cannot believe any more that it is primary."""
+        time.sleep(self._succession.pause)
+
+    def _follow(self) -> None:
+        """One line, from connecting to its end; then, where that is due, an attempt to be primary."""
+        try:
+            self._find()
+            with open_channel(self.primary, tensors=True) as channel:
+                self._call = StandbyServiceStub(channel).Replicate(self._words())
+                for number, record in received(self._heard(self._call)):
+                    if record is not None:
+                        self._acknowledge(number)
+                        self._busy = True  # nobody listens now: that is no silence of the primary
+                        self._take(record)
+                    self._busy = False
+        except grpc.RpcError as failure:
+            error = error_from(failure, f"the primary at {self.primary}")
+            # however a line ends, what came over it is whole
+            self._bear(error if isinstance(error, MismatchError) else UnreachableError(str(error), error.reason))
+        except (PSError, LogUnfitError, LogError, OSError, ValueError, KeyError, TypeError) as unfit:
+            self._bear(unfit)
+        self._acknowledge(0)
+        self._busy = False
+        if self._promoted is None and self._succession.due(time.monotonic()):
+            self._try()
+        self.ended.wait(TICK)
+
+    def _heard(self, call: Iterator[pb.ReplicateResponse]) -> Iterator[pb.ReplicateResponse]:
+        for message in call:
+            self._succession.hear(time.monotonic())
+            yield message
+
+    def _acknowledge(self, number: int) -> None:
+        with self._news:
+            self._received = number
+            self._news.notify_all()
+
+    def _find(self) -> None:
+        """Who is primary now, where the lock says that; else it is whom this standby was started for."""
+        tenure = self._lease.read() if self._lease is not None else None
+        if tenure is not None and tenure.holder != self.advertised:
+            self.primary = tenure.holder
+
+    def _take(self, record: Shipped) -> None:
+        if (record.source, record.kind) == (Source.LINE, LineKind.HELLO):
+            self._begin(json.loads(record.header))
+        elif (record.source, record.kind) == (Source.LINE, LineKind.END):
+            log.info("the job is over")
+            self.ended.set()
+        elif self._mirror is not None:
+            self._mirror.take(record)
+            if self._mirror.loaded and not self._succession.loaded:
+                self._succession.loaded = True
+                log.info("has the whole state of its primary", extra={"version": self._mirror.version})
+
+    def _begin(self, hello: dict[str, Any]) -> None:
+        if not self._succession.begins(hello["term"], hello["sync"]):
+            raise UnreachableError(
+                f"{self.primary} is not primary any more: its term is {hello['term']}", "NOT_PRIMARY"
+            )
+        self._mirror = Mirror(self.config, self._team, hello)
+
+    def _bear(self, error: Exception) -> None:
+        """The line has ended. What cannot become better ends this process; the rest is tried again."""
+        unfit = not isinstance(error, (UnreachableError, MismatchError))
+        if unfit:
+            self._succession.loaded = False
+        if self.ended.is_set() or self._promoted is not None:
+            return
+        if isinstance(error, MismatchError) and error.reason != "SHARD_TAKEN":
+            self.failure = error
+            self.ended.set()
+        elif unfit:
+            log.error("loading everything anew", extra={"problem": str(error)})
+        elif time.monotonic() - self._told >= NOTICE:
+            self._told = time.monotonic()
+            log.info("waiting", extra={"waiting_for": f"the primary at {self.primary}", "problem": str(error)})
+
+    def _words(self) -> Iterator[pb.ReplicateRequest]:
+        """Who asks; then how far it is, whenever that has changed, and at every beat."""
+        config = self.config
+        yield pb.ReplicateRequest(
+            shard=config.shard, shards=config.shards, instance=self.name, address=self.advertised,
+            term=self._succession.term,
+        )  # fmt: skip
+        while not self.ended.is_set() and self._promoted is None:
+            with self._news:
+                self._news.wait_for(lambda: self._received != self._said, BEAT)
+                self._said = self._received
+            yield pb.ReplicateRequest(received=self._said)
+
+    def _tick_forever(self) -> None:
+        """A line that is silent is ended from here, because who reads it waits."""
+        while not self.ended.wait(TICK):
+            if self._busy:
+                self._succession.hear(time.monotonic())
+            elif self._succession.due(time.monotonic()):
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        call = self._call
+        if isinstance(call, grpc.Call):
+            call.cancel()
+
+    # ---- being primary ----------------------------------------------------------------------------------------------
+
+    def _try(self) -> None:
+        """Silence has lasted: be primary, if the lock allows it."""
+        with self._promoting:
+            silent = self._succession.silent(time.monotonic())
+            try:
+                self._promoted = self._promoted or self._succession.take_over()
+            except (OSError, ValueError) as error:
+                log.error("the failover lock cannot be used", extra={"problem": str(error)})
+            if self._promoted is None:
+                self._succession.loaded = False  # the primary went on alone: what is here is old
+                log.warning("the primary is silent, and had gone on without this standby", extra={"seconds": silent})
+
+    def promote(self, seconds: float) -> pb.PromoteResponse:
+        """Somebody wants this one to be primary. MismatchError or UnreachableError: why not, and what to do."""
+        with self._promoting:
+            if self._promoted is None:
+                note = self._agreed()
+                tenure = self._succession.take_over()
+                if tenure is None:
+                    raise MismatchError(
+                        "the failover lock says that the primary may have gone on without this standby; if the primary "
+                        "is gone for good, remove the lock's folder, and promote again",
+                        "NOT_IN_SYNC",
+                    )
+                self._promoted = tenure
+            else:
+                note = ""
+        self._hang_up()
+        self._at_rest.wait(seconds)
+        assert self._mirror is not None
+        return pb.PromoteResponse(term=self._promoted.term, version=self._mirror.version, note=note)
+
+    def _agreed(self) -> str:
+        """The primary has stepped down, or does not answer; then what people should know."""
+        if not self._succession.loaded or self._mirror is None:
+            raise MismatchError(
+                f"this standby has not loaded the state of {self.primary}: wait until ps-ctl status shows it in sync",
+                "NOT_IN_SYNC",
+            )
+        try:
+            with open_channel(self.primary) as channel, translated(f"the primary at {self.primary}"):
+                StandbyServiceStub(channel).StepDown(pb.StepDownRequest(instance=self.name), timeout=STEP_DOWN)
+        except UnreachableError as silence:
+            log.warning("the primary does not step down: it does not answer", extra={"problem": str(silence)})
+            return f"the primary at {self.primary} did not answer; this one goes on from version {self._mirror.version}"
+        return ""

@@ -1,0 +1,209 @@
+"""A standby follows real servers: what it has, when it is believed to have it, and what it refuses."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import PSError
+from pscommon.wire.channel import open_channel
+from psproto.v1 import standby_pb2 as pb
+from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psserver.mirror import Mirror
+from psserver.primary_lease import FolderLease
+from psserver.shipped import checksum
+from psserver.shipper import EVERY
+from psworker import Client, OptimizerSpec
+from psworker.discovery import describe
+from tests.e2e.conftest import Cluster
+from tests.e2e.standbys import Following
+from tests.e2e.workers import ONES, connected, count, counter, status, until
+
+Make = Callable[..., Cluster]
+
+
+def mirror(following: Following) -> Mirror:
+    found = following.standby._mirror
+    assert found is not None
+    return found
+
+
+def same(following: Following) -> bool:
+    """Has the standby what its primary has?"""
+    engine, replica = following.primary.engine, mirror(following).replica
+    assert engine.store is not None
+    assert replica.store is not None
+    return (
+        replica.machine.state() == engine._machine.state()
+        and replica.kept.keys() == engine._kept.keys()
+        and checksum(replica.store) == checksum(engine.store)
+    )
+
+
+def adam(address: str) -> Client:
+    """With optimizer state."""
+    client = connected(address)
+    zeros = {name: np.zeros_like(one) for name, one in ONES.items()}
+    client.register(zeros, OptimizerSpec("adam", lr=0.1))
+    return client
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["from the beginning", "in the middle"])
+def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
+    """Weights, the optimizer's state, outcomes; and of shard 0 the coordinator, to the last lease."""
+    server = cluster(policy="async").servers[0]
+    with Following(server) as following, adam(server.address) as client:
+        if early:
+            following.in_sync()
+        for _ in range(5):
+            client.push(ONES)
+        following.in_sync()
+        for _ in range(5):
+            client.push(ONES)
+
+        until(lambda: same(following), "the same")
+        coordinator = mirror(following).coordinator
+        assert server.hub is not None
+        assert coordinator is not None
+        assert coordinator.state() == server.hub._coordinator.state()
+        assert mirror(following).version == 10
+
+
+def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
+    """A round that waits for somebody."""
+    server = cluster(policy="sync", min_workers=2).servers[0]
+    with counter(server.address, rank=0) as first, Following(server) as following:
+        pushing = threading.Thread(target=count, args=(first,))
+        pushing.start()
+        until(lambda: len(server.engine._kept) == 1, "a push that waits")
+        following.in_sync()
+        until(lambda: same(following), "the same")
+        assert len(mirror(following).replica.kept) == 1
+        with counter(server.address, rank=1) as second:
+            count(second)
+            pushing.join()
+        until(lambda: same(following) and mirror(following).version == 1, "the round, too")
+
+
+def test_shards_have_standbys_of_their_own(cluster: Make) -> None:
+    servers = cluster(2, policy="async")
+    with Following(servers.servers[1]) as following, counter(servers.address) as client:
+        following.in_sync()
+        count(client, 3)
+        until(lambda: same(following), "the same")
+        until(lambda: status(servers.address)["servers"][1].get("standby_state") == "in sync", "in the status")
+        assert status(servers.address)["servers"][1]["standby"] == following.standby.address
+        assert mirror(following).coordinator is None
+
+
+def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(policy="async", data_dir=tmp_path)
+    server = servers.servers[0]
+    with Following(server) as following, counter(server.address) as client:
+        following.in_sync()
+        count(client, 2)
+        assert server.hub is not None
+        version = server.hub.snapshots.save(20)
+        count(client, 3)
+        server.hub.snapshots.restore(version, 20)
+        until(lambda: mirror(following).loaded and mirror(following).version == 2, "the older version")
+        following.in_sync()
+        assert same(following)
+
+
+def test_numbers_that_differ_are_found_and_loaded_anew(cluster: Make, caplog: pytest.LogCaptureFixture) -> None:
+    server = cluster(policy="async").servers[0]
+    with Following(server) as following, counter(server.address) as client:
+        following.in_sync()
+        count(client, 3)
+        until(lambda: same(following), "the same")
+        wrong = mirror(following)
+        store = wrong.replica.store
+        assert store is not None
+        next(iter(store.tensors()))[1][0] += 1.0
+
+        count(client, EVERY - 3)
+
+        until(lambda: mirror(following) is not wrong, "another state")
+        following.in_sync()
+        assert same(following)
+        assert any("are not the primary's at 100" in str(getattr(r, "problem", "")) for r in caplog.records)
+
+
+def test_the_end_of_the_job_is_its_end(cluster: Make) -> None:
+    servers = cluster()
+    with Following(servers.servers[0]) as following:
+        following.in_sync()
+        servers.stop()
+        until(lambda: following.ended, "the end of the standby")
+        assert following.standby.failure is None
+
+
+def test_it_says_who_is_primary(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(server) as following:
+        following.in_sync()
+        with pytest.raises(PSError, match=f"is a standby; its primary is {server.address}") as refused:
+            describe(following.standby.address)
+        assert refused.value.reason == "NOT_PRIMARY"
+
+
+def test_other_settings_than_the_primary_are_refused_by_name(cluster: Make) -> None:
+    server = cluster(policy="async").servers[0]
+    with Following(server, policy="sync") as following:
+        until(lambda: following.ended, "its end")
+        assert "other settings than its primary: policy (here" in str(following.standby.failure)
+
+
+def test_there_is_one_standby(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(server) as first:
+        first.in_sync()
+        with Following(server) as second:
+            until(lambda: second.standby._told, "a try")
+            assert server.shipper.address == first.standby.address
+            first.standby.stop("")
+            until(lambda: server.shipper.address == second.standby.address, "the second one")
+
+
+def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(server) as following:
+        with closing(open_channel(server.address)) as channel, pytest.raises(Exception, match="this standby is behind"):
+            StandbyServiceStub(channel).StepDown(pb.StepDownRequest(instance="somebody else"), timeout=5)
+        following.in_sync()
+        with counter(server.address) as client:
+            count(client)
+
+
+def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
+    server = cluster(failover_lock=tmp_path).servers[0]
+    lease = FolderLease(tmp_path, 0)
+
+    def in_sync() -> str:
+        tenure = lease.read()
+        assert tenure is not None
+        return tenure.in_sync
+
+    assert in_sync() == ""
+    with Following(server) as following:
+        following.in_sync()
+        assert in_sync() == following.standby.name
+    until(lambda: in_sync() == "", "nobody, when it is gone")
+    with counter(server.address) as client:
+        count(client)
+
+
+def test_a_standby_that_dies_holds_nobody_up_for_long(cluster: Make) -> None:
+    server = cluster(policy="async").servers[0]
+    with counter(server.address) as client:
+        with Following(server) as following:
+            following.in_sync()
+            count(client)
+        began = time.monotonic()
+        count(client)
+        assert time.monotonic() - began < 3.0

@@ -1,0 +1,314 @@
+"""Servers as plain objects in one thread: their disk's operations come in the same order every time.
+
+All that writes, reads and decides is the product's: hub, engines, archives, logs, and the client. What is missing are
+processes, the network and time. So a whole job with its restarts takes some hundredths of a second, and a test can walk
+through all operations of it. What the links do between processes, `deliver` does.
+
+A server dies of Killed, which passes through it like any exception; what it tries on the way does not reach the disk.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pscommon.core.errors import SnapshotError, UnreachableError
+from pscommon.core.log import Report
+from pscommon.snapshot import Manifest
+from pscommon.wire.frames import chunks, decode_response, encode_header
+from psproto.v1 import parameter_server_pb2 as ps
+from psserver.archive import Archive
+from psserver.config import ServerConfig
+from psserver.coordinator_servicer import Coordinator
+from psserver.core.following import Way
+from psserver.engine import Engine
+from psserver.fleet import News, Told
+from psserver.hub import Hub
+from psserver.identity import Identity
+from psserver.layout import Layout
+from psserver.metrics import ServerMetrics
+from psserver.records import Records, Source, disk_log
+from psserver.servicer import ParameterServer
+from psserver.shard_log import ShardLog
+from psserver.store import Store
+from psworker.lane import Answer, Cancellation, Receiver, take
+from psworker.patience import Clock
+from psworker.simulation import FOREVER, UNBOUNDED, DirectLane
+
+JOB = "direct"
+ROUNDS = 100
+"""Deliveries after which news that never end are a bug."""
+PAUSE = 0.01
+"""Seconds that the client's clock takes for a pause."""
+
+
+class Killed(BaseException):
+    """The server that is at work ends here and now."""
+
+
+class DirectServer:
+    """One life of one server. outbox: what it will tell the coordinator. told: None while it has no line to it."""
+
+    def __init__(self, shard: int) -> None:
+        self.shard, self.dead = shard, False
+        self.outbox: deque[Callable[[Hub], None]] = deque()
+        self.told: Told | None = None
+        self.line = 0
+        self.reported: Report | None = None
+        self.hub: Hub | None = None
+        self._log: ShardLog | None = None
+        self._registry = CollectorRegistry()
+
+    def start(self, config: ServerConfig) -> None:
+        """As Server does. SnapshotError where its disk does not let it."""
+        shard, metrics = self.shard, ServerMetrics(self._registry, shard=self.shard)
+        self.archive = Archive(config.data_dir, shard, config.snapshot_keep, metrics)
+        self.archive.on_part = lambda part: self.outbox.append(lambda hub: hub.snapshot_part(shard, part))
+        disk = disk_log(config, f"log-shard-{shard}", metrics.log_failed)
+        self._log = ShardLog(Records(Source.SHARD, disk))
+        self.engine = Engine(shard, config.shards, metrics, self._cut, UNBOUNDED, "grpc", log=self._log)
+        self.identity = Identity(shard, config.shards, f"direct-{shard}", job=JOB)
+        self.server = ParameterServer(self.engine, self.identity)
+        if shard == 0:
+            self.archive.next_generation()
+            self.hub = Hub(
+                config, Layout(config.shards, config.data_dir), self.identity, self.engine, self.archive, metrics
+            )
+            self.hub.start(ticking=False)
+
+    def _cut(self, version: int, store: Store) -> None:
+        """Nothing else goes on while the part is written."""
+        self.archive.cut(version, store)
+        self.archive.close()
+        if self.dead:
+            raise Killed
+
+    def failures(self, name: str) -> float:
+        """ps_<name>_failures_total, as dashboards see it."""
+        samples = [sample for family in self._registry.collect() for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name == f"ps_{name}_failures_total")
+
+    def hear(self, news: News) -> None:
+        """As Link does."""
+        epoch, manifest = news.told.epoch, news.snapshot
+        if news.way is Way.RECOVER:
+            self._answer(manifest, self.archive.recover_into(self.engine, epoch, manifest, {self.identity.shards}))
+        elif news.way is Way.RESTORE and manifest is not None:
+            self._answer(manifest, self.archive.load_into(self.engine, epoch, manifest, self.identity.shards))
+        elif news.way is Way.BEGIN:
+            self.engine.begin_log(epoch, news.base, self.identity.shards)
+        if news.model is not None:
+            self.engine.set_model(news.model)
+        self.engine.deliver(epoch, news.entries)
+        if news.snapshots:
+            self.archive.retain(news.snapshots)
+            self.engine.snapshot_written(max(news.snapshots))
+
+    def _answer(self, manifest: Manifest | None, problem: str) -> None:
+        version = manifest.version if manifest else 0
+        self.outbox.append(lambda hub: hub.restored(self.shard, version, problem))
+
+    def close(self) -> None:
+        """Frees its files. What a dead one still has to write stays unwritten."""
+        for owner in (self.hub.end if self.hub else None, self._log.close if self._log else None):
+            if owner is not None:
+                with suppress(Killed):
+                    owner()
+
+
+class DirectServers:
+    """All servers of a job, for one worker. lives: by shard, None where the server is dead; all: that there ever were.
+
+    refused: starts that a disk did not let happen.
+    revive: the dead are started again while somebody waits. Otherwise whoever has to do with them gets the Killed.
+    """
+
+    def __init__(self, folder: Path, shards: int = 2, revive: bool = True, **settings: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self._revive = revive
+        self.config = ServerConfig(
+            **{"shards": shards, "data_dir": folder, "lease": FOREVER, "log_fsync": "always", **settings}
+        )
+        self.lives: list[DirectServer | None] = [None] * shards
+        self.all: list[DirectServer] = []
+        self.refused = 0
+        self._at_work: list[DirectServer] = []
+
+    @property
+    def at_work(self) -> DirectServer:
+        """Whose operations these are."""
+        return self._at_work[-1]
+
+    @property
+    def hub(self) -> Hub:
+        """UnreachableError while nobody coordinates."""
+        if (life := self.lives[0]) is None or life.hub is None:
+            raise UnreachableError("shard 0 is dead")
+        return life.hub
+
+    @property
+    def log_broken(self) -> bool:
+        """Does some log lack what could not be written?"""
+        shards = any(life.engine.make_report().log_broken for life in self.lives if life is not None)
+        return shards or self.hub._epochs.journal.broken
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return Coordinator(self.hub)
+
+    # ---- lives ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Whoever is dead; some may be dead again then. SnapshotError where the disk does not let one."""
+        for shard, before in enumerate(self.lives):
+            if before is None:
+                self.all.append(DirectServer(shard))
+                self.lives[shard] = self.all[-1]
+                try:
+                    with self.inside(shard) as life:
+                        life.start(self.config)
+                except SnapshotError:
+                    self.refused += 1
+                    self.kill(shard)
+                    raise
+                except UnreachableError:
+                    continue  # dead again
+        self.deliver()
+
+    def kill(self, *shards: int) -> None:
+        """kill -9, from outside; the dead stay dead."""
+        for shard in shards:
+            life, self.lives[shard] = self.lives[shard], None
+            if life is not None:
+                life.dead = True
+                self._at_work.append(life)
+                life.close()
+                self._at_work.pop()
+                self._disconnect(life)
+
+    def _disconnect(self, dead: DirectServer) -> None:
+        for life in self.lives:
+            if life is not None and dead.shard == 0:
+                life.told = None
+        if dead.told is not None and self.lives[0] is not None:
+            self.hub.shard_down(self.hub.fleet[dead.shard], dead.line)
+
+    @contextmanager
+    def inside(self, shard: int) -> Iterator[DirectServer]:
+        """What this server does. UnreachableError if it is dead, or dies of it."""
+        if (life := self.lives[shard]) is None:
+            raise UnreachableError(f"shard {shard} is dead")
+        self._at_work.append(life)
+        try:
+            yield life
+        except Killed:
+            self.kill(shard)
+            if not self._revive:
+                raise
+            raise UnreachableError(f"shard {shard} was killed") from None
+        finally:
+            self._at_work.pop()
+
+    def close(self) -> None:
+        self.kill(*reversed(range(len(self.lives))))
+
+    # ---- time and news ----------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Time passes: the dead are started again, snapshots are filed, and all hear of it."""
+        self.start()
+        with suppress(UnreachableError), self.inside(0):
+            self.hub.tick()
+        self.deliver()
+
+    def deliver(self) -> None:
+        """All news to everybody, until there are none."""
+        for _ in range(ROUNDS):
+            news = [self._exchange(shard) for shard in range(len(self.lives))]
+            if not any(news):
+                return
+        raise AssertionError("there is no end of news")
+
+    def _exchange(self, shard: int) -> bool:
+        """One server and the coordinator tell each other what is new. Was there anything?"""
+        if (life := self.lives[shard]) is None or self.lives[0] is None:
+            return False
+        try:
+            told = self._tell(life)
+            return self._hear(life) or told if shard else told
+        except UnreachableError:
+            return True
+
+    def _tell(self, life: DirectServer) -> bool:
+        with self.inside(0):
+            if life.shard and life.told is None:
+                self._connect(life)
+            count = len(life.outbox)
+            while life.outbox:
+                life.outbox.popleft()(self.hub)
+            report = life.engine.make_report()
+            new, life.reported = report != life.reported, report
+            if new:
+                self.hub.report(report)
+        return new or count > 0
+
+    def _connect(self, life: DirectServer) -> None:
+        identity, report = life.identity, life.engine.make_report()
+        _, life.line = self.hub.shard_up(life.shard, len(self.lives), identity.address, identity.instance)
+        life.told, life.reported = Told(report.epoch, report.index), None
+
+    def _hear(self, life: DirectServer) -> bool:
+        assert life.told is not None
+        with self.inside(0):
+            news = self.hub.news(self.hub.fleet[life.shard], life.told)
+        quiet = news.told == life.told and news.way is Way.FOLLOW
+        life.told = news.told
+        with self.inside(life.shard):
+            life.hear(news)
+        return not quiet
+
+    def lane(self) -> "Lane":
+        """For the worker."""
+        return Lane(self)
+
+
+class Lane(DirectLane):
+    """The worker's calls. Where a server is dead, or dies of one, there is no answer; while the client pauses, time
+    passes."""
+
+    def __init__(self, servers: DirectServers) -> None:
+        self.addresses = [f"direct-{shard}" for shard in range(len(servers.lives))]
+        self.clock = Clock(lambda: self._now, lambda seconds: self._hand_on())
+        self._cluster = servers
+        self._now = 0.0
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: Receiver,
+        timeout: float,
+        cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
+    ) -> Answer:
+        header.wait_ms = 0
+        sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
+        with self._cluster.inside(shard) as life:
+            answer = map(decode_response, life.server.exchange(iter(sent), lambda: True))
+            result = take(answer, receiver)
+        self._cluster.deliver()
+        return Answer(result, 0.0, 0.0)
+
+    def _ask(self, method: Callable[[Any, None], Any], request: Any) -> Any:
+        with self._cluster.inside(0):
+            answer = method(request, None)
+        self._cluster.deliver()
+        return answer
+
+    def _hand_on(self) -> None:
+        self._now += PAUSE
+        self._cluster.tick()

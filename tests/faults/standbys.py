@@ -1,0 +1,58 @@
+"""A job of real processes whose servers have standbys."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.workers import connected
+from tests.faults.forked import ForkedJob, Script
+from tests.ports import free_ports
+
+
+class StandbyJob(ForkedJob):
+    """As ForkedJob; "b1" is the standby of shard 1's first primary, "s1". lock: with a lock for failover.
+
+    Nothing is written to any disk, so what survives does so in the standbys' memory.
+    """
+
+    def __init__(
+        self, folder: Path, shards: int, flags: tuple[object, ...], script: Script, lock: bool = True, **options: Any
+    ) -> None:
+        locked = ("--failover-lock", folder / "lock") if lock else ()
+        super().__init__(folder, shards, (*flags, *locked), script, **options)
+        self.followed: set[int] = set()  # "s1" is started as the standby of "b1", which took its place
+        self._standbys = [f"127.0.0.1:{port}" for port in free_ports(shards)]
+
+    @property
+    def address(self) -> str:
+        return ",".join((*self._binds, *self._standbys))
+
+    def standby(self, shard: int) -> str:
+        return self._standbys[shard]
+
+    def _server(self, shard: int) -> list[str]:
+        joined = ["--join", self._binds[0]] if shard else []
+        joined += ["--standby-of", self._standbys[shard]] if shard in self.followed else []
+        return ["--shard", f"{shard}/{self._shards}", "--bind", self._binds[shard], *joined, *self._flags]
+
+    def _standby(self, shard: int) -> list[str]:
+        place = ["--shard", f"{shard}/{self._shards}", "--bind", self._standbys[shard]]
+        return [*place, "--standby-of", self._binds[shard], *self._flags]
+
+    def servers(self) -> list[dict[str, Any]]:
+        """As ps-ctl status shows them."""
+        with connected(self.address, observe=True) as client:
+            rows: list[dict[str, Any]] = client.status()["servers"]
+            return rows
+
+    def in_sync(self, *shards: int) -> bool:
+        rows = self.servers()
+        return all(rows[shard].get("standby_state") == "in sync" for shard in shards)
+
+
+def longest_pause(times: list[float], since: float) -> float:
+    """Seconds between two pushes that counted, after a moment."""
+    after = [t for t in times if t >= since]
+    before = max(t for t in times if t <= since)
+    pauses = [b - a for a, b in zip([before, *after], after, strict=False)]
+    return max(pauses, default=time.monotonic() - since)

@@ -1,0 +1,134 @@
+"""Another number of servers while somebody is killed: real processes, and in sync not a bit differs.
+
+python -m tests.faults.test_reshard 50     kills at so many other moments
+"""
+
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.errors import PSError
+from psworker.ctl.servers import Servers
+from tests.e2e.workers import counted, digest, status, weights_of
+from tests.faults.forked import ForkedJob
+from tests.faults.scripts import count
+from tests.faults.test_kills import EPOCHS, FLAGS, LOG, PAUSE, WAIT, WORKERS, check_data, train, undisturbed
+
+SECONDS = 60
+DONE = "done"
+
+
+class Mover:
+    """Asks for another number of servers, as ps-ctl does, until there are so many, whoever dies meanwhile."""
+
+    def __init__(self, job: ForkedJob, shards: int) -> None:
+        self.shards = shards
+        self.done = False
+        self._job = job
+        self._pause = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Whether it was done when the answer was lost, the status says."""
+        while not self.done:
+            try:
+                with Servers([self._job.address.split(",")[0]], 2.0) as servers:
+                    found = servers.status()
+                    if len(found["servers"]) == self.shards and found["moving_to"] is None:
+                        self.done = True
+                    elif found["moving_to"] is None:
+                        servers.reshard(self.shards, 20.0)
+            except PSError as error:
+                print("mover:", error, flush=True)
+                self._pause.wait(0.05)
+
+
+def move(job: ForkedJob, shards: int, victim: str, delay: float) -> None:
+    """To so many servers; the victim is killed so many seconds after that was begun, and started again."""
+    mover, kills_at = Mover(job, shards), time.monotonic() + delay
+
+    def kill() -> None:
+        nonlocal victim
+        if victim and time.monotonic() >= kills_at:
+            job.lives[victim].kill()
+            victim = ""
+
+    job.tend(lambda: mover.done and not victim, SECONDS, kill)
+
+
+def trained(job: ForkedJob, version: int) -> Callable[[], bool]:
+    return lambda: _version(job) >= version
+
+
+def _version(job: ForkedJob) -> int:
+    try:
+        return int(status(job.address.split(",")[0])["version"])
+    except (PSError, AssertionError):
+        return -1
+
+
+def disturbed(folder: Path, seed: int) -> str:
+    """The digest of a run in which 2 servers become 3, then 1, and one is killed in each of these moves."""
+    folder.mkdir()
+    draw = random.Random(seed)
+    held = {"held_at": 90, "until": folder / DONE}
+    with ForkedJob(folder, 2, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, pause=PAUSE, **held) as job:
+        job.start_all(WORKERS)
+        job.tend(trained(job, 10), SECONDS)
+        job.add_servers(3)
+        move(job, 3, draw.choice(["s0", "s1", "s2"]), draw.random() * 0.4)
+        job.tend(trained(job, 25), SECONDS)
+        move(job, 1, draw.choice(["s0", "s1", "s2"]), draw.random() * 0.4)
+        (folder / DONE).touch()
+        job.tend(job.workers_done, SECONDS)
+        check_data(job)
+        return digest(job.address.split(",")[0])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_server_that_is_killed_in_a_move_changes_no_bit(tmp_path: Path, seed: int) -> None:
+    assert disturbed(tmp_path / "moved", seed) == undisturbed(tmp_path / "still")
+
+
+@pytest.mark.parametrize("victim", ["s0", "s1"])
+def test_without_a_log_all_go_back_together_to_the_new_number_of_servers(tmp_path: Path, victim: str) -> None:
+    """A server that dies takes what it had with it; nobody waits for a part that will not come."""
+    with ForkedJob(tmp_path, 2, [*FLAGS, *WAIT], train, epochs=EPOCHS, pause=PAUSE) as job:
+        job.start_all(WORKERS)
+        job.tend(trained(job, 25), SECONDS)
+        job.add_servers(3)
+        move(job, 3, victim, 0.1)
+        job.tend(job.workers_done, SECONDS)
+        told = status(job.address.split(",")[0])
+        assert (len(told["servers"]), told["data"][0]["ended"]) == (3, True)
+        check_data(job)
+        digest(job.address.split(",")[0])
+
+
+def test_nothing_is_lost_or_repeated_in_async_over_both_lanes(tmp_path: Path) -> None:
+    flags = ("--policy", "async", "--min-workers", 2, *LOG)
+    with ForkedJob(tmp_path, 2, flags, count, pushes=400, lanes=("grpc", "shm"), pause=0.01) as job:
+        job.start_all(2)
+        job.tend(trained(job, 20), SECONDS)
+        job.add_servers(3)
+        move(job, 3, "s1", 0.1)
+        move(job, 1, "s2", 0.1)
+        job.tend(job.workers_done, SECONDS)
+        first = job.address.split(",")[0]
+        assert counted(weights_of(first)) == status(first)["version"] == 800
+        assert "fenced 0" in job.said()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        wanted = undisturbed(Path(place) / "still")
+        for number in range(int(sys.argv[1])):
+            found = disturbed(Path(place) / str(number), number)
+            print(f"seed {number}: {'the same bits' if found == wanted else 'OTHER BITS'}", flush=True)

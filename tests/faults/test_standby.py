@@ -1,0 +1,183 @@
+"""Standbys of real processes: primaries that are killed, stopped or told to go, while workers push ones."""
+
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import PSError
+from pscommon.exits import Exit
+from pscommon.wire.channel import open_channel
+from psproto.v1 import standby_pb2 as pb
+from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psserver.core.succession import TAKEOVER
+from psworker.discovery import describe
+from tests.e2e.workers import counted, snapshots, status, until, weights_of
+from tests.faults.proxied import lines
+from tests.faults.scripts import count
+from tests.faults.standbys import StandbyJob
+
+POLICIES = {"sync": ("--policy", "sync"), "async": ("--policy", "async")}
+FLAGS = ("--lease", "30s", "--min-workers", 2)
+WORKERS = 2
+MORE = 30
+"""Pushes of each worker after a failover."""
+FAILOVER = 5.0
+"""Seconds in which it has to be over."""
+STOPPED = 8.0
+"""As long as it may take where the old primary's connections still stand: these have to be found out first."""
+
+
+def pushed(job: StandbyJob, rank: int) -> int:
+    return len(lines(job.lives[f"w{rank}"], "pushed"))
+
+
+def running(job: StandbyJob, *shards: int) -> None:
+    """All servers, standbys for these shards, and workers that push; returns once they do and all are in sync."""
+    job.start_all(WORKERS)
+    job.start(*(f"b{shard}" for shard in shards))
+    until(lambda: min(pushed(job, rank) for rank in range(WORKERS)) > 5, "pushes")
+    until(lambda: job.in_sync(*shards), "in sync")
+
+
+def goes_on(job: StandbyJob, since: float, seconds: float = FAILOVER) -> float:
+    """Workers push again; returns how long nobody could."""
+    before = [pushed(job, rank) for rank in range(WORKERS)]
+    until(lambda: all(pushed(job, rank) > before[rank] + 2 for rank in range(WORKERS)), "pushes again", 30)
+    took = time.monotonic() - since
+    assert took <= seconds, f"{took:.1f} s\n{job.said()}"
+    more = [pushed(job, rank) for rank in range(WORKERS)]
+    until(lambda: all(pushed(job, rank) > more[rank] + MORE for rank in range(WORKERS)), "more pushes", 30)
+    return took
+
+
+def finish(job: StandbyJob, policy: str) -> None:
+    """What was acknowledged is what has counted, on every shard; but for the push that each worker was in when it
+    was killed here."""
+    for rank in range(WORKERS):
+        job.lives[f"w{rank}"].kill()
+    found, acknowledged = status(job.address), sum(pushed(job, rank) for rank in range(WORKERS))
+    assert acknowledged <= found["steps"] <= acknowledged + WORKERS
+    assert counted(weights_of(job.address)) == found["version"]
+    assert not any(re.search("Traceback|fenced", life.log.read_text()) for life in job.lives.values()), job.said()
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_killed_primary_is_followed_at_once(tmp_path: Path, policy: str, shard: int) -> None:
+    with StandbyJob(tmp_path, 2, (*POLICIES[policy], *FLAGS), count, pushes=10**6) as job:
+        running(job, shard)
+        job.lives[f"s{shard}"].kill()
+        took = goes_on(job, time.monotonic())
+        print(f"failover of shard {shard} in {policy}: {took:.1f} s")
+        finish(job, policy)
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+def test_stopped_primary_is_followed_and_ends_when_it_wakes(tmp_path: Path, shard: int) -> None:
+    """It lives, and still has its port and its lines: whatever it says, nobody believes it."""
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, pushes=10**6) as job:
+        running(job, shard)
+        old = job.lives[f"s{shard}"]
+        old.send(signal.SIGSTOP)
+        took = goes_on(job, time.monotonic(), STOPPED)
+        print(f"failover of shard {shard}, stopped: {took:.1f} s")
+        old.send(signal.SIGCONT)
+        until(lambda: old.ended is not None, "the end of the old primary")
+        assert old.ended == Exit.TAKEN, job.said()
+        assert "is not primary of its shard any more" in old.log.read_text()
+        goes_on(job, time.monotonic())
+        finish(job, "async")
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+def test_the_old_primary_comes_back_as_standby_and_takes_over_again(tmp_path: Path, shard: int) -> None:
+    """Started as before, by whoever watches it, it must not: it has nothing."""
+    with StandbyJob(tmp_path, 2, (*POLICIES["sync"], *FLAGS), count, pushes=10**6) as job:
+        running(job, shard)
+        job.lives[f"s{shard}"].kill()
+        goes_on(job, time.monotonic())
+
+        job.start(f"s{shard}")
+        until(lambda: job.lives[f"s{shard}"].ended is not None, "its end")
+        assert job.lives[f"s{shard}"].ended == Exit.TAKEN
+        assert f"start this server with --standby-of {job.standby(shard)}" in job.lives[f"s{shard}"].log.read_text()
+
+        job.followed.add(shard)
+        job.start(f"s{shard}")
+        until(lambda: job.in_sync(shard), "in sync")
+        job.lives[f"b{shard}"].kill()
+        goes_on(job, time.monotonic())
+        assert job.servers()[shard]["term"] == 3
+        finish(job, "sync")
+
+
+@pytest.mark.parametrize("lock", [True, False], ids=["lock", "no lock"])
+@pytest.mark.parametrize("shard", [1, 0])
+def test_promote_is_a_planned_switch(tmp_path: Path, shard: int, lock: bool) -> None:
+    """Nothing is lost, the old primary ends well, and what it was may be started as the standby of the new one."""
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, lock, pushes=10**6) as job:
+        running(job, shard)
+        since = time.monotonic()
+        said = promoted(job.standby(shard))
+        assert (said["term"], said["note"]) == (2, "")
+        until(lambda: job.lives[f"s{shard}"].ended == 0, "the end of the old primary")
+        took = goes_on(job, since)
+        print(f"planned switch of shard {shard}: {took:.1f} s")
+        finish(job, "async")
+
+
+def promoted(address: str) -> dict[str, Any]:
+    """As ps-ctl promote."""
+    with open_channel(address) as channel:
+        answer = StandbyServiceStub(channel).Promote(pb.PromoteRequest(wait_ms=10_000), timeout=15)
+    return {"term": answer.term, "version": answer.version, "note": answer.note}
+
+
+def test_without_a_lock_a_dead_primary_is_followed_when_somebody_says_so(tmp_path: Path) -> None:
+    with StandbyJob(tmp_path, 1, (*POLICIES["async"], *FLAGS), count, lock=False, pushes=10**6) as job:
+        running(job, 0)
+        job.lives["s0"].kill()
+        threading.Event().wait(TAKEOVER + 0.5)  # what must not happen needs a while in which it could
+        with pytest.raises(PSError, match="is a standby"):
+            describe(job.standby(0))
+
+        said = promoted(job.standby(0))
+
+        assert said["note"].endswith(f"did not answer; this one goes on from version {said['version']}")
+        goes_on(job, time.monotonic())
+        finish(job, "async")
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+def test_async_shipping_ends_in_one_state_on_all_shards(tmp_path: Path, shard: int) -> None:
+    """The standby may lack the newest updates: then all go back to the newest snapshot, and no shard knows others."""
+    data = ("--data-dir", tmp_path / "data", "--snapshot-every", "20steps", "--shipping", "async")
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
+        running(job, shard)
+        until(lambda: snapshots(job.address), "a snapshot")
+        job.lives[f"s{shard}"].kill()
+        print(f"failover of shard {shard}, shipping async: {goes_on(job, time.monotonic(), STOPPED):.1f} s")
+        for rank in range(WORKERS):
+            job.lives[f"w{rank}"].kill()
+        assert counted(weights_of(job.address)) == status(job.address)["version"]
+        assert "Traceback" not in job.said()
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+def test_who_took_over_keeps_a_log(tmp_path: Path, shard: int) -> None:
+    """In the data directory that its predecessor had: a snapshot soon makes the log whole, and a restart finds it."""
+    data = ("--data-dir", tmp_path / "data", "--snapshot-every", "1h", "--durability", "log")
+    with StandbyJob(tmp_path, 2, (*POLICIES["sync"], *FLAGS, *data), count, pushes=10**6) as job:
+        running(job, shard)
+        job.lives[f"s{shard}"].kill()
+        goes_on(job, time.monotonic())
+        until(lambda: snapshots(job.address), "a snapshot")
+        job.lives[f"b{shard}"].kill()
+        job.start(f"s{shard}")
+        goes_on(job, time.monotonic(), 15.0)
+        finish(job, "sync")

@@ -1,0 +1,57 @@
+"""How many shards a job has, over restarts with the command line of before."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.errors import SnapshotError
+from psserver.layout import Layout
+
+
+def test_who_is_started_as_before_comes_back_as_one_of_as_many_as_there_are_now(tmp_path: Path) -> None:
+    layout = Layout(2, tmp_path)
+    layout.change(3)
+    layout.change(1)
+
+    for given in (1, 2, 3):
+        again = Layout(given, tmp_path)
+        assert (again.shards, again.given, again.changes, again.past) == (1, given, 2, {2, 3})
+
+
+def test_another_number_is_what_somebody_wants_now(tmp_path: Path) -> None:
+    Layout(2, tmp_path).change(3)
+
+    assert (Layout(4, tmp_path).shards, Layout(4, tmp_path).changes) == (4, 0)
+
+
+def test_a_number_that_comes_back_is_not_of_the_past(tmp_path: Path) -> None:
+    layout = Layout(2, tmp_path)
+    layout.change(3)
+    layout.change(2)
+    layout.change(2)
+
+    assert (layout.shards, layout.past, layout.changes) == (2, {3}, 2)
+    assert Layout(3, tmp_path).shards == 2
+
+
+def test_a_job_without_a_past_forgets(tmp_path: Path) -> None:
+    Layout(2, tmp_path).change(3)
+    Layout(2, tmp_path).forget()
+
+    assert Layout(2, tmp_path).shards == 2
+
+
+def test_without_a_data_directory_it_lasts_as_long_as_the_process() -> None:
+    layout = Layout(2, None)
+    layout.change(3)
+
+    assert (layout.shards, Layout(2, None).shards) == (3, 2)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"shards": "x", "past": [], "changes": 0})])
+def test_a_file_that_says_nothing_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "layout").write_text(text)
+
+    with pytest.raises(SnapshotError, match="how many servers"):
+        Layout(2, tmp_path)

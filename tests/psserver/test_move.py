@@ -1,0 +1,131 @@
+"""The coordinator in a move to another number of shards, request by request. Histories with faults are tests/sim."""
+
+import json
+
+from pscommon.core.log import Cut, PushKey, Report, Reshard, Staged
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from psserver.core.coordinator import Coordinator
+from psserver.core.cuts import Every, PartReport
+from psserver.core.following import Way, way_for
+from psserver.core.policy import policy
+from psserver.core.recorder import Recorder
+from psserver.core.rules import Rules
+from psserver.core.shard import NO_LOG
+
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+
+
+class Job:
+    """Two shards, one worker (number 1) whose first push has counted."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder(Coordinator(2, Rules(policy("async"), 1, 5.0, Every())))
+        self.machine.join(0.0, None, "host", 1, "cpu")
+        self.machine.register(1, MODEL, 0.0)
+        self.report(0, 1, seqs=[0])
+        self.machine.register(1, MODEL, 0.0)
+        self.report(0, 1, seqs=[1])
+        assert self.machine.version == 1
+
+    @property
+    def machine(self) -> Coordinator:
+        return self.recorder.coordinator
+
+    def report(
+        self, *shards: int, seqs: list[int] | None = None, index: int | None = None, moving: bool = False
+    ) -> None:
+        """These shards say what they hold, and that they stand where the log ends, or at `index`."""
+        staged = tuple(Staged(PushKey(1, seq), 1, 0) for seq in seqs or [])
+        for shard in shards:
+            at = self.machine.log.index if index is None else index
+            self.recorder.report(Report(shard, 0, at, staged, moving=moving), 0.0)
+
+
+def test_what_is_staged_is_void_and_counts_once_it_has_come_again() -> None:
+    job = Job()
+    job.report(0, seqs=[2])
+    before = job.machine.log.index
+    assert job.recorder.do("reshard", 0.0, shards=3, keeps=False)
+    assert job.machine.entries_after(before) == [Reshard(before + 1, 1, 3)]
+
+    job.report(1, seqs=[2], index=before)
+    assert not job.machine.pending.ready
+    job.report(0, 1, 2)
+    job.report(0, 1, seqs=[2])
+    assert job.machine.version == 1
+    job.report(2, seqs=[2])
+    assert job.machine.version == 2
+
+
+def test_pushes_wait_until_all_hold_their_new_part_and_the_snapshot_is_written() -> None:
+    job = Job()
+    job.recorder.do("reshard", 0.0, shards=1, keeps=True)
+    job.report(0, moving=True)
+    assert not job.machine.move.complete  # type: ignore[union-attr]
+    job.report(0)
+    assert isinstance(job.machine.entries_after(job.machine.log.index - 1)[0], Cut)
+
+    job.report(0, seqs=[2])
+    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, "f", 1, "s", "", 2))
+    assert job.machine.cuts.finished is None, "a part of the layout before"
+    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, "f", 1, "s", "", 1))
+    assert job.machine.version == 1
+    job.recorder.do("filed", 0.0)
+    job.recorder.do("settle", 0.0)
+
+    assert job.machine.move is None
+    assert job.machine.version == 2
+
+
+def test_there_is_one_move_at_a_time_and_none_before_all_follow_or_while_a_snapshot_is_written() -> None:
+    job = Job()
+    job.recorder.cut(0.0)
+    assert not job.recorder.do("reshard", 0.0, shards=3, keeps=True)
+    for shard in (0, 1):
+        job.recorder.do("part", 0.0, shard=shard, part=PartReport(1, "f", 1, "s"))
+    job.recorder.do("filed", 0.0)
+    assert not job.recorder.do("reshard", 0.0, shards=2, keeps=True)
+    assert job.recorder.do("reshard", 0.0, shards=3, keeps=True)
+    assert not job.recorder.do("reshard", 0.0, shards=1, keeps=True)
+    assert not Recorder(Coordinator(2, Rules(policy("async"), 1, 5.0, Every()))).do(
+        "reshard", 0.0, shards=3, keeps=True
+    )
+
+
+def test_a_shard_that_dies_in_a_move_has_to_move_again() -> None:
+    job = Job()
+    job.recorder.do("reshard", 0.0, shards=3, keeps=False)
+    job.report(0, 1)
+    job.recorder.do("reborn", 0.0, shard=1)
+    job.report(2)
+    assert job.machine.move is not None
+    job.report(1)
+    assert job.machine.move is None
+
+
+def test_who_is_new_in_a_move_adopts_and_who_waits_in_vain_goes_back() -> None:
+    job = Job()
+    job.recorder.do("reshard", 0.0, shards=3, keeps=False)
+    blank, moving = (
+        Report(2, NO_LOG, 0, ()),
+        Report(0, 0, job.machine.log.index, (), 0, job.machine.log.digest, moving=True),
+    )
+
+    assert way_for(job.machine, blank, True, can_recover=True, restores=False) is Way.ADOPT
+    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is Way.FOLLOW
+    job.report(0, 1, 2)
+    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is Way.GO_BACK
+
+
+def test_a_recovered_coordinator_knows_that_its_snapshot_ended_the_move() -> None:
+    job = Job()
+    job.recorder.do("reshard", 0.0, shards=1, keeps=True)
+    job.report(0)
+    cutting = job.machine.cuts.cutting
+    assert cutting is not None
+
+    again = Coordinator(1, Rules(policy("async"), 1, 5.0, Every()))
+    again.recover(json.loads(json.dumps(cutting.state)), MODEL, 0.0)
+    assert again.move is not None
+    again.recovered(0.0, 0)
+    assert (again.move, again.shards, again.version) == (None, 1, 1)

@@ -1,0 +1,91 @@
+"""The failover lock: of many who swap at once one wins, and nobody waits for one that was stopped in the middle."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import TakenError
+from psserver.config import ServerConfig
+from psserver.core.tenure import Tenure
+from psserver.primary_lease import FolderLease, begun, lease_of
+from tests.ports import free_ports
+
+FIRST = Tenure(1, "a")
+
+
+@pytest.fixture
+def lease(tmp_path: Path) -> FolderLease:
+    return FolderLease(tmp_path, 0)
+
+
+def test_nobody_was_primary_before_the_first(lease: FolderLease) -> None:
+    assert lease.read() is None
+    assert lease.swap(None, FIRST)
+    assert lease.read() == FIRST
+
+
+def test_a_swap_needs_what_stands_there(lease: FolderLease) -> None:
+    lease.swap(None, FIRST)
+
+    assert not lease.swap(None, Tenure(1, "b"))
+    assert not lease.swap(Tenure(1, "a", "s"), Tenure(2, "s"))
+    assert lease.read() == FIRST
+    assert lease.swap(FIRST, Tenure(1, "a", "s"))
+
+
+def test_of_many_one_wins(tmp_path: Path) -> None:
+    FolderLease(tmp_path, 0).swap(None, FIRST)
+
+    def swap(name: int) -> bool:
+        return FolderLease(tmp_path, 0).swap(FIRST, Tenure(2, str(name)))
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(swap, range(40)))
+
+    assert sum(won) == 1
+    assert FolderLease(tmp_path, 0).read() == Tenure(2, str(won.index(True)))
+
+
+def test_one_who_thought_for_long_does_not_win(
+    lease: FolderLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is free again, because old ones are removed."""
+    lease.swap(None, FIRST)
+    link = os.link
+
+    def late(source: Any, target: Any) -> None:
+        monkeypatch.setattr(os, "link", link)
+        other = FolderLease(tmp_path, 0)
+        assert other.swap(FIRST, Tenure(2, "b"))
+        assert other.swap(Tenure(2, "b"), Tenure(3, "c"))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+
+    assert not lease.swap(FIRST, Tenure(2, "late"))
+    assert lease.read() == Tenure(3, "c")
+
+
+def test_it_stays_small(lease: FolderLease, tmp_path: Path) -> None:
+    lease.swap(None, FIRST)
+    for term in range(1, 9):
+        assert lease.swap(Tenure(term, "a"), Tenure(term + 1, "a"))
+
+    assert len(list((tmp_path / "shard-0").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("in_sync", "term"), [("", 2), ("s", None)])
+def test_who_is_started_as_primary_waits_for_no_standby(tmp_path: Path, in_sync: str, term: int | None) -> None:
+    """With a standby in sync it must not be primary: that one may be it, or become it."""
+    config = ServerConfig(failover_lock=tmp_path)
+    (dead,) = free_ports(1)
+    FolderLease(tmp_path, 0).swap(None, Tenure(1, f"127.0.0.1:{dead}", in_sync))
+
+    if term is None:
+        with pytest.raises(TakenError, match="start this server with --standby-of"):
+            begun(config, lease_of(config), "here:1")
+    else:
+        assert begun(config, lease_of(config), "here:1") == Tenure(term, "here:1")

@@ -1,0 +1,61 @@
+"""What shard 0 does when another process becomes primary of a shard."""
+
+import pytest
+
+from pscommon.core.errors import MismatchError, TakenError
+from psserver.core.shard import NO_LOG
+from psserver.hub import Hub
+from psworker.simulation import simulated
+
+
+@pytest.fixture
+def hub() -> Hub:
+    """Of two shards."""
+    return simulated(2, 1, "async", None).hub
+
+
+def test_a_higher_term_takes_the_place_of_one_that_is_connected(hub: Hub) -> None:
+    old, before = hub.fleet[1], hub.fleet[1].line
+
+    server, line = hub.shard_up(1, 2, "new:1", "new", term=2)
+
+    assert (server.address, server.term, hub.fleet.terms) == ("new:1", 2, [1, 2])
+    hub.shard_down(old, before)
+    assert server.connected
+    assert line == server.line
+
+
+def test_a_lower_term_is_told_that_it_is_deposed(hub: Hub) -> None:
+    hub.shard_up(1, 2, "new:1", "new", term=2)
+
+    with pytest.raises(TakenError, match="new:1 is primary of shard 1, in term 2") as refused:
+        hub.shard_up(1, 2, "old:1", "old", term=1)
+    assert refused.value.reason == "DEPOSED"
+
+
+def test_the_same_term_is_taken(hub: Hub) -> None:
+    with pytest.raises(MismatchError, match="already served"):
+        hub.shard_up(1, 2, "other:1", "other", term=1)
+
+
+def test_what_the_old_one_still_says_is_void(hub: Hub) -> None:
+    old = hub.fleet[1].line
+    hub.shard_up(1, 2, "new:1", "new", term=2)
+    report = hub.engine.make_report()
+
+    hub.report(report.__class__(1, report.epoch, 0, ()), hub.fleet[1], old)
+    assert not hub.fleet[1].ready
+
+    hub.report(report.__class__(1, NO_LOG, 0, ()), hub.fleet[1], hub.fleet[1].line)
+    assert hub.fleet[1].way is not None
+
+
+def test_a_snapshot_that_waits_for_the_old_one_is_given_up(hub: Hub) -> None:
+    """It would be waited for for ever, and there would never be another one."""
+    with hub.still():
+        coordinator = hub._coordinator
+        coordinator.cuts.begin(0, 0, 0.0, {})
+
+    hub.shard_up(1, 2, "new:1", "new", term=2)
+
+    assert not coordinator.cuts.busy

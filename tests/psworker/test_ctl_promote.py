@@ -1,0 +1,78 @@
+"""ps-ctl promote: what is asked of the standby, what is printed, why it may refuse. And the standbys in the status."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from pscommon.core.errors import MismatchError
+from pscommon.wire.channel import SERVER_OPTIONS
+from psproto.v1 import standby_pb2 as pb
+from psproto.v1.standby_pb2_grpc import add_StandbyServiceServicer_to_server
+from psserver.standby_servicer import StandbyServicer
+from psworker.ctl import views
+from psworker.ctl.cli import main
+
+Output = pytest.CaptureFixture[str]
+Serve = Callable[[Callable[[float], pb.PromoteResponse] | None], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A standby (None: a primary) that answers Promote like this; its address."""
+    servers = []
+
+    def start(promote: Callable[[float], pb.PromoteResponse] | None) -> str:
+        server = grpc.server(ThreadPoolExecutor(2), options=SERVER_OPTIONS)
+        add_StandbyServiceServicer_to_server(StandbyServicer(None, promote), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None).wait(10)
+
+
+def test_it_says_who_is_primary_now(serve: Serve, capsys: Output) -> None:
+    asked: list[float] = []
+
+    def promote(seconds: float) -> pb.PromoteResponse:
+        asked.append(seconds)
+        return pb.PromoteResponse(term=3, version=12, note="the primary did not answer")
+
+    address = serve(promote)
+
+    assert main(["promote", address, "--output", "json"]) == 0
+    document = {"primary": address, "term": 3, "version": 12, "note": "the primary did not answer"}
+    assert json.loads(capsys.readouterr().out) == document
+    assert asked == [10.0]
+
+
+def test_a_refusal_says_why_and_what_to_do(serve: Serve, capsys: Output) -> None:
+    def promote(seconds: float) -> pb.PromoteResponse:
+        raise MismatchError("this standby is behind: wait until ps-ctl status shows it in sync", "NOT_IN_SYNC")
+
+    assert main(["promote", serve(promote)]) == 11
+    assert "wait until ps-ctl status shows it in sync" in capsys.readouterr().err
+
+
+def test_a_primary_has_nothing_to_be_promoted_to(serve: Serve, capsys: Output) -> None:
+    assert main(["promote", serve(None)]) == 2
+    assert "this server is primary of its shard" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("server", "shown"),
+    [
+        ({}, ""),
+        ({"standby": "", "standby_state": "none"}, ""),
+        ({"standby": "h:1", "standby_state": "in sync", "standby_behind": 0}, "h:1 in sync"),
+        ({"standby": "h:1", "standby_state": "loading", "standby_behind": 7}, "h:1 loading, 7 records behind"),
+    ],
+)
+def test_the_status_shows_standbys(server: dict[str, object], shown: str) -> None:
+    assert views.servers({"servers": [server]}).rows[0][-1] == shown

@@ -1,0 +1,60 @@
+"""Where a worker looks for the primary of a shard."""
+
+import pytest
+
+from pscommon.core.errors import UnreachableError
+from psworker.whereabouts import Whereabouts
+
+
+@pytest.fixture
+def places() -> Whereabouts:
+    """Two shards at a and b; a has a standby at c."""
+    places = Whereabouts(["a", "b"], ["a", "b", "d"])
+    assert places.learn(0, "a", 1, "c") == set()
+    return places
+
+
+def test_who_is_silent_is_asked_in_turn_with_its_standby(places: Whereabouts) -> None:
+    places.failed(0, "a")
+    assert places.addresses == ("c", "b")
+    places.failed(0, "a")  # another thread, which asked before
+    assert places.addresses == ("c", "b")
+    places.failed(0, "c")
+    assert places.addresses == ("a", "b")
+
+
+def test_without_a_standby_there_is_nobody_else(places: Whereabouts) -> None:
+    places.failed(1, "b")
+
+    assert places.addresses == ("a", "b")
+
+
+def test_a_higher_term_voids_the_address_before(places: Whereabouts) -> None:
+    assert places.learn(0, "c", 2) == {"a"}
+    assert places.addresses == ("c", "b")
+    assert places.learn(0, "a", 1) == set()
+    assert places.addresses == ("c", "b")
+
+
+def test_what_was_found_by_trying_is_voided_too(places: Whereabouts) -> None:
+    places.failed(0, "a")
+
+    assert places.learn(0, "c", 2, "a2") == {"a"}
+
+
+def test_the_first_word_of_a_term_does_not_move_anybody(places: Whereabouts) -> None:
+    """An address that the user gave is reachable; what the server calls itself may not be."""
+    assert places.learn(1, "advertised", 1) == set()
+    assert places.addresses == ("a", "b")
+
+
+def test_an_answer_of_a_lower_term_is_refused(places: Whereabouts) -> None:
+    places.check(0, 2)
+
+    with pytest.raises(UnreachableError, match="term 1, and there is a primary of term 2") as refused:
+        places.check(0, 1)
+    assert refused.value.reason == "NOT_PRIMARY"
+
+
+def test_all_who_may_know_are_known(places: Whereabouts) -> None:
+    assert places.known == ["a", "b", "d", "c"]

@@ -1,0 +1,47 @@
+"""What happens to workers of the simulated world, and what people do to it."""
+
+import random
+
+from tests.sim.workers import SimWorker
+
+
+class Faults:
+    """Part of the world."""
+
+    rng: random.Random
+    workers: list[SimWorker]
+
+    def kill_worker(self) -> None:
+        """A worker dies; another takes its place, or not if others are left."""
+        victims = [worker for worker in self.workers if worker.alive and not worker.done]
+        if not victims:
+            return
+        victim = self.rng.choice(victims)
+        victim.alive = False
+        others = any(not worker.draining for worker in victims if worker is not victim)
+        if not others or self.scenario.returns or self.rng.random() < 0.5 or not self.coordinator.started:
+            attempt = victim.attempt + 1 if self.rng.random() < 0.5 else victim.attempt
+            self.to_come += 1
+            self.after(self.rng.random() * 8, lambda: self.start_worker(victim.rank, attempt))
+
+    def start_worker(self, rank: int, attempt: int) -> None:
+        self.to_come -= 1
+        self.workers.append(SimWorker(self, rank, attempt))
+
+    def pause_worker(self) -> None:
+        """A worker is stopped, perhaps for longer than its lease, and goes on later."""
+        victims = [worker for worker in self.workers if worker.alive and not worker.done]
+        if victims:
+            self.rng.choice(victims).awake_at = self.now + self.rng.choice([1.0, 4.0, 15.0])
+
+    def drain_worker(self) -> None:
+        """A worker is asked to leave, if others are left."""
+        victims = [worker for worker in self.workers if worker.alive and not worker.done and worker.used == []]
+        if len(victims) > 1 and self.coordinator.started:
+            self.rng.choice(victims).draining = True
+
+    def switch_policy(self) -> None:
+        if 0 not in self.down:
+            row = self.rng.choice([("sync", None, None, 0), ("async", None, None, 0), ("ssp", 1, None, 0)])
+            self.recorder.do("set_policy", self.now, row=row)
+            self.flush()

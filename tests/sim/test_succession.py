@@ -1,0 +1,75 @@
+"""Primaries and standbys of one shard: no history has two that close a round, and each planted bug is caught."""
+
+from collections import Counter
+
+import pytest
+
+from psserver.core.shipping import Phase, Shipping
+from psserver.core.succession import Succession
+from psserver.core.tenure import Tenure
+from tests.sim.servers import InvariantError
+from tests.sim.succession import Succeeding
+
+SEEDS = 200
+
+
+def test_no_history_loses_what_was_told_or_has_two_primaries() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = Succeeding(seed).run()
+        seen["took over"] += world.takeovers > 0
+        seen["deposed"] += world.deposed > 0
+        seen["alone"] += world.alone > 0
+        seen["rounds"] += len(world.told)
+
+    assert min(seen["took over"], seen["deposed"], seen["alone"]) > SEEDS // 10
+    assert seen["rounds"] > 50 * SEEDS
+
+
+class TakesOverWithoutTheSwap(Succession):
+    """Silence is enough for it."""
+
+    def take_over(self) -> Tenure | None:
+        return Tenure(self.term + 1, self.name) if self.loaded else None
+
+
+class GoesOnAloneWithoutTheSwap(Shipping):
+    """Silence is enough for it."""
+
+    def lose(self, line: int) -> None:
+        if line == self.line:
+            self.phase, self.standby = Phase.ALONE, ""
+
+
+class TellsBeforeItIsAcknowledged(Shipping):
+    """Does not wait for its standby."""
+
+    def may_tell(self, line: int, number: int, now: float) -> bool:
+        return not self.deposed
+
+
+class AnswersAtOnce(Succession):
+    """async: does not wait until the other one has looked."""
+
+    @property
+    def pause(self) -> float:
+        return 0.0
+
+
+MUTANTS: dict[str, dict[str, object]] = {
+    "a standby takes over without the swap": {"succession_class": TakesOverWithoutTheSwap},
+    "a primary goes on alone without the swap": {"shipping_class": GoesOnAloneWithoutTheSwap},
+    "a round is told before it is acknowledged": {"shipping_class": TellsBeforeItIsAcknowledged},
+    "a lower term is followed": {"follows_lower_terms": True},
+    "who takes over answers at once": {"succession_class": AnswersAtOnce},
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_is_caught(name: str) -> None:
+    def histories() -> None:
+        for seed in range(SEEDS):
+            Succeeding(seed, **MUTANTS[name]).run()
+
+    with pytest.raises(InvariantError):
+        histories()

@@ -1,0 +1,55 @@
+"""What a simulated world must never do, from its own record of who pushed what."""
+
+from typing import TYPE_CHECKING
+
+from psserver.core.roster import GENERATION
+from psserver.core.shard import Outcome
+from tests.sim.servers import UNITS, Push, check
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+def check_outcome(world: "World", push: Push, outcome: Outcome) -> None:
+    """A worker has been told that this is how its push ended."""
+    if outcome.status == "applied" and outcome.detail != "long ago":
+        counted = [c.key for c in world.decided[outcome.version - 1].contributions]
+        check(push.staged.key in counted, "{} was acknowledged and did not count", push.staged.key)
+
+
+def verify(world: "World") -> None:
+    """All shards counted the same pushes, each batch once, and the weights are their sums.
+
+    Where all went back and nobody has come since who was not told to leave, what is lost is not done again.
+    """
+    history = [tuple(c.key for c in apply.contributions) for apply in world.decided]
+    for shard in world.shards:
+        check(shard.history == history, "shard {} counted other pushes", shard.machine.shard)
+    counted = [key for keys in history for key in keys]
+    check(len(counted) == len(set(counted)), "a push counted twice")
+    batches = sorted([b.number for key in counted for b in world.pushes[key].staged.batches] + world.dropped)
+    newest = GENERATION * world.rollbacks
+    deserted = world.rollbacks and all(w.draining for w in world.workers if (w.worker or 0) > newest)
+    expected = sorted(set(batches)) if deserted else list(range(world.loop.total))
+    check(batches == expected, "batches that counted: {} of {}", batches, world.loop.total)
+    verify_sums(world)
+    scenario = world.scenario
+    if scenario.is_reproducible and scenario.quiet != scenario:
+        quiet = type(world)(scenario.quiet)
+        quiet.run()
+        check(world.weights == quiet.weights, "disturbed, the weights are {}, else {}", world.weights, quiet.weights)
+
+
+def verify_sums(world: "World") -> None:
+    """Replay: the weighted mean in worker order, wherever and whenever the pushes arrived."""
+    check(len(world.weights) == UNITS, "there are {} weights", len(world.weights))
+    for unit, found in enumerate(world.weights):
+        weight = 1.0
+        for apply in world.decided:
+            pushes = [world.pushes[c.key] for c in apply.contributions]
+            pushes.sort(key=lambda p: (p.rank, p.staged.key.worker))
+            total, mean = sum(p.staged.samples for p in pushes), 0.0
+            for push in pushes:
+                mean += push.gradients[unit] * (push.staged.samples / total)
+            weight -= mean
+        check(weight == found, "unit {}: {} is not {}", unit, found, weight)
