@@ -62,7 +62,8 @@ class Link:
         self._waiting_for = "shard 0"
         self._heard = self._said = 0.0  # when the coordinator last was there, and people were told that it is not
         self._news = threading.Event()
-        self._outbox: deque[pb.LinkShardRequest] = deque()
+        self._outbox: deque[pb.LinkShardRequest] = deque()  # of the line of now
+        self._saying = threading.Lock()
         self._last_part: pb.LinkShardRequest | None = None
         self._call: object = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
@@ -131,10 +132,9 @@ class Link:
     def _talk(self, address: str) -> bool:
         """One line, from connecting to its end. True: it did connect."""
         connected = False
-        if self._last_part is not None:  # it may have been under way when the last line was cut
-            self._outbox.append(self._last_part)
+        self._begin_line()
         with contextlib.closing(open_channel(address)) as channel:
-            call = CoordinatorServiceStub(channel).LinkShard(self._requests())
+            call = CoordinatorServiceStub(channel).LinkShard(self._requests(self._outbox))
             self._call = call
             try:
                 for response in call:
@@ -148,6 +148,17 @@ class Link:
                 self._lost(error_from(failure, f"shard 0 at {address}"), address, connected)
         return connected
 
+    def _begin_line(self) -> None:
+        """With what is still to be said. gRPC reads on for a moment where a line has ended: that must not take it."""
+        with self._saying:
+            again = [self._last_part] if self._last_part is not None else []  # it may have been under way
+            self._outbox = deque([*(each for each in self._outbox if each is not self._last_part), *again])
+
+    def _say(self, request: pb.LinkShardRequest) -> None:
+        with self._saying:
+            self._outbox.append(request)
+        self._news.set()
+
     def _lost(self, error: PSError, address: str, connected: bool) -> None:
         """Why a line has ended, or why there was none, which is raised. One that worked will do so again."""
         if self.ended.is_set():
@@ -157,13 +168,13 @@ class Link:
         extra = {"coordinator": address, "problem": str(error), "version": self._engine.version}
         log.warning("lost the line to the coordinator", extra=extra)
 
-    def _requests(self) -> Iterator[pb.LinkShardRequest]:
-        """A report now, then whenever there is something new, and at every beat."""
+    def _requests(self, outbox: deque[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
+        """A report now, then whenever there is something new, and at every beat; until this line is not that of now."""
         told = 0.0
-        while not self.ended.is_set():
+        while not self.ended.is_set() and outbox is self._outbox:
             self._news.clear()
-            while self._outbox:
-                yield self._request(self._outbox.popleft())
+            while outbox:
+                yield self._request(outbox.popleft())
             request = pb.LinkShardRequest()
             if time.monotonic() - told >= BEAT:
                 told, request.stats_json = time.monotonic(), json.dumps(self._statistics())
@@ -184,8 +195,7 @@ class Link:
             shards=part.shards,
         )  # fmt: skip
         self._last_part = pb.LinkShardRequest(snapshot_part=message)
-        self._outbox.append(self._last_part)
-        self._news.set()
+        self._say(self._last_part)
 
     def _hear(self, response: pb.LinkShardResponse) -> None:
         self._identity.standbys = response.standbys
@@ -223,8 +233,7 @@ class Link:
         identity = self._identity
         nbytes, problem = move_in(self._engine, move.sources, identity.job, epoch, move.index)
         result = pb.MoveResult(index=move.index, nbytes=nbytes, problem=problem)
-        self._outbox.append(pb.LinkShardRequest(moved=result))
-        self._news.set()
+        self._say(pb.LinkShardRequest(moved=result))
 
     def _restore(self, response: pb.LinkShardResponse) -> None:
         """Load a snapshot, or be again what this shard was before it died."""
@@ -238,5 +247,4 @@ class Link:
             problem = self._archive.load_into(self._engine, response.epoch, manifest, response.shards)
             self._last_part = None  # its history is over
         result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)
-        self._outbox.append(pb.LinkShardRequest(restored=result))
-        self._news.set()
+        self._say(pb.LinkShardRequest(restored=result))
