@@ -1,0 +1,46 @@
+"""What a shard says to the coordinator goes over the line of now, not over one that has ended."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from psproto.v1 import coordinator_pb2 as pb
+from psserver.core.cuts import PartReport
+from psserver.core.shard import Shard
+from psserver.identity import Identity
+from psserver.link import Link
+
+
+def make_link() -> Link:
+    """Of a shard that has nothing to tell but parts of snapshots."""
+    engine = cast(Any, SimpleNamespace(make_report=Shard(1).report))
+    line = cast(Any, SimpleNamespace(term=1, address=""))
+    return Link(Identity(1, 2, "here:1", "there:1"), engine, cast(Any, None), dict, 1.0, line)
+
+
+def parts(requests: list[pb.LinkShardRequest]) -> list[int]:
+    """The versions of the parts among these."""
+    return [request.snapshot_part.version for request in requests if request.HasField("snapshot_part")]
+
+
+def test_a_line_that_has_ended_takes_nothing_of_what_is_to_be_said() -> None:
+    """gRPC asks for its next request once more, after the next line has begun."""
+    link = make_link()
+    ended = link._requests(link._outbox)
+    next(ended)
+    link._begin_line()
+    link._part(PartReport(7, "part", 1, "sum"))
+
+    assert parts(list(ended)) == []
+    assert parts([next(link._requests(link._outbox))]) == [7]
+
+
+def test_the_last_part_is_said_again_on_a_new_line_and_once() -> None:
+    link = make_link()
+    link._part(PartReport(7, "part", 1, "sum"))
+    first = link._requests(link._outbox)
+    assert parts([next(first)]) == [7]
+
+    link._begin_line()
+    requests = link._requests(link._outbox)
+
+    assert parts([next(requests), next(requests)]) == [7]
