@@ -203,7 +203,7 @@ def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name
     victim = Quits(3, lane.die)
 
     def dies() -> list[list[Batch]]:
-        with Job(Client(lane=lane, rank=1, connect_timeout=0.1), 1) as job:
+        with Job(Client(lane=lane, rank=1, connect_timeout=1.0), 1) as job:
             return [victim.train(job)]
 
     (lost,), (rest,) = together(dies, lambda: real(servers.address, 1, lambda job: train(job, victim.keep_pace)))

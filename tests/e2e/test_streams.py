@@ -98,7 +98,7 @@ def test_what_a_dead_worker_had_not_pushed_is_read_again_by_others(cluster: Make
             lost.extend(batch.tolist())
 
     def first() -> list[int]:
-        with Job(Client(lane=lane, rank=1, connect_timeout=0.1), 1) as job:
+        with Job(Client(lane=lane, rank=1, connect_timeout=1.0), 1) as job:
             dies(job)
         return lost
 
