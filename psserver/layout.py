@@ -1,10 +1,10 @@
 """How many shards the job has, over all restarts: servers are started again with the command line of before a move."""
 
 import json
-import os
 from pathlib import Path
 
 from pscommon.core.errors import SnapshotError
+from pscommon.snapshot.files import Files, publish
 
 
 class Layout:
@@ -53,14 +53,6 @@ class Layout:
 
 
 def _write(path: Path, noted: dict[str, object]) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(json.dumps(noted))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    files, temporary = Files(), path.with_suffix(".tmp")
+    files.write(temporary, json.dumps(noted).encode())
+    publish(files, temporary, path)
