@@ -142,12 +142,12 @@ class Hub:
 
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
         """ready, upload or pending; waits while there is nothing to do but wait."""
-        nbytes = push_nbytes(spec, self.fleet.shards)
+        nbytes, asked = push_nbytes(spec, self.fleet.shards), time.monotonic()
 
         def ask(recorder: Recorder, now: float) -> str | None:
             coordinator = recorder.coordinator
             check_room(coordinator, worker, nbytes, self.config.in_flight)
-            if coordinator.doubtful(worker):
+            if coordinator.doubtful(worker, asked):
                 coordinator.member(worker, now)
                 return None
             state: str = recorder.do("register", now, worker=worker, spec=spec)

@@ -89,15 +89,15 @@ class Coordinator(Moves):
         self._activate(member, now)
         return "ready"
 
-    def doubtful(self, worker: int) -> Member | None:
-        """Whom a worker should wait for before it registers: a place that is kept, of one that may be dead.
+    def doubtful(self, worker: int, asked: float) -> Member | None:
+        """Whom a worker that asked to register should wait for: one of the two may be dead, and its place kept.
 
         A second of silence after the newcomer came would prove nothing; a sign of life, or the end of its lease, does.
         """
         member = self.roster.members.get(worker)
         if self.rules.on_loss.mode != "wait" or member is None or member.registered or not member.alive:
             return None
-        return None if self.roster.predecessor(member) else self.roster.doubtful(member)
+        return None if self.roster.predecessor(member) else self.roster.doubtful(member, asked)
 
     def _activate(self, member: Member, now: float) -> None:
         old = None if member.registered else self.roster.predecessor(member)

@@ -24,7 +24,7 @@ class JobLog:
 
     @property
     def base(self) -> int:
-        return min(self._entries, default=self.index + 1) - 1
+        return next(iter(self._entries), self.index + 1) - 1
 
     @property
     def next(self) -> int:
@@ -41,6 +41,8 @@ class JobLog:
 
     def after(self, index: int) -> list[Entry]:
         """What a shard that is at `index` needs."""
+        if index >= self.index:
+            return []
         return [self._entries[i] for i in range(index + 1, self.index + 1) if i in self._entries]
 
     def reached(self, shard: int, index: int) -> None:

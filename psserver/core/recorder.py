@@ -93,7 +93,7 @@ class Recorder:
         if self.coordinator.has_news(report):
             self.do("report", now, report=report)
         else:
-            self.coordinator.report(report, now)
+            self.coordinator.reached(report)
 
     def _end_move(self, now: float) -> None:
         """Once all shards hold their new parts: with the snapshot that is written now, or at once without any."""

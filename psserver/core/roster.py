@@ -164,13 +164,19 @@ class Roster:
         """One who trains, and whom the same launcher started in this one's place: what this one says comes late."""
         return next((other for other in self._alike(member) if member.ranked and other.attempt > member.attempt), None)
 
-    def doubtful(self, member: Member) -> Member | None:
-        """One that this one may have been started in the place of: nothing tells that it lived after this one joined.
+    def doubtful(self, member: Member, asked: float) -> Member | None:
+        """One whose place this one may have been started to take, or the other way round.
 
-        What comes soon after that may have been sent before, and been late.
+        Nothing tells that the older of the two lived after the newer one joined: what comes soon after that may have
+        been sent before, and been late. asked: when this one asked.
         """
-        since = member.joined_at + LATENESS
-        return next((other for other in self._alike(member) if other.last_seen <= since), None)
+        for other in self._alike(member):
+            heard, joined = other.last_seen, member.joined_at
+            if other.worker > member.worker:
+                heard, joined = asked, other.joined_at
+            if heard <= joined + LATENESS:
+                return other
+        return None
 
     def _alike(self, member: Member) -> list[Member]:
         """Those who train and whose place this one could take."""

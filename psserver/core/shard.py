@@ -7,7 +7,7 @@ carried out, and an entry is acted on once. A push is answered from `outcome`, n
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Reshard, Staged, chained
@@ -71,7 +71,7 @@ class Shard:
             "moving": self.moving,
             "evicted": [[worker, reason] for worker, reason in self._evicted.items()],
             "outcomes": [
-                [worker, [[seq, *astuple(outcome)] for seq, outcome in known.items()]]
+                [worker, [[seq, o.status, o.version, o.staleness, o.reason, o.detail] for seq, o in known.items()]]
                 for worker, known in self._outcomes.items()
             ],
         }

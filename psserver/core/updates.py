@@ -53,10 +53,15 @@ class Updates:
         """What a shard holds and how far it is. What is said about an earlier start of the log is void."""
         if report.epoch != self.epoch:
             return
-        self.log.reached(report.shard, report.index)
+        self.reached(report)
         for staged in report.staged if self._is_of_layout(report) else ():
             self._staged(report.shard, staged, now)
         self.advance(now)
+
+    def reached(self, report: Report) -> None:
+        """How far a shard is: all that a report without news says. Nothing is decided by it, only forgotten."""
+        if report.epoch == self.epoch:
+            self.log.reached(report.shard, report.index)
 
     def has_news(self, report: Report) -> bool:
         """Does a shard report a push that it has not reported before?"""

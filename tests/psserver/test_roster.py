@@ -102,7 +102,17 @@ def test_a_newcomer_doubts_its_rank_until_the_other_is_heard_of_later() -> None:
 
     for heard in (9.0, 10.0 + LATENESS):
         other.last_seen = heard  # it may have been sent before
-        assert roster.doubtful(newcomer) is other
+        assert roster.doubtful(newcomer, asked=20.0) is other
     other.last_seen = 10.1 + LATENESS
-    assert roster.doubtful(newcomer) is None
-    assert roster.doubtful(joined(roster, rank=2, now=20.0)) is None
+    assert roster.doubtful(newcomer, asked=20.0) is None
+    assert roster.doubtful(joined(roster, rank=2, now=20.0), asked=20.0) is None
+
+
+def test_who_asks_late_is_doubted_if_a_newcomer_of_its_rank_trains() -> None:
+    roster = Roster(5.0)
+    late = joined(roster, rank=1, now=0.0)
+    newcomer = joined(roster, rank=1, now=10.0)
+    roster.activate(newcomer)
+
+    assert roster.doubtful(late, asked=10.0 + LATENESS) is newcomer  # it may have been sent before
+    assert roster.doubtful(late, asked=10.1 + LATENESS) is None

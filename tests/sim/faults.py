@@ -10,6 +10,8 @@ class Faults:
 
     rng: random.Random
     workers: list[SimWorker]
+    to_come: int
+    is_over: bool
 
     def kill_worker(self) -> None:
         """A worker dies; another takes its place, or not if others are left."""
@@ -23,6 +25,10 @@ class Faults:
             attempt = victim.attempt + 1 if self.rng.random() < 0.5 else victim.attempt
             self.to_come += 1
             self.after(self.rng.random() * 8, lambda: self.start_worker(victim.rank, attempt))
+        self.worker_ended()
+
+    def worker_ended(self) -> None:
+        self.is_over = not self.to_come and not any(worker.alive and not worker.done for worker in self.workers)
 
     def start_worker(self, rank: int, attempt: int) -> None:
         self.to_come -= 1

@@ -60,7 +60,7 @@ class SimWorker:
         """A request to the coordinator, repeated until it is answered (not None); late answers are dropped."""
 
         def request(recorder: Recorder, now: float) -> Any:
-            if name == "register" and recorder.coordinator.doubtful(args["worker"]):
+            if name == "register" and recorder.coordinator.doubtful(args["worker"], now):
                 return None
             answer = recorder.do(name, now, **args)
             return (answer, recorder.coordinator.version) if name == "register" else answer
@@ -203,6 +203,7 @@ class SimWorker:
 
     def finish(self) -> None:
         self.done = True
+        self.world.worker_ended()
         worker = self.worker
         self.asked += 1
         self.ask(self.asked, lambda recorder, now: recorder.do("leave", now, worker=worker, reason="") or True, _ignore)

@@ -62,7 +62,7 @@ class World(Faults):
         self.decided: list[Apply] = []
         self.dropped: list[int] = []
         self.saved: Saved | None = None
-        self.perfect = False
+        self.perfect = self.is_over = False
         self.layout = self.scenario.shards
         self.moves = 0
         self.disks = [Disk() for _ in range(UNITS)]
@@ -149,8 +149,8 @@ class World(Faults):
         return None
 
     def run(self) -> None:
-        queue, workers = self.queue, self.workers
-        while self.to_come or not all(worker.done or not worker.alive for worker in workers):
+        queue = self.queue
+        while not self.is_over:
             if self.now > HORIZON:
                 raise InvariantError(f"no progress: {waiting_for(self.coordinator, self.now)}")
             self.now, _, action = heapq.heappop(queue)
@@ -181,10 +181,10 @@ class World(Faults):
 
     def tick(self) -> None:
         self.look()
-        self.after(0.5, self.tick)
+        self.after(1.0, self.tick)
 
     def look(self) -> None:
-        """What everybody does twice a second."""
+        """What everybody does once a second."""
         if 0 not in self.down:
             self.recorder.tick(self.now)
             self.flush()
@@ -267,12 +267,12 @@ class World(Faults):
 
     def flush(self) -> None:
         """Take note of new decisions and send them to all shards. Who is not needed any more, ends."""
-        if len(self.shards) > self.layout and self.coordinator.move is None:
-            self.down -= set(range(self.layout, len(self.shards)))
-            del self.shards[self.layout :]
-        new, epoch = self.coordinator.entries_after(self._flushed), self.coordinator.epoch
-        if not new:
+        coordinator = self.coordinator
+        if len(self.shards) > self.layout and coordinator.move is None:
+            self.end_servers()
+        if coordinator.log.index == self._flushed:
             return
+        new, epoch = coordinator.entries_after(self._flushed), coordinator.epoch
         self._flushed = new[-1].index
         for entry in new:
             self.note(entry)
@@ -317,8 +317,16 @@ class World(Faults):
         if number in self.down or all(worker.done for worker in self.workers):
             return
         self.down.add(number)
+        self.shards[number].up = False
         self.restarts += 1
         self.after(self.rng.random() * 4, lambda: self.start_server(number))
+
+    def end_servers(self) -> None:
+        """Those that the model does not lie on any more."""
+        for number, shard in enumerate(self.shards[self.layout :], self.layout):
+            shard.up = False
+            self.down.discard(number)
+        del self.shards[self.layout :]
 
     def start_server(self, number: int) -> None:
         if number not in self.down:
@@ -366,8 +374,7 @@ class World(Faults):
         self.rollbacks += 1
         saved, epoch = self.saved, self.coordinator.epoch + 1
         self.recorder = self.new_recorder(epoch)
-        self.down -= set(range(self.layout, len(self.shards)))
-        del self.shards[self.layout :]
+        self.end_servers()
         self.coordinator.min_workers = 1
         self.decided, self._flushed = self.decided[: saved.version if saved else 0], 0
         if saved is not None:

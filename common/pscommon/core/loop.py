@@ -1,6 +1,6 @@
 """A loop over a data set: which samples the batch of a number stands for, the same on every machine and for ever."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -63,7 +63,7 @@ class LoopSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; LoopSpec(**d) is the way back."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @lru_cache(maxsize=4)

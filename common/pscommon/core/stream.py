@@ -1,6 +1,6 @@
 """A loop over a stream: sources that are read in order, none of which says beforehand how long it is."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pscommon.core.loop import LoopSpec
@@ -54,7 +54,7 @@ class StreamSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; spec_from_dict is the way back."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 Spec = LoopSpec | StreamSpec
