@@ -101,8 +101,7 @@ class Server:
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.shipper = self._make_shipper()
         self.archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
-        # others learn from shard 0 how many there are
-        layout = Layout(config.shards, config.data_dir if config.shard == 0 else None)
+        layout = self._make_layout()
         self.engine = Engine(
             config.shard,
             layout.shards,
@@ -127,6 +126,16 @@ class Server:
         if config.metrics_bind is not None:
             self.monitor = Monitor(config.metrics_bind, registry, self.ready)
             self._resources.callback(self.monitor.close)
+
+    def _make_layout(self) -> Layout:
+        """Shard 0 knows best; the others learn it from there."""
+        config, mirror = self.config, self._inherited.mirror if self._inherited is not None else None
+        if config.shard > 0:
+            return Layout(mirror.replica.shards if mirror is not None else config.shards, None)
+        layout = Layout(config.shards, config.data_dir)
+        if mirror is not None:
+            layout.take_over(mirror.hello["layout"], mirror.replica.shards)
+        return layout
 
     def _make_identity(self, layout: Layout) -> Identity:
         config, address = self.config, self.config.advertise or self.address

@@ -172,6 +172,7 @@ class Engine:
         with self._carrying, self._changed:
             if self._machine is not machine or self.shards != store.plan.shards or not machine.moving:
                 return
+            self._log.moved()
             self._install(spec, store)
             machine.moved()
         self.report()
@@ -223,8 +224,10 @@ class Engine:
     @contextmanager
     def still(self, seconds: float) -> Iterator[Iterator[Shipped]]:
         """All of this shard, as records for a standby; nothing is applied or staged meanwhile. NOT_READY: no such
-        moment came within `seconds`, or the model is on the move."""
-        if self.moving or not self._carrying.acquire(timeout=seconds):
+        moment came within `seconds`, or the model is on the move, and others may need what was here before."""
+        if self.moving or self.moves.held is not None:
+            raise UnreachableError("the model is on the move", "NOT_READY")
+        if not self._carrying.acquire(timeout=seconds):
             raise UnreachableError(f"shard {self.shard} is busy", "NOT_READY")
         try:
             with self._logging, self._changed:

@@ -91,6 +91,7 @@ class Epochs:
         coordinator = mirror.coordinator
         assert coordinator is not None
         first, self.newest = mirror.snapshots
+        self._fleet.form(coordinator.members)
         self._fleet.new_log(first)
         self.rules = replace(self.rules, policy=coordinator.policy)
         self._archive.next_generation(mirror.hello["generation"] + 1)
@@ -113,7 +114,8 @@ class Epochs:
 
     def _hello(self) -> dict[str, Any]:
         snapshots = [manifest.as_json() if manifest else None for manifest in (self._fleet.snapshot, self.newest)]
-        return {"generation": self._archive.generation, "snapshots": snapshots}
+        layout = self._fleet.layout.noted
+        return {"generation": self._archive.generation, "snapshots": snapshots, "layout": layout}
 
     def begin(self) -> None:
         """A job without a past."""

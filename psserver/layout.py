@@ -1,10 +1,15 @@
 """How many shards the job has, over all restarts: servers are started again with the command line of before a move."""
 
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pscommon.core.errors import SnapshotError
 from pscommon.snapshot.files import Files, publish
+
+log = logging.getLogger("psserver")
 
 
 class Layout:
@@ -20,21 +25,25 @@ class Layout:
         self.past: set[int] = set()
         self._path = data_dir / "layout" if data_dir is not None else None
         if self._path is not None and self._path.exists():
-            self._take(self._path)
+            self._read(self._path)
 
-    def _take(self, path: Path) -> None:
+    def _read(self, path: Path) -> None:
         """What was noted down counts for who is started as before; another number is what somebody wants now."""
         try:
             noted = json.loads(path.read_text())
-            shards, past, changes = (
-                int(noted["shards"]),
-                {int(number) for number in noted["past"]},
-                int(noted["changes"]),
-            )
+            if self.given in (int(noted["shards"]), *noted["past"]):
+                self._take(noted)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SnapshotError(f"{path}: cannot tell how many servers the job had: {error}") from error
-        if self.given == shards or self.given in past:
-            self.shards, self.past, self.changes = shards, past, changes
+
+    def _take(self, noted: Mapping[str, Any]) -> None:
+        past = {int(number) for number in noted["past"]}
+        self.shards, self.past, self.changes = int(noted["shards"]), past, int(noted["changes"])
+
+    @property
+    def noted(self) -> dict[str, Any]:
+        """All but the command line, JSON-ready."""
+        return {"shards": self.shards, "past": sorted(self.past), "changes": self.changes}
 
     def forget(self) -> None:
         """A job begins that has no past."""
@@ -44,15 +53,31 @@ class Layout:
 
     def change(self, shards: int) -> None:
         """The job has so many shards from now on. On the disk before this returns; OSError."""
-        if shards == self.shards:
-            return
+        if shards != self.shards:
+            new = self._changed(shards)
+            self._write(new)
+            self._take(new)
+
+    def _changed(self, shards: int) -> dict[str, Any]:
         past = (self.past | {self.shards}) - {shards}
-        if self._path is not None:
-            _write(self._path, {"shards": shards, "past": sorted(past), "changes": self.changes + 1})
-        self.shards, self.past, self.changes = shards, past, self.changes + 1
+        return {"shards": shards, "past": sorted(past), "changes": self.changes + 1}
 
+    def take_over(self, noted: Mapping[str, Any], shards: int) -> None:
+        """Go on with what another process had noted; since then the job may have come to have so many shards.
 
-def _write(path: Path, noted: dict[str, object]) -> None:
-    files, temporary = Files(), path.with_suffix(".tmp")
-    files.write(temporary, json.dumps(noted).encode())
-    publish(files, temporary, path)
+        Where that cannot be written down the job goes on all the same: nobody else has it.
+        """
+        self._take(noted)
+        if shards != self.shards:
+            self._take(self._changed(shards))
+        try:
+            self._write(self.noted)
+        except OSError as error:
+            log.error("cannot note down how many servers there are", extra={"problem": str(error)})
+
+    def _write(self, noted: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        files, temporary = Files(), self._path.with_suffix(".tmp")
+        files.write(temporary, json.dumps(noted).encode())
+        publish(files, temporary, self._path)

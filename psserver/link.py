@@ -109,10 +109,12 @@ class Link:
 
     def _other(self, address: str) -> str:
         """Where shard 0 may be as well: its standby may have taken over, or who was primary before be started again."""
-        known = [address, self._identity.coordinator, *self._identity.standbys[:1]]
-        self._places.update(dict.fromkeys(place for place in known if place))
+        self._note(address, self._identity.coordinator, *self._identity.standbys[:1])
         places = list(self._places)
         return places[(places.index(address) + 1) % len(places)]
+
+    def _note(self, *places: str) -> None:
+        self._places.update(dict.fromkeys(place for place in places if place))
 
     def _bear(self, address: str, error: PSError) -> None:
         """Nobody answers: say so now and then, and give up when it has lasted too long."""
@@ -199,6 +201,7 @@ class Link:
 
     def _hear(self, response: pb.LinkShardResponse) -> None:
         self._identity.standbys = response.standbys
+        self._note(*response.standbys[:1])  # one that is lost for now may be there again when it is needed
         self._waiting_for = response.waiting_for
         if response.addresses:  # else the job has no room for this shard, not yet or not any more
             self._follow(response)
@@ -224,6 +227,8 @@ class Link:
             self._engine.deliver(response.epoch, [entry_from_proto(entry) for entry in response.entries])
         if response.HasField("move") and self._engine.moving and self._identity.shard < response.shards:
             self._move_in(response.epoch, response.move)
+        elif not response.HasField("move"):
+            self._engine.moves.over()
         if response.snapshots:
             self._archive.retain(response.snapshots)
             self._engine.snapshot_written(max(response.snapshots))

@@ -45,7 +45,7 @@ class Mirror:
             case Source.SHARD:
                 read = logged(_as_written(record))
                 if isinstance(read, Base):
-                    self.replica.become(read.state)
+                    self.replica.become(read.shards, read.state)
                 else:
                     self.replica.take(read)
             case Source.JOB:
@@ -66,7 +66,7 @@ class Mirror:
 
     def _take_job(self, values: dict[str, Any], kind: JobKind) -> None:
         if kind is JobKind.BASE:
-            self.coordinator = Coordinator(self._config.shards, self._config.rules())
+            self.coordinator = Coordinator(self.replica.shards, self._config.rules())
             self.coordinator.become(values, 0.0)
         elif self.coordinator is not None:
             replay(self.coordinator, [Command.from_json(values)])

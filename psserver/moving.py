@@ -36,6 +36,12 @@ class Moving:
         held = self.held
         return held if held is not None and (held.epoch, held.index) == (epoch, index) else None
 
+    def over(self) -> None:
+        """Nothing is on the move: nobody needs what was held before."""
+        if self.held is not None:
+            with self._changed:
+                self.held = None
+
     def move_in(self, index: int, sources: Sequence[Source]) -> None:
         """Make this shard's new part of what all shards held at the Reshard of this index. Repeating it is harmless.
 

@@ -122,10 +122,14 @@ class Records:
         if self._log is not None:
             self._log.retire(version)
 
+    def void(self, why: str) -> None:
+        """A standby cannot go on from the records that it has."""
+        if self._line is not None:
+            self._line.drop(why)
+
     def clear(self) -> None:
         """The history is over; `begin` comes next."""
-        if self._line is not None:
-            self._line.drop("the job goes on from another state")
+        self.void("the job goes on from another state")
         if self._log is not None:
             self._log.clear()
 

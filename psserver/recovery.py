@@ -90,15 +90,14 @@ class Recovery(Replica):
         if first and state["version"] != self._version:
             raise LogUnfitError(f"it begins at version {state['version']}, the snapshot is of {self._version}")
         if first:
-            self.become(state)
-            self._begin(base.shards)
+            self.become(base.shards, state)
+            self._begin()
         elif state["index"] != self.machine.index:
             raise LogUnfitError(f"entries {self.machine.index + 1} to {state['index']} are missing")
 
-    def _begin(self, shards: int) -> None:
-        """With the snapshot's numbers, of which this shard had its part among so many."""
-        self.shards = shards
+    def _begin(self) -> None:
+        """With the snapshot's numbers."""
         if self._manifest is not None and self._snapshot is not None:
             self.know(self._manifest.model)
-            self.numbers.restore(self._snapshot(shards))
+            self.numbers.restore(self._snapshot(self.shards))
             self.machine.moved()

@@ -49,8 +49,9 @@ class Replica:
         self.store: Store | None = None
         self._shard, self._team = shard, team
 
-    def become(self, state: Mapping[str, Any]) -> None:
-        """The machine's state; numbers and staged pushes come besides."""
+    def become(self, shards: int, state: Mapping[str, Any]) -> None:
+        """The machine's state, as one of so many; numbers and staged pushes come besides."""
+        self.shards = shards
         self.machine.recover(state)
 
     def take(self, logged: ModelSpec | LoggedPush | Entry) -> None:

@@ -31,6 +31,7 @@ class Reshards:
         self._desk, self._fleet, self._engine, self._archive = desk, fleet, engine, archive
         self._identity, self._config = identity, config
         self._moved: dict[int, int] = {}  # bytes that came to a shard from others
+        self._problems: dict[int, str] = {}  # why a shard could not move when it tried last
         self._mover: threading.Thread | None = None
 
     def reshard(self, shards: int, seconds: float) -> tuple[float, int]:
@@ -64,9 +65,6 @@ class Reshards:
                 raise InvalidRequestError(f"a move to {now} servers is under way, and waits for {self.waiting_for}")
             if not coordinator.begun:
                 raise UnreachableError("there is nothing to move yet: no weights have come", "NOT_READY")
-            if standbys := [address for address in self._fleet.standbys if address]:
-                text = f"stop the standbys ({', '.join(standbys)}), and start them again, of {shards}, when it is done"
-                raise InvalidRequestError(f"servers that have standbys cannot move: {text}")
             if missing := [shard for shard in range(now, shards) if (shard, shards) not in self._fleet.candidates]:
                 lines = "".join(f"\n  ps-server --shard {s}/{shards} --join {self._identity.address}" for s in missing)
                 raise InvalidRequestError(f"{len(missing)} of {shards} servers are still to be started:{lines}")
@@ -106,6 +104,8 @@ class Reshards:
             coordinator = self._desk.coordinator
             move, epoch = coordinator.move, coordinator.epoch
             self.dismiss()
+            if move is None:
+                self._engine.moves.over()
             if move is None or not self._engine.moving or (self._mover is not None and self._mover.is_alive()):
                 return
             self._mover = threading.Thread(target=self._move_in, args=(epoch, move.index), name="mover", daemon=True)
@@ -128,9 +128,10 @@ class Reshards:
 
     def moved(self, shard: int, nbytes: int, problem: str) -> None:
         """A shard has made its new part, or could not yet."""
-        if problem:
-            log.info("a shard cannot move yet", extra={"shard": shard, "problem": problem})
-        else:
+        if problem and self._problems.get(shard) != problem:
+            log.info("a shard cannot move yet", extra={"moving": shard, "problem": problem})
+        self._problems[shard] = problem
+        if not problem:
             self._moved[shard] = self._moved.get(shard, 0) + nbytes
 
     def state(self) -> dict[str, Any] | None:

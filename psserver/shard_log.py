@@ -115,6 +115,10 @@ class ShardLog:
         """These are the numbers at this version. To be called while nothing is applied."""
         self._log.checksum(version, store)
 
+    def moved(self) -> None:
+        """This shard's numbers are other ones now, and no record says which."""
+        self._log.void("the model has moved")
+
     def since(self, version: int | None) -> Iterator[Logged]:
         """What was written since a snapshot was cut; None: since the beginning. LogDamagedError, OSError."""
         return map(logged, self._log.since(version))

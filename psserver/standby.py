@@ -157,7 +157,7 @@ class Standby:
         if (record.source, record.kind) == (Source.LINE, LineKind.HELLO):
             self._begin(json.loads(record.header))
         elif (record.source, record.kind) == (Source.LINE, LineKind.END):
-            log.info("the job is over")
+            log.info("its primary has ended for good")
             self.ended.set()
         elif self._mirror is not None:
             self._mirror.take(record)
@@ -173,7 +173,8 @@ class Standby:
         self._mirror = Mirror(self.config, self._team, hello)
 
     def _bear(self, error: Exception) -> None:
-        """The line has ended. What cannot become better ends this process; the rest is tried again."""
+        """The line has ended. What cannot become better ends this process, and so does silence where nothing is here
+        that the job could go on with; the rest is tried again."""
         unfit = not isinstance(error, (UnreachableError, MismatchError))
         if unfit:
             self._succession.loaded = False
@@ -184,6 +185,9 @@ class Standby:
             self.ended.set()
         elif unfit:
             log.error("loading everything anew", extra={"problem": str(error)})
+        elif not self._succession.loaded and self._succession.silent(time.monotonic()) >= self.config.join_timeout:
+            self.failure = UnreachableError(f"the primary at {self.primary}: nothing for too long: {error}")
+            self.ended.set()
         elif time.monotonic() - self._told >= NOTICE:
             self._told = time.monotonic()
             log.info("waiting", extra={"waiting_for": f"the primary at {self.primary}", "problem": str(error)})

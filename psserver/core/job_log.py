@@ -54,6 +54,11 @@ class JobLog:
             self._entries.pop(carried_out, None)
             self._digests.pop(carried_out - 1, None)
 
+    def back(self, shard: int) -> None:
+        """What the shard carried out is gone: it may need all that is kept here."""
+        if shard in self._reached:
+            self._reached[shard] = self.base
+
     def told(self, shard: int) -> int:
         """How far the shard has said that it is."""
         return self._reached[shard]

@@ -70,6 +70,7 @@ class Moves(Updates):
             self.cuts.abandon()
             self.move.moved.discard(shard)
             self.pending.shard_lost(shard)
+            self.log.back(shard)
 
     def is_stranded(self, report: Report) -> bool:
         """Does this shard wait for what nobody keeps any more, because the move is over?"""

@@ -21,7 +21,9 @@ from psworker import Client, OptimizerSpec
 from psworker.discovery import describe
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
+from tests.e2e.test_reshard import pushing, reshard
 from tests.e2e.workers import ONES, connected, count, counter, status, until
+from tests.ports import free_ports
 
 Make = Callable[..., Cluster]
 
@@ -115,6 +117,30 @@ def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> 
         assert same(following)
 
 
+def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
+    """Each loads anew once the move is over, with the command line of before; that of a server that leaves ends."""
+    servers = cluster(2, policy="async")
+    first, second = servers.servers
+    with Following(first) as of_first, Following(second) as of_second, pushing(servers.address, 1, "grpc") as pushers:
+        for shards in (3, 2, 1):
+            pushers[0].goes_on()
+            reshard(servers, shards, policy="async")
+            pushers[0].goes_on()
+            of_first.in_sync()
+            if shards > 1:
+                of_second.in_sync()
+                assert mirror(of_second).replica.shards == shards
+        assert second.ended.wait(10)
+        second.close()  # as its process would
+        until(lambda: of_second.ended, "the end of the second standby")
+        pushers[0].stop()
+        until(lambda: same(of_first), "the same")
+        coordinator = mirror(of_first).coordinator
+        assert coordinator is not None
+        assert (coordinator.shards, mirror(of_first).replica.shards) == (1, 1)
+        assert mirror(of_first).hello["layout"] == {"shards": 1, "past": [2, 3], "changes": 3}
+
+
 def test_numbers_that_differ_are_found_and_loaded_anew(cluster: Make, caplog: pytest.LogCaptureFixture) -> None:
     server = cluster(policy="async").servers[0]
     with Following(server) as following, counter(server.address) as client:
@@ -150,6 +176,13 @@ def test_it_says_who_is_primary(cluster: Make) -> None:
         with pytest.raises(PSError, match=f"is a standby; its primary is {server.address}") as refused:
             describe(following.standby.address)
         assert refused.value.reason == "NOT_PRIMARY"
+
+
+def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5) as following:
+        until(lambda: following.ended, "its end")
+        assert "nothing for too long" in str(following.standby.failure)
 
 
 def test_other_settings_than_the_primary_are_refused_by_name(cluster: Make) -> None:

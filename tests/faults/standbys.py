@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pscommon.core.errors import PSError
+from psworker.ctl.servers import Servers
 from tests.e2e.workers import connected
 from tests.faults.forked import ForkedJob, Script
 from tests.ports import free_ports
@@ -33,11 +35,19 @@ class StandbyJob(ForkedJob):
     def _server(self, shard: int) -> list[str]:
         joined = ["--join", self._binds[0]] if shard else []
         joined += ["--standby-of", self._standbys[shard]] if shard in self.followed else []
-        return ["--shard", f"{shard}/{self._shards}", "--bind", self._binds[shard], *joined, *self._flags]
+        return ["--shard", f"{shard}/{self._of[shard]}", "--bind", self._binds[shard], *joined, *self._flags]
 
     def _standby(self, shard: int) -> list[str]:
         place = ["--shard", f"{shard}/{self._shards}", "--bind", self._standbys[shard]]
         return [*place, "--standby-of", self._binds[shard], *self._flags]
+
+    def found(self, address: str) -> dict[str, Any]:
+        """What ps-ctl status shows; empty where nobody answers, or who does is a standby."""
+        try:
+            with Servers([address], 2.0) as servers:
+                return servers.status()
+        except PSError:
+            return {}
 
     def servers(self) -> list[dict[str, Any]]:
         """As ps-ctl status shows them."""

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import pytest
 
@@ -31,13 +33,22 @@ class Mover:
         self.shards = shards
         self.done = False
         self._job = job
-        self._pause = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
 
     def _run(self) -> None:
         """Whether it was done when the answer was lost, the status says."""
-        while not self.done:
+        while not (self.done or self._over.is_set()):
             try:
                 with Servers([self._job.address.split(",")[0]], 2.0) as servers:
                     found = servers.status()
@@ -47,12 +58,12 @@ class Mover:
                         servers.reshard(self.shards, 20.0)
             except PSError as error:
                 print("mover:", error, flush=True)
-                self._pause.wait(0.05)
+                self._over.wait(0.05)
 
 
 def move(job: ForkedJob, shards: int, victim: str, delay: float) -> None:
     """To so many servers; the victim is killed so many seconds after that was begun, and started again."""
-    mover, kills_at = Mover(job, shards), time.monotonic() + delay
+    kills_at = time.monotonic() + delay
 
     def kill() -> None:
         nonlocal victim
@@ -60,7 +71,8 @@ def move(job: ForkedJob, shards: int, victim: str, delay: float) -> None:
             job.lives[victim].kill()
             victim = ""
 
-    job.tend(lambda: mover.done and not victim, SECONDS, kill)
+    with Mover(job, shards) as mover:
+        job.tend(lambda: mover.done and not victim, SECONDS, kill)
 
 
 def trained(job: ForkedJob, version: int) -> Callable[[], bool]:

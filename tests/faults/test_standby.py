@@ -15,6 +15,7 @@ from pscommon.wire.channel import open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.core.succession import TAKEOVER
+from psworker.ctl.servers import Servers
 from psworker.discovery import describe
 from tests.e2e.workers import counted, snapshots, status, until, weights_of
 from tests.faults.proxied import lines
@@ -150,6 +151,71 @@ def test_without_a_lock_a_dead_primary_is_followed_when_somebody_says_so(tmp_pat
 
         assert said["note"].endswith(f"did not answer; this one goes on from version {said['version']}")
         goes_on(job, time.monotonic())
+        finish(job, "async")
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+def test_a_primary_that_dies_amid_a_move_is_followed(tmp_path: Path, shard: int) -> None:
+    """Its standby has what it held when the move began, and no disk has: the new part is made of that.
+
+    The move waits for a server that is stopped, until another one has taken over.
+    """
+    with StandbyJob(tmp_path, 3, (*POLICIES["async"], *FLAGS), count, pushes=10**6) as job:
+        running(job, 0, 1)
+        job.lives["s2"].send(signal.SIGSTOP)
+        moving = threading.Thread(target=move, args=(job, 1))
+        moving.start()
+        first = job.address.split(",")[0]
+        until(lambda: job.found(first).get("moving_to") == 1, "a move")
+
+        job.lives[f"s{shard}"].kill()
+        if shard == 0:
+            first = job.standby(0)
+        until(lambda: terms(job.found(first)).get(shard) == 2, "another primary")
+        job.lives["s2"].send(signal.SIGCONT)
+
+        until(lambda: job.found(first).get("moving_to", 0) is None, "the end of the move")
+        moving.join()
+        goes_on(job, time.monotonic())
+        assert len(job.servers()) == 1
+        finish(job, "async")
+
+
+def terms(found: dict[str, Any]) -> dict[int, int]:
+    """The how-many-eth primary each shard has."""
+    return {row["shard"]: row["term"] for row in found.get("servers", ())}
+
+
+def said_after(job: StandbyJob, name: str, first: str, second: str) -> bool:
+    _, found, after = job.lives[name].log.read_text().partition(first)
+    return bool(found) and second in after
+
+
+def move(job: StandbyJob, shards: int) -> bool:
+    """As ps-ctl reshard. False: servers are still to come, or who was asked has died before it answered."""
+    try:
+        with Servers(job.address.split(",")[:1], 20.0) as servers:
+            servers.reshard(shards, 20.0)
+    except PSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+def test_who_took_over_after_a_move_knows_of_it(tmp_path: Path, shard: int) -> None:
+    """Servers that are started again with the command line of before come back into the job as it is."""
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, pushes=10**6) as job:
+        running(job, 0, 1)
+        job.add_servers(3)
+        until(lambda: move(job, 3), "the end of the move")
+        until(lambda: said_after(job, f"s{shard}", "the model has moved", "the standby is in sync"), "in sync again")
+        job.lives[f"s{shard}"].kill()
+        goes_on(job, time.monotonic())
+        assert [len(job.servers()), job.servers()[shard]["term"]] == [3, 2]
+
+        job.followed.add(shard)
+        job.start(f"s{shard}")
+        until(lambda: job.in_sync(shard), "in sync")
         finish(job, "async")
 
 

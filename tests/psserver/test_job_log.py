@@ -67,6 +67,22 @@ def test_who_is_at_an_entry_that_is_not_kept_may_not(log: JobLog) -> None:
     assert log.can_go_on(report(ENTRIES[:3], SECOND))
 
 
+def test_who_has_lost_what_it_carried_out_gets_all_that_is_kept() -> None:
+    """In a move its new process is made of what another shard knows, which may have come less far than it had."""
+    log = JobLog(2)
+    for entry in ENTRIES:
+        log.append(entry)
+    log.reached(0, 2)
+    log.reached(1, 4)
+
+    log.back(1)
+    log.reached(0, 4)
+
+    assert log.after(2) == ENTRIES[2:]
+    log.reached(1, 4)
+    assert log.after(2) == []
+
+
 def test_a_log_that_starts_amid_goes_by_the_digest_it_is_given(log: JobLog) -> None:
     again = JobLog(1)
     again.start(3, digest(ENTRIES[:3]))

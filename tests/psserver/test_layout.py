@@ -42,6 +42,25 @@ def test_a_job_without_a_past_forgets(tmp_path: Path) -> None:
     assert Layout(2, tmp_path).shards == 2
 
 
+def test_who_takes_over_notes_down_what_its_predecessor_knew(tmp_path: Path) -> None:
+    before = Layout(2, None)
+    before.change(3)
+
+    layout = Layout(2, tmp_path)
+    layout.take_over(before.noted, 1)
+
+    for found in (layout, Layout(2, tmp_path), Layout(3, tmp_path)):
+        assert (found.shards, found.past, found.changes) == (1, {2, 3}, 2)
+
+
+def test_who_takes_over_and_cannot_note_it_down_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layout = Layout(2, tmp_path / "gone")
+    layout.take_over({"shards": 3, "past": [2], "changes": 1}, 3)
+
+    assert (layout.shards, layout.past, layout.changes) == (3, {2}, 1)
+    assert "cannot note down" in caplog.text
+
+
 def test_without_a_data_directory_it_lasts_as_long_as_the_process() -> None:
     layout = Layout(2, None)
     layout.change(3)

@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Mirror:
-    """What a standby has been told: the whole state, and the records since. whole, commands: of the coordinator."""
+    """What a standby has been told: the whole state, and the records since. shards: how many there were at first.
 
+    whole, commands: of the coordinator.
+    """
+
+    shards: int
     state: str
     staged: list[Any]
     weights: list[float]
@@ -29,4 +33,4 @@ def mirror_of(shard: "SimShard", coordinator: Coordinator | None) -> Mirror:
     machine = shard.machine
     staged = [shard.push_record(machine.staged[key], shard.kept[key]) for key in machine.staged]
     whole = json.dumps(coordinator.whole()) if coordinator is not None else ""
-    return Mirror(json.dumps(machine.state()), staged, list(shard.weights), list(shard.history), whole)
+    return Mirror(shard.shards, json.dumps(machine.state()), staged, list(shard.weights), list(shard.history), whole)

@@ -161,6 +161,12 @@ class CountsInMove(Coordinator):
         self.move = move
 
 
+class KeepsItsStandby(SimShard):
+    """Believes that its standby holds the new part, too, when the model has moved."""
+
+    def void(self) -> None: ...
+
+
 class TrustsTheReborn(Coordinator):
     """Believes that a shard which died in a move still holds its new part."""
 
@@ -181,6 +187,7 @@ CLASSES: dict[str, dict[str, type]] = {
     "a push cut for other shards is taken": {"shard_class": KeepsOldBytes},
     "a new shard does not know what has counted": {"machine_class": AdoptsNoOutcomes},
     "a push counts before a move is over": {"coordinator_class": CountsInMove},
+    "a standby outlives a move": {"shard_class": KeepsItsStandby},
     "a shard that died in a move counts as moved": {"coordinator_class": TrustsTheReborn},
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {

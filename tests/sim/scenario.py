@@ -58,7 +58,7 @@ class Scenario:
             pauses=rng.choice([0, 0, 1]) * faults, drains=rng.choice([0, 0, 0, 1]) * (workers > 1),
             switches=rng.choice([0, 0, 0, 1]) * durable, bad=rng.choice([0, 0, 3]) * durable,
             standbys=standbys,
-            reshards=rng.choice([0, 0, 1, 2]) * (not standbys),  # servers with standbys do not move
+            reshards=rng.choice([0, 0, 1, 2]),
         )  # fmt: skip
         return scenario if seed % 4 else scenario.made_reproducible(rng)
 

@@ -139,6 +139,15 @@ class SimShard:
             records = [self.push_record(self.machine.staged[key], self.kept[key]) for key in self.machine.staged]
             self.disk.log.append(Segment(version, json.dumps(self.machine.state()), records, self.shards))
 
+    def clear_log(self) -> None:
+        """What came before is void, for a standby too."""
+        self.disk.log.clear()
+        self.void()
+
+    def void(self) -> None:
+        """What this shard holds now came by another way than the records that its standby has."""
+        self.disk.mirror = None
+
     def write(self, record: Any) -> None:
         if self.world.scenario.durable and not self.replaying:
             self.disk.log[-1].records.append(record)
@@ -233,6 +242,7 @@ class SimShard:
             whole += source.frozen[2]
         self.weights = part_of(whole, self.machine.shard, self.shards)
         self.machine.moved()
+        self.void()
         self.send_report()
 
     def adopt(self, state: str, history: History, move: Move) -> None:
@@ -242,7 +252,7 @@ class SimShard:
         self.machine.adopt(json.loads(state))
         self.shards, self.history, self.is_ready = move.shards, list(history), True
         self.kept.clear()
-        self.disk.log.clear()
+        self.clear_log()
         self.start_log(self.machine.version)
 
     # ---- starting
@@ -256,7 +266,7 @@ class SimShard:
         self.machine.restore(epoch, saved.version, saved.index)
         self.kept.clear()
         self.frozen = self.part = None
-        self.disk.log.clear()
+        self.clear_log()
         self.is_ready = True
         self.start_log(saved.version)
 
@@ -276,7 +286,7 @@ class SimShard:
         self.machine.follow(epoch, base)
         self.kept.clear()
         self.frozen = self.part = None
-        self.disk.log.clear()
+        self.clear_log()
         self.is_ready = True
         self.start_log(0)
 
@@ -304,7 +314,7 @@ class SimShard:
             self.disk.log[-1].records.pop()  # what the dead one has written is not this one's log
             self.before = None  # the coordinator will tell them again: until then this is not what the dead one was
         self.weights, self.history = list(mirror.weights), list(mirror.history)
-        self.replay(mirror.state, self.shards, [*mirror.staged, *records])
+        self.replay(mirror.state, mirror.shards, [*mirror.staged, *records])
 
     def replay(self, base: str, shards: int, records: list[Any]) -> None:
         """From this state on, of so many shards, all of this."""
@@ -375,7 +385,7 @@ def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Re
 
 def promoted_coordinator(world: "World", mirror: Mirror) -> Recorder:
     """The coordinator that the standby of shard 0 has followed."""
-    coordinator = world.new_coordinator(-1, world.layout)
+    coordinator = world.new_coordinator(-1, mirror.shards)
     coordinator.become(json.loads(mirror.whole), world.now)
     replay(coordinator, (Command.from_json(json.loads(command)) for command in mirror.commands))
     watch(coordinator)

@@ -62,13 +62,14 @@ def test_the_seeds_reach_what_they_should() -> None:
         seen["gone back to a snapshot"] += world.rollbacks > 0 and world.saved is not None
         seen["reproduced"] += world.scenario.is_reproducible and world.restarts > 0
         seen["lost"] += any(member.state == "lost" for member in world.coordinator.roster)
+        seen["taken over in a job that moved"] += world.takeovers > 0 and world.moves > 0
         seen["moved"] += world.moves > 0
         seen["moved among restarts"] += world.moves > 0 and world.restarts > 0
         seen["messages"] += world.messages
 
     reached = ("sync", "async", "ssp", "restarted", "recovered", "taken over", "lost", "moved", "moved among restarts")
     assert min(seen[name] for name in reached) >= 20
-    assert min(seen[name] for name in ("gone back to a snapshot", "reproduced")) >= 5
+    assert min(seen[name] for name in ("gone back to a snapshot", "reproduced", "taken over in a job that moved")) >= 5
     assert seen["messages"] > 20_000
 
 

@@ -314,7 +314,8 @@ class World(Faults):
     def kill_server(self, number: int | None = None) -> None:
         """A server dies, and is started again."""
         number = self.rng.randrange(len(self.shards)) if number is None else number
-        if number in self.down or all(worker.done for worker in self.workers):
+        gone = number in self.down or number >= len(self.shards)
+        if gone or all(worker.done for worker in self.workers):
             return
         self.down.add(number)
         self.shards[number].up = False
@@ -324,7 +325,7 @@ class World(Faults):
     def end_servers(self) -> None:
         """Those that the model does not lie on any more."""
         for number, shard in enumerate(self.shards[self.layout :], self.layout):
-            shard.up = False
+            shard.up, shard.disk.mirror = False, None
             self.down.discard(number)
         del self.shards[self.layout :]
 
@@ -350,11 +351,11 @@ class World(Faults):
 
     def attach_standby(self) -> None:
         """A server that lives gets a standby; the one that it had is given up. Perhaps it dies soon."""
-        number = self.rng.randrange(self.scenario.shards)
+        number = self.rng.randrange(self.layout)
         shard = self.shards[number]
-        if number not in self.down and shard.is_ready:
+        if number not in self.down and shard.is_ready and self.coordinator.move is None:
             self.disks[number].mirror = mirror_of(shard, self.coordinator if number == 0 else None)
-            self.after(self.rng.choice([0.02, 0.5, 5.0]) * self.rng.random(), lambda: self.kill_server(number))
+            self.after(self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(), lambda: self.kill_server(number))
 
     def recover_coordinator(self) -> None:
         before, disk, log = self.coordinator.state(), self.disks[0], self.coordinator.log
