@@ -8,9 +8,19 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start programs take turns, in one of the processes; the others go where there is room."""
     for item in items:
         fixtures: tuple[str, ...] = getattr(item, "fixturenames", ())
         if "programs" in fixtures or "benchmarks" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("programs"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """In a process of pytest-xdist: it has to know the groups. It may forget them without a word."""
+    if not getattr(session.config.option, "loadgroup", False):
+        return
+    for item in session.items:
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid.rpartition("]")[2].rpartition("::")[2]:
+            raise pytest.UsageError(f"{item.nodeid} is in no group: these pytest and pytest-xdist do not go together")
