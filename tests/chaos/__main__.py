@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import get_args
 
 from tests.chaos import act, report, schedule
-from tests.chaos.act import Outcome
 from tests.chaos.checker import Finding
 from tests.chaos.cluster import Act
 from tests.e2e.programs import BIN
 from tests.faults.disk import missing
 
-CALIBRATION = 0.15
-"""Share of an act's time that goes into a run without faults."""
+CALIBRATION = 0.1
+"""Share of an act's time that goes into a run without faults, before the disturbed one, and again after it."""
 
 LOST_CALLS = "CoordinatorService.*=-1:0.2%:0.2%:0.2%,ParameterServerService.Exchange=-1:0.1%:0.1%:0.1%"
 
@@ -90,25 +89,31 @@ def kinds(options: argparse.Namespace, folder: Path) -> Sequence[schedule.Kind]:
 
 
 def played(each: Act, folder: Path, seconds: float, options: argparse.Namespace) -> bool:
-    """One act, undisturbed and then disturbed, and its table. Was it all right?"""
+    """One act, undisturbed, disturbed and undisturbed again, and its table. Was it all right?
+
+    Twice, because a machine that others use, too, is not as fast at the end of an act as it was at its beginning.
+    """
     folder.mkdir()
-    disturbed = seconds * (1 - CALIBRATION)
+    disturbed = seconds * (1 - 2 * CALIBRATION)
     seed = f"{options.seed} {each.name}"
     faults = schedule.drawn(seed, disturbed, each.shards, each.workers, options.gap, kinds(options, folder))
     print("\n".join([f"\n{each.name}, seed {options.seed}", *map(str, faults)]), flush=True)
     if options.dry_run:
         return True
-    calm = act.run(each, folder / "undisturbed", seconds * CALIBRATION)
+    before = act.run(each, folder / "undisturbed", seconds * CALIBRATION)
     stormy = act.run(each, folder / "disturbed", disturbed, faults)
-    if report.goodput(stormy, calm.updates_per_second) < options.goodput:
+    after = act.run(each, folder / "undisturbed-again", seconds * CALIBRATION)
+    undisturbed = (before.updates_per_second + after.updates_per_second) / 2
+    if report.goodput(stormy, undisturbed) < options.goodput:
         stormy.findings.append(Finding("goodput", f"below {options.goodput:.0%}"))
-    print(report.table(stormy, calm.updates_per_second))
+    print(report.table(stormy, undisturbed))
+    calm = [*before.findings, *after.findings]
     _show_calm(calm)
-    return not stormy.findings and not calm.findings
+    return not stormy.findings and not calm
 
 
-def _show_calm(calm: Outcome) -> None:
-    for finding in calm.findings:
+def _show_calm(findings: Sequence[Finding]) -> None:
+    for finding in findings:
         print(f"  FAILED undisturbed, {finding.rule}: {finding.text}", flush=True)
 
 
