@@ -1,6 +1,7 @@
 """What a hot standby costs: everything travels to another process before it is acknowledged, or after."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.product import LANES
@@ -13,9 +14,9 @@ MODES = {"no standby": "", "sync": "sync", "async": "async"}
 
 
 def lineup(scale: Scale, resources: ExitStack, large: bool) -> Lineup:
-    nbytes, pieces = (scale.large, scale.logged) if large else (scale.small, scale.small_pieces)
+    size = Setup(scale.large, pieces=scale.logged) if large else Setup(scale.small, "1", pieces=scale.small_pieces)
     entries = [
-        job(ours(lane, mode), Setup(nbytes, lanes=lane, shipping=shipping, pieces=pieces))
+        job(ours(lane, mode), replace(size, lanes=lane, shipping=shipping))
         for lane in LANES
         for mode, shipping in MODES.items()
     ]

@@ -12,6 +12,8 @@ from benchmarks.bars import BARS
 from benchmarks.record import Result
 from benchmarks.rounds import Entry
 from benchmarks.scale import FULL, SCALES, TINY, Scale
+from benchmarks.setup import Setup
+from benchmarks.shapes import shapes
 from benchmarks.speaker import ROOT, Command
 from benchmarks.works import WORKS, overlap
 from benchmarks.works.work import Lineup, Work
@@ -23,7 +25,10 @@ FAST = [work for work in WORKS if work is not overlap.WORK]
 @pytest.mark.parametrize("work", FAST, ids=lambda work: work.name)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
 def test_lineups(work: Work, scale: Scale) -> None:
-    """Names are unique; who is skipped takes no part; every bar's contenders take part or are skipped with a reason."""
+    """Names are unique; who is skipped takes no part; every bar's contenders take part or are skipped with a reason.
+
+    And what they are asked to do can be done: there is a model of that size.
+    """
     with ExitStack() as resources:
         lineup = work.lineup(scale, resources)
     names = [entry.name for entry in lineup.entries]
@@ -33,6 +38,8 @@ def test_lineups(work: Work, scale: Scale) -> None:
     assert not set(names) & set(lineup.skipped)
     assert needed <= set(names) | set(lineup.skipped)
     assert all(lineup.skipped.values())
+    asked = [argument for entry in lineup.entries for argument in entry.command.args if argument.startswith("{")]
+    assert all(shapes(setup.model, setup.nbytes) for setup in map(Setup.from_json, asked))
 
 
 def test_medians_are_of_at_least_seven_rounds() -> None:
