@@ -120,6 +120,10 @@ class ServerMetrics:
         self._standby_in_sync.set(in_sync)
         self._standby_behind.set(behind)
 
+    def standby_diverged(self) -> None:
+        """The standby could not go on from what it had, because it was wrong."""
+        self._standby_divergences.inc()
+
     def standby_lost(self) -> None:
         """It is silent, or its line is cut."""
         self._standby_losses.inc()
@@ -203,6 +207,8 @@ class ServerMetrics:
         self._standby_in_sync = in_sync.labels(self._shard)
         behind = self._gauge("ps_standby_behind_records", "Records that the standby does not have yet")
         self._standby_behind = behind.labels(self._shard)
+        diverged = self._counter("ps_standby_divergences_total", "Standbys that were not what their primary was")
+        self._standby_divergences = diverged.labels(self._shard)
         losses = self._counter("ps_standby_losses_total", "Standbys that were lost")
         self._standby_losses = losses.labels(self._shard)
 

@@ -199,6 +199,9 @@ class Shipper:
             self._check()
         self.whole(lambda records: self._begin(hello, records))
         log.info("a standby loads", extra={"standby": hello.address, "term": machine.term})
+        if hello.problem:
+            log.error("the standby had to load anew", extra={"standby": hello.address, "problem": hello.problem})
+            self._metrics.standby_diverged()
         return machine.line
 
     def _begin(self, hello: pb.ReplicateRequest, records: Iterable[Shipped]) -> None:

@@ -69,6 +69,7 @@ class Standby:
         self._news = threading.Condition()
         self._received = self._said = 0
         self._busy = False
+        self._problem = ""  # that the primary is to hear of
         self._call: Any = None
         self._promoted: Tenure | None = None
         self._at_rest = threading.Event()  # nobody follows any more
@@ -162,7 +163,7 @@ class Standby:
         elif self._mirror is not None:
             self._mirror.take(record)
             if self._mirror.loaded and not self._succession.loaded:
-                self._succession.loaded = True
+                self._succession.loaded, self._problem = True, ""
                 log.info("has the whole state of its primary", extra={"version": self._mirror.version})
 
     def _begin(self, hello: dict[str, Any]) -> None:
@@ -184,7 +185,8 @@ class Standby:
             self.failure = error
             self.ended.set()
         elif unfit:
-            log.error("loading everything anew", extra={"problem": str(error)})
+            self._problem = str(error)
+            log.error("loading everything anew", extra={"problem": self._problem})
         elif not self._succession.loaded and self._succession.silent(time.monotonic()) >= self.config.join_timeout:
             self.failure = UnreachableError(f"the primary at {self.primary}: nothing for too long: {error}")
             self.ended.set()
@@ -197,7 +199,7 @@ class Standby:
         config = self.config
         yield pb.ReplicateRequest(
             shard=config.shard, shards=config.shards, instance=self.name, address=self.advertised,
-            term=self._succession.term,
+            term=self._succession.term, problem=self._problem,
         )  # fmt: skip
         while not self.ended.is_set() and self._promoted is None:
             with self._news:

@@ -20,6 +20,7 @@ from psserver.shipper import EVERY
 from psworker import Client, OptimizerSpec
 from psworker.discovery import describe
 from tests.e2e.conftest import Cluster
+from tests.e2e.scrape import Metrics
 from tests.e2e.standbys import Following
 from tests.e2e.test_reshard import pushing, reshard
 from tests.e2e.workers import ONES, connected, count, counter, status, until
@@ -142,7 +143,7 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
 
 
 def test_numbers_that_differ_are_found_and_loaded_anew(cluster: Make, caplog: pytest.LogCaptureFixture) -> None:
-    server = cluster(policy="async").servers[0]
+    server = cluster(policy="async", metrics_bind="127.0.0.1:0").servers[0]
     with Following(server) as following, counter(server.address) as client:
         following.in_sync()
         count(client, 3)
@@ -157,6 +158,7 @@ def test_numbers_that_differ_are_found_and_loaded_anew(cluster: Make, caplog: py
         until(lambda: mirror(following) is not wrong, "another state")
         following.in_sync()
         assert same(following)
+        assert Metrics(server.monitor.address)("ps_standby_divergences_total") == 1
         assert any("are not the primary's at 100" in str(getattr(r, "problem", "")) for r in caplog.records)
 
 

@@ -19,6 +19,7 @@ class ReplicateRequest(google.protobuf.message.Message):
     INSTANCE_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     RECEIVED_FIELD_NUMBER: builtins.int
     shard: builtins.int
     """the first message: who asks"""
@@ -28,6 +29,8 @@ class ReplicateRequest(google.protobuf.message.Message):
     address: builtins.str
     term: builtins.int
     """the highest term that it knows of"""
+    problem: builtins.str
+    """why what it had, from this server or another, could not be gone on from; empty: it could, or there was nothing"""
     received: builtins.int
     """then: all records up to this number are here"""
     def __init__(
@@ -38,9 +41,10 @@ class ReplicateRequest(google.protobuf.message.Message):
         instance: builtins.str = ...,
         address: builtins.str = ...,
         term: builtins.int = ...,
+        problem: builtins.str = ...,
         received: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "received", b"received", "shard", b"shard", "shards", b"shards", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "problem", b"problem", "received", b"received", "shard", b"shard", "shards", b"shards", "term", b"term"]) -> None: ...
 
 global___ReplicateRequest = ReplicateRequest
 
