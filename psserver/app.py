@@ -133,8 +133,8 @@ class Server:
         if config.shard > 0:
             return Layout(mirror.replica.shards if mirror is not None else config.shards, None)
         layout = Layout(config.shards, config.data_dir)
-        if mirror is not None:
-            layout.take_over(mirror.hello["layout"], mirror.replica.shards)
+        if mirror is not None and mirror.coordinator is not None:  # which decided, and so knows before the shard does
+            layout.take_over(mirror.hello["layout"], mirror.coordinator.shards)
         return layout
 
     def _make_identity(self, layout: Layout) -> Identity:

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pscommon.core.errors import SnapshotError
+from psserver.app import Server
+from psserver.config import ServerConfig
 from psserver.layout import Layout
 
 
@@ -51,6 +54,20 @@ def test_who_takes_over_notes_down_what_its_predecessor_knew(tmp_path: Path) -> 
 
     for found in (layout, Layout(2, tmp_path), Layout(3, tmp_path)):
         assert (found.shards, found.past, found.changes) == (1, {2, 3}, 2)
+
+
+def test_the_coordinator_knows_of_a_move_before_its_shard_does() -> None:
+    """A primary that dies at once has told its standby of the decision, and not yet of the entry that follows."""
+    mirror = SimpleNamespace(
+        hello={"layout": Layout(3, None).noted},
+        replica=SimpleNamespace(shards=3),
+        coordinator=SimpleNamespace(shards=1),
+    )
+    config = ServerConfig(shard=0, shards=3)
+
+    layout = Server._make_layout(SimpleNamespace(config=config, _inherited=SimpleNamespace(mirror=mirror)))  # type: ignore[arg-type]
+
+    assert (layout.shards, layout.past, layout.changes) == (1, {3}, 1)
 
 
 def test_who_takes_over_and_cannot_note_it_down_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
