@@ -75,8 +75,10 @@ class Life:
 class ForkedJob:
     """A job's servers, which keep their ports and data, and its workers. Inside the `with` nothing is started yet.
 
-    flags: of every server. script(address, rank, **options): what a worker does.
+    flags: of every server. script(address, rank, **options): what a worker does. body: of a server's process.
     """
+
+    body = staticmethod(serve)
 
     def __init__(self, folder: Path, shards: int, flags: Sequence[object], script: Script, **options: Any) -> None:
         self.folder = folder
@@ -113,7 +115,7 @@ class ForkedJob:
             attempt = self.lives[name].attempt + 1 if name in self.lives else 0
             log, number = self.folder / f"{name}.{attempt}.log", int(name[1:])
             target, arguments = (
-                (serve, (self._standby(number) if name.startswith("b") else self._server(number), log))
+                (self.body, (self._standby(number) if name.startswith("b") else self._server(number), log))
                 if name.startswith(("s", "b"))
                 else (work, (self._script, self.address, number, attempt, self._options, log))
             )

@@ -1,24 +1,31 @@
-"""The line from a standby to its primary goes quiet, while both live and the failover lock can be reached.
+"""The line between a standby and its primary goes quiet, while both live and the failover lock can be reached."""
 
-Where it is quiet the other way, or both ways, either of them may win: that needs processes that may die, and the
-simulation (tests/sim/succession.py) has them.
-"""
-
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import pytest
 
+from pscommon.exits import Exit
 from psserver.core.shipping import SILENCE
 from psserver.primary_lease import FolderLease
 from psserver.standby import Standby
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
 from tests.e2e.workers import count, counter, until
+from tests.faults.forked import serve
+from tests.faults.line import Direction
 from tests.faults.proxy import Proxy
+from tests.faults.scripts import count as push_ones
+from tests.faults.standbys import StandbyJob
+from tests.faults.test_standby import FLAGS, POLICIES, finish, goes_on, running
 
 Make = Callable[..., Cluster]
+SOONER = 0.7
+"""Seconds by which one end hears nothing before the other does."""
 
 
 def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
@@ -54,3 +61,67 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
             until(lambda: mirror.version == 12 == server.engine.version, "all updates")
     assert not following.standby._promoted
     assert not server.ended.is_set()
+
+
+def serve_at_the_line(arguments: Sequence[str], log: Path) -> None:
+    """Body of a server's process: a standby does not leave its line for the address that the lock gives."""
+    Standby._find = lambda standby: None  # type: ignore[method-assign]
+    serve(arguments, log)
+
+
+class LineJob(StandbyJob):
+    """Its one standby follows through `line`; whoever pushes reaches both of them without it."""
+
+    body = staticmethod(serve_at_the_line)
+
+    def __init__(self, folder: Path, shards: int, flags: tuple[object, ...], shard: int, **options: Any) -> None:
+        super().__init__(folder, shards, flags, push_ones, **options)
+        self.line = Proxy(self._binds[shard])
+
+    def __enter__(self) -> Self:
+        self.line.__enter__()
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.line.__exit__(kind, error, trace)
+
+    def _standby(self, shard: int) -> list[str]:
+        return [self.line.address if word == self._binds[shard] else word for word in super()._standby(shard)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "shard", "first", "winner"),
+    [("async", 1, "down", "standby"), ("sync", 0, "up", "primary"), ("sync", 0, None, "either")],
+)
+def test_one_of_them_is_primary_and_what_was_acknowledged_counts(
+    tmp_path: Path, policy: str, shard: int, first: Direction | None, winner: str
+) -> None:
+    """Quiet both ways: who finds that out first. The other one is not primary any more, or never will be."""
+    with LineJob(tmp_path, 2, (*POLICIES[policy], *FLAGS), shard, pushes=10**6) as job:
+        running(job, shard)
+        lease = FolderLease(tmp_path / "lock", shard)
+        since = time.monotonic()
+        job.line.half_open(first)
+        if first is not None:
+            threading.Event().wait(SOONER)
+            job.line.half_open()
+        print(f"{winner}: workers go on after {goes_on(job, since):.1f} s")
+
+        tenure = lease.read()
+        assert tenure is not None
+        primary, standby = job.lives[f"s{shard}"], job.lives[f"b{shard}"]
+        won = "standby" if tenure.holder == job.standby(shard) else "primary"
+        assert winner in ("either", won), job.said()
+        if won == "standby":
+            until(lambda: primary.ended == Exit.TAKEN, "the end of the old primary")
+        else:
+            until(lambda: "had gone on without this standby" in standby.log.read_text(), "the standby to know")
+        job.line.heal()
+        if won == "primary":
+            until(lambda: job.in_sync(shard), "in sync again")
+        goes_on(job, time.monotonic())
+        assert standby.ended is None
+        finish(job, policy)

@@ -256,12 +256,13 @@ def test_threads_read_whole_versions_while_others_are_applied() -> None:
     threads = [threading.Thread(target=read, args=(job.store,)) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for _ in range(60):
+    steps = 0
+    while not mixed and (steps < 60 or len(seen) <= 3):  # threads take turns as the system likes
         with changing:
             job.step()
+        steps += 1
     done.set()
     for thread in threads:
         thread.join(30)
 
     assert mixed == []
-    assert len(seen) > 3
