@@ -71,6 +71,11 @@ class Desk:
             self._failed(coordinator.failure)
         return result
 
+    def soon(self) -> float:
+        """Seconds until time should pass again for the machine: not for long, and not beyond the end of a lease."""
+        with self.changed:
+            return min(LOOK, self.coordinator.roster.lease_left(time.monotonic()))
+
     def wake(self) -> None:
         """Let those who wait look again."""
         with self.changed:

@@ -28,7 +28,7 @@ from psserver.core.recorder import Recorder
 from psserver.core.room import check_room, check_switch, is_full, push_nbytes
 from psserver.core.roster import Member
 from psserver.core.waiting import waiting_for
-from psserver.desk import LOOK, Desk
+from psserver.desk import Desk
 from psserver.engine import Engine
 from psserver.epochs import Epochs
 from psserver.fleet import Fleet, News, Server, Told
@@ -336,7 +336,7 @@ class Hub:
 
     def _tick_forever(self) -> None:
         try:
-            while not self.stopped.wait(LOOK):
+            while not self.stopped.wait(self._desk.soon()):
                 self.tick()
         except Exception as bug:
             log.exception("the coordinator cannot go on")

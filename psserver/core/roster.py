@@ -1,5 +1,6 @@
 """Who takes part: workers, their leases and clocks. Time is an argument: this host's monotonic seconds."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -196,6 +197,11 @@ class Roster:
 
     def expired(self, now: float) -> list[Member]:
         return [m for m in self._here if now - m.last_seen > self.lease]
+
+    def lease_left(self, now: float) -> float:
+        """Seconds until the next lease ends that has not ended yet; infinite where there is none."""
+        left = (m.last_seen + self.lease - now for m in self._here)
+        return min((seconds for seconds in left if seconds >= 0), default=math.inf)
 
     def remove(self, member: Member, state: State, reason: str) -> None:
         """The worker is LOST or has LEFT."""

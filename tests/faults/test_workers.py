@@ -14,8 +14,8 @@ from tests.faults.processes import state_of
 from tests.faults.scripts import train
 
 LEASE = 2.0
-NOTICE = 0.5
-"""Seconds until somebody looks whose lease has ended, and acts on it."""
+STEP = 0.2
+"""Seconds that a step takes, on a busy machine: between two steps there is one in any case."""
 PAUSE = 0.05
 SECONDS = 100
 
@@ -62,7 +62,7 @@ def test_a_stopped_worker_is_left_behind_and_comes_back_as_new(tmp_path: Path) -
         stopped.send(signal.SIGCONT)
         running.tend(running.workers_done, SECONDS)
 
-        assert stalls(steps(running, "w0")) < LEASE + NOTICE
+        assert stalls(steps(running, "w0")) < LEASE + STEP
         check_data(running)
     assert "lost its place in job" in stopped.log.read_text()
     assert stopped.log.read_text().count("step ") > 5
@@ -82,7 +82,7 @@ def test_workers_come_and_go_while_others_train(tmp_path: Path) -> None:
         del running.lives["w2"]
         running.tend(running.workers_done, SECONDS)
 
-        assert stalls(steps(running)) < LEASE + NOTICE
+        assert stalls(steps(running)) < LEASE + STEP
         check_data(running)
         states = {row["rank"]: row["state"] for row in status(running.address)["workers"]}
     assert states == {0: "left", 1: "left", 2: "lost", 3: "left"}

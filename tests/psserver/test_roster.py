@@ -1,5 +1,7 @@
 """Who takes part, in which order, and from which clock on."""
 
+import math
+
 from psserver.core.roster import GENERATION, LATENESS, Member, Roster, State
 
 
@@ -66,6 +68,15 @@ def test_when_all_wait_for_data_a_joiner_starts_level_with_the_fastest() -> None
         active(roster, clock=clock).state = State.IDLE
 
     assert active_clock(roster) == 9
+
+
+def test_the_next_lease_to_end_is_that_of_whoever_was_silent_for_longest() -> None:
+    roster = Roster(5.0)
+    assert roster.lease_left(0.0) == math.inf
+    joined(roster, now=0.0), joined(roster, now=2.0)
+
+    assert [roster.lease_left(now) for now in (3.0, 5.0, 6.0, 8.0)] == [2.0, 0.0, 1.0, math.inf]
+    assert [len(roster.expired(now)) for now in (5.0, 5.1, 7.1)] == [0, 1, 2]
 
 
 def active_clock(roster: Roster) -> int:
