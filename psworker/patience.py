@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -31,6 +32,14 @@ class Waits:
 
     def __init__(self) -> None:
         self._open: set[Patience] = set()
+        self._said: dict[str, float] = {}
+        self._saying = threading.Lock()
+
+    def are_news(self, now: float, what: str) -> bool:
+        """That such a request fails: not if it was said within LOG_SECONDS, of one that is made again by now."""
+        with self._saying:
+            self._said = {each: then for each, then in self._said.items() if now - then < LOG_SECONDS}
+            return self._said.setdefault(what, now) == now
 
     def begin(self, patience: "Patience") -> None:
         self._open.add(patience)
@@ -142,10 +151,10 @@ class Patience:
         if silent >= (min(limit, LAST_SECONDS) if self._limits.hurry() else limit):
             raise UnreachableError(f"{error} (tried for {silent:.0f} s)", error.reason) from error
         text = f"{self._what}: trying again for {limit - silent:.0f} s: {error}"
-        if self._silent:
-            self._announcer.say(now, text)
-        else:  # news: nobody has to wait for that
+        if not self._silent and self._limits.waits.are_news(now, self._what):  # nobody has to wait for that
             self._announcer.tell(now, text)
+        else:
+            self._announcer.say(now, text)
         self._silent, self._whom = True, ""
         self._clock.sleep(min(self._pause, LONGEST_PAUSE))
         self._pause *= 2

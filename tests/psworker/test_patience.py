@@ -46,6 +46,20 @@ def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) ->
     assert max(time.pauses) == 0.5
 
 
+def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that_it_fails(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the job moves to other servers and one is gone, what is sent to it begins anew with each look around."""
+    caplog.set_level(logging.INFO)
+    limits = Limits(connect=60, wait=60)
+    for _ in range(200):
+        Patience("push 7", time.clock(), limits).failed(SILENT)
+    Patience("push 8", time.clock(), limits).failed(SILENT)
+
+    assert time.now == pytest.approx(110.05)
+    assert [record.getMessage()[:6] for record in caplog.records] == ["push 7", "push 7", "push 8"]
+
+
 def test_an_answer_ends_the_silence(time: Time) -> None:
     patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000))
     for _ in range(5):
@@ -189,11 +203,12 @@ def test_a_server_that_falls_silent_is_news_and_said_at_once(time: Time, caplog:
     patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000))
     patience.failed(SILENT)
     patience.failed(SILENT)
+    time.now += 8
     patience.waited("worker 2")
     patience.failed(SILENT)
 
     text = "push 7: trying again for 60 s: shard 1 at a:1 does not answer"
-    assert caplog.messages == [text, text]
+    assert caplog.messages == [text, "push 7 waits for worker 2", text]
 
 
 def test_a_reminder_names_whom_the_last_answer_named(time: Time, caplog: pytest.LogCaptureFixture) -> None:
