@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 2
 CHAOS_MINUTES ?= 5
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 

@@ -213,7 +213,7 @@ class Coordinator(CoordinatorServiceServicer):
             return waits, told, model
         response = pb.LinkShardResponse(
             job=hub.job,
-            addresses=hub.fleet.addresses,
+            addresses=news.fleet.addresses,
             waiting_for=hub.waiting_for,
             stop=hub.stopped.is_set(),
             epoch=news.told.epoch,
@@ -221,10 +221,10 @@ class Coordinator(CoordinatorServiceServicer):
             entries=[entry_to_proto(entry) for entry in news.entries],
             snapshots=news.snapshots,
             term=hub.fleet[0].term,
-            standbys=hub.fleet.standbys,
-            shards=hub.fleet.shards,
-            layout=hub.fleet.layout.changes,
-            move=hub.reshards.move(news),
+            standbys=news.fleet.standbys,
+            shards=news.fleet.shards,
+            layout=news.fleet.layout,
+            move=news.move,
         )
         response.recover, response.begin = news.way is Way.RECOVER, news.way is Way.BEGIN
         if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):

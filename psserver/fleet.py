@@ -3,7 +3,7 @@
 No lock of its own: the hub's guards it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from pscommon.core.errors import MismatchError, TakenError
 from pscommon.core.log import Entry, Report
 from pscommon.core.model import ModelSpec
 from pscommon.snapshot import Manifest
+from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.coordinator import Coordinator
 from psserver.core.following import Way, way_for
 from psserver.core.shard import NO_LOG
@@ -26,10 +27,19 @@ class Told(NamedTuple):
     way: Way | None = None
 
 
+class Picture(NamedTuple):
+    """The job's servers at one moment: as Fleet says. layout: how often their number has changed."""
+
+    shards: int
+    addresses: list[str]
+    standbys: list[str]
+    layout: int
+
+
 class News(NamedTuple):
     """What to tell a shard, and how far it has then been told. way: how it comes to follow, where it does not yet.
 
-    adopts: for Way.ADOPT, the state to adopt.
+    All of one moment: a way that is told with the servers of the next moment leads astray.
     """
 
     told: Told
@@ -39,7 +49,8 @@ class News(NamedTuple):
     snapshot: Manifest | None
     entries: list[Entry]
     snapshots: list[int]
-    adopts: Mapping[str, Any] | None = None
+    fleet: Picture
+    move: pb.Move | None
 
 
 @dataclass(slots=True)
@@ -89,6 +100,9 @@ class Fleet:
     def shards(self) -> int:
         """How many the job has, or will have when a move is over."""
         return self.layout.shards
+
+    def picture(self) -> Picture:
+        return Picture(self.shards, self.addresses, self.standbys, self.layout.changes)
 
     def form(self, members: int) -> None:
         """So many servers follow the log from now on: candidates come in, who is superfluous leaves."""

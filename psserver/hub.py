@@ -298,7 +298,7 @@ class Hub:
             known = server.way if way is not Way.ADOPT or adopts is not None else None
             return News(
                 Told(coordinator.epoch, reached, known), coordinator.log.base, coordinator.model, way,
-                snapshot, entries, self.archive.kept, adopts,
+                snapshot, entries, self.archive.kept, self.fleet.picture(), self.reshards.move(adopts),
             )  # fmt: skip
 
     def wait_for_news(self, server: Server, told: Told, seconds: float) -> None:

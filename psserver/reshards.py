@@ -15,7 +15,7 @@ from psserver.core.recorder import Recorder
 from psserver.core.room import check_reshard
 from psserver.desk import Desk
 from psserver.engine import Engine
-from psserver.fleet import Fleet, News
+from psserver.fleet import Fleet
 from psserver.handover import move_in
 from psserver.identity import Identity
 
@@ -139,13 +139,13 @@ class Reshards:
         move = self._desk.coordinator.move
         return self._engine.state_after(move.index) if move is not None else None
 
-    def move(self, news: News) -> pb.Move | None:
-        """What shards are told of a move."""
+    def move(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
+        """What shards are told of a move. adopts: the state that one which is new in it takes over."""
         with self._desk.changed:
             move = self._desk.coordinator.move
             if move is None:
                 return None
-            return pb.Move(index=move.index, sources=self._sources(), state_json=_text(news.adopts))
+            return pb.Move(index=move.index, sources=self._sources(), state_json=_text(adopts))
 
 
 def _text(state: Mapping[str, Any] | None) -> str:

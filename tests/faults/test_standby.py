@@ -46,7 +46,10 @@ def running(job: StandbyJob, *shards: int) -> None:
 def goes_on(job: StandbyJob, since: float, seconds: float = FAILOVER) -> float:
     """Workers push again; returns how long nobody could."""
     before = [pushed(job, rank) for rank in range(WORKERS)]
-    until(lambda: all(pushed(job, rank) > before[rank] + 2 for rank in range(WORKERS)), "pushes again", 30)
+    try:
+        until(lambda: all(pushed(job, rank) > before[rank] + 2 for rank in range(WORKERS)), "pushes again", 30)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.said()}") from None
     took = time.monotonic() - since
     assert took <= seconds, f"{took:.1f} s\n{job.said()}"
     more = [pushed(job, rank) for rank in range(WORKERS)]
