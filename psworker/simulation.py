@@ -139,9 +139,8 @@ class DirectLane:
     def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
         """They are in this process, and stay."""
 
-    def look_around(self, job: str, timeout: float) -> bool:
+    def look_around(self, job: str, timeout: float) -> None:
         """There is nobody else."""
-        return False
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask(self._cluster.coordinator.Join, request)
