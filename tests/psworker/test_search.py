@@ -169,3 +169,13 @@ def test_while_the_number_of_servers_changes_who_knows_of_it_counts() -> None:
     fewer.answered("s1:1", described(1, shards=2), 0.0)
     fewer.answered("s0:1", replace(described(0, shards=1), layout=1), 0.0)
     assert fewer.cluster().addresses == ("s0:1",)
+
+
+def test_a_server_that_is_about_to_leave_is_no_nonsense() -> None:
+    """3 became 1: two that were given have heard of it, and have not ended yet."""
+    search = Search(["s2:1", "s1:1", "s0:1"], 0.0, GRACE)
+    search.answered("s2:1", replace(described(2, shards=1, knows={0: "s0:1"}), layout=1), 0.0)
+    search.answered("s1:1", described(1, shards=3), 0.0)
+    search.answered("s0:1", replace(described(0, shards=1), layout=1), 0.0)
+    assert search.cluster().addresses == ("s0:1",)
+    search.check(GRACE)
