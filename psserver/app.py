@@ -39,7 +39,7 @@ from psserver.layout import Layout
 from psserver.link import Link
 from psserver.listening import listen
 from psserver.metrics import ServerMetrics
-from psserver.mirror import settings
+from psserver.mirror import Inherited, settings
 from psserver.primary_lease import begun, lease_of
 from psserver.records import Records, Source, disk_log
 from psserver.servicer import ParameterServer
@@ -47,7 +47,7 @@ from psserver.shard_log import ShardLog
 from psserver.shard_servicer import ShardPeer
 from psserver.shipped import LineKind, Shipped, about, job_state
 from psserver.shipper import Shipper
-from psserver.standby import Inherited, Standby
+from psserver.standby import Standby
 from psserver.standby_servicer import StandbyServicer, of_this_shard
 from psserver.status import statistics
 
@@ -230,7 +230,7 @@ class Server:
     def start(self) -> None:
         """Resume if told to, then answer calls."""
         if self.hub is not None:
-            self.hub.start(inherited=self._inherited.mirror if self._inherited is not None else None)
+            self.hub.start(inherited=self._inherited)
         else:
             assert self.link is not None
             self.link.start()

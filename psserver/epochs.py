@@ -23,7 +23,7 @@ from psserver.fleet import Fleet
 from psserver.identity import Identity
 from psserver.job_journal import JobJournal
 from psserver.metrics import ServerMetrics
-from psserver.mirror import Mirror
+from psserver.mirror import Inherited
 from psserver.records import Line, Records, Source, disk_log
 from psserver.replica import LogUnfitError
 
@@ -86,9 +86,9 @@ class Epochs:
             self._learn(manifest.job)
             self.resume(manifest)
 
-    def inherit(self, mirror: Mirror) -> None:
+    def inherit(self, inherited: Inherited) -> None:
         """Be the coordinator that this process has followed as a standby; the shards come by themselves."""
-        coordinator = mirror.coordinator
+        mirror, coordinator = inherited.mirror, inherited.mirror.coordinator
         assert coordinator is not None
         first, self.newest = mirror.snapshots
         self._fleet.form(coordinator.members)
@@ -99,8 +99,9 @@ class Epochs:
         self._begin_journal(coordinator, coordinator.version, coordinator.state())
         self._take_over(recorder)
         self._recovered = True
-        recorder.recovered(time.monotonic(), self._archive.generation)
-        if not coordinator.log.can_go_on(self._engine.make_report()):
+        recorder.recovered(time.monotonic(), self._archive.generation, inherited.whole)
+        is_old = any(snapshot["version"] > coordinator.version for snapshot in self._archive.listing())
+        if is_old or not coordinator.log.can_go_on(self._engine.make_report()):
             self.go_back("the standby lacks the end of its log", coordinator.epoch, coordinator.version)
 
     @contextmanager

@@ -35,7 +35,7 @@ from psserver.fleet import Fleet, News, Server, Told
 from psserver.identity import Identity
 from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
-from psserver.mirror import Mirror
+from psserver.mirror import Inherited
 from psserver.records import Line
 from psserver.reshards import Reshards
 from psserver.snapshots import Snapshots
@@ -78,7 +78,7 @@ class Hub:
         self._watch = Watch(metrics, config.on_worker_loss.seconds)
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
-    def start(self, ticking: bool = True, inherited: Mirror | None = None) -> None:
+    def start(self, ticking: bool = True, inherited: Inherited | None = None) -> None:
         """Go on where the job was, or begin; then let time pass (in a simulation it does not).
 
         inherited: what this process has followed as a standby.

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from pscommon.core.errors import MismatchError, PSError
 from pscommon.record_log import Record
@@ -11,6 +11,7 @@ from pscommon.team import Team
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Command, replay
+from psserver.core.tenure import Tenure
 from psserver.job_journal import Kind as JobKind
 from psserver.records import Source
 from psserver.replica import Replica
@@ -91,6 +92,17 @@ class Mirror:
         """The one that the log of now goes on from, and the newest one."""
         first, newest = self.hello["snapshots"]
         return Manifest.from_json(first) if first else None, Manifest.from_json(newest) if newest else None
+
+
+class Inherited(NamedTuple):
+    """What a standby that is primary from now on has: its tenure, and what it has of its predecessor.
+
+    whole: that is all that the predecessor has told anybody.
+    """
+
+    tenure: Tenure
+    mirror: Mirror
+    whole: bool
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:

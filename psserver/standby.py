@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -21,7 +21,7 @@ from psserver.core.shard import LogError
 from psserver.core.succession import Succession
 from psserver.core.tenure import PrimaryLease, Tenure
 from psserver.listening import listen
-from psserver.mirror import Mirror
+from psserver.mirror import Inherited, Mirror
 from psserver.records import Source
 from psserver.replica import LogUnfitError
 from psserver.shipped import LineKind, Shipped, received
@@ -41,13 +41,6 @@ STEP_DOWN = 5.0
 """Seconds that a primary gets to hand over."""
 
 log = logging.getLogger("psserver")
-
-
-class Inherited(NamedTuple):
-    """What a standby that is primary from now on has: its tenure, and everything its predecessor had."""
-
-    tenure: Tenure
-    mirror: Mirror
 
 
 class Standby:
@@ -103,7 +96,7 @@ class Standby:
             raise PSError("the last record before this standby became primary could not be carried out")
         self._wait_for_silence()
         log.warning("this standby is primary now", extra={"term": self._promoted.term, "version": self._mirror.version})
-        return Inherited(self._promoted, self._mirror)
+        return Inherited(self._promoted, self._mirror, self._succession.whole)
 
     def stop(self, reason: str) -> None:
         """End, without being primary."""
@@ -264,6 +257,7 @@ class Standby:
         try:
             with open_channel(self.primary) as channel, translated(f"the primary at {self.primary}"):
                 StandbyServiceStub(channel).StepDown(pb.StepDownRequest(instance=self.name), timeout=STEP_DOWN)
+            self._succession.handed_over = True
         except UnreachableError as silence:
             log.warning("the primary does not step down: it does not answer", extra={"problem": str(silence)})
             return f"the primary at {self.primary} did not answer; this one goes on from version {self._mirror.version}"

@@ -31,6 +31,9 @@ AGAIN = 1.0
 MEND = 10.0
 """Seconds after a snapshot was begun until one is tried because a log is broken."""
 
+NOT_WHOLE = "another server took over, and may lack the newest of what the workers were told"
+"""Why all workers have to come as new."""
+
 
 class Command(NamedTuple):
     """One request: a method of Coordinator or Cuts, the time, and its other arguments by name."""
@@ -153,8 +156,14 @@ class Recorder:
         if coordinator.begun and coordinator.move is None and coordinator.cuts.due(coordinator.version, now):
             self.cut(now)
 
-    def recovered(self, now: float, generation: int) -> None:
-        """All that was written has been done again: time goes on from here, and a snapshot under way is given up."""
+    def recovered(self, now: float, generation: int, whole: bool = True) -> None:
+        """All that was written has been done again: time goes on from here, and a snapshot under way is given up.
+
+        whole: nobody knows more than was written. Otherwise no worker can go on where it stands: it may have been dealt
+        batches, or be told by one shard that a push has counted which the others still wait for. All come as new.
+        """
+        for member in self.coordinator.roster.here() if not whole else ():
+            self.do("leave", now, worker=member.worker, reason=NOT_WHOLE)
         self.do("recovered", now, generation=generation)
 
 

@@ -28,14 +28,15 @@ def begin_tenure(lease: PrimaryLease | None, address: str) -> Tenure | None:
 class Succession:
     """The standby's end. name: of this process; address: where it will be primary.
 
-    loaded: it has the whole state of the primary of this term.
+    loaded: it has the whole state of the primary of this term. handed_over: and all that this primary ever told, which
+    has ended for it.
     """
 
     def __init__(self, name: str, address: str, lease: PrimaryLease | None, now: float) -> None:
         self.name, self.address = name, address
         self.term = 0
         self.sync = True
-        self.loaded = False
+        self.loaded = self.handed_over = False
         self._lease = lease
         self._heard = now
 
@@ -43,7 +44,7 @@ class Succession:
         """A primary begins to send its whole state. False: it is not of the highest term, and not to be listened to."""
         if term < self.term:
             return False
-        self.term, self.sync, self.loaded = term, sync, False
+        self.term, self.sync, self.loaded, self.handed_over = term, sync, False, False
         return True
 
     def hear(self, now: float) -> None:
@@ -69,6 +70,11 @@ class Succession:
         return new if self._lease.swap(found, new) else None
 
     @property
+    def whole(self) -> bool:
+        """Once it has taken over: does nobody know more than it has?"""
+        return self.handed_over or (self.sync and self._lease is not None)
+
+    @property
     def pause(self) -> float:
         """Seconds to wait before the first answer: so long another one may believe that it is primary."""
-        return 0.0 if self.sync or self._lease is None else OLDEST_LOOK + MARGIN
+        return 0.0 if self.whole or self._lease is None else OLDEST_LOOK + MARGIN

@@ -4,6 +4,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,26 @@ def running(job: StandbyJob, *shards: int) -> None:
     """All servers, standbys for these shards, and workers that push; returns once they do and all are in sync."""
     job.start_all(WORKERS)
     job.start(*(f"b{shard}" for shard in shards))
-    until(lambda: min(pushed(job, rank) for rank in range(WORKERS)) > 5, "pushes")
-    until(lambda: job.in_sync(*shards), "in sync")
+    seen(job, lambda: min(pushed(job, rank) for rank in range(WORKERS)) > 5, "pushes")
+    seen(job, lambda: job.in_sync(*shards), "in sync")
+
+
+def seen(job: StandbyJob, condition: Callable[[], object], what: str) -> None:
+    """Waits for it; where it does not come, tells all that was said."""
+    try:
+        until(condition, what, 30)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.said()}") from None
 
 
 def goes_on(job: StandbyJob, since: float, seconds: float = FAILOVER) -> float:
     """Workers push again; returns how long nobody could."""
     before = [pushed(job, rank) for rank in range(WORKERS)]
-    try:
-        until(lambda: all(pushed(job, rank) > before[rank] + 2 for rank in range(WORKERS)), "pushes again", 30)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{job.said()}") from None
+    seen(job, lambda: all(pushed(job, rank) > before[rank] + 2 for rank in range(WORKERS)), "pushes again")
     took = time.monotonic() - since
     assert took <= seconds, f"{took:.1f} s\n{job.said()}"
     more = [pushed(job, rank) for rank in range(WORKERS)]
-    until(lambda: all(pushed(job, rank) > more[rank] + MORE for rank in range(WORKERS)), "more pushes", 30)
+    seen(job, lambda: all(pushed(job, rank) > more[rank] + MORE for rank in range(WORKERS)), "more pushes")
     return took
 
 

@@ -1,4 +1,4 @@
-"""Standbys of the simulated servers, in sync with them: made at some moment, and told all records from then on."""
+"""Standbys of the simulated servers: made at some moment, and told all records from then on; some tell before that."""
 
 import json
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Mirror:
-    """What a standby has been told: the whole state, and the records since. shards: how many there were at first.
+    """What a standby has been told: the whole state, and what came since. shards: how many there were at first.
 
-    whole, commands: of the coordinator.
+    whole: of the coordinator. lacks: it may not have all that its primary has told others.
     """
 
     shards: int
@@ -24,8 +24,20 @@ class Mirror:
     weights: list[float]
     history: list[tuple[PushKey, ...]]
     whole: str = ""
-    records: list[Any] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
+    line: list[tuple[str, Any]] = field(default_factory=list)
+    lacks: bool = False
+
+    def tell(self, kind: str, record: Any) -> None:
+        """kind: "record" of the shard or "command" of the coordinator."""
+        self.line.append((kind, record))
+
+    def told(self, kind: str) -> list[Any]:
+        return [record for each, record in self.line if each == kind]
+
+    def fall_behind(self, count: int) -> None:
+        """The newest were under way when the primary died, and others knew of them already (--shipping async)."""
+        self.lacks = True
+        del self.line[max(0, len(self.line) - count) :]
 
 
 def mirror_of(shard: "SimShard", coordinator: Coordinator | None) -> Mirror:

@@ -11,9 +11,10 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.ledger import Ledger
 from psserver.core.pending import Pending
 from psserver.core.policy import Policy, choose
-from psserver.core.recorder import Command
+from psserver.core.recorder import Command, Recorder
 from psserver.core.shard import Outcome, Shard
-from tests.sim.servers import JobJournal, SimShard
+from tests.sim.disks import JobJournal
+from tests.sim.servers import SimShard
 
 
 class SumsInArrivalOrder(SimShard):
@@ -173,6 +174,14 @@ class TrustsTheReborn(Coordinator):
     def reborn(self, shard: int, now: float) -> None: ...
 
 
+RECOVERED = Recorder.recovered
+
+
+def keeps_everybody(recorder: Recorder, now: float, generation: int, whole: bool = True) -> None:
+    """Lets workers go on where they stand, though who took over may lack what they were told."""
+    RECOVERED(recorder, now, generation)
+
+
 CLASSES: dict[str, dict[str, type]] = {
     "sum in arrival order": {"shard_class": SumsInArrivalOrder},
     "no duplicate check": {"machine_class": ShardForgets, "coordinator_class": NoDuplicateCheck},
@@ -194,5 +203,6 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "bound off by one": (updates_module, "choose", bound_off_by_one),
     "a round closed by part of its roster": (updates_module, "choose", part_of_the_roster),
     "a push counted on one shard only": (updates_module, "Pending", ReadyOnOneShard),
+    "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),
     "a batch counts when it is handed out": (Ledger.open.__globals__, "Loop", CommitsWhenHandedOut),
 }

@@ -15,7 +15,8 @@ HORIZON = 3000.0
 class Scenario:
     """What a run looks like; `for_seed` draws one. durable: --durability log. returns: whoever dies is started again.
 
-    bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started.
+    bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started; lag: they may lack the
+    newest records when they take over (--shipping async).
     """
 
     seed: int
@@ -37,6 +38,7 @@ class Scenario:
     switches: int = 0
     bad: int = 0
     standbys: int = 0
+    lag: bool = False
     reshards: int = 0
 
     @staticmethod
@@ -60,7 +62,13 @@ class Scenario:
             standbys=standbys,
             reshards=rng.choice([0, 0, 1, 2]),
         )  # fmt: skip
-        return scenario if seed % 4 else scenario.made_reproducible(rng)
+        if seed % 4 == 0:
+            return scenario.made_reproducible(rng)
+        return scenario.made_lagging() if standbys and rng.random() < 0.3 else scenario
+
+    def made_lagging(self) -> "Scenario":
+        """The same job with standbys that lag. Snapshots and pushes are all that it has besides."""
+        return replace(self, lag=True, bad=0, switches=0, reshards=0)
 
     def made_reproducible(self, rng: random.Random) -> "Scenario":
         """The same job, with servers and workers that die as they like and always come back."""
@@ -74,6 +82,8 @@ class Scenario:
         """Must this run end with the very bits of one in which nothing goes wrong?"""
         row, kept = self.policy, self.on_loss.mode == "wait" and self.returns
         same_workers = not (self.drains or self.switches) and (kept or not self.worker_kills)
+        if self.lag:
+            return False
         return row.barrier and not row.backup and self.durable and same_workers and (kept or not self.pauses)
 
     @property

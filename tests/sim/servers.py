@@ -6,7 +6,7 @@ A server is a process: killing it takes its memory, its disk stays. Server 0 is 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pscommon.core.log import Apply, Begin, Cut, Entry, PushKey, Report, Reshard, Staged
@@ -16,6 +16,7 @@ from psserver.core.cuts import PartReport
 from psserver.core.move import Move
 from psserver.core.recorder import Command, Recorder, replay
 from psserver.core.roster import State
+from tests.sim.disks import Disk, History, Saved, Segment
 from tests.sim.mirror import Mirror
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 UNITS = 3
 """Numbers in the model: each shard has as many as the others, or one more."""
-
-History = list[tuple[PushKey, ...]]
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float64"),), OptimizerSpec("sgd"))
 
@@ -57,60 +56,6 @@ def part_of(whole: Sequence[float], shard: int, shards: int) -> list[float]:
     return list(whole[UNITS * shard // shards : UNITS * (shard + 1) // shards])
 
 
-@dataclass
-class Segment:
-    """A stretch of a log: the state that it goes on from, and what came then."""
-
-    version: int
-    base: str
-    records: list[Any] = field(default_factory=list)
-    shards: int = 0
-
-    @property
-    def index(self) -> int:
-        """Of the log, where it begins."""
-        return int(json.loads(self.base).get("index", 0))
-
-
-@dataclass
-class Disk:
-    """What survives a server. parts: by index of the cut, its weights and the history of this version; log and job: of
-    the shard and the coordinator. mirror: its standby, if it has one."""
-
-    parts: dict[int, tuple[list[float], History]] = field(default_factory=dict)
-    log: list[Segment] = field(default_factory=list)
-    job: list[Segment] = field(default_factory=list)
-    mirror: Mirror | None = None
-
-
-@dataclass
-class Saved:
-    """A complete snapshot: what the manifest says."""
-
-    version: int
-    index: int
-    state: str
-    shards: int
-
-
-class JobJournal:
-    """The coordinator's part of a disk."""
-
-    def __init__(self, disk: Disk, epoch: int, shards: int) -> None:
-        self.disk = disk
-        disk.job = [Segment(0, json.dumps({"epoch": epoch}), [], shards)]
-
-    def write(self, command: Command) -> None:
-        self.disk.job[-1].records.append(json.dumps(command.as_json()))
-        if self.disk.mirror is not None:
-            self.disk.mirror.commands.append(json.dumps(command.as_json()))
-
-    def rotate(self, coordinator: Coordinator) -> None:
-        cutting = coordinator.cuts.cutting
-        assert cutting is not None
-        self.disk.job.append(Segment(cutting.version, json.dumps(cutting.state), [], coordinator.shards))
-
-
 class SimShard:
     """A Shard with a few weights, and the shell's duties: keep bytes, write them down, carry out entries, report.
 
@@ -131,6 +76,7 @@ class SimShard:
         self.before: SimShard | None = None
         self.is_ready = self.asked = self.is_known = False
         self.said = self.heard = 0
+        self.met: Recorder | None = None  # what it has told where it stands
         self.up = True
 
     def start_log(self, version: int) -> None:
@@ -152,7 +98,7 @@ class SimShard:
         if self.world.scenario.durable and not self.replaying:
             self.disk.log[-1].records.append(record)
             if self.disk.mirror is not None:
-                self.disk.mirror.records.append(record)
+                self.disk.mirror.tell("record", record)
 
     def push_record(self, staged: Staged, gradient: list[float]) -> Any:
         return staged, gradient
@@ -176,7 +122,8 @@ class SimShard:
         if self.up and not self.replaying:
             self.said += 1
             report, number = self.machine.report(), self.said
-            self.world.send(lambda: self.hear_report(report, number), self)
+            recorder = self.world.recorder
+            self.world.send(lambda: self.world.recorder is recorder and self.hear_report(report, number), self)
 
     def send_part(self) -> None:
         """Its file of a snapshot is written. Said again and again: it may be lost on the way."""
@@ -306,7 +253,9 @@ class SimShard:
 
     def take_over(self, mirror: Mirror) -> None:
         """Be the standby, which now is the shard. It may lack entries that were carried out and not reported yet."""
-        records, told = list(mirror.records), self.world.coordinator.log.told(self.machine.shard)
+        if mirror.lacks:
+            return self.go_on_as(mirror)
+        records, told = mirror.told("record"), self.world.coordinator.log.told(self.machine.shard)
         while records and not isinstance(records[-1], (tuple, Cut)) and records[-1].index > told:
             if self.world.rng.random() < 0.5:
                 break
@@ -314,7 +263,15 @@ class SimShard:
             self.disk.log[-1].records.pop()  # what the dead one has written is not this one's log
             self.before = None  # the coordinator will tell them again: until then this is not what the dead one was
         self.weights, self.history = list(mirror.weights), list(mirror.history)
-        self.replay(mirror.state, mirror.shards, [*mirror.staged, *records])
+        return self.replay(mirror.state, mirror.shards, [*mirror.staged, *records])
+
+    def go_on_as(self, mirror: Mirror) -> None:
+        """Whatever it lacks; what the dead one has written is of no use then, before there is another snapshot."""
+        self.before = None
+        self.weights, self.history = list(mirror.weights), list(mirror.history)
+        self.replay(mirror.state, mirror.shards, [*mirror.staged, *mirror.told("record")])
+        self.disk.log = []
+        self.start_log(self.machine.version)
 
     def replay(self, base: str, shards: int, records: list[Any]) -> None:
         """From this state on, of so many shards, all of this."""
@@ -376,7 +333,7 @@ def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Re
     segments = [segment for segment in disk.job if segment.index >= index]
     coordinator = world.new_coordinator(json.loads(disk.job[0].base)["epoch"], disk.job[0].shards)
     if saved is not None:
-        coordinator.recover(json.loads(saved.state), MODEL, world.now)
+        coordinator.recover(json.loads(segments[0].base), MODEL, world.now)
     for segment in segments:
         replay(coordinator, (Command.from_json(json.loads(record)) for record in segment.records))
     watch(coordinator)
@@ -387,6 +344,6 @@ def promoted_coordinator(world: "World", mirror: Mirror) -> Recorder:
     """The coordinator that the standby of shard 0 has followed."""
     coordinator = world.new_coordinator(-1, mirror.shards)
     coordinator.become(json.loads(mirror.whole), world.now)
-    replay(coordinator, (Command.from_json(json.loads(command)) for command in mirror.commands))
+    replay(coordinator, (Command.from_json(json.loads(command)) for command in mirror.told("command")))
     watch(coordinator)
     return Recorder(coordinator, world.recorder.journal)

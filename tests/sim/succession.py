@@ -76,7 +76,7 @@ class Succeeding:
         self.cut_until = 0.0
         self.told: dict[int, tuple[str, str, int]] = {}  # by round: which record, by whom, in which term
         self.believed: dict[int, tuple[str, int]] = {}
-        self.highest = self.takeovers = self.deposed = self.alone = 0
+        self.highest = self.takeovers = self.deposed = self.alone = self.switches = 0
         self.processes: dict[str, Process] = {}
         first = Tenure(1, "p0")
         self.lease.swap(None, first)
@@ -84,7 +84,7 @@ class Succeeding:
         self.newcomer()
         self.ask()
         for _ in range(self.rng.randint(1, 5)):
-            fault = self.rng.choice([self.kill, self.stop, self.stop, self.cut_line])
+            fault = self.rng.choice([self.kill, self.stop, self.stop, self.cut_line, self.switch])
             self.after(self.rng.random() * 40, fault)
 
     # ---- time and lines
@@ -156,6 +156,8 @@ class Succeeding:
         """To the standby of the line of now; nothing overtakes anything, and a line that is cut loses the rest."""
         shipping = process.shipping
         assert shipping is not None
+        if not shipping.standby:
+            return  # it was lost while it was handed over to
         standby, line = self.processes[shipping.standby], shipping.line
         sent = self.now
 
@@ -270,7 +272,7 @@ class Succeeding:
 
         def lead() -> None:
             process.shipping = self.shipping_class(tenure, self.lease, self.sync, self.now)
-            if self.sync:
+            if succession.whole:
                 for number, (record, name, _) in self.told.items():
                     held = process.records[number - 1] if number <= len(process.records) else "nothing"
                     check(held == record, "{} has {} where {} told {}", process.name, held, name, record)
@@ -310,6 +312,27 @@ class Succeeding:
         """SIGSTOP, and later SIGCONT: for less or for longer than it takes to be given up."""
         process = self.rng.choice([process for process in self.processes.values() if process.alive])
         process.awake_at = self.now + self.rng.choice([0.3, 1.5, 2.1, 4.0, 8.0])
+
+    def switch(self) -> None:
+        """Somebody wants the standby to be primary: the primary hands over to it, if it is in sync."""
+        for process in self.processes.values():
+            standby = self.processes.get(process.shipping.standby) if process.shipping is not None else None
+            if process.alive and process.awake_at <= self.now and standby is not None:
+                assert process.shipping is not None
+                if process.shipping.freeze():
+                    self.hand_over(process, standby)
+
+    def hand_over(self, primary: Process, standby: Process) -> None:
+        shipping, succession = primary.shipping, standby.succession
+        if shipping is None or succession is None or not standby.alive:
+            return None
+        if not shipping.handed_over:
+            return self.after(TICK, self.on(primary, lambda: self.hand_over(primary, standby)))
+        succession.handed_over, primary.alive = True, False
+        if (tenure := succession.take_over()) is not None:
+            self.switches += 1
+            self.promote(standby, tenure)
+        return None
 
     def cut_line(self) -> None:
         """Nothing gets through between the servers."""

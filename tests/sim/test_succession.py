@@ -20,9 +20,10 @@ def test_no_history_loses_what_was_told_or_has_two_primaries() -> None:
         seen["took over"] += world.takeovers > 0
         seen["deposed"] += world.deposed > 0
         seen["alone"] += world.alone > 0
+        seen["planned"] += world.switches > 0
         seen["rounds"] += len(world.told)
 
-    assert min(seen["took over"], seen["deposed"], seen["alone"]) > SEEDS // 10
+    assert min(seen["took over"], seen["deposed"], seen["alone"], seen["planned"]) > SEEDS // 10
     assert seen["rounds"] > 50 * SEEDS
 
 
@@ -56,7 +57,16 @@ class AnswersAtOnce(Succession):
         return 0.0
 
 
+class TakesOverBeforeItHasAll(Shipping):
+    """Says that the standby has all, as soon as nothing more is told."""
+
+    @property
+    def handed_over(self) -> bool:
+        return self._frozen is not None
+
+
 MUTANTS: dict[str, dict[str, object]] = {
+    "a standby that lacks the end is handed over to": {"shipping_class": TakesOverBeforeItHasAll},
     "a standby takes over without the swap": {"succession_class": TakesOverWithoutTheSwap},
     "a primary goes on alone without the swap": {"shipping_class": GoesOnAloneWithoutTheSwap},
     "a round is told before it is acknowledged": {"shipping_class": TellsBeforeItIsAcknowledged},

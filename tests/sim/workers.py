@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from pscommon.core.errors import FencedError
 from pscommon.core.log import BatchKey, PushKey, Staged
 from psserver.core.recorder import Recorder
+from psserver.core.shard import Outcome
 from psworker.core.pushes import Pushes
 from tests.sim.servers import MODEL, UNITS, Push, check, gradient, part_of
 
@@ -38,6 +39,7 @@ class SimWorker:
         self.worker = self.base = self.at_least = self.received = 0
         self.numbers = Pushes()
         self.used: list[int] = []
+        self.outcomes: dict[int, Outcome] = {}
         self.call("join", self.joined, rank=self.rank, host="h", pid=1, device="cpu", attempt=self.attempt)
 
     # ---- time and messages
@@ -173,33 +175,46 @@ class SimWorker:
         push = Push(staged, self.rank, tuple(gradient(number, self.base, unit) for unit in range(UNITS)))
         self.world.pushes[key] = push
         self.used = []
+        self.outcomes.clear()
         self.deliver(push)
         self.await_outcome(push)
 
     def deliver(self, push: Push) -> None:
-        """Cut for the shards that there were when it heard of them last."""
+        """To those that have not answered; cut for the shards that there were when it heard of them last."""
         shards = self.shards
         for number, shard in enumerate(self.world.shards[:shards]):
+            if number in self.outcomes:
+                continue
             part = part_of(push.gradients, number, shards)
             self.world.send(lambda shard=shard, part=part: shard.push(push.staged, part, shards), shard)
 
     def await_outcome(self, push: Push) -> None:
-        """Ask all shards until each has decided; a push that may not have come is sent again."""
-        here = self.world.shards[: self.world.layout]
-        outcomes = [shard.machine.outcome(push.staged.key) for shard in here if shard.is_ready]
-        if any(o is not None and o.reason == "FENCED" for o in outcomes):
+        """Ask each shard until it has decided; a push that may not have come is sent again."""
+        self.listen(push)
+        outcomes = list(self.outcomes.values())
+        if any(outcome.reason == "FENCED" for outcome in outcomes):
             self.restart()
-        elif all(outcomes) and len(outcomes) == len(here):
-            check(len({(o.status, o.version) for o in outcomes if o}) == 1, "shards disagree on {}", push.staged.key)
+        elif len(outcomes) == self.world.layout:
+            check(len({(o.status, o.version) for o in outcomes}) == 1, "shards disagree on {}", push.staged.key)
             self.numbers.close()
-            self.at_least = max(self.at_least, *(outcome.version for outcome in outcomes if outcome))
+            self.at_least = max(self.at_least, *(outcome.version for outcome in outcomes))
             self.world.acknowledged(push, outcomes[0])
             self.pull(lambda: self.want(idle=False))
         else:
             if self.world.rng.random() < 0.3:
-                self.shards = self.world.layout  # it was told that there are others
                 self.deliver(push)
             self.later(self.world.rng.random() * RETRY, lambda: self.await_outcome(push))
+
+    def listen(self, push: Push) -> None:
+        """What a shard has answered stays answered, whoever comes after it; for other shards all begins anew."""
+        if self.shards != self.world.layout and self.world.rng.random() < 0.3:
+            self.shards = self.world.layout  # it was told that there are others
+            self.outcomes.clear()
+            self.deliver(push)
+        for number, shard in enumerate(self.world.shards[: self.shards]):
+            outcome = shard.machine.outcome(push.staged.key) if shard.is_ready and shard.up else None
+            if outcome is not None and self.world.rng.random() < 0.7:
+                self.outcomes.setdefault(number, outcome)
 
     def finish(self) -> None:
         self.done = True

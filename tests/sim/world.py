@@ -8,6 +8,7 @@ import heapq
 import json
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pscommon.core.errors import FencedError
@@ -21,28 +22,23 @@ from psserver.core.rules import Rules
 from psserver.core.shard import NO_LOG, Outcome, Shard
 from psserver.core.waiting import waiting_for
 from tests.sim import verdict
+from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.faults import Faults
-from tests.sim.mirror import mirror_of
+from tests.sim.lives import Lives
 from tests.sim.scenario import HORIZON, LEASE, Scenario
 from tests.sim.servers import (
-    MODEL,
     UNITS,
-    Disk,
     InvariantError,
-    JobJournal,
     Push,
-    Saved,
     SimShard,
     check,
-    promoted_coordinator,
-    recovered_coordinator,
     watch,
 )
 from tests.sim.workers import SimWorker
 
 
 @dataclass
-class World(Faults):
+class World(Faults, Lives):
     """The cluster, its clock and its network."""
 
     scenario: Scenario
@@ -58,7 +54,7 @@ class World(Faults):
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
         self.loop = LoopSpec(0, self.scenario.batches, 1, self.scenario.epochs, False, True, 0)
         self._count = self.to_come = self.messages = self.restarts = self.rollbacks = self.takeovers = 0
-        self._flushed = 0
+        self.generation = self._flushed = 0
         self.decided: list[Apply] = []
         self.dropped: list[int] = []
         self.saved: Saved | None = None
@@ -95,10 +91,10 @@ class World(Faults):
 
     def new_coordinator(self, epoch: int, shards: int) -> Coordinator:
         scenario = self.scenario
+        wanted = 1 if self.rollbacks else scenario.workers  # some may have ended before all went back
         rules = Rules(
-            scenario.policy, scenario.workers, LEASE, Every(steps=scenario.every), scenario.on_loss,
-            bad_gradients="skip",
-        )  # fmt: skip
+            scenario.policy, wanted, LEASE, Every(steps=scenario.every), scenario.on_loss, bad_gradients="skip"
+        )
         return self.coordinator_class(shards, rules, epoch)
 
     def new_recorder(self, epoch: int) -> Recorder:
@@ -204,15 +200,22 @@ class World(Faults):
     def on_report(self, report: Report, shard: SimShard) -> None:
         if 0 in self.down or not shard.up or (shard.is_ready and report.epoch == NO_LOG):
             return
-        if shard.is_ready and report.epoch == self.coordinator.epoch:
+        if shard.is_ready and report.epoch == self.coordinator.epoch and self.goes_on(shard, report):
             self.recorder.report(report, self.now)
             self.flush()
-            epoch, entries = self.coordinator.epoch, self.coordinator.entries_after(report.index)
-            self.send(lambda: shard.entries(epoch, entries), shard)
+            self.tell(shard, self.coordinator.entries_after(report.index))
             if (move := self.coordinator.move) is not None and report.moving and report.shard < move.shards:
                 self.send(lambda: shard.move_in(move), shard)
         else:
             self.introduce(shard, report)
+
+    def goes_on(self, shard: SimShard, report: Report) -> bool:
+        """Does what it has belong to the log of now? Asked when the two meet."""
+        if shard.met is not self.recorder and self.coordinator.log.can_go_on(report):
+            shard.met = self.recorder
+            if self.scenario.lag:
+                self.recorder.do("shard_lost", self.now, shard=report.shard)
+        return shard.met is self.recorder
 
     def introduce(self, shard: SimShard, report: Report) -> None:
         """A shard that does not follow the log of now is told how it can."""
@@ -255,7 +258,10 @@ class World(Faults):
     def on_snapshot(self) -> None:
         cutting = self.coordinator.cuts.finished
         assert cutting is not None
-        self.saved = Saved(cutting.version, cutting.index, json.dumps(cutting.state), self.coordinator.shards)
+        self.saved = Saved(
+            cutting.version, cutting.index, json.dumps(cutting.state), self.coordinator.shards,
+            tuple(self.decided[: cutting.version]),
+        )  # fmt: skip
         self.recorder.do("filed", self.now)
         if self.coordinator.move is not None:
             self.recorder.do("settle", self.now)
@@ -272,12 +278,23 @@ class World(Faults):
             self.end_servers()
         if coordinator.log.index == self._flushed:
             return
-        new, epoch = coordinator.entries_after(self._flushed), coordinator.epoch
+        new = coordinator.entries_after(self._flushed)
         self._flushed = new[-1].index
         for entry in new:
             self.note(entry)
         for shard in self.shards:
-            self.send(lambda shard=shard: shard.entries(epoch, new), shard)
+            if shard.met is self.recorder:
+                self.tell(shard, new)
+
+    def tell(self, shard: SimShard, entries: list[Entry]) -> None:
+        """What comes over the line to a coordinator that has died comes before the next line, or not at all."""
+        recorder, epoch = self.recorder, self.coordinator.epoch
+
+        def hear() -> None:
+            if self.recorder is recorder or self.coordinator.epoch != epoch:
+                shard.entries(epoch, entries)
+
+        self.send(hear, shard)
 
     def note(self, entry: Entry) -> None:
         if isinstance(entry, Apply):
@@ -292,7 +309,8 @@ class World(Faults):
         verdict.check_outcome(self, push, outcome)
         if outcome.status == "stale":
             batches, worker = list(push.staged.batches), push.staged.key.worker
-            self.recorder.do("return_batches", self.now, worker=worker, batches=batches)
+            with suppress(FencedError):  # by now it may be out: it hears of that soon
+                self.recorder.do("return_batches", self.now, worker=worker, batches=batches)
 
     # ---- faults
 
@@ -310,77 +328,6 @@ class World(Faults):
         if self.scenario.server_kills and self.rng.random() < 0.5:
             self.after(self.rng.random() * 3, self.kill_server)
         return None
-
-    def kill_server(self, number: int | None = None) -> None:
-        """A server dies, and is started again."""
-        number = self.rng.randrange(len(self.shards)) if number is None else number
-        gone = number in self.down or number >= len(self.shards)
-        if gone or all(worker.done for worker in self.workers):
-            return
-        self.down.add(number)
-        self.shards[number].up = False
-        self.restarts += 1
-        self.after(self.rng.random() * 4, lambda: self.start_server(number))
-
-    def end_servers(self) -> None:
-        """Those that the model does not lie on any more."""
-        for number, shard in enumerate(self.shards[self.layout :], self.layout):
-            shard.up, shard.disk.mirror = False, None
-            self.down.discard(number)
-        del self.shards[self.layout :]
-
-    def start_server(self, number: int) -> None:
-        if number not in self.down:
-            return
-        self.down.remove(number)
-        old, new = self.shards[number], self.new_shard(number)
-        new.before = old if old.is_ready else old.before
-        self.shards[number] = new
-        mirror = self.disks[number].mirror
-        if mirror is not None:
-            new.take_over(mirror)
-            self.takeovers += 1
-        if number == 0 and self.scenario.durable:
-            self.recover_coordinator()
-        elif number == 0:
-            self.go_back()
-        if mirror is not None and 0 not in self.down:
-            check(self.coordinator.log.can_go_on(new.machine.report()), "shard {} cannot go on", number)
-        self.disks[number].mirror = None
-        self.shards[number].send_report()
-
-    def attach_standby(self) -> None:
-        """A server that lives gets a standby; the one that it had is given up. Perhaps it dies soon."""
-        number = self.rng.randrange(self.layout)
-        shard = self.shards[number]
-        if number not in self.down and shard.is_ready and self.coordinator.move is None:
-            self.disks[number].mirror = mirror_of(shard, self.coordinator if number == 0 else None)
-            self.after(self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(), lambda: self.kill_server(number))
-
-    def recover_coordinator(self) -> None:
-        before, disk, log = self.coordinator.state(), self.disks[0], self.coordinator.log
-        self.recorder = (
-            promoted_coordinator(self, disk.mirror) if disk.mirror else recovered_coordinator(self, disk, self.saved)
-        )
-        after = self.coordinator.state()
-        check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
-        if disk.mirror:
-            check(log.after(log.base) == self.coordinator.log.after(log.base), "entries after {} are lost", log.base)
-        self.recorder.recovered(self.now, generation=0)
-        self.flush()
-
-    def go_back(self) -> None:
-        """All shards return to the newest complete snapshot, or to the beginning."""
-        check(not self.scenario.durable, "updates are lost in spite of the log")
-        self.rollbacks += 1
-        saved, epoch = self.saved, self.coordinator.epoch + 1
-        self.recorder = self.new_recorder(epoch)
-        self.end_servers()
-        self.coordinator.min_workers = 1
-        self.decided, self._flushed = self.decided[: saved.version if saved else 0], 0
-        if saved is not None:
-            self.coordinator.restore(json.loads(saved.state), MODEL, self.now)
-            self._flushed = saved.index
 
     # ---- the checks
 

@@ -1,0 +1,76 @@
+"""What survives a server of the simulated world: snapshots, and the logs of the shard and of the coordinator."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pscommon.core.log import Apply, PushKey
+from psserver.core.coordinator import Coordinator
+from psserver.core.recorder import Command
+from tests.sim.mirror import Mirror
+
+History = list[tuple[PushKey, ...]]
+
+
+@dataclass
+class Segment:
+    """A stretch of a log: the state that it goes on from, and what came then."""
+
+    version: int
+    base: str
+    records: list[Any] = field(default_factory=list)
+    shards: int = 0
+
+    @property
+    def index(self) -> int:
+        """Of the log, where it begins."""
+        return int(json.loads(self.base).get("index", 0))
+
+
+@dataclass
+class Disk:
+    """What survives a server. parts: by index of the cut, its weights and the history of this version; log and job: of
+    the shard and the coordinator. mirror: its standby, if it has one."""
+
+    parts: dict[int, tuple[list[float], History]] = field(default_factory=dict)
+    log: list[Segment] = field(default_factory=list)
+    job: list[Segment] = field(default_factory=list)
+    mirror: Mirror | None = None
+
+    def goes_on_from(self, saved: "Saved | None") -> bool:
+        """Does what the coordinator has written follow this snapshot, or nothing?"""
+        first = self.job[0]
+        return first.index == saved.index if saved is not None else "index" not in json.loads(first.base)
+
+
+@dataclass
+class Saved:
+    """A complete snapshot: what the manifest says."""
+
+    version: int
+    index: int
+    state: str
+    shards: int
+    decided: tuple[Apply, ...]
+
+
+class JobJournal:
+    """The coordinator's part of a disk."""
+
+    def __init__(self, disk: Disk, epoch: int, shards: int) -> None:
+        self.disk = disk
+        self.begin(0, {"epoch": epoch}, shards)
+
+    def begin(self, version: int, state: dict[str, Any], shards: int) -> None:
+        """What was written before is void."""
+        self.disk.job = [Segment(version, json.dumps(state), [], shards)]
+
+    def write(self, command: Command) -> None:
+        self.disk.job[-1].records.append(json.dumps(command.as_json()))
+        if self.disk.mirror is not None:
+            self.disk.mirror.tell("command", json.dumps(command.as_json()))
+
+    def rotate(self, coordinator: Coordinator) -> None:
+        cutting = coordinator.cuts.cutting
+        assert cutting is not None
+        self.disk.job.append(Segment(cutting.version, json.dumps(cutting.state), [], coordinator.shards))
