@@ -91,6 +91,7 @@ def test_who_was_asked_waits_some_time_more() -> None:
 
 
 def test_only_workers_can_be_asked_and_once(cluster: FakeCluster) -> None:
+    drain.ask_all()  # whom other tests in this process have left behind, not yet collected
     with Client(cluster.addresses, observe=True):
         assert not drain.ask_all()
     with Client(cluster.addresses) as client:
