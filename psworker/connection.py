@@ -4,9 +4,11 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
+from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError
 from psproto.v1 import coordinator_pb2 as co
 from psworker.crew import Crew
@@ -102,7 +104,9 @@ class Connection:
         if self.lane.direct:
             in_turn(exchanges)
         else:
-            self._crew.run([part.run for part in exchanges], cancellation)
+            # alone, its call may be one that no other thread can end
+            with nullcontext() if cancellation.alone else interruptible.deferred(cancellation.cancel):
+                self._crew.run([part.run for part in exchanges], cancellation)
         return exchanges
 
     def find_servers(self) -> bool:

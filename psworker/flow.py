@@ -298,10 +298,10 @@ class ClientFlow:
 
     def _until(self, done: Callable[[], bool]) -> None:
         try:
-            with self.changed:
+            with interruptible.deferred(lambda interrupt: self._cancellation.cancel(interrupt)), self.changed:
                 while not self._over and not done():
                     self.changed.wait(TURN_SECONDS)
-        except BaseException as interrupt:  # Ctrl-C: end the calls, or close would wait for them
+        except BaseException as interrupt:  # the second Ctrl-C: end the calls, or close would wait for them
             self._cancellation.cancel(interrupt)
             raise
         if self._error is not None:

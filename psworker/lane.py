@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.wire.channel import FRAME_BYTES, open_channel
 from pscommon.wire.frames import ExchangeStub, Filler, Frame, chunks, decode_response, encode_header
@@ -271,12 +272,9 @@ class GrpcLane:
             return Answer(take(_once(stub, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0)
         if frames is None and header.has_data:
             frames = itertools.chain([encode_header(header)], chunks(send))
-        call = (
-            stub.stream(frames, timeout=timeout)
-            if frames is not None
-            else stub.ask(encode_header(header), timeout=timeout)
-        )
-        return _streamed(call, receiver, cancellation, started)
+        with interruptible.deferred(cancellation.cancel):
+            call = stub.ask(encode_header(header), timeout=timeout) if frames is None else stub.stream(frames, timeout)
+            return _streamed(call, receiver, cancellation, started)
 
     def close(self) -> None:
         """Harmless to repeat, and in a forked child."""

@@ -60,3 +60,78 @@ def test_what_has_ended_is_not_waited_for() -> None:
     thread.start()
     interruptible.join(thread)
     assert not thread.is_alive()
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class InTheMidst:
+    """Two steps, with Ctrl-C between them; steps: those that were made."""
+
+    def __init__(self, stop: Callable[[BaseException], object], between: Callable[[], object] = ctrl_c) -> None:
+        self.steps: list[str] = []
+        self._stop, self._between = stop, between
+
+    def __call__(self) -> None:
+        with interruptible.deferred(self._stop):
+            self.steps.append("first")
+            self._between()
+            self.steps.append("second")
+
+
+def test_ctrl_c_is_raised_at_the_end_once_another_thread_has_stopped_what_goes_on() -> None:
+    stopped, stoppers = threading.Event(), []
+
+    def stop(interrupt: BaseException) -> None:
+        stoppers.append((interrupt, threading.current_thread() is threading.main_thread()))
+        stopped.set()
+
+    work = InTheMidst(stop, lambda: (ctrl_c(), interruptible.wait(stopped)))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+
+    assert work.steps == ["first", "second"]
+    assert stoppers == [(caught.value, False)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_counts_more_than_the_error_that_it_led_to() -> None:
+    work = InTheMidst(lambda interrupt: None, lambda: (ctrl_c(), [][0]))
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert work.steps == ["first"]
+
+
+def test_the_second_ctrl_c_breaks_in() -> None:
+    work = InTheMidst(lambda interrupt: None, lambda: (ctrl_c(), ctrl_c()))
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert work.steps == ["first"]
+
+
+def test_without_ctrl_c_all_is_as_before() -> None:
+    InTheMidst(pytest.fail, InTheMidst(pytest.fail, lambda: None))()
+    failing = InTheMidst(pytest.fail, lambda: [][0])
+    with pytest.raises(IndexError):
+        failing()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_where_ctrl_c_means_something_else_it_still_does() -> None:
+    called: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: called.append(number))
+    try:
+        InTheMidst(pytest.fail)()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert called == [signal.SIGINT]
+
+
+def test_other_threads_change_nothing() -> None:
+    handlers: list[object] = []
+    work = InTheMidst(pytest.fail, lambda: handlers.append(signal.getsignal(signal.SIGINT)))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]

@@ -134,16 +134,37 @@ def test_unclosed_client_does_not_keep_its_process(cluster: FakeCluster, ending:
     assert cluster.left == {1: "its process ended without close()"}
 
 
-def test_ctrl_c_ends_a_wait(cluster: FakeCluster) -> None:
-    cluster.waits_for = "worker 2"
-    program = """
+INTERRUPTED = """
 try:
     client.push(params)
 except KeyboardInterrupt:
     client.close()
     print("interrupted", {t.name for t in threading.enumerate() if t.name.startswith(("heart", "psworker"))})
 """
-    with start(cluster, START + program) as process:
+
+
+def test_ctrl_c_in_the_midst_of_a_call_leaves_nothing_that_close_would_wait_for(cluster: FakeCluster) -> None:
+    """gRPC has begun a call, and not yet the thread that will end it."""
+    cluster.waits_for = "worker 2"
+    program = """
+import grpc._channel as channel
+go_on = channel._run_channel_spin_thread
+
+def interrupted(state):
+    if threading.current_thread() is threading.main_thread():
+        channel._run_channel_spin_thread = go_on
+        os.kill(os.getpid(), signal.SIGINT)
+    go_on(state)
+
+channel._run_channel_spin_thread = interrupted
+"""
+    assert run(cluster, program + INTERRUPTED) == (0, "interrupted set()\n", "")
+    assert cluster.left == {1: ""}
+
+
+def test_ctrl_c_ends_a_wait(cluster: FakeCluster) -> None:
+    cluster.waits_for = "worker 2"
+    with start(cluster, START + INTERRUPTED) as process:
         try:
             cluster.wait_until(lambda: sum(header.seq for header in cluster.received) > 4)
             process.send_signal(signal.SIGINT)
