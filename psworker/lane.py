@@ -103,8 +103,8 @@ class Lane(Protocol):
         """Where the shards' primaries and their standbys are, by shard; of a higher term than before: only there."""
         ...
 
-    def look_around(self, job: str, timeout: float) -> None:
-        """The coordinator is silent: ask everybody who may be primary of a shard of this job by now."""
+    def look_around(self, job: str, timeout: float) -> bool:
+        """The coordinator is silent: ask everybody who may be primary of a shard of this job. True: somebody new is."""
         ...
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
@@ -186,7 +186,7 @@ class GrpcLane:
         for channel in channels:
             channel.close()
 
-    def look_around(self, job: str, timeout: float) -> None:
+    def look_around(self, job: str, timeout: float) -> bool:
         places, calls, void = self._places, [], set[str]()
         for address in places.known:
             with self._lock:
@@ -199,6 +199,7 @@ class GrpcLane:
                 if found.job == job and found.shard < len(self.addresses):
                     void |= places.learn(found.shard, address, found.term)
         self._leave(void)
+        return bool(void)
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask("Join", lambda stub: stub.Join(request, timeout=timeout))

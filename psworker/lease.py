@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 
 from pscommon.core.errors import FencedError, MismatchError, PSError
@@ -16,6 +17,8 @@ MIN_CALL_SECONDS = 1.0
 MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.01, 1.0
 SILENT_SECONDS = 2.0
 """Two heartbeats in a row without an answer: people are told."""
+LOOK_SECONDS = 0.25
+"""For an answer of whoever may be primary by now, and until they are asked again."""
 
 log = logging.getLogger("psworker")
 
@@ -138,14 +141,25 @@ class Heartbeat:
 
     def _run(self) -> None:
         clock = self._lane.clock
-        silence = Silence(self._place.worker, clock.now())
-        while not self._stop.wait(self._interval):
+        silence, problem = Silence(self._place.worker, clock.now()), ""
+        while not self._rested(bool(problem)):
             try:
                 problem = self._place.beat(self._lane, self._call_seconds, self._drain)
                 silence.look(clock.now(), problem)
-                if problem:
-                    self._lane.look_around(self._place.job, self._call_seconds)
                 self._waits.remind(clock.now())
                 self._place.check()
             except PSError:
                 return
+
+    def _rested(self, silent: bool) -> bool:
+        """After the time between two heartbeats; while nobody answers, it is used to find who is primary by now.
+
+        True: there is to be no heartbeat any more.
+        """
+        if not silent:
+            return self._stop.wait(self._interval)
+        end = time.monotonic() + self._interval
+        while not self._lane.look_around(self._place.job, LOOK_SECONDS) and time.monotonic() < end:
+            if self._stop.wait(LOOK_SECONDS):
+                break
+        return self._stop.is_set()

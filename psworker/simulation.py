@@ -139,8 +139,9 @@ class DirectLane:
     def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
         """They are in this process, and stay."""
 
-    def look_around(self, job: str, timeout: float) -> None:
+    def look_around(self, job: str, timeout: float) -> bool:
         """There is nobody else."""
+        return False
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask(self._cluster.coordinator.Join, request)

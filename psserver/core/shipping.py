@@ -21,8 +21,8 @@ SILENCE = 2.0
 STALLED = 30.0
 """Seconds after which one is given up that does speak, but does not get on with what is on its way to it."""
 
-LOOK = 0.5
-OLDEST_LOOK = 1.0
+LOOK = 0.25
+OLDEST_LOOK = 0.5
 """Seconds between two looks at the tenure, and how old the last one may be for an answer, in async."""
 
 

@@ -6,7 +6,7 @@ from psserver.core.tenure import PrimaryLease, Tenure
 TAKEOVER = 2.0
 """Seconds of the primary's silence after which its standby tries to take over."""
 
-MARGIN = 0.25
+MARGIN = 0.15
 """More than a clock can run ahead of another in OLDEST_LOOK."""
 
 

@@ -106,8 +106,8 @@ class FaultyLane:
     def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
         self.lane.learn(addresses, terms, standbys)
 
-    def look_around(self, job: str, timeout: float) -> None:
-        self.lane.look_around(job, timeout)
+    def look_around(self, job: str, timeout: float) -> bool:
+        return self.lane.look_around(job, timeout)
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask("Join", partial(self.lane.join, request, timeout))
