@@ -18,7 +18,7 @@ MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.01, 1.0
 SILENT_SECONDS = 2.0
 """Two heartbeats in a row without an answer: people are told."""
 LOOK_SECONDS = 0.25
-"""For an answer of whoever may be primary by now, and until they are asked again."""
+"""At most, for an answer of whoever may be primary by now, and until they are asked again."""
 
 log = logging.getLogger("psworker")
 
@@ -158,8 +158,8 @@ class Heartbeat:
         """
         if not silent:
             return self._stop.wait(self._interval)
-        end = time.monotonic() + self._interval
-        while not self._lane.look_around(self._place.job, LOOK_SECONDS) and time.monotonic() < end:
-            if self._stop.wait(LOOK_SECONDS):
+        end, pause = time.monotonic() + self._interval, min(LOOK_SECONDS, self._interval)
+        while not self._lane.look_around(self._place.job, pause) and time.monotonic() < end:
+            if self._stop.wait(pause):
                 break
         return self._stop.is_set()

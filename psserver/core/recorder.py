@@ -22,8 +22,9 @@ from psserver.core.pending import staged_from_json, staged_to_json
 from psserver.core.policy import policy
 from psserver.core.roster import Member
 
-PAUSE = 1.0
-"""Seconds between ticks from which on this process counts as having been stopped itself."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.3, 1.0
+"""Seconds between ticks from which on this process counts as having been stopped itself: a fifth of a lease, if that is
+no less and no more than these."""
 
 AGAIN = 1.0
 """Seconds until the snapshot that ends a move is tried again."""
@@ -110,8 +111,9 @@ class Recorder:
     def tick(self, now: float) -> list[Member]:
         """Time passes: ends leases, starts snapshots that are due. Returns the workers that are silent for too long."""
         gap, self._last_tick = now - (self._last_tick or now), now
-        if gap > PAUSE:
-            self.coordinator.roster.forgive(gap)
+        roster = self.coordinator.roster
+        if gap > min(max(roster.lease / 5, SHORTEST_PAUSE), LONGEST_PAUSE):
+            roster.forgive(gap)
         late = self._late(now)
         for member, name, reason in late:
             self.do(name, now, worker=member.worker, **({"reason": reason} if name == "lose" else {}))

@@ -2,10 +2,14 @@
 
 import pytest
 
+from psserver.core.coordinator import Coordinator
+from psserver.core.cuts import Every
 from psserver.core.health import SHORTEST, Health, conditions
 from psserver.core.pace import FEWEST, LATEST, Pace, median
 from psserver.core.policy import policy
+from psserver.core.recorder import Recorder
 from psserver.core.roster import Member, Roster, State
+from psserver.core.rules import Rules
 from psserver.watch import health
 from tests.psserver.test_coordinator import LOOP, Job
 
@@ -230,3 +234,17 @@ def test_a_new_process_measures_anew() -> None:
     job.recorder.recovered(job.now, generation=1)
 
     assert [seconds for _, seconds in job.seen()] == [None, None]
+
+
+@pytest.mark.parametrize(("lease", "stall", "is_lost"), [(0.5, 0.6, False), (5.0, 6.0, False), (5.0, 0.9, True)])
+def test_nobody_is_lost_while_the_servers_own_process_stands_still(lease: float, stall: float, is_lost: bool) -> None:
+    """Shorter gaps are what happens; the lease runs on in these."""
+    coordinator = Coordinator(1, Rules(policy("async"), 1, lease, Every()))
+    recorder, now = Recorder(coordinator), 100.0
+    worker = recorder.do("join", now, rank=None, host="h", pid=1, device="cpu").worker
+    recorder.tick(now)
+    lost: list[Member] = []
+    while now < 100.0 + lease:
+        now += stall
+        lost += recorder.tick(now)
+    assert [member.worker for member in lost] == [worker] * is_lost
