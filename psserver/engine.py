@@ -21,6 +21,7 @@ from pscommon.snapshot import Manifest
 from pscommon.team import Team
 from pscommon.values import Lanes
 from psserver.budget import Budget
+from psserver.changes import Changes
 from psserver.core.rules import ANY, Fitness
 from psserver.core.shard import LogError, Outcome, Shard
 from psserver.fitness import examined
@@ -80,7 +81,7 @@ class Engine:
         self._fitness = fitness
         self._logging = threading.Lock()  # a push is written and staged, or a new segment begun: never both at once
         self._machine = Shard(shard)
-        self._changed = threading.Condition()
+        self._changed = Changes()
         self.moves = Moving(self, self._changed)
         self._carrying = threading.RLock()
         self._kept: dict[PushKey, Kept] = {}
@@ -300,7 +301,8 @@ class Engine:
 
         with self._changed:
             while not ready() and alive() and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left, LOOK))
+                is_open = key is not None and self._machine.outcome(key) is None
+                self._changed.wait(min(left, LOOK), key if is_open else None)
             if self._stopping:
                 raise UnreachableError(f"shard {self.shard} is stopping: {self._stopping}", "STOPPING")
             if key is not None and not self._machine.knows(key):
@@ -348,7 +350,7 @@ class Engine:
         with self._changed:
             self._machine.done(entry)
             self._release([key for key in self._kept if key not in self._machine.staged])
-            self._changed.notify_all()
+            self._changed.notify_of(entry)
 
     def snapshot_written(self, version: int) -> None:
         """All shards have written this version: what was noted down before is not needed any more."""

@@ -1,0 +1,91 @@
+"""Who waits for a push is woken by what becomes of that push, and by nothing else."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject
+from psserver.changes import Changes
+
+MINE, OTHERS = PushKey(1, 5), PushKey(2, 5)
+LONG = 30.0
+
+
+def applied(*keys: PushKey) -> Apply:
+    return Apply(1, 1, tuple(Contribution(key, 1, 0, 1.0) for key in keys))
+
+
+def woken(wait: Callable[[Changes], object], tell: Callable[[Changes], object]) -> bool:
+    """Does a thread that waits so come out because of this?"""
+    changes, out = Changes(), threading.Event()
+    waits = threading.Event()
+
+    def waiter() -> None:
+        with changes:
+            waits.set()  # nobody can tell anything before this thread waits: it holds the lock
+            wait(changes)
+            out.set()
+
+    thread = threading.Thread(target=waiter, daemon=True)
+    thread.start()
+    waits.wait()
+    with changes:
+        tell(changes)
+    found = out.wait(0.2)
+    with changes:
+        changes.notify_all()
+    thread.join(LONG)
+    assert out.is_set()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_woken"),
+    [
+        (applied(MINE), True),
+        (applied(OTHERS, MINE), True),
+        (applied(OTHERS), False),
+        (Reject(1, MINE, "STALE", ""), True),
+        (Reject(1, OTHERS, "STALE", ""), False),
+        (Evict(1, MINE.worker, ""), True),
+        (Evict(1, OTHERS.worker, ""), False),
+        (Begin(1, OTHERS.worker), True),
+        (Cut(1, 1), True),
+    ],
+    ids=str,
+)
+def test_an_entry_wakes_those_whose_push_it_is_about(entry: Entry, is_woken: bool) -> None:
+    assert woken(lambda changes: changes.wait(LONG, MINE), lambda changes: changes.notify_of(entry)) is is_woken
+
+
+def test_any_entry_wakes_those_who_wait_for_anything() -> None:
+    assert woken(lambda changes: changes.wait(LONG), lambda changes: changes.notify_of(applied(OTHERS)))
+
+
+def test_of_a_push_that_came_twice_both_calls_are_woken() -> None:
+    changes, out = Changes(), threading.Barrier(3)
+
+    def waiter() -> None:
+        with changes:
+            inside.release()
+            changes.wait(LONG, MINE)
+        out.wait(LONG)
+
+    inside = threading.Semaphore(0)
+    for _ in range(2):
+        threading.Thread(target=waiter, daemon=True).start()
+    inside.acquire()
+    inside.acquire()
+    with changes:
+        changes.notify_of(applied(MINE))
+    out.wait(LONG)
+    assert not out.broken
+
+
+def test_who_has_waited_long_enough_leaves_nothing_behind() -> None:
+    changes = Changes()
+    with changes:
+        changes.wait(0.01, MINE)
+        changes.notify_of(applied(MINE))
+    assert not vars(changes)["_bells"]
