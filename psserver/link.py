@@ -172,14 +172,16 @@ class Link:
 
     def _requests(self, outbox: deque[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
         """A report now, then whenever there is something new, and at every beat; until this line is not that of now."""
-        told = 0.0
+        told, standby = 0.0, ""
         while not self.ended.is_set() and outbox is self._outbox:
             self._news.clear()
             while outbox:
                 yield self._request(outbox.popleft())
             request = pb.LinkShardRequest()
-            if time.monotonic() - told >= BEAT:
-                told, request.stats_json = time.monotonic(), json.dumps(self._statistics())
+            # people act on how the standby is: they hear of that at once
+            if time.monotonic() - told >= BEAT or standby != self._line.state:
+                told, standby = time.monotonic(), self._line.state
+                request.stats_json = json.dumps(self._statistics())
             request.report.CopyFrom(report_to_proto(self._engine.make_report()))
             yield self._request(request)
             self._news.wait(BEAT)

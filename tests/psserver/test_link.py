@@ -10,11 +10,11 @@ from psserver.identity import Identity
 from psserver.link import Link
 
 
-def make_link() -> Link:
-    """Of a shard that has nothing to tell but parts of snapshots."""
+def make_link(standby: Any = None) -> Link:
+    """Of a shard that has nothing to tell but parts of snapshots, and how its standby is."""
     engine = cast(Any, SimpleNamespace(make_report=Shard(1).report))
-    line = cast(Any, SimpleNamespace(term=1, address=""))
-    return Link(Identity(1, 2, "here:1", "there:1"), engine, cast(Any, None), dict, 1.0, line)
+    line = standby or SimpleNamespace(term=1, address="", state="none")
+    return Link(Identity(1, 2, "here:1", "there:1"), engine, cast(Any, None), lambda: {"is": line.state}, 1.0, line)
 
 
 def parts(requests: list[pb.LinkShardRequest]) -> list[int]:
@@ -44,3 +44,19 @@ def test_the_last_part_is_said_again_on_a_new_line_and_once() -> None:
     requests = link._requests(link._outbox)
 
     assert parts([next(requests), next(requests)]) == [7]
+
+
+def test_how_its_standby_is_is_said_at_once_and_the_rest_once_a_second() -> None:
+    standby = SimpleNamespace(term=1, address="b1:1", state="in sync")
+    link = make_link(standby)
+    requests = link._requests(link._outbox)
+
+    def told() -> str:
+        link._news.set()
+        return next(requests).stats_json
+
+    found = [told(), told()]
+    standby.state = "loading"
+    found += [told(), told()]
+
+    assert found == ['{"is": "in sync"}', "", '{"is": "loading"}', ""]
