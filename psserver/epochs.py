@@ -100,8 +100,8 @@ class Epochs:
         self._take_over(recorder)
         self._recovered = True
         recorder.recovered(time.monotonic(), self._archive.generation, inherited.whole)
-        is_old = any(snapshot["version"] > coordinator.version for snapshot in self._archive.listing())
-        if is_old or not coordinator.log.can_go_on(self._engine.make_report()):
+        written = [] if inherited.whole else [snapshot["version"] for snapshot in self._archive.listing()]
+        if max(written, default=0) > coordinator.version or not coordinator.log.can_go_on(self._engine.make_report()):
             self.go_back("the standby lacks the end of its log", coordinator.epoch, coordinator.version)
 
     @contextmanager

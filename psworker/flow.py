@@ -188,7 +188,8 @@ class ClientFlow:
     """What Client.begin returns; see `psworker.local.Flow`. One thread at a time may use it."""
 
     def __init__(self, model: "SharedModel", move: Move, header: ps.PushPullHeader) -> None:
-        self.changed = threading.Condition()
+        self._guard = threading.RLock()
+        self.changed = threading.Condition(self._guard)
         self.header = header
         self._model, self._move = model, move
         self._plan = move.plan
@@ -297,10 +298,13 @@ class ClientFlow:
         return any(opening.header is not None for opening in self._openings)
 
     def _until(self, done: Callable[[], bool]) -> None:
+        with self._guard:  # most waits end here; Ctrl-C cannot break into its being taken, as into a condition's
+            ends = self._over or done()
         try:
-            with interruptible.deferred(lambda interrupt: self._cancellation.cancel(interrupt)), self.changed:
-                while not self._over and not done():
-                    self.changed.wait(TURN_SECONDS)
+            if not ends:
+                with interruptible.deferred(lambda interrupt: self._cancellation.cancel(interrupt)), self.changed:
+                    while not self._over and not done():
+                        self.changed.wait(TURN_SECONDS)
         except BaseException as interrupt:  # the second Ctrl-C: end the calls, or close would wait for them
             self._cancellation.cancel(interrupt)
             raise

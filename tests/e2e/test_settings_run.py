@@ -1,6 +1,7 @@
 """Each setting of ps-run changes what a run does. Two runs see nearly all of them: one has every setting, one none."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,18 +220,18 @@ def test_log_level(chosen: Program, default: Program) -> None:
 def test_max_restarts_and_grace(programs: Programs) -> None:
     """The first worker dies and is not started again; the second one does not want to end and is made to."""
     script = """
-import os, pathlib, signal, time
+import os, signal
 if os.environ["PS_WORKER_RANK"] == "1":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pathlib.Path("stubborn").touch()
+    open("stubborn", "w").close()
     while True:
         signal.pause()
-while not pathlib.Path("stubborn").exists():
-    time.sleep(0.01)
+open("stubborn").close()
 print("falls")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     programs.script(script, "falls.py")
+    os.mkfifo(programs.folder / "stubborn")  # each end waits for the other one
     flags = ("--workers", 2, "--max-restarts", 0, "--grace", "500ms")
     run = programs.start("ps-run", *flags, "falls.py")
     run.wait_for("falls")
