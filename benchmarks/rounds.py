@@ -22,12 +22,16 @@ SETTLE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the result. Entries with equal commands share a process, unless `own` gives one an own name for it."""
+    """A row of the result. Entries with equal commands share a process, unless `own` gives one an own name for it.
+
+    spins: it uses a core while it has nothing to do, so it is stopped while others take their turns.
+    """
 
     name: str
     command: Command
     word: str = "go"
     own: str = ""
+    spins: bool = False
 
     @property
     def process(self) -> tuple[Command, str]:
@@ -49,6 +53,9 @@ class Contest:
             warming.append(self._speakers[process])
         for speaker in warming:
             speaker.wait_until_ready()
+        for entry in entries:
+            if entry.spins:
+                self._speakers[entry.process].freeze()
 
     def run(self, rounds: int, show: Show) -> dict[str, Record]:
         """Every entry once a round, in an order that is new each round: nobody always comes after the same other."""
@@ -56,9 +63,17 @@ class Contest:
         for number in range(rounds):
             show(f"round {number + 1} of {rounds}")
             for entry in random.Random(number).sample(self._entries, len(self._entries)):
-                for metric, value in measure(self._speakers[entry.process], entry.word).items():
+                for metric, value in self._turn(entry).items():
                     records[entry.name].setdefault(metric, []).append(value)
         return records
+
+    def _turn(self, entry: Entry) -> Measurements:
+        speaker = self._speakers[entry.process]
+        speaker.thaw()
+        measured = measure(speaker, entry.word)
+        if entry.spins:
+            speaker.freeze()
+        return measured
 
 
 def measure(speaker: Speaker, word: str) -> Measurements:

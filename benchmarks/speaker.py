@@ -7,12 +7,16 @@ here: a contender may live in an environment that has none of ours.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from benchmarks import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 TETHER = ROOT / "psworker/run/tether.py"
@@ -35,6 +39,12 @@ class Command:
         return [*self.prefix, self.python, "-m", self.module, *self.args]
 
 
+def tethered(line: Sequence[str]) -> list[str]:
+    """The same command, which ends with the process that starts it, however that ends."""
+    # -I -S: the tether loads nothing; it then becomes the command
+    return [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), *line]
+
+
 class Speaker:
     """Runs a command for as long as a `with` lasts; it ends with this process, however that ends.
 
@@ -43,10 +53,14 @@ class Speaker:
 
     def __init__(self, command: Command) -> None:
         self._name = " ".join(command.line()[-3:])
-        # -I -S: the tether loads nothing; it then becomes the command
-        line = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), *command.line()]
+        self._frozen: list[int] = []
         self._process = subprocess.Popen(
-            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=_environment()
+            tethered(command.line()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=_environment(),
         )
 
     @property
@@ -62,6 +76,7 @@ class Speaker:
         """Hangs up, which tells the process to end, and sees to it that it does."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.thaw()
         self._process.stdin.close()
         try:
             self._process.wait(STOP_SECONDS)
@@ -74,6 +89,20 @@ class Speaker:
         line = self._read()
         if line != "ready":
             raise RuntimeError(f"{self._name} said {line!r} instead of 'ready'")
+
+    def freeze(self) -> None:
+        """Stop all its processes, until `thaw`: it has no turn, and may not use what others are measured with."""
+        self._frozen = processes.family(self.pid)
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._frozen = []
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._frozen:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def tell(self, word: str) -> None:
         assert self._process.stdin is not None

@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from benchmarks.contenders.exchange import check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
-from benchmarks.speaker import Measurements, serve
+from benchmarks.speaker import Measurements, serve, tethered
 
 WARM_UP = 3
 
@@ -44,7 +44,7 @@ def main(setup: Setup) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         command = [sys.executable, "-m", "benchmarks.contenders.torch_rpc", setup.to_json(), store]
-        with subprocess.Popen(command) as process:
+        with subprocess.Popen(tethered(command)) as process:
             join(store, 0)
             # called as a function of the module by that name, on both sides
             from benchmarks.contenders.torch_rpc import push_pull as call

@@ -30,8 +30,8 @@ def job(name: str, setup: Setup, kind: str = "exchange") -> Entry:
     return Entry(name, command("paramserver", kind, setup.to_json()))
 
 
-def peer(name: str, module: str, setup: Setup, *kind: str, word: str = "go") -> Entry:
-    return Entry(name, command(module, *kind, setup.to_json()), word)
+def peer(name: str, module: str, setup: Setup, *kind: str, word: str = "go", spins: bool = False) -> Entry:
+    return Entry(name, command(module, *kind, setup.to_json()), word, spins=spins)
 
 
 def tensorflow(scale: Scale, setup: Setup, word: str) -> list[Entry]:

@@ -27,7 +27,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         peer(STREAM, "grpc_stream", setup),
         peer(GLOO, "gloo", setup, "reduce"),
         peer(COPY, "shared_copy", setup),
-        peer(RPC, "torch_rpc", setup),
+        peer(RPC, "torch_rpc", setup, spins=True),  # TensorPipe's threads poll: both its processes, a core each
         *tensorflow(scale, setup, "worker"),
     ]
     return Lineup(entries, no_tensorflow(scale))

@@ -1,9 +1,10 @@
-"""A contender for tests: `python -m tests.benchmarks.talker SECONDS`. Words: "go", "burn" (CPU), "fail".
+"""A contender for tests: `python -m tests.benchmarks.talker SECONDS [spin]`. Words: "go", "burn" (CPU), "fail".
 
-"go" only says that it took so long.
+"go" only says that it took so long. With "spin" it never rests.
 """
 
 import sys
+import threading
 import time
 
 from benchmarks.speaker import Measurements, serve
@@ -23,5 +24,12 @@ def fail() -> Measurements:
     raise RuntimeError("this work cannot be done")
 
 
+def spin() -> None:
+    while True:
+        pass
+
+
 if __name__ == "__main__":
+    if sys.argv[2:] == ["spin"]:
+        threading.Thread(target=spin, daemon=True).start()
     serve({"go": lambda: {"seconds": float(sys.argv[1])}, "burn": burn, "fail": fail})

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from benchmarks import processes
-from benchmarks.rounds import measure
+from benchmarks.rounds import Contest, Entry, measure
 from benchmarks.speaker import ROOT, Command, Speaker, Team
 from tests.benchmarks.talker import BURNT
 
@@ -37,6 +38,21 @@ def test_cpu_is_counted_a_piece(talker: Speaker) -> None:
     assert measured["seconds"] == BURNT
     assert BURNT / 2 - processes.TICK <= measured["cpu"] <= BURNT / 2 + 0.1
     assert "count" not in measured
+
+
+def test_who_spins_is_stopped_while_others_have_their_turns(talker: Speaker) -> None:
+    """Otherwise it takes the cores that the others are measured with. It ends as all do."""
+    spinner = Entry("spinner", Command(MODULE, ("1.5", "spin")), spins=True)
+    with ExitStack() as resources:
+        contest = Contest([spinner, Entry("other", TALKER, "burn")], resources)
+        pids = processes.descendants(os.getpid(), "spin")
+        records = contest.run(3, lambda _: None)
+        used = processes.cpu_seconds(pids)
+        talker.ask("burn")
+        assert processes.cpu_seconds(pids) == used
+
+    assert records["spinner"]["seconds"] == [1.5] * 3
+    assert processes.descendants(os.getpid(), "spin") == []
 
 
 def test_a_contender_that_fails_is_no_result(capfd: pytest.CaptureFixture[str]) -> None:
