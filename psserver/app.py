@@ -94,8 +94,8 @@ class Server:
         config = self.config
         if config.data_dir is not None:
             self._resources.enter_context(DataDirLock(config.data_dir, config.shard))
-        registry = new_registry()
-        self.metrics = ServerMetrics(registry, shard=config.shard)
+        self._registry = new_registry()
+        self.metrics = ServerMetrics(self._registry, shard=config.shard)
         patience = PORT if self._inherited is not None else 0.0
         self._grpc, self.address = listen(config.bind, CALLS, [RpcTimer(self.metrics.rpc)], patience)
         self._resources.callback(lambda: self._grpc.stop(grace=None))
@@ -124,7 +124,7 @@ class Server:
         self.link = None if self.hub else self._make_link()
         self._serve()
         if config.metrics_bind is not None:
-            self.monitor = Monitor(config.metrics_bind, registry, self.ready)
+            self.monitor = self._make_monitor(config.metrics_bind)
             self._resources.callback(self.monitor.close)
 
     def _make_layout(self) -> Layout:
@@ -198,6 +198,14 @@ class Server:
 
     def _show_job(self, job: str) -> None:
         self.metrics.shard_info(shards=self.identity.shards, job=job, policy=self.config.policy)
+
+    def _make_monitor(self, bind: str) -> Monitor:
+        """A standby that is primary now goes on where it was watched."""
+        monitor = self._inherited.monitor if self._inherited is not None else None
+        if monitor is None:
+            return Monitor(bind, self._registry, self.ready)
+        monitor.show(self._registry, self.ready)
+        return monitor
 
     def _make_hub(self, layout: Layout) -> Hub:
         if self._inherited is None:

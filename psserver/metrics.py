@@ -2,12 +2,12 @@
 
 import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from pscommon.installed import installed
-from pscommon.monitor import SECONDS
+from pscommon.monitor import SECONDS, new_registry
 
 MAX_WORKERS = 256  # series per worker-labelled metric; whoever comes after shares the label "other"
 OTHER = "other"
@@ -18,6 +18,14 @@ SNAPSHOT_FAILURES = ("ENOSPC", "EDQUOT", "EIO", "EACCES", "EROFS", "incomplete",
 
 _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _PUSHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
+
+
+def standby_metrics(shard: int, version: Callable[[], int]) -> CollectorRegistry:
+    """What a standby shows: its process, and how far it is; nothing that would count as the shard's own."""
+    registry = new_registry()
+    about = "Updates in the weights of the shard's standby"
+    Gauge("ps_standby_version", about, ("shard",), registry=registry).labels(str(shard)).set_function(version)
+    return registry
 
 
 class ServerMetrics:

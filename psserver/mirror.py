@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import MismatchError, PSError
+from pscommon.monitor import Monitor
 from pscommon.record_log import Record
 from pscommon.snapshot import Manifest
 from pscommon.team import Team
@@ -97,12 +98,13 @@ class Mirror:
 class Inherited(NamedTuple):
     """What a standby that is primary from now on has: its tenure, and what it has of its predecessor.
 
-    whole: that is all that the predecessor has told anybody.
+    whole: that is all that the predecessor has told anybody. monitor: what probes and Prometheus know it by, if any.
     """
 
     tenure: Tenure
     mirror: Mirror
     whole: bool
+    monitor: Monitor | None = None
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:

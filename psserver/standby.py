@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.monitor import Monitor
 from pscommon.team import Team
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import error_from, translated
@@ -21,6 +22,7 @@ from psserver.core.shard import LogError
 from psserver.core.succession import Succession
 from psserver.core.tenure import PrimaryLease, Tenure
 from psserver.listening import listen
+from psserver.metrics import standby_metrics
 from psserver.mirror import Inherited, Mirror
 from psserver.records import Source
 from psserver.replica import LogUnfitError
@@ -73,6 +75,8 @@ class Standby:
         self._succession = Succession(self.name, self.advertised, lease, time.monotonic())
         add_StandbyServiceServicer_to_server(StandbyServicer(None, self.promote), self._grpc)
         self._grpc.add_generic_rpc_handlers((NotPrimary(lambda: self.primary),))
+        shown = standby_metrics(config.shard, lambda: self.version)
+        self.monitor = Monitor(config.metrics_bind, shown, self.ready) if config.metrics_bind is not None else None
 
     # ---- its life ---------------------------------------------------------------------------------------------------
 
@@ -90,18 +94,31 @@ class Standby:
             self.ended.set()
             ticker.join()
             self._grpc.stop(grace=2.0).wait()
+            if self.monitor is not None and self._promoted is None:
+                self.monitor.close()
         if self._promoted is None or self._mirror is None:
             return None
         if not self._succession.loaded:
             raise PSError("the last record before this standby became primary could not be carried out")
         self._wait_for_silence()
         log.warning("this standby is primary now", extra={"term": self._promoted.term, "version": self._mirror.version})
-        return Inherited(self._promoted, self._mirror, self._succession.whole)
+        return Inherited(self._promoted, self._mirror, self._succession.whole, self.monitor)
 
     def stop(self, reason: str) -> None:
         """End, without being primary."""
         self.ended.set()
         self._hang_up()
+
+    @property
+    def version(self) -> int:
+        """Number of updates in the weights that it has."""
+        return self._mirror.version if self._mirror is not None else 0
+
+    def ready(self) -> tuple[bool, str]:
+        """For /readyz: could it take over?"""
+        if self._succession.loaded:
+            return True, f"standby of {self.primary}, version {self.version}"
+        return False, self._problem or f"the whole state of {self.primary} is not here yet"
 
     def _wait_for_silence(self) -> None:
         """async: until the other one cannot believe any more that it is primary."""

@@ -44,14 +44,19 @@ class Monitor:
 
     def __init__(self, bind: str, registry: CollectorRegistry, ready: Ready) -> None:
         host, port = _split(bind)
-        handler = type("Handler", (_Handler,), {"registry": registry, "ready": staticmethod(ready)})
+        self._handler: type[_Handler] = type("Handler", (_Handler,), {})
+        self.show(registry, ready)
         try:
-            self._server = _Server(host, port, handler)
+            self._server = _Server(host, port, self._handler)
         except OSError as error:
             raise _cannot_bind(bind, error) from error
         # a tenth of a second is how long close() may take
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="monitor", daemon=True)
         self._thread.start()
+
+    def show(self, registry: CollectorRegistry, ready: Ready) -> None:
+        """From now on these, on the same port."""
+        self._handler.registry, self._handler.ready = registry, staticmethod(ready)
 
     @property
     def address(self) -> str:

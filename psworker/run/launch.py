@@ -33,8 +33,8 @@ from psworker.run.supervise import Supervisor
 from psworker.run.watch import Connect, Result, Watch
 
 TICK_SECONDS = 0.1
-SPARE_SECONDS = 5.0
-"""After the last start of a process, when a spare one takes nobody's time any more."""
+START_SECONDS, SPARE_START_SECONDS = 5.0, 1.0
+"""After the start of a process, and of a server that was the spare one: the next spare takes nobody's time any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Launch:
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._spare: Spare | None = None
-        self._started = 0.0
+        self._starting = 0.0  # until when somebody is
         self._result = Result({})
         self._outcome: Outcome | None = None
 
@@ -116,7 +116,9 @@ class Launch:
                     self._outcome = outcome
 
     def _start(self, name: str, attempt: int) -> None:
-        self._started = time.monotonic()
+        spawned = self._spawned(name) if attempt else None
+        takes = START_SECONDS if spawned is None else SPARE_START_SECONDS
+        self._starting = max(self._starting, time.monotonic() + takes)
         log = self._logs / f"{name}.log"
         if attempt == 0:
             log.unlink(missing_ok=True)  # of an earlier run
@@ -129,12 +131,12 @@ class Launch:
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,
             on_exit=lambda ended, code: self.post(Exited(ended, code)),
-            spawned=self._spawned(name) if attempt else None,
+            spawned=spawned,
         )
 
     def _prepare(self, now: float) -> None:
         """A spare server, if one may have to be started again, and once it is quiet."""
-        quiet = now - self._started >= SPARE_SECONDS and self._supervisor.is_settled
+        quiet = now >= self._starting and self._supervisor.is_settled
         if quiet and self._spare is None and self._supervisor.may_restart_servers and self._plan.spare:
             self._spare = Spare(self._plan.spare, self._plan.environment("s0", 0))
 

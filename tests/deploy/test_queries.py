@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pscommon.monitor import new_registry
-from psserver.metrics import ServerMetrics
+from psserver.metrics import ServerMetrics, standby_metrics
 from psworker.metrics import WorkerMetrics
 from tests.deploy import queries
 from tests.deploy.queries import DEPLOY, Query
@@ -17,9 +17,9 @@ SCRAPED = {"up": {"job", "instance"}}  # what Prometheus adds itself
 
 
 def exported() -> dict[str, set[str]]:
-    """Every series name that a server or a worker exports, with its labels and those that a scrape adds."""
+    """Every series name that a server, a standby or a worker exports, with its labels and those that a scrape adds."""
     series: dict[str, set[str]] = dict(SCRAPED)
-    for registry in (server(), worker()):
+    for registry in (server(), standby_metrics(0, lambda: 1), worker()):
         for family in registry.collect():
             for sample in family.samples:
                 series.setdefault(sample.name, {"job", "instance"}).update(sample.labels)

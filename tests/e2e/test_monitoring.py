@@ -13,7 +13,9 @@ from psserver.app import Server
 from psworker import metrics as worker_metrics
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics, get
+from tests.e2e.standbys import Following
 from tests.e2e.workers import ONES, VERSIONS, connected, count, counter, snapshots, status, together, train, until
+from tests.ports import free_ports
 
 Make = Callable[..., Cluster]
 LOOPBACK = "127.0.0.1:0"
@@ -155,6 +157,28 @@ def test_not_ready_while_a_shard_is_missing(cluster: Make) -> None:
         until(lambda: get(leader, "/readyz").status == 503, "a server that is not ready")
         assert "shard 1 of 2 to connect" in get(leader, "/readyz").text
         assert get(leader, "/livez").status == 200  # to restart it would not help
+
+
+def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
+    """It shows how far it is, and nothing that would count as its shard's."""
+    server = cluster(metrics_bind=LOOPBACK).servers[0]
+    with counter(server.address) as client, Following(server) as following:
+        address = following.standby.monitor.address
+        assert get(address, "/livez").status == 200
+        following.in_sync()
+        count(client, 3)
+        until(lambda: Metrics(address)("ps_standby_version", shard="0") == 3, "all updates")
+        assert get(address, "/readyz") == (200, f"standby of {server.address}, version 3\n")
+        assert {name for name in Metrics(address).names if name.startswith("ps_")} == {"ps_standby_version"}
+    with pytest.raises(OSError, match="refused"):
+        get(address, "/livez")
+
+
+def test_a_standby_with_nothing_is_not_ready(cluster: Make) -> None:
+    nobody = f"127.0.0.1:{free_ports(1)[0]}"
+    with Following(cluster(metrics_bind=LOOPBACK).servers[0], standby_of=nobody) as following:
+        found = get(following.standby.monitor.address, "/readyz")
+        assert found == (503, f"the whole state of {nobody} is not here yet\n")
 
 
 def test_a_worker_counts_its_steps_and_where_their_time_goes(cluster: Make) -> None:

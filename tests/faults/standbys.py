@@ -14,7 +14,7 @@ from tests.ports import free_ports
 class StandbyJob(ForkedJob):
     """As ForkedJob; "b1" is the standby of shard 1's first primary, "s1". lock: with a lock for failover.
 
-    Nothing is written to any disk, so what survives does so in the standbys' memory.
+    Nothing is written to any disk, so what survives does so in the standbys' memory. monitors: theirs, by shard.
     """
 
     def __init__(
@@ -23,7 +23,9 @@ class StandbyJob(ForkedJob):
         locked = ("--failover-lock", folder / "lock") if lock else ()
         super().__init__(folder, shards, (*flags, *locked), script, **options)
         self.followed: set[int] = set()  # "s1" is started as the standby of "b1", which took its place
-        self._standbys = [f"127.0.0.1:{port}" for port in free_ports(shards)]
+        ports = free_ports(2 * shards)
+        self._standbys = [f"127.0.0.1:{port}" for port in ports[:shards]]
+        self.monitors = [f"127.0.0.1:{port}" for port in ports[shards:]]
 
     @property
     def address(self) -> str:
@@ -39,7 +41,7 @@ class StandbyJob(ForkedJob):
 
     def _standby(self, shard: int) -> list[str]:
         place = ["--shard", f"{shard}/{self._shards}", "--bind", self._standbys[shard]]
-        return [*place, "--standby-of", self._binds[shard], *self._flags]
+        return [*place, "--standby-of", self._binds[shard], "--metrics-bind", self.monitors[shard], *self._flags]
 
     def found(self, address: str) -> dict[str, Any]:
         """What ps-ctl status shows; empty where nobody answers, or who does is a standby."""

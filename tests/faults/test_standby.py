@@ -17,6 +17,7 @@ from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.core.succession import TAKEOVER
 from psworker.ctl.servers import Servers
 from psworker.discovery import describe
+from tests.e2e.scrape import Metrics, get
 from tests.e2e.workers import counted, snapshots, status, until, weights_of
 from tests.faults.proxied import lines
 from tests.faults.scripts import count
@@ -131,12 +132,15 @@ def test_promote_is_a_planned_switch(tmp_path: Path, shard: int, lock: bool) -> 
     """Nothing is lost, the old primary ends well, and what it was may be started as the standby of the new one."""
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, lock, pushes=10**6) as job:
         running(job, shard)
+        assert get(job.monitors[shard], "/readyz").text.startswith("standby of ")
         since = time.monotonic()
         said = promoted(job.standby(shard))
         assert (said["term"], said["note"]) == (2, "")
         until(lambda: job.lives[f"s{shard}"].ended == 0, "the end of the old primary")
         took = goes_on(job, since)
         print(f"planned switch of shard {shard}: {took:.1f} s")
+        assert Metrics(job.monitors[shard])("ps_version", shard=str(shard)) > said["version"]
+        assert get(job.monitors[shard], "/readyz").text.startswith("version ")
         finish(job, "async")
 
 

@@ -88,7 +88,7 @@ class Observer:
     def close(self):
         pass
 
-launch.SPARE_SECONDS = 0.1
+launch.START_SECONDS = launch.SPARE_START_SECONDS = 0.1
 start = functools.partial(
     cli.start,
     server=[sys.executable, "-I", "-S", str(here / "server.py")],
