@@ -10,7 +10,7 @@ from typing import TypeVar
 from pscommon.core.errors import UnreachableError, WaitTimeoutError
 
 LOG_SECONDS = 8.0  # nobody waits for 10 without a line that says for whom
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.25
 # once the job is known to end, servers that do not answer are not coming back
 LAST_SECONDS = 2.0
 

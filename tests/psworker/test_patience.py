@@ -43,7 +43,7 @@ def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) ->
     assert type(caught.value) is UnreachableError
     assert 110 <= time.now < 110.6
     assert time.pauses[:3] == [0.05, 0.1, 0.2]
-    assert max(time.pauses) == 0.5
+    assert max(time.pauses) == 0.25
 
 
 def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that_it_fails(
