@@ -116,13 +116,13 @@ class Launch:
                     self._outcome = outcome
 
     def _start(self, name: str, attempt: int) -> None:
-        spawned = self._spawned(name) if attempt else None
-        takes = START_SECONDS if spawned is None else SPARE_START_SECONDS
-        self._starting = max(self._starting, time.monotonic() + takes)
         log = self._logs / f"{name}.log"
         if attempt == 0:
             log.unlink(missing_ok=True)  # of an earlier run
         self._plan.port_file(name).unlink(missing_ok=True)
+        spawned = self._spawned(name) if attempt else None
+        takes = START_SECONDS if spawned is None else SPARE_START_SECONDS
+        self._starting = max(self._starting, time.monotonic() + takes)
         self._processes[name] = Process(
             name,
             self._plan.command(name, self._addresses),
