@@ -40,7 +40,7 @@ class Server:
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
 
     def start(self, injection: str = "") -> Program:
-        """injection: of strace, such as "fsync:error=EIO:when=3": the third of each thread; a name with a slash is a pattern."""
+        """injection: of strace, such as "fsync:error=EIO:when=3", the third of each thread; "/fsync" is a pattern."""
         flags = ("--shard", "0/1", "--bind", self.address, "--data-dir", "data", "--snapshot-every", "1h")
         logged = ("--durability", "log", "--log-fsync", "always", "--lease", "30s")
         server = self._programs.start(*self._traced(injection), BIN / "ps-server", *flags, *logged)
