@@ -104,7 +104,7 @@ class Inherited(NamedTuple):
     tenure: Tenure
     mirror: Mirror
     whole: bool
-    monitor: Monitor | None = None
+    monitor: Monitor | None
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:

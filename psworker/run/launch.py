@@ -69,7 +69,7 @@ class Launch:
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._spare: Spare | None = None
-        self._starting = 0.0  # until when somebody is
+        self._starting = 0.0  # until then somebody starts, and needs the processors
         self._result = Result({})
         self._outcome: Outcome | None = None
 

@@ -47,6 +47,7 @@ def test_who_spins_is_stopped_while_others_have_their_turns(talker: Speaker) -> 
         contest = Contest([spinner, Entry("other", TALKER, "burn")], resources)
         pids = processes.descendants(os.getpid(), "spin")
         records = contest.run(3, lambda _: None)
+        talker.ask("burn")  # a thread that runs just then stops a moment after it was told to
         used = processes.cpu_seconds(pids)
         talker.ask("burn")
         assert processes.cpu_seconds(pids) == used

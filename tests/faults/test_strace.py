@@ -29,7 +29,8 @@ def unusable() -> str:
     return f"strace does not work here: {tried.stderr.strip()[-200:]}" if tried.returncode else ""
 
 
-pytestmark = pytest.mark.skipif(bool(unusable()), reason=unusable())
+REASON = unusable()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 class Server:
