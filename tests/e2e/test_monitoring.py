@@ -1,12 +1,13 @@
 """What servers and workers show to Prometheus and to probes during a real training."""
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors import SafetensorError
 
 from pscommon.values import SnapshotEvery
 from psserver.app import Server
@@ -114,11 +115,11 @@ def test_staleness_is_seen_in_async(cluster: Make) -> None:
 def test_a_snapshot_that_fails_is_counted_by_its_cause_and_training_goes_on(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     servers = cluster(1, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=2), metrics_bind=LOOPBACK)
-    monkeypatch.setattr("pscommon.snapshot.files.save_file", full)
+    monkeypatch.setattr("pscommon.snapshot.files.write_tensors", full)
     with counter(servers.address) as client:
         count(client, 3)
         until(lambda: status(servers.address)["snapshot_problem"], "a failure that is said")

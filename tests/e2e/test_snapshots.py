@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from pscommon.core.errors import SnapshotError
 from pscommon.snapshot import Snapshots, TapeReader
 from pscommon.snapshot.files import Files
 from pscommon.values import SnapshotEvery
+from psserver.archive import NICE
 from psworker import Job
 from tests.e2e.conftest import Cluster
 from tests.e2e.disk import flip, stored
@@ -104,9 +107,9 @@ def test_every_so_many_seconds_while_there_is_something_new(cluster: Make, tmp_p
 def test_training_goes_on_while_one_is_written(cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, slow = threading.Event(), Files.save
 
-    def save(self: Files, *args: Any) -> None:
+    def save(self: Files, *args: Any) -> str:
         assert go_on.wait(30)
-        slow(self, *args)
+        return slow(self, *args)
 
     monkeypatch.setattr(Files, "save", save)
     servers = cluster(2, data_dir=tmp_path, snapshot_every=STEPS)
@@ -119,6 +122,25 @@ def test_training_goes_on_while_one_is_written(cluster: Make, tmp_path: Path, mo
 
     # of the version that it was cut at, whatever was trained meanwhile
     assert counted(stored(tmp_path, 5)) == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows a priority of one thread")
+def test_the_thread_that_writes_one_gives_way_to_the_others(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, seen = Files.save, []
+
+    def save(self: Files, *args: Any) -> str:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return usual(self, *args)
+
+    monkeypatch.setattr(Files, "save", save)
+    servers = cluster(1, data_dir=tmp_path, snapshot_every=STEPS)
+    with counter(servers.address) as client:
+        count(client, 5)
+        until(lambda: 5 in snapshots(servers.address), "a snapshot")
+
+    assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0) + NICE
 
 
 def test_only_the_newest_are_kept_on_every_shard(cluster: Make, tmp_path: Path) -> None:

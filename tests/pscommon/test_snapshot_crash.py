@@ -47,10 +47,10 @@ class Disk(Files):
         super().make_folder(path)
         self._undo.append((path.parent, lambda: shutil.rmtree(path, ignore_errors=True)))
 
-    def save(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    def save(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
         self._unsynced.add(path)
         self._count()
-        super().save(path, tensors, metadata)
+        return super().save(path, tensors, metadata)
 
     def write(self, path: Path, data: bytes) -> None:
         self._unsynced.add(path)
@@ -193,11 +193,11 @@ class Full(Files):
         self._count(path)
         super().make_folder(path)
 
-    def save(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    def save(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
         path.write_bytes(b"half")
         self._count(path)
         path.unlink()
-        super().save(path, tensors, metadata)
+        return super().save(path, tensors, metadata)
 
     def write(self, path: Path, data: bytes) -> None:
         path.write_bytes(data[:10])

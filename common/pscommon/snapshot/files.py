@@ -7,17 +7,15 @@ or stands for all of the bytes.
 import contextlib
 import hashlib
 import os
-import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from pscommon.core.errors import SnapshotError
+from pscommon.snapshot.tensor_file import write_tensors
 
 TEMP = ".tmp-"
 
@@ -28,14 +26,9 @@ class Files:
     def make_folder(self, path: Path) -> None:
         path.mkdir()
 
-    def save(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        """Writes a safetensors file. Not durable before `sync`."""
-        # save_file makes files that only their owner can read; this one gets what the umask gives
-        with path.open("xb") as made:
-            mode = stat.S_IMODE(os.fstat(made.fileno()).st_mode)
-        with _system_errors(path):
-            save_file(dict(tensors), path, dict(metadata))
-        path.chmod(mode)
+    def save(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+        """Writes a safetensors file; its SHA-256 in hex. Not durable before `sync`."""
+        return write_tensors(path, tensors, metadata)
 
     def write(self, path: Path, data: bytes) -> None:
         """Writes a file. Not durable before `sync`."""
@@ -97,7 +90,7 @@ def writing(path: Path) -> Iterator[None]:
     """What fails inside (disk full, no permission) leaves as a SnapshotError that names the path."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise SnapshotError(f"cannot write {path}: {_cause(error)}") from error
 
 
@@ -110,17 +103,6 @@ def reading(path: Path) -> Iterator[None]:
         raise SnapshotError(f"{path.name} is missing in {path.parent}") from error
     except (OSError, SafetensorError) as error:
         raise SnapshotError(f"cannot read {path}: {_cause(error)}") from error
-
-
-@contextlib.contextmanager
-def _system_errors(path: Path) -> Iterator[None]:
-    """A full disk and its like as OSError with their number, which safetensors only has in its text."""
-    try:
-        yield
-    except SafetensorError as error:
-        if number := re.search(r"\(os error ([0-9]+)\)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        raise
 
 
 def sha256(path: Path) -> str:

@@ -128,8 +128,7 @@ class Snapshots:
             make_folders(self._files, folder)
             with temporary(self._files, folder, f"{shard}-part") as temp:
                 written = temp / "part.safetensors"
-                self._files.save(written, tensors, metadata)
-                digest = sha256(written)
+                digest = self._files.save(written, tensors, metadata)
                 part = Part(part_file(shard, shards, digest), written.stat().st_size, digest)
                 publish(self._files, written, folder / part.file)
             self._sound[folder / part.file] = (_fingerprint(folder / part.file), digest)
