@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
-from typing import Any
+from typing import Any, get_args
 
-from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject, Report, chained
+from pscommon.core.log import Apply, Begin, Contribution, Entry, PushKey, Reject, Report, chained
 
-KINDS: Mapping[str, type[Entry]] = {kind.__name__: kind for kind in (Begin, Apply, Reject, Evict, Cut)}
+KINDS: Mapping[str, type[Entry]] = {kind.__name__: kind for kind in get_args(Entry)}
 
 
 class JobLog:

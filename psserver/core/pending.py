@@ -51,8 +51,8 @@ class Pending:
     def shard_lost(self, shard: int) -> None:
         """A shard's process is new and holds nothing."""
         for key, held in self._held.items():
-            held.pop(shard, None)
-            self._ready.pop(key, None)
+            if held.pop(shard, None) is not None:
+                self._ready.pop(key, None)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready; `recover` is the way back."""

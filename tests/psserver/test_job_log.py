@@ -1,8 +1,24 @@
 """Who may go on with the job's log: those who carried out the same entries, and hold what the rest counts."""
 
+import json
+from typing import get_args
+
 import pytest
 
-from pscommon.core.log import Apply, Begin, Contribution, Entry, Evict, PushKey, Report, Staged, chained
+from pscommon.core.log import (
+    Apply,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    PushKey,
+    Reject,
+    Report,
+    Reshard,
+    Staged,
+    chained,
+)
 from psserver.core.job_log import JobLog
 
 UPLOAD, FIRST, SECOND = PushKey(1, 0), PushKey(1, 1), PushKey(1, 2)
@@ -90,3 +106,20 @@ def test_a_log_that_starts_amid_goes_by_the_digest_it_is_given(log: JobLog) -> N
 
     assert again.digest == log.digest
     assert again.can_go_on(report(ENTRIES))
+
+
+def test_a_log_with_entries_of_every_kind_is_read_again() -> None:
+    """A standby of shard 0 may come when any of them is still kept: there was one without Reshard."""
+    kinds = [
+        Begin(1, 1), apply(2, FIRST), Reject(3, SECOND, "STALE", "too late"), Evict(4, 7, "gone"), Cut(5, 1),
+        Reshard(6, 1, 3),
+    ]  # fmt: skip
+    assert {type(entry) for entry in kinds} == set(get_args(Entry))
+    log, again = JobLog(2), JobLog(2)
+    for entry in kinds:
+        log.append(entry)
+
+    again.recover(json.loads(json.dumps(log.state())))
+
+    assert again.after(0) == kinds
+    assert (again.index, again.digest, again.state()) == (log.index, log.digest, log.state())

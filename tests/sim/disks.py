@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscommon.core.log import Apply, PushKey
+from pscommon.core.log import Apply, PushKey, Reject
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Command
 from tests.sim.mirror import Mirror
@@ -52,6 +52,7 @@ class Saved:
     state: str
     shards: int
     decided: tuple[Apply, ...]
+    dropped: tuple[Reject, ...]
 
 
 class JobJournal:

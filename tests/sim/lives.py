@@ -3,6 +3,7 @@
 import json
 import random
 
+from pscommon.core.log import Apply, Reject
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Recorder
 from tests.sim.disks import Disk, JobJournal, Saved
@@ -21,7 +22,10 @@ class Lives:
     shards: list[SimShard]
     disks: list[Disk]
     down: set[int]
+    layout: int
     saved: Saved | None
+    decided: list[Apply]
+    dropped: list[Reject]
 
     def kill_server(self, number: int | None = None) -> None:
         """A server dies, and is started again."""
@@ -84,10 +88,12 @@ class Lives:
         """The standby of shard 0 coordinates now. It may lack what others know."""
         self.recorder = promoted_coordinator(self, mirror)
         coordinator, journal = self.coordinator, self.recorder.journal
+        self.layout = coordinator.shards
         assert isinstance(journal, JobJournal)
         journal.begin(coordinator.version, coordinator.state(), coordinator.shards)
         self.generation += 1
         del self.decided[coordinator.version :]
+        self.dropped = [reject for reject in self.dropped if reject.index <= coordinator.log.index]
         self._flushed = coordinator.log.index
         self.recorder.recovered(self.now, self.generation, whole=False)
         is_old = self.saved is not None and self.saved.version > coordinator.version
@@ -117,6 +123,7 @@ class Lives:
         self.recorder = self.new_recorder(self.generation)
         self.end_servers()
         self.decided, self._flushed = list(saved.decided if saved else ()), 0
+        self.dropped = list(saved.dropped if saved else ())
         if saved is not None:
             self.coordinator.restore(json.loads(saved.state), MODEL, self.now)
             self._flushed = saved.index

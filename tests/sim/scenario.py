@@ -64,11 +64,7 @@ class Scenario:
         )  # fmt: skip
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)
-        return scenario.made_lagging() if standbys and rng.random() < 0.3 else scenario
-
-    def made_lagging(self) -> "Scenario":
-        """The same job with standbys that lag. Snapshots and pushes are all that it has besides."""
-        return replace(self, lag=True, bad=0, switches=0, reshards=0)
+        return replace(scenario, lag=standbys > 0 and rng.random() < 0.3)
 
     def made_reproducible(self, rng: random.Random) -> "Scenario":
         """The same job, with servers and workers that die as they like and always come back."""

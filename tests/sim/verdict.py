@@ -29,7 +29,8 @@ def verify(world: "World") -> None:
         check(shard.history == history, "shard {} counted other pushes", shard.machine.shard)
     counted = [key for keys in history for key in keys]
     check(len(counted) == len(set(counted)), "a push counted twice")
-    batches = sorted([b.number for key in counted for b in world.pushes[key].staged.batches] + world.dropped)
+    done = counted + [reject.key for reject in world.dropped]
+    batches = sorted(batch.number for key in done for batch in world.pushes[key].staged.batches)
     newest = GENERATION * world.generation
     deserted = world.generation and all(w.draining for w in world.workers if (w.worker or 0) > newest)
     expected = sorted(set(batches)) if deserted else list(range(world.loop.total))

@@ -56,7 +56,7 @@ class World(Faults, Lives):
         self._count = self.to_come = self.messages = self.restarts = self.rollbacks = self.takeovers = 0
         self.generation = self._flushed = 0
         self.decided: list[Apply] = []
-        self.dropped: list[int] = []
+        self.dropped: list[Reject] = []
         self.saved: Saved | None = None
         self.perfect = self.is_over = False
         self.layout = self.scenario.shards
@@ -261,6 +261,7 @@ class World(Faults, Lives):
         self.saved = Saved(
             cutting.version, cutting.index, json.dumps(cutting.state), self.coordinator.shards,
             tuple(self.decided[: cutting.version]),
+            tuple(reject for reject in self.dropped if reject.index <= cutting.index),
         )  # fmt: skip
         self.recorder.do("filed", self.now)
         if self.coordinator.move is not None:
@@ -301,7 +302,7 @@ class World(Faults, Lives):
             check(entry.version == len(self.decided) + 1, "version {} after {}", entry.version, len(self.decided))
             self.decided.append(entry)
         elif isinstance(entry, Reject) and entry.reason == "NON_FINITE":
-            self.dropped += [batch.number for batch in self.pushes[entry.key].staged.batches]
+            self.dropped.append(entry)
 
     def acknowledged(self, push: Push, outcome: Outcome | None) -> None:
         """A worker has been told how its push ended."""
