@@ -64,7 +64,7 @@ class Scenario:
         )  # fmt: skip
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)
-        return replace(scenario, lag=standbys > 0 and rng.random() < 0.3)
+        return replace(scenario, lag=standbys > 0 and rng.random() < 0.5)
 
     def made_reproducible(self, rng: random.Random) -> "Scenario":
         """The same job, with servers and workers that die as they like and always come back."""
