@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from pscommon.core.errors import SnapshotError
+from pscommon.core.log import Cut
 from pscommon.core.model import ROLES, ModelSpec
 from pscommon.core.tape import Plan
 from pscommon.installed import installed
@@ -169,29 +170,29 @@ class Archive:
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    def cut(self, version: int, store: Store) -> None:
+    def cut(self, cut: Cut, store: Store) -> None:
         """Copy the numbers now, write them in the background. Called while nothing is applied."""
         if self._snapshots is None:
             return
         if self._writer is not None:
             self._writer.join()
         self._memory = store.export(self._memory)
-        args = (version, store.plan.shards, store.steps(), groups_to_json(store.groups()))
+        args = (cut, store.plan.shards, store.steps(), groups_to_json(store.groups()))
         self._writer = threading.Thread(target=self._write, args=args, name="snapshot", daemon=True)
         self._writer.start()
 
-    def _write(self, version: int, shards: int, steps: dict[int, int], groups: str) -> None:
+    def _write(self, cut: Cut, shards: int, steps: dict[int, int], groups: str) -> None:
         assert self._snapshots is not None
         _step_back()
         began = time.monotonic()
         try:
-            part = self._snapshots.write_part(version, self._shard, shards, self._memory, steps, groups)
+            part = self._snapshots.write_part(cut.version, self._shard, shards, self._memory, steps, groups)
         except SnapshotError as error:
             self._failed(error)
-            self.on_part(PartReport(version, "", 0, "", str(error), shards))
+            self.on_part(PartReport(cut.version, cut.index, "", 0, "", str(error)))
             return
         self._metrics.snapshot(time.monotonic() - began, part.nbytes)
-        self.on_part(PartReport(version, part.file, part.nbytes, part.sha256, "", shards))
+        self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
     def _failed(self, error: SnapshotError) -> None:
         self.problem = str(error)

@@ -268,7 +268,7 @@ class _Listener(threading.Thread):
             hub.restored(shard, request.restored.version, request.restored.problem)
         if request.HasField("snapshot_part"):
             part = request.snapshot_part
-            named = (part.version, part.file, part.nbytes, part.sha256, part.problem, part.shards)
+            named = (part.version, part.index, part.file, part.nbytes, part.sha256, part.problem)
             hub.snapshot_part(shard, PartReport(*named))
         if request.HasField("moved"):
             hub.reshards.moved(shard, request.moved.nbytes, request.moved.problem)

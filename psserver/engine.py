@@ -47,7 +47,7 @@ LOOK = 0.4
 class Engine:
     """A shard's owner. `report` is called, outside all locks, whenever there is something new to tell the coordinator.
 
-    cut(version, store) is called, while nothing is applied, to start a snapshot of exactly this version.
+    cut(entry, store) is called, while nothing is applied, to start a snapshot of exactly this version.
     threads: how many work on one update. log: where all is written before it is told. fitness: what pushes have to be.
     """
 
@@ -56,7 +56,7 @@ class Engine:
         shard: int,
         shards: int,
         metrics: ServerMetrics,
-        cut: Callable[[int, Store], None],
+        cut: Callable[[Cut, Store], None],
         in_flight: int,
         lanes: Lanes,
         threads: int = 1,
@@ -387,7 +387,7 @@ class Engine:
                 self.timings.drop(entry.worker)
                 self.memories.drop(entry.worker)
             case Cut() if not self._machine.moving:
-                self._cut(entry.version, self._numbers)
+                self._cut(entry, self._numbers)
 
     @property
     def _numbers(self) -> Store:

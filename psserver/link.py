@@ -195,8 +195,8 @@ class Link:
 
     def _part(self, part: PartReport) -> None:
         message = pb.SnapshotPart(
-            version=part.version, file=part.file, nbytes=part.nbytes, sha256=part.sha256, problem=part.problem,
-            shards=part.shards,
+            version=part.version, index=part.cut, file=part.file, nbytes=part.nbytes, sha256=part.sha256,
+            problem=part.problem,
         )  # fmt: skip
         self._last_part = pb.LinkShardRequest(snapshot_part=message)
         self._say(self._last_part)

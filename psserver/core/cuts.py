@@ -15,15 +15,15 @@ class Every:
 class PartReport(NamedTuple):
     """One shard's file of a snapshot; problem, when not empty, says why there is none.
 
-    shards: of how many parts it is one, 0 where that cannot be in doubt.
+    cut: the index of its log entry; a cut that was given up may have been of the same version.
     """
 
     version: int
+    cut: int
     file: str
     nbytes: int
     sha256: str
     problem: str = ""
-    shards: int = 0
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Cuts:
 
     def part(self, shard: int, part: PartReport) -> None:
         """A shard has written, or failed to; repeated and late reports do no harm."""
-        if self.cutting is None or part.version != self.cutting.version or part.shards not in (0, self.shards):
+        if self.cutting is None or (part.version, part.cut) != (self.cutting.version, self.cutting.index):
             return
         self.cutting.parts[shard] = part
         if len(self.cutting.parts) == self.shards:

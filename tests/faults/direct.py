@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import SnapshotError, UnreachableError
-from pscommon.core.log import Report
+from pscommon.core.log import Cut, Report
 from pscommon.snapshot import Manifest
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
@@ -79,9 +79,9 @@ class DirectServer:
             )
             self.hub.start(ticking=False)
 
-    def _cut(self, version: int, store: Store) -> None:
+    def _cut(self, cut: Cut, store: Store) -> None:
         """Nothing else goes on while the part is written."""
-        self.archive.cut(version, store)
+        self.archive.cut(cut, store)
         self.archive.close()
         if self.dead:
             raise Killed

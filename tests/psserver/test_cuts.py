@@ -3,8 +3,8 @@
 from psserver.core.cuts import Cuts, Every, PartReport
 
 
-def part(version: int, problem: str = "") -> PartReport:
-    return PartReport(version, "file", 1, "hash", problem)
+def part(version: int, problem: str = "", index: int = 7) -> PartReport:
+    return PartReport(version, index, "file", 1, "hash", problem)
 
 
 def begun(every: Every, shards: int = 1) -> Cuts:
@@ -17,7 +17,7 @@ def test_by_steps_at_each_multiple_or_just_after_it() -> None:
     cuts = begun(Every(steps=5))
 
     assert [version for version in range(12) if cuts.due(version, 100.0)] == [5, 6, 7, 8, 9, 10, 11]
-    cuts.begin(6, 1, 100.0, {})
+    cuts.begin(6, 7, 100.0, {})
     cuts.part(0, part(6))
     cuts.finished = None  # the shell has taken it
     assert [version for version in range(12) if cuts.due(version, 100.0)] == [10, 11]
@@ -53,3 +53,17 @@ def test_one_at_a_time_and_complete_with_the_last_part() -> None:
 
     cuts.finished = None
     assert cuts.due(2, 100.0)
+
+
+def test_a_part_of_a_cut_that_was_given_up_counts_for_no_other() -> None:
+    """Of the same version: a shard died in a move. Whoever wrote the part may never have come to the second cut."""
+    cuts = begun(Every(steps=1))
+    cuts.begin(1, 7, 100.0, {})
+    cuts.abandon()
+    cuts.begin(1, 8, 100.0, {})
+
+    cuts.part(0, part(1, index=7))
+    assert cuts.finished is None
+
+    cuts.part(0, part(1, index=8))
+    assert cuts.finished is not None

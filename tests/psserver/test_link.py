@@ -28,7 +28,7 @@ def test_a_line_that_has_ended_takes_nothing_of_what_is_to_be_said() -> None:
     ended = link._requests(link._outbox)
     next(ended)
     link._begin_line()
-    link._part(PartReport(7, "part", 1, "sum"))
+    link._part(PartReport(7, 9, "part", 1, "sum"))
 
     assert parts(list(ended)) == []
     assert parts([next(link._requests(link._outbox))]) == [7]
@@ -36,7 +36,7 @@ def test_a_line_that_has_ended_takes_nothing_of_what_is_to_be_said() -> None:
 
 def test_the_last_part_is_said_again_on_a_new_line_and_once() -> None:
     link = make_link()
-    link._part(PartReport(7, "part", 1, "sum"))
+    link._part(PartReport(7, 9, "part", 1, "sum"))
     first = link._requests(link._outbox)
     assert parts([next(first)]) == [7]
 

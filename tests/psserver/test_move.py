@@ -66,9 +66,10 @@ def test_pushes_wait_until_all_hold_their_new_part_and_the_snapshot_is_written()
     assert isinstance(job.machine.entries_after(job.machine.log.index - 1)[0], Cut)
 
     job.report(0, seqs=[2])
-    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, "f", 1, "s", "", 2))
-    assert job.machine.cuts.finished is None, "a part of the layout before"
-    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, "f", 1, "s", "", 1))
+    cut = job.machine.log.index
+    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, cut - 1, "f", 1, "s"))
+    assert job.machine.cuts.finished is None, "a part of another cut"
+    job.recorder.do("part", 0.0, shard=0, part=PartReport(1, cut, "f", 1, "s"))
     assert job.machine.version == 1
     job.recorder.do("filed", 0.0)
     job.recorder.do("settle", 0.0)
@@ -82,7 +83,7 @@ def test_there_is_one_move_at_a_time_and_none_before_all_follow_or_while_a_snaps
     job.recorder.cut(0.0)
     assert not job.recorder.do("reshard", 0.0, shards=3, keeps=True)
     for shard in (0, 1):
-        job.recorder.do("part", 0.0, shard=shard, part=PartReport(1, "f", 1, "s"))
+        job.recorder.do("part", 0.0, shard=shard, part=PartReport(1, job.machine.log.index, "f", 1, "s"))
     job.recorder.do("filed", 0.0)
     assert not job.recorder.do("reshard", 0.0, shards=2, keeps=True)
     assert job.recorder.do("reshard", 0.0, shards=3, keeps=True)

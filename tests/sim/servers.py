@@ -158,7 +158,7 @@ class SimShard:
             self.shards, self.weights = entry.shards, []
         elif isinstance(entry, Cut) and not self.replaying and not self.machine.moving:
             self.disk.parts[entry.index] = list(self.weights), list(self.history)
-            self.part = PartReport(entry.version, "", 0, "", "", self.shards)
+            self.part = PartReport(entry.version, entry.index, "", 0, "")
             self.send_part()
 
     def apply(self, entry: Apply) -> None:

@@ -861,15 +861,15 @@ class SnapshotPart(google.protobuf.message.Message):
     NBYTES_FIELD_NUMBER: builtins.int
     SHA256_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
-    SHARDS_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
     version: builtins.int
     file: builtins.str
     nbytes: builtins.int
     sha256: builtins.str
     problem: builtins.str
     """not empty: it could not be written, and why"""
-    shards: builtins.int
-    """of how many"""
+    index: builtins.int
+    """of the Cut in the log"""
     def __init__(
         self,
         *,
@@ -878,9 +878,9 @@ class SnapshotPart(google.protobuf.message.Message):
         nbytes: builtins.int = ...,
         sha256: builtins.str = ...,
         problem: builtins.str = ...,
-        shards: builtins.int = ...,
+        index: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["file", b"file", "nbytes", b"nbytes", "problem", b"problem", "sha256", b"sha256", "shards", b"shards", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["file", b"file", "index", b"index", "nbytes", b"nbytes", "problem", b"problem", "sha256", b"sha256", "version", b"version"]) -> None: ...
 
 global___SnapshotPart = SnapshotPart
 
