@@ -55,7 +55,7 @@ class JobLog:
             self._digests.pop(carried_out - 1, None)
 
     def back(self, shard: int) -> None:
-        """What the shard carried out is gone: it may need all that is kept here."""
+        """The shard may have carried out less than it said: it may need all that is kept here."""
         if shard in self._reached:
             self._reached[shard] = self.base
 

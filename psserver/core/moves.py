@@ -64,13 +64,14 @@ class Moves(Updates):
         self.advance(now)
 
     def reborn(self, shard: int, now: float) -> None:
-        """A shard's process is new. In a move, what it held of the new layout is gone, whatever its log says."""
+        """A shard's process is new, and may be behind what the one before it said. In a move, what it held of the new
+        layout is gone, whatever its log says."""
         self.cuts.shard_lost(shard)
+        self.log.back(shard)
         if self.move is not None and shard < self.shards:
             self.cuts.abandon()
             self.move.moved.discard(shard)
             self.pending.shard_lost(shard)
-            self.log.back(shard)
 
     def is_stranded(self, report: Report) -> bool:
         """Does this shard wait for what nobody keeps any more, because the move is over?"""

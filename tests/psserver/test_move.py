@@ -130,3 +130,20 @@ def test_a_recovered_coordinator_knows_that_its_snapshot_ended_the_move() -> Non
     assert again.move is not None
     again.recovered(0.0, 0)
     assert (again.move, again.shards, again.version) == (None, 1, 1)
+
+
+def test_a_shard_whose_process_is_new_may_be_behind_what_the_one_before_it_said() -> None:
+    """A standby that lags took over: entries that it lacks are kept, though all have said that they have them."""
+    job = Job()
+    before = job.machine.log.index
+    job.report(0, 1, seqs=[2])
+    decided = job.machine.entries_after(before)
+    job.report(1)
+
+    job.recorder.do("reborn", 0.0, shard=1)
+    job.report(1, index=before)
+    job.report(0)
+
+    assert [*decided] == job.machine.entries_after(before) != []
+    job.report(1)
+    assert job.machine.entries_after(before) == []

@@ -213,6 +213,9 @@ class World(Faults, Lives):
         """Does what it has belong to the log of now? Asked when the two meet."""
         if shard.met is not self.recorder and self.coordinator.log.can_go_on(report):
             shard.met = self.recorder
+            if not shard.is_known:
+                shard.is_known = True
+                self.recorder.do("reborn", self.now, shard=report.shard)
             if self.scenario.lag:
                 self.recorder.do("shard_lost", self.now, shard=report.shard)
         return shard.met is self.recorder
