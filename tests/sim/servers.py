@@ -182,6 +182,8 @@ class SimShard:
         """Make the new part of what the shards had before, if all who had it are there."""
         if not self.machine.moving or self.machine.index < move.index:
             return
+        if self.frozen is not None and self.frozen[0] != move.index:
+            return  # of an earlier move: a line is in order, so no shard hears of one that late
         whole: list[float] = []
         for source in self.world.shards[: move.before]:
             if not source.up or source.frozen is None or source.frozen[:2] != (move.index, move.before):
