@@ -201,10 +201,10 @@ def test_a_snapshot_that_is_being_written_then_never_comes_to_be(
     address = cluster(2, data_dir=tmp_path).address
     written, go_on, save = Event(), Event(), Files.save
 
-    def slow(self: Files, *args: Any) -> None:
+    def slow(self: Files, *args: Any) -> str:
         written.set()
         assert go_on.wait(30)
-        save(self, *args)
+        return save(self, *args)
 
     with ThreadPoolExecutor(2) as pool, counter(address) as client, Servers([address], DEADLINE) as servers:
         saved(address, client, capsys, 1)
