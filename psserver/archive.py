@@ -30,7 +30,7 @@ from psserver.replica import LogUnfitError
 from psserver.store import Store
 
 NICE = 10
-"""The writing thread's: a tenth of what another thread gets where all cores are busy."""
+"""How far the writing thread steps back: to a tenth of what another one gets where all cores are busy."""
 
 log = logging.getLogger("psserver")
 
@@ -183,23 +183,26 @@ class Archive:
 
     def _write(self, cut: Cut, shards: int, steps: dict[int, int], groups: str) -> None:
         assert self._snapshots is not None
-        _step_back()
+        if sys.platform == "linux":  # elsewhere this would be the whole process
+            os.nice(NICE)
         began = time.monotonic()
         try:
             part = self._snapshots.write_part(cut.version, self._shard, shards, self._memory, steps, groups)
-        except SnapshotError as error:
+        except Exception as error:  # whatever it is: nobody may wait for this part
             self._failed(error)
-            self.on_part(PartReport(cut.version, cut.index, "", 0, "", str(error)))
+            self.on_part(PartReport(cut.version, cut.index, "", 0, "", self.problem))
             return
         self._metrics.snapshot(time.monotonic() - began, part.nbytes)
         self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
-    def _failed(self, error: SnapshotError) -> None:
-        self.problem = str(error)
+    def _failed(self, error: Exception) -> None:
+        foreseen = isinstance(error, SnapshotError)
+        self.problem = str(error) if foreseen else f"a bug: {error!r}"
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None
         self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
-        log.error("snapshot failed; training goes on", extra={"problem": self.problem})
+        extra = {"problem": self.problem}
+        log.error("snapshot failed; training goes on", extra=extra, exc_info=None if foreseen else error)
 
     def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest | None:
         """All shards have written, or failed to: the manifest makes it a snapshot, older ones go. None: it failed."""
@@ -272,12 +275,6 @@ class Archive:
 def groups_of(store: Store | None) -> str:
     """The hyper-parameters as they stand, as JSON; empty before there are any."""
     return groups_to_json(store.groups()) if store is not None else ""
-
-
-def _step_back() -> None:
-    """This thread gets what the others leave of the cores. Only Linux knows a priority of one thread."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _counted_up(path: Path, least: int, files: Files) -> int:

@@ -19,7 +19,7 @@ from tests.sim.world import World, run
 
 SEEDS = 10_000
 PROCESSES = 2
-MUTANT_SEEDS = 1000
+MUTANT_SEEDS = 400
 ROOT = Path(__file__).parents[2]
 
 

@@ -11,6 +11,7 @@ from pscommon.core.tape import Plan
 from pscommon.snapshot.files import Files, publish, temporary, writing
 from pscommon.snapshot.snapshots import Snapshots
 from pscommon.snapshot.tape_reader import TapeReader
+from pscommon.snapshot.tensor_file import raw
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
@@ -40,5 +41,5 @@ def _tensor(reader: TapeReader, plan: Plan, index: int) -> torch.Tensor:
     tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     if tensor.numel():
         start, stop = plan.extent(index)
-        reader.read("weight", start, stop, tensor.view(-1).view(torch.uint8).numpy().data)
+        reader.read("weight", start, stop, raw(tensor))
     return tensor

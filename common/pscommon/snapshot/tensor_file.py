@@ -26,7 +26,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256()
     with path.open("xb") as file:
-        for data in chain([_header(aligned, metadata)], map(_raw, aligned.values())):
+        for data in chain([_header(aligned, metadata)], map(raw, aligned.values())):
             for start in range(0, len(data), PART_BYTES):
                 part = data[start : start + PART_BYTES]
                 digest.update(part)
@@ -46,5 +46,6 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     return memoryview(len(text).to_bytes(8, "little") + text)
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, writable."""
     return tensor.view(-1).view(torch.uint8).numpy().data
