@@ -190,7 +190,7 @@ class Engine:
         self._log.clear()
 
     def _begin_segment(self) -> None:
-        self._log.begin(Base(self.shards, self._machine.state()), self._model, self._staged())
+        self._log.begin(Base(self.shards, self._machine.state(), self.moves.at), self._model, self._staged())
 
     def _staged(self) -> list[tuple[Staged, Staging]]:
         return [(self._machine.staged[key], kept.staging) for key, kept in self._kept.items()]

@@ -96,7 +96,7 @@ class Epochs:
         self.rules = replace(self.rules, policy=coordinator.policy)
         self._archive.next_generation(mirror.hello["generation"] + 1)
         recorder = Recorder(coordinator, self.journal)
-        self._begin_journal(coordinator, coordinator.version, coordinator.state())
+        self._begin_journal(coordinator, coordinator.version, coordinator.whole())
         self._take_over(recorder)
         self._recovered = True
         recorder.recovered(time.monotonic(), self._archive.generation, inherited.whole)
@@ -149,7 +149,7 @@ class Epochs:
             self._fleet.form(self._fleet.shards)
             self._fleet.new_log(manifest)
             self.newest = manifest
-            self._begin_journal(recorder.coordinator, manifest.version, recorder.coordinator.state())
+            self._begin_journal(recorder.coordinator, manifest.version, recorder.coordinator.whole())
             self._take_over(recorder)
             log.info("resuming", extra={"version": manifest.version})
             problem = self._archive.load_into(self._engine, recorder.coordinator.epoch, manifest, self._fleet.shards)
@@ -245,7 +245,7 @@ class Epochs:
         self.rules = replace(self.rules, policy=coordinator.policy)
         self._take_over(recorder)
         self._recovered = True
-        self.journal.begin(coordinator.version, self._labelled(coordinator.state()))
+        self.journal.begin(coordinator.version, self._labelled(coordinator.whole()))
         recorder.recovered(time.monotonic(), self._archive.generation)
         log.info("went on where the log ends", extra={"version": coordinator.version})
         return True
@@ -281,10 +281,9 @@ class Epochs:
         if note["version"] != version:
             raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
         recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"])
-        if manifest is not None:
-            recorder.coordinator.recover(note, manifest.model, time.monotonic())
-            job = job or manifest.job
-        self._learn(job)
+        if "log" in note:
+            recorder.coordinator.become(note, time.monotonic(), manifest.index if manifest else 0)
+        self._learn(job or (manifest.job if manifest else None))
         return recorder
 
     def _labelled(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,9 +34,7 @@ class JobJournal:
             self._log.append(Kind.COMMAND, json.dumps(command.as_json()).encode())
 
     def rotate(self, coordinator: Coordinator) -> None:
-        cutting = coordinator.cuts.cutting
-        assert cutting is not None
-        self.begin(cutting.version, cutting.state)
+        self.begin(coordinator.version, coordinator.whole())
 
     def begin(self, version: int, state: Mapping[str, Any]) -> None:
         """A new segment, for what follows on this state; it names at least job and epoch."""

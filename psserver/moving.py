@@ -8,6 +8,7 @@ from pscommon.core.errors import UnreachableError
 from pscommon.core.tape import Plan
 from psserver.frozen import Frozen
 from psserver.handover import Handover, Source, needed_by
+from psserver.shard_log import Held
 
 if TYPE_CHECKING:
     from psserver.engine import Engine
@@ -21,6 +22,12 @@ class Moving:
         self.held: Frozen | None = None
         self._engine = engine
         self._changed = changed
+
+    @property
+    def at(self) -> Held | None:
+        """Since when, for the log."""
+        held = self.held
+        return Held(held.index, held.shards) if held is not None else None
 
     def frozen(self, epoch: int, index: int, seconds: float = 0.0) -> Frozen:
         """What was held here at the Reshard of this index. NOT_READY: not yet, or not any more."""

@@ -90,14 +90,24 @@ class Recovery(Replica):
         if first and state["version"] != self._version:
             raise LogUnfitError(f"it begins at version {state['version']}, the snapshot is of {self._version}")
         if first:
-            self.become(base.shards, state)
-            self._begin()
+            self._begin(base)
         elif state["index"] != self.machine.index:
             raise LogUnfitError(f"entries {self.machine.index + 1} to {state['index']} are missing")
 
-    def _begin(self) -> None:
-        """With the snapshot's numbers."""
-        if self._manifest is not None and self._snapshot is not None:
-            self.know(self._manifest.model)
-            self.numbers.restore(self._snapshot(self.shards))
-            self.machine.moved()
+    def _begin(self, base: Base) -> None:
+        """With the snapshot's numbers. In a move that goes on they are what is held; one that ended with the snapshot
+        is over, whatever was known when the segment was begun."""
+        manifest, snapshot = self._manifest, self._snapshot
+        if manifest is None or snapshot is None:
+            if base.state["begun"]:
+                raise LogUnfitError("it goes on from weights, and there is no snapshot of them")
+            return self.become(base.shards, base.state)
+        held = base.held if base.held is not None and base.held.reshard > manifest.index else None
+        self.become(held.shards if held else base.shards, base.state | {"moving": held is not None})
+        if self._shard >= self.shards:
+            raise LogUnfitError(f"the job has moved to {self.shards} servers")
+        self.know(manifest.model)
+        self.numbers.restore(snapshot(self.shards))
+        if held is not None:
+            self.hold(held.reshard, base.shards)
+        return None

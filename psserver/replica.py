@@ -94,13 +94,17 @@ class Replica:
                 apply(self.numbers, entry, self.kept)
                 self.frozen = None
             case Reshard():
-                self.frozen = Frozen(self.machine.epoch, entry.index, self.shards, self.numbers)
-                self.shards, self.store = entry.shards, None
+                self.hold(entry.index, entry.shards)
         self.machine.done(entry)
         for key in [key for key in self.kept if key not in self.machine.staged]:
             staging = self.kept.pop(key).staging
             if self.store is not None:
                 self.store.release(staging)
+
+    def hold(self, index: int, shards: int) -> None:
+        """The model moves to so many shards, from the Reshard of this index on."""
+        self.frozen = Frozen(self.machine.epoch, index, self.shards, self.numbers)
+        self.shards, self.store = shards, None
 
     @property
     def numbers(self) -> Store:

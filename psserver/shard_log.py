@@ -2,7 +2,8 @@
 before it is carried out.
 
 A segment begins with BASE, the machine as it stood (at a cut: with the snapshot's numbers; later: after a restart), and
-with the pushes that were staged then. So the snapshot of a version and all segments from that version on are the shard.
+with the pushes that were staged then. So the snapshot of a version, the last segment that was begun at it, and all that
+come later are the shard.
 """
 
 import json
@@ -39,11 +40,19 @@ class Kind(IntEnum):
     ENTRY = 4
 
 
+class Held(NamedTuple):
+    """In a move, the numbers of before it. reshard: the index of that entry; shards: how many there were then."""
+
+    reshard: int
+    shards: int
+
+
 class Base(NamedTuple):
-    """How a segment begins: the machine's state, and of how many shards."""
+    """How a segment begins: the machine's state, of how many shards, and what is held for others to read."""
 
     shards: int
     state: dict[str, Any]
+    held: Held | None = None
 
 
 class LoggedPush(NamedTuple):
@@ -157,7 +166,8 @@ def logged(record: Record) -> Logged:
     """A record, read again."""
     match Kind(record.kind):
         case Kind.BASE:
-            return Base(**json.loads(record.header))
+            shards, state, held = json.loads(record.header).values()
+            return Base(shards, state, Held(*held) if held else None)
         case Kind.MODEL:
             return model_from_proto(model_pb2.ModelSpec.FromString(record.header))
         case Kind.ENTRY:

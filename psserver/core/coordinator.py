@@ -300,34 +300,23 @@ class Coordinator(Moves):
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(self.version, now)
 
-    def recover(self, state: Mapping[str, Any], model: ModelSpec | None, now: float) -> None:
-        """Be the coordinator whose state this is, right after its cut."""
-        self._take_numbers(state, model)
-        self._lay_out(state["shards"], state["layout_index"])
-        self.move = Move.from_state(state["move"]) if state["move"] else None
-        self._landed = self.move is not None  # in a move, nothing else is cut but its end
-        self.log.members(self.members, state["index"])
-        self.log.start(state["index"], state["digest"])
-        self.epoch = state["epoch"]
-        self.started, self._resumed = state["started"], state["resumed"]
-        self.policy = policy(*state["policy"])
-        self.metrics = {name: (rank, value) for name, (rank, value) in state["metrics"].items()}
-        self.roster.recover(state["roster"], now)
-        self.pending.recover(state["pending"])
-        self.ledger.recover(state["loops"])
-        self.evicted, self.followers = set(state["evicted"]), set(state["followers"])
-        self.min_workers = state["min_workers"]
-        self.cuts.started(state["last_cut"], now)
-        if state["cutting"]:
-            self.cuts.begin(state["last_cut"], self.log.index, now, {})
-
-    def become(self, whole: Mapping[str, Any], now: float) -> None:
-        """Be a coordinator that lives, as it is now."""
-        model = model_from_json(whole["model"]) if whole["model"] else None
-        self.recover(whole, model, now)
-        self.begun, self._uploader = whole["begun"], whole["uploader"]
+    def become(self, whole: Mapping[str, Any], now: float, snapshot: int = 0) -> None:
+        """Be the coordinator that this is all of. snapshot: the index where the newest was cut; it has ended a move of
+        before."""
+        self._take_numbers(whole, model_from_json(whole["model"]) if whole["model"] else None)
+        self._lay_out(whole["shards"], whole["layout_index"])
+        self.move = Move.from_state(whole["move"]) if whole["move"] else None
+        self._landed = self.move is not None and self.move.index < snapshot
         self.log.recover(whole["log"])
-        self.cuts.abandon()
+        self.begun, self._uploader, self.epoch = whole["begun"], whole["uploader"], whole["epoch"]
+        self.started, self._resumed = whole["started"], whole["resumed"]
+        self.policy = policy(*whole["policy"])
+        self.metrics = {name: (rank, value) for name, (rank, value) in whole["metrics"].items()}
+        self.roster.recover(whole["roster"], now)
+        self.pending.recover(whole["pending"])
+        self.ledger.recover(whole["loops"])
+        self.evicted, self.followers = set(whole["evicted"]), set(whole["followers"])
+        self.min_workers = whole["min_workers"]
         self.cuts.recover(whole["last_cut"], whole["cut"], now)
 
     def recovered(self, now: float, generation: int) -> None:

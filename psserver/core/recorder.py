@@ -60,7 +60,7 @@ class Journal(Protocol):
         """Keep it, before anybody learns what came of it."""
 
     def rotate(self, coordinator: Coordinator) -> None:
-        """There is a cut: what is written from now on goes on from `coordinator.cuts.cutting`."""
+        """There is a cut: what is written from now on goes on from here."""
 
 
 class NoJournal:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from pscommon.core.log import Cut, PushKey, Report, Reshard, Staged
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from psserver.core.coordinator import Coordinator
@@ -118,18 +120,22 @@ def test_who_is_new_in_a_move_adopts_and_who_waits_in_vain_goes_back() -> None:
     assert way_for(job.machine, moving, False, can_recover=True, restores=False) is Way.GO_BACK
 
 
-def test_a_recovered_coordinator_knows_that_its_snapshot_ended_the_move() -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_move(is_over: bool) -> None:
+    """All have their new parts, and the snapshot has been cut: is it written?"""
     job = Job()
+    before = job.machine.log.index
     job.recorder.do("reshard", 0.0, shards=1, keeps=True)
     job.report(0)
-    cutting = job.machine.cuts.cutting
-    assert cutting is not None
+    assert job.machine.cuts.cutting is not None
 
     again = Coordinator(1, Rules(policy("async"), 1, 5.0, Every()))
-    again.recover(json.loads(json.dumps(cutting.state)), MODEL, 0.0)
+    whole = json.loads(json.dumps(job.machine.whole()))
+    again.become(whole, 0.0, job.machine.log.index if is_over else before)
     assert again.move is not None
     again.recovered(0.0, 0)
-    assert (again.move, again.shards, again.version) == (None, 1, 1)
+    assert (again.move is None, again.shards, again.version) == (is_over, 1, 1)
+    assert again.move is None or again.move.moved == set()
 
 
 def test_a_shard_whose_process_is_new_may_be_behind_what_the_one_before_it_said() -> None:

@@ -1,23 +1,30 @@
 """A shard made again from its log: exactly what it was, or not at all."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pscommon.core.log import Apply, Begin, Contribution, Entry, Evict, PushKey, Staged
+from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reshard, Staged
 from pscommon.core.model import ModelSpec, TensorSpec
+from pscommon.core.tape import Plan
+from pscommon.snapshot import Manifest
+from pscommon.snapshot.manifest import Part, part_file
 from pscommon.team import ALONE
 from psserver.core.job_log import JobLog
 from psserver.core.shard import Shard
+from psserver.frozen import Frozen
 from psserver.guarded_log import GuardedLog
+from psserver.handover import Handover, needed_by
 from psserver.records import Records, Source
 from psserver.recovery import Recovery
 from psserver.replica import LogUnfitError
-from psserver.shard_log import Base, ShardLog
+from psserver.shard_log import Base, Held, ShardLog
 from psserver.staging import Staging
+from psserver.store import Store, TapeReader
 from tests.psserver.stores import SGD, Shards
 
 MODEL = ModelSpec((TensorSpec("w", (4,), "float32"),), SGD)
@@ -82,10 +89,14 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
 
 def weights(recovery: Recovery) -> list[float]:
     assert recovery.store is not None
-    reading = recovery.store.read(everything=True)
+    return numbers(recovery.store)[:4]
+
+
+def numbers(store: Store) -> list[float]:
+    reading = store.read(everything=True)
     whole = torch.frombuffer(bytearray(b"".join(reading.views())), dtype=torch.float32)
     reading.close()
-    return whole[:4].tolist()
+    return whole.tolist()
 
 
 def test_all_is_as_it_was(writer: Writer) -> None:
@@ -170,3 +181,73 @@ def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
 
     with pytest.raises(LogUnfitError, match="there is none since version 0"):
         Recovery(0, {1}, ALONE, EPOCH, None, None).read(log)
+
+
+# ---- a move that begins at the version of the newest snapshot: then the log is read from the last of these segments on
+
+PAIR = ModelSpec((TensorSpec("w", (1024,), "float32"), TensorSpec("v", (1024,), "float32")), SGD)
+VALUES = {"w": torch.arange(1024.0), "v": torch.arange(1024.0) + 5000}
+CUT, RESHARD, CUT_AGAIN = 7, 8, 9
+
+
+def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> Recovery:
+    """A shard that died when the snapshot that ends a move was cut, read again: on the snapshot before or on this."""
+    job = Shards(PAIR, before)
+    job.begin(VALUES)
+    state = Writer.state(shard=shard, version=5, begun=True)
+    log = shard_log(folder)
+    log.begin(Base(before, state | {"index": CUT}), PAIR, ())
+    log.entry(Reshard(RESHARD, 5, after))
+    log.entry(Cut(CUT_AGAIN, 5))
+    log.begin(Base(after, state | {"index": CUT_AGAIN, "moving": shard >= after}, Held(RESHARD, before)), PAIR, ())
+
+    parts = tuple(Part(part_file(number, before, "0" * 64), 0, "0" * 64) for number in range(before))
+    manifest = Manifest(
+        job="job", version=5, index=of, shards=before, created="2026-01-01T00:00:00+00:00", model=PAIR, parts=parts
+    )
+    recovery = Recovery(shard, {before, after}, ALONE, EPOCH, manifest, partial(snapshot, job, shard))
+    try:
+        recovery.read(log)
+    finally:
+        log.close()
+    return recovery
+
+
+def snapshot(job: Shards, shard: int, shards: int) -> TapeReader:
+    """The numbers of all, as one of so many reads them."""
+    frozen = [Frozen(EPOCH, 0, len(job.stores), store) for store in job.stores]
+    return Handover(job.plan, frozen, needed_by(Plan(PAIR, shards), shard))
+
+
+@pytest.mark.parametrize(("shard", "before", "after"), [(0, 2, 1), (1, 2, 1), (0, 1, 2), (2, 3, 1)])
+def test_who_died_in_a_move_holds_what_it_held_before_it(tmp_path: Path, shard: int, before: int, after: int) -> None:
+    recovery = moved(tmp_path, shard, before, after)
+
+    job = Shards(PAIR, before)
+    job.begin(VALUES)
+    assert recovery.frozen is not None
+    assert (recovery.frozen.epoch, recovery.frozen.index, recovery.frozen.shards) == (EPOCH, RESHARD, before)
+    assert numbers(recovery.frozen.store) == numbers(job.stores[shard])
+    assert (recovery.shards, recovery.store, recovery.machine.moving) == (after, None, True)
+
+
+def test_with_the_snapshot_that_ends_a_move_it_is_over(tmp_path: Path) -> None:
+    recovery = moved(tmp_path, 0, 2, 1, of=CUT_AGAIN)
+
+    assert (recovery.shards, recovery.frozen, recovery.machine.moving) == (1, None, False)
+    assert recovery.store is not None
+    assert numbers(recovery.store) == [*VALUES["w"].tolist(), *VALUES["v"].tolist()]
+
+
+def test_who_has_no_place_in_that_snapshot_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(LogUnfitError, match="the job has moved to 1 servers"):
+        moved(tmp_path, 1, 2, 1, of=CUT_AGAIN)
+
+
+def test_a_log_that_goes_on_from_weights_which_no_snapshot_holds_is_refused(writer: Writer) -> None:
+    """So begins that of a standby which took over before there was a snapshot."""
+    writer.log.clear()
+    writer.log.begin(Base(1, writer.state(index=1, begun=True)), MODEL, ())
+
+    with pytest.raises(LogUnfitError, match="it goes on from weights, and there is no snapshot of them"):
+        writer.read()

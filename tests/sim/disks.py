@@ -14,12 +14,16 @@ History = list[tuple[PushKey, ...]]
 
 @dataclass
 class Segment:
-    """A stretch of a log: the state that it goes on from, and what came then."""
+    """A stretch of a log: the state that it goes on from, and what came then.
+
+    held: in a move, the index of the Reshard and how many shards there were before it.
+    """
 
     version: int
     base: str
     records: list[Any] = field(default_factory=list)
     shards: int = 0
+    held: tuple[int, int] | None = None
 
     @property
     def index(self) -> int:
@@ -39,8 +43,16 @@ class Disk:
 
     def goes_on_from(self, saved: "Saved | None") -> bool:
         """Does what the coordinator has written follow this snapshot, or nothing?"""
-        first = self.job[0]
-        return first.index == saved.index if saved is not None else "index" not in json.loads(first.base)
+        segments = since(self.job, saved.version if saved else None)
+        return bool(segments) and (saved is not None or "index" not in json.loads(segments[0].base))
+
+
+def since(log: list[Segment], version: int | None) -> list[Segment]:
+    """What was written since a snapshot; of the segments that were begun at its version only the last."""
+    if version is None:
+        return log
+    older = [segment for segment in log if segment.version <= version]
+    return [*older[-1:], *log[len(older) :]] if older and older[-1].version == version else []
 
 
 @dataclass
@@ -72,6 +84,5 @@ class JobJournal:
             self.disk.mirror.tell("command", json.dumps(command.as_json()))
 
     def rotate(self, coordinator: Coordinator) -> None:
-        cutting = coordinator.cuts.cutting
-        assert cutting is not None
-        self.disk.job.append(Segment(cutting.version, json.dumps(cutting.state), [], coordinator.shards))
+        """A new segment goes on from here."""
+        self.disk.job.append(Segment(coordinator.version, json.dumps(coordinator.whole()), [], coordinator.shards))

@@ -1,7 +1,9 @@
 """What happens to workers of the simulated world, and what people do to it."""
 
 import random
+from functools import partial
 
+from tests.sim.scenario import Scenario
 from tests.sim.workers import SimWorker
 
 
@@ -9,6 +11,7 @@ class Faults:
     """Part of the world."""
 
     rng: random.Random
+    scenario: Scenario
     workers: list[SimWorker]
     to_come: int
     is_over: bool
@@ -29,6 +32,14 @@ class Faults:
 
     def worker_ended(self) -> None:
         self.is_over = not self.to_come and not any(worker.alive and not worker.done for worker in self.workers)
+
+    def bring_back(self) -> None:
+        """Nobody knows any more that the job had started: who has left since is brought back by its operator."""
+        here = {worker.rank for worker in self.workers if worker.alive and not worker.done and not worker.draining}
+        for rank in sorted(set(range(self.scenario.workers)) - here):
+            attempt = max(worker.attempt for worker in self.workers if worker.rank == rank) + 1
+            self.to_come += 1
+            self.after(self.rng.random() * 8, partial(self.start_worker, rank, attempt))
 
     def start_worker(self, rank: int, attempt: int) -> None:
         self.to_come -= 1

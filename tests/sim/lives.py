@@ -90,7 +90,7 @@ class Lives:
         coordinator, journal = self.coordinator, self.recorder.journal
         self.layout = coordinator.shards
         assert isinstance(journal, JobJournal)
-        journal.begin(coordinator.version, coordinator.state(), coordinator.shards)
+        journal.begin(coordinator.version, coordinator.whole(), coordinator.shards)
         self.generation += 1
         del self.decided[coordinator.version :]
         self.dropped = [reject for reject in self.dropped if reject.index <= coordinator.log.index]
@@ -99,6 +99,8 @@ class Lives:
         is_old = self.saved is not None and self.saved.version > coordinator.version
         if is_old or not coordinator.log.can_go_on(self.shards[0].machine.report()):
             self.go_back()
+        if not self.coordinator.started:
+            self.bring_back()
         self.flush()
 
     def replay(self) -> None:
@@ -111,6 +113,7 @@ class Lives:
         check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
         if disk.mirror:
             check(log.after(log.base) == self.coordinator.log.after(log.base), "entries after {} are lost", log.base)
+        self.recorder.journal.rotate(self.coordinator)
         self.recorder.recovered(self.now, self.generation)
         self.flush()
 
@@ -128,4 +131,4 @@ class Lives:
             self.coordinator.restore(json.loads(saved.state), MODEL, self.now)
             self._flushed = saved.index
             if isinstance(journal := self.recorder.journal, JobJournal):
-                journal.begin(saved.version, self.coordinator.state(), self.layout)
+                journal.begin(saved.version, self.coordinator.whole(), self.layout)

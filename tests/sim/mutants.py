@@ -1,5 +1,6 @@
 """Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation proves nothing."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -162,10 +163,26 @@ class CountsInMove(Coordinator):
         self.move = move
 
 
+class TakesAMoveForOver(Coordinator):
+    """Believes, made again in a move, that the snapshot which ends it is written."""
+
+    def become(self, whole: Mapping[str, Any], now: float, snapshot: int = 0) -> None:
+        super().become(whole, now, sys.maxsize)
+
+
 class KeepsItsStandby(SimShard):
     """Believes that its standby holds the new part, too, when the model has moved."""
 
     def void(self) -> None: ...
+
+
+class ForgetsWhatItHolds(SimShard):
+    """Does not write down, where a segment begins in a move, that it holds what was before."""
+
+    def start_log(self, version: int) -> None:
+        frozen, self.frozen = self.frozen, None
+        super().start_log(version)
+        self.frozen = frozen
 
 
 class TrustsTheReborn(Coordinator):
@@ -196,6 +213,8 @@ CLASSES: dict[str, dict[str, type]] = {
     "a push cut for other shards is taken": {"shard_class": KeepsOldBytes},
     "a new shard does not know what has counted": {"machine_class": AdoptsNoOutcomes},
     "a push counts before a move is over": {"coordinator_class": CountsInMove},
+    "a move that is over too early": {"coordinator_class": TakesAMoveForOver},
+    "a log that begins in a move": {"shard_class": ForgetsWhatItHolds},
     "a standby outlives a move": {"shard_class": KeepsItsStandby},
     "a shard that died in a move counts as moved": {"coordinator_class": TrustsTheReborn},
 }

@@ -16,7 +16,7 @@ from psserver.core.cuts import PartReport
 from psserver.core.move import Move
 from psserver.core.recorder import Command, Recorder, replay
 from psserver.core.roster import State
-from tests.sim.disks import Disk, History, Saved, Segment
+from tests.sim.disks import Disk, History, Saved, Segment, since
 from tests.sim.mirror import Mirror
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class SimShard:
         """A new segment: the machine as it is, and what is staged."""
         if self.world.scenario.durable and not self.replaying:
             records = [self.push_record(self.machine.staged[key], self.kept[key]) for key in self.machine.staged]
-            self.disk.log.append(Segment(version, json.dumps(self.machine.state()), records, self.shards))
+            held = self.frozen[:2] if self.frozen is not None else None
+            self.disk.log.append(Segment(version, json.dumps(self.machine.state()), records, self.shards, held))
 
     def clear_log(self) -> None:
         """What came before is void, for a standby too."""
@@ -241,17 +242,23 @@ class SimShard:
 
     def recover(self, saved: Saved | None, epoch: int) -> None:
         """Be what this shard was: the snapshot, and its own log on top of it, if the log goes with it."""
-        index = saved.index if saved else 0
-        segments = [segment for segment in self.disk.log if segment.index >= index]
         if self.asked:
             return  # told twice
         self.asked = True
-        if not segments or segments[0].index != index or json.loads(segments[0].base)["epoch"] != epoch:
+        segments = since(self.disk.log, saved.version if saved else None)
+        if not segments:
+            return
+        first, base = segments[0], json.loads(segments[0].base)
+        if base["epoch"] != epoch or (saved is None and base["begun"]):
             return
         if saved is not None:
-            self.take_snapshot(saved, segments[0].shards)
+            in_move = first.held is not None and first.held[0] > saved.index
+            self.take_snapshot(saved, first.held[1] if in_move else first.shards)
+            if in_move:
+                self.frozen, self.weights = (*first.held, self.weights), []
+            base["moving"] = in_move
         records = [record for segment in segments for record in segment.records]
-        self.replay(segments[0].base, segments[0].shards, records)
+        self.replay(json.dumps(base), first.shards, records)
 
     def take_over(self, mirror: Mirror) -> None:
         """Be the standby, which now is the shard. It may lack entries that were carried out and not reported yet."""
@@ -271,9 +278,8 @@ class SimShard:
         """Whatever it lacks; what the dead one has written is of no use then, before there is another snapshot."""
         self.before = None
         self.weights, self.history = list(mirror.weights), list(mirror.history)
-        self.replay(mirror.state, mirror.shards, [*mirror.staged, *mirror.told("record")])
         self.disk.log = []
-        self.start_log(self.machine.version)
+        self.replay(mirror.state, mirror.shards, [*mirror.staged, *mirror.told("record")])
 
     def replay(self, base: str, shards: int, records: list[Any]) -> None:
         """From this state on, of so many shards, all of this."""
@@ -286,6 +292,7 @@ class SimShard:
             else:
                 self.entries(self.machine.epoch, [record])
         self.replaying = False
+        self.start_log(self.machine.version)
         if self.before is not None:
             mine, theirs = (shard.everything(self.machine.moving) for shard in (self, self.before))
             check(mine == theirs, "recovered {} is not {}", mine, theirs)
@@ -331,11 +338,10 @@ def watch(coordinator: Coordinator) -> None:
 
 def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Recorder:
     """The coordinator made again from the snapshot and what was asked of it since."""
-    index = saved.index if saved else 0
-    segments = [segment for segment in disk.job if segment.index >= index]
-    coordinator = world.new_coordinator(json.loads(disk.job[0].base)["epoch"], disk.job[0].shards)
+    segments = since(disk.job, saved.version if saved else None)
+    coordinator = world.new_coordinator(json.loads(segments[0].base)["epoch"], segments[0].shards)
     if saved is not None:
-        coordinator.recover(json.loads(segments[0].base), MODEL, world.now)
+        coordinator.become(json.loads(segments[0].base), world.now, saved.index)
     for segment in segments:
         replay(coordinator, (Command.from_json(json.loads(record)) for record in segment.records))
     watch(coordinator)

@@ -271,8 +271,8 @@ class World(Faults, Lives):
             self.recorder.do("settle", self.now)
         for number, disk in enumerate(self.disks):
             if number >= len(self.shards) or self.shards[number].is_ready:  # who still reads its log, hears of it later
-                disk.log = [segment for segment in disk.log if segment.index >= cutting.index] or disk.log[-1:]
-            disk.job = [segment for segment in disk.job if segment.index >= cutting.index]
+                disk.log = [segment for segment in disk.log if segment.version >= cutting.version] or disk.log[-1:]
+            disk.job = [segment for segment in disk.job if segment.version >= cutting.version]
         self.flush()
 
     def flush(self) -> None:
