@@ -91,8 +91,8 @@ class Cuts:
         self.cutting = self.finished = None
 
     def shard_lost(self, shard: int) -> None:
-        """Nobody will write its part any more, unless that is here."""
-        if self.cutting is not None and shard not in self.cutting.parts:
+        """Nobody will write its part any more, unless that is here. Who leaves in a move has none."""
+        if self.cutting is not None and shard < self.shards and shard not in self.cutting.parts:
             self.cutting = None
 
     def parts(self) -> list[Any] | None:

@@ -67,3 +67,17 @@ def test_a_part_of_a_cut_that_was_given_up_counts_for_no_other() -> None:
 
     cuts.part(0, part(1, index=8))
     assert cuts.finished is not None
+
+
+def test_it_is_given_up_with_who_has_not_written_its_part() -> None:
+    """Who has, may go; and so may who leaves in a move: it has none."""
+    cuts = begun(Every(steps=1), shards=2)
+    cuts.begin(1, 7, 100.0, {})
+    cuts.part(0, part(1))
+
+    cuts.shard_lost(0)
+    cuts.shard_lost(2)
+    assert cuts.cutting is not None
+
+    cuts.shard_lost(1)
+    assert cuts.cutting is None
