@@ -7,7 +7,7 @@ from benchmarks.record import Result
 from benchmarks.sample import Ratio, ratio, sample
 from benchmarks.scale import FULL
 from benchmarks.works import many_tensors, memory, overlap, snapshots
-from benchmarks.works.entrants import CALL, COPY, GLOO, GLOO_ADAM, RPC, STREAM, TENSORFLOW, ours, team
+from benchmarks.works.entrants import CALL, COPY, GLOO, GLOO_ADAM, RPC, RPC_TCP, STREAM, TENSORFLOW, ours, team
 
 MINUTE = 60.0
 
@@ -174,6 +174,7 @@ BARS: tuple[Bar, ...] = tuple(
             versus(1, "push_pull", GRPC, STREAM, 1.25),
             versus(1, "push_pull", GRPC, TENSORFLOW, 0.8),
             versus(1, "push_pull", GRPC, RPC, 0.5),
+            versus(1, "push_pull", GRPC, RPC_TCP, 0.5),
             versus(2, "push_pull", SHM, GLOO, 0.3),
             versus(2, "push_pull", SHM, COPY, 1.5),
             versus(3, "two_workers", SHM, GLOO_ADAM, 0.6),

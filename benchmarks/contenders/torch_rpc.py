@@ -1,5 +1,6 @@
-"""Contender: a parameter server as torch.distributed.rpc has it (TensorPipe). Args: SETUP [STORE].
+"""Contender: a parameter server as torch.distributed.rpc has it (TensorPipe). Args: KIND SETUP [STORE].
 
+KIND: "best" for what TensorPipe chooses on one host, which is shared memory; "tcp" for what it has between two hosts.
 One call pushes all gradients and returns the new weights; the server applies SGD, in one thread as ours.
 """
 
@@ -35,17 +36,18 @@ def push_pull(gradients: Sequence[Tensor], rate: float) -> Sequence[Tensor]:
     return WEIGHTS
 
 
-def join(store: str, rank: int) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=60)
+def join(kind: str, store: str, rank: int) -> None:
+    ways = {"best": {}, "tcp": {"_transports": ["uv"], "_channels": ["basic"]}}[kind]
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=60, **ways)
     rpc.init_rpc(("worker", "server")[rank], rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
 
-def main(setup: Setup) -> None:
+def main(kind: str, setup: Setup) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        command = [sys.executable, "-m", "benchmarks.contenders.torch_rpc", setup.to_json(), store]
+        command = [sys.executable, "-m", "benchmarks.contenders.torch_rpc", kind, setup.to_json(), store]
         with subprocess.Popen(tethered(command)) as process:
-            join(store, 0)
+            join(kind, store, 0)
             # called as a function of the module by that name, on both sides
             from benchmarks.contenders.torch_rpc import push_pull as call
 
@@ -70,8 +72,8 @@ def main(setup: Setup) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of its own module
-    if len(sys.argv) > 2:
-        join(sys.argv[2], 1)
+    if len(sys.argv) > 3:
+        join(sys.argv[1], sys.argv[3], 1)
         rpc.shutdown()  # answers calls until the worker shuts down as well
     else:
-        main(Setup.from_json(sys.argv[1]))
+        main(sys.argv[1], Setup.from_json(sys.argv[2]))

@@ -12,6 +12,7 @@ GLOO = "gloo all_reduce, 2 processes"
 GLOO_ADAM = "gloo all_reduce + fused Adam, 2 processes"
 COPY = "memcpy + SGD + memcpy, 2 processes"
 RPC = "torch.distributed.rpc"
+RPC_TCP = "torch.distributed.rpc, TCP"
 TENSORFLOW = "TensorFlow ParameterServerStrategy"
 
 

@@ -9,6 +9,7 @@ from benchmarks.works.entrants import (
     COPY,
     GLOO,
     RPC,
+    RPC_TCP,
     STREAM,
     job,
     no_tensorflow,
@@ -27,7 +28,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         peer(STREAM, "grpc_stream", setup),
         peer(GLOO, "gloo", setup, "reduce"),
         peer(COPY, "shared_copy", setup),
-        peer(RPC, "torch_rpc", setup, spins=True),  # TensorPipe's threads poll: both its processes, a core each
+        # threads of TensorPipe poll: a core for each of its processes
+        *(peer(name, "torch_rpc", setup, kind, spins=True) for name, kind in ((RPC, "best"), (RPC_TCP, "tcp"))),
         *tensorflow(scale, setup, "worker"),
     ]
     return Lineup(entries, no_tensorflow(scale))
@@ -36,7 +38,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 WORK = Work(
     "push_pull",
     "Gradients of a ResNet-50-like model (100 MB float32 in 160 tensors) to a server, SGD, new weights back; 1 worker, "
-    "1 server. The bare stream moves the same bytes and applies nothing; gloo sums the same bytes and applies nothing.",
+    "1 server. The bare stream moves the same bytes and applies nothing; gloo sums the same bytes and applies nothing. "
+    "torch.distributed.rpc takes shared memory on one host, unless it is told to take TCP.",
     lineup,
     quick=True,
 )

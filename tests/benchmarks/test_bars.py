@@ -5,7 +5,7 @@ import pytest
 from benchmarks.bars import BARS, Verdict, judge
 from benchmarks.record import Record, Result
 from benchmarks.works import WORKS, overlap
-from benchmarks.works.entrants import COPY, GLOO, RPC, STREAM, TENSORFLOW, ours, team
+from benchmarks.works.entrants import COPY, GLOO, RPC, RPC_TCP, STREAM, TENSORFLOW, ours, team
 from tests.benchmarks.results import result
 
 GRPC, SHM = ours("grpc"), ours("shm")
@@ -43,11 +43,11 @@ def test_nothing_run() -> None:
 def test_large_push_pull() -> None:
     """Against each peer its own limit, and CPU seconds apart from the time."""
     records = {GRPC: seconds(1.2, 1.2), SHM: seconds(0.2, 0.2), STREAM: seconds(1.0, 1.0), GLOO: seconds(0.5, 0.5)}
-    records |= {COPY: seconds(0.1, 0.1), RPC: seconds(2.0, 2.0)}
+    records |= {COPY: seconds(0.1, 0.1), RPC: seconds(2.0, 2.0), RPC_TCP: seconds(2.4, 2.4)}
     reason = {TENSORFLOW: "no TensorFlow here"}
     found = result("push_pull", records, skipped=reason)
 
-    assert values(found, 1) == [(1.2, True), (None, None), (0.6, False)]
+    assert values(found, 1) == [(1.2, True), (None, None), (0.6, False), (0.5, True)]
     assert values(found, 2) == [(0.4, False), (2.0, False)]
     assert values(found, 6) == [(0.4, True), (None, None)]
     assert verdicts(found, 1)[1].reason == "no TensorFlow here"

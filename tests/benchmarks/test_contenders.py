@@ -108,8 +108,12 @@ def test_copies() -> None:
     assert turn(peer("peer", "shared_copy", TINY_SETUP))["seconds"] > 0
 
 
-def test_torch_rpc() -> None:
-    assert turn(peer("peer", "torch_rpc", TINY_SETUP))["seconds"] > 0
+@pytest.mark.parametrize(("kind", "least"), [("best", 0), ("tcp", 2 * NBYTES)])
+def test_torch_rpc(kind: str, least: int) -> None:
+    measured = turn(peer("peer", "torch_rpc", TINY_SETUP, kind))
+
+    assert measured["seconds"] > 0
+    assert measured["loopback"] >= least
 
 
 @pytest.mark.skipif(not TENSORFLOW.exists(), reason="no environment with TensorFlow; make bench-tf makes one")
