@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
+from pscommon.core.model import model_to_json
 from pscommon.record_log import LogDamagedError
 from pscommon.snapshot import Manifest
 from psserver.archive import Archive
@@ -111,7 +112,8 @@ class Epochs:
         with desk.changed:
             if desk.coordinator.move is not None:
                 raise UnreachableError("the model is on the move", "NOT_READY")
-            yield self._hello(), desk.coordinator.whole()
+            model = desk.coordinator.model
+            yield self._hello(), desk.coordinator.whole() | {"model": model_to_json(model) if model else None}
 
     def _hello(self) -> dict[str, Any]:
         snapshots = [manifest.as_json() if manifest else None for manifest in (self._fleet.snapshot, self.newest)]
@@ -282,7 +284,8 @@ class Epochs:
             raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
         recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"])
         if "log" in note:
-            recorder.coordinator.become(note, time.monotonic(), manifest.index if manifest else 0)
+            model, index = (manifest.model, manifest.index) if manifest else (None, 0)
+            recorder.coordinator.become(note, model, time.monotonic(), index)
         self._learn(job or (manifest.job if manifest else None))
         return recorder
 

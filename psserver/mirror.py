@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import MismatchError, PSError
+from pscommon.core.model import model_from_json
 from pscommon.monitor import Monitor
 from pscommon.record_log import Record
 from pscommon.snapshot import Manifest
@@ -69,7 +70,8 @@ class Mirror:
     def _take_job(self, values: dict[str, Any], kind: JobKind) -> None:
         if kind is JobKind.BASE:
             self.coordinator = Coordinator(self.replica.shards, self._config.rules())
-            self.coordinator.become(values, 0.0)
+            model = model_from_json(values["model"]) if values["model"] else None
+            self.coordinator.become(values, model, 0.0)
         elif self.coordinator is not None:
             replay(self.coordinator, [Command.from_json(values)])
 

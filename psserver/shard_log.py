@@ -166,8 +166,8 @@ def logged(record: Record) -> Logged:
     """A record, read again."""
     match Kind(record.kind):
         case Kind.BASE:
-            shards, state, held = json.loads(record.header).values()
-            return Base(shards, state, Held(*held) if held else None)
+            raw = json.loads(record.header)
+            return Base(raw["shards"], raw["state"], Held(*raw["held"]) if raw["held"] else None)
         case Kind.MODEL:
             return model_from_proto(model_pb2.ModelSpec.FromString(record.header))
         case Kind.ENTRY:

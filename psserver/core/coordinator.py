@@ -22,7 +22,7 @@ from pscommon.core.errors import (
     out_of_the_job,
 )
 from pscommon.core.log import BatchKey, Cut
-from pscommon.core.model import ModelSpec, model_from_json, model_to_json
+from pscommon.core.model import ModelSpec
 from pscommon.core.stream import Spec, StreamSpec
 from psserver.core.move import Move
 from psserver.core.moves import Moves
@@ -269,9 +269,8 @@ class Coordinator(Moves):
         }
 
     def whole(self) -> dict[str, Any]:
-        """As `state`, at any moment: with the model and the entries that some shard may still need. For `become`."""
+        """As `state`, at any moment: with the entries that some shard may still need. With the model, for `become`."""
         return self.state() | {
-            "model": model_to_json(self.model) if self.model else None,
             "begun": self.begun,
             "uploader": self._uploader,
             "log": self.log.state(),
@@ -300,10 +299,10 @@ class Coordinator(Moves):
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(self.version, now)
 
-    def become(self, whole: Mapping[str, Any], now: float, snapshot: int = 0) -> None:
+    def become(self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0) -> None:
         """Be the coordinator that this is all of. snapshot: the index where the newest was cut; it has ended a move of
         before."""
-        self._take_numbers(whole, model_from_json(whole["model"]) if whole["model"] else None)
+        self._take_numbers(whole, model)
         self._lay_out(whole["shards"], whole["layout_index"])
         self.move = Move.from_state(whole["move"]) if whole["move"] else None
         self._landed = self.move is not None and self.move.index < snapshot

@@ -131,7 +131,7 @@ def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_move(is_ov
 
     again = Coordinator(1, Rules(policy("async"), 1, 5.0, Every()))
     whole = json.loads(json.dumps(job.machine.whole()))
-    again.become(whole, 0.0, job.machine.log.index if is_over else before)
+    again.become(whole, MODEL, 0.0, job.machine.log.index if is_over else before)
     assert again.move is not None
     again.recovered(0.0, 0)
     assert (again.move is None, again.shards, again.version) == (is_over, 1, 1)

@@ -44,5 +44,7 @@ def mirror_of(shard: "SimShard", coordinator: Coordinator | None) -> Mirror:
     """A standby attaches now. coordinator: of shard 0."""
     machine = shard.machine
     staged = [shard.push_record(machine.staged[key], shard.kept[key]) for key in machine.staged]
-    whole = json.dumps(coordinator.whole()) if coordinator is not None else ""
+    whole = (
+        json.dumps(coordinator.whole() | {"model": coordinator.model is not None}) if coordinator is not None else ""
+    )
     return Mirror(shard.shards, json.dumps(machine.state()), staged, list(shard.weights), list(shard.history), whole)

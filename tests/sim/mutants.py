@@ -7,6 +7,7 @@ from typing import Any
 
 import psserver.core.updates as updates_module
 from pscommon.core.log import Apply, Entry, PushKey, Reshard, Staged
+from pscommon.core.model import ModelSpec
 from psserver.core.batch_ledger import Loop
 from psserver.core.coordinator import Coordinator
 from psserver.core.ledger import Ledger
@@ -166,8 +167,8 @@ class CountsInMove(Coordinator):
 class TakesAMoveForOver(Coordinator):
     """Believes, made again in a move, that the snapshot which ends it is written."""
 
-    def become(self, whole: Mapping[str, Any], now: float, snapshot: int = 0) -> None:
-        super().become(whole, now, sys.maxsize)
+    def become(self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0) -> None:
+        super().become(whole, model, now, sys.maxsize)
 
 
 class KeepsItsStandby(SimShard):

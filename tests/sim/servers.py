@@ -341,7 +341,7 @@ def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Re
     segments = since(disk.job, saved.version if saved else None)
     coordinator = world.new_coordinator(json.loads(segments[0].base)["epoch"], segments[0].shards)
     if saved is not None:
-        coordinator.become(json.loads(segments[0].base), world.now, saved.index)
+        coordinator.become(json.loads(segments[0].base), MODEL, world.now, saved.index)
     for segment in segments:
         replay(coordinator, (Command.from_json(json.loads(record)) for record in segment.records))
     watch(coordinator)
@@ -351,7 +351,8 @@ def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Re
 def promoted_coordinator(world: "World", mirror: Mirror) -> Recorder:
     """The coordinator that the standby of shard 0 has followed."""
     coordinator = world.new_coordinator(-1, mirror.shards)
-    coordinator.become(json.loads(mirror.whole), world.now)
+    whole = json.loads(mirror.whole)
+    coordinator.become(whole, MODEL if whole["model"] else None, world.now)
     replay(coordinator, (Command.from_json(json.loads(command)) for command in mirror.told("command")))
     watch(coordinator)
     return Recorder(coordinator, world.recorder.journal)
