@@ -40,7 +40,11 @@ class FolderLease:
 
     def swap(self, old: Tenure | None, new: Tenure) -> bool:
         number = self._newest()
-        if (self._read(number) if number else None) != old:
+        try:
+            found = self._read(number) if number else None
+        except FileNotFoundError:
+            return False  # a newer one is there by now
+        if found != old:
             return False
         temporary = self._folder / f"{uuid.uuid4().hex}.tmp"
         temporary.write_text(json.dumps(asdict(new)))

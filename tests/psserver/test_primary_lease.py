@@ -49,6 +49,24 @@ def test_of_many_one_wins(tmp_path: Path) -> None:
     assert FolderLease(tmp_path, 0).read() == Tenure(2, str(won.index(True)))
 
 
+def test_one_who_looks_while_another_wins_does_not_win(
+    lease: FolderLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has found is removed before it has read it."""
+    lease.swap(None, FIRST)
+    read_text = Path.read_text
+
+    def late(path: Path) -> str:
+        monkeypatch.setattr(Path, "read_text", read_text)
+        assert FolderLease(tmp_path, 0).swap(FIRST, Tenure(2, "b"))
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", late)
+
+    assert not lease.swap(FIRST, Tenure(2, "late"))
+    assert lease.read() == Tenure(2, "b")
+
+
 def test_one_who_thought_for_long_does_not_win(
     lease: FolderLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
