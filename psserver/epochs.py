@@ -276,17 +276,13 @@ class Epochs:
         return recorder
 
     def _from_base(self, note: dict[str, Any] | Command, manifest: Manifest | None) -> Recorder:
-        if isinstance(note, Command):
-            raise LogUnfitError("it does not begin with a state")
-        job = note.get("job")
-        version = manifest.version if manifest else 0
-        if note["version"] != version:
-            raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
+        check_begins(note, manifest)
+        assert not isinstance(note, Command)
         recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"])
         if "log" in note:
-            model, index = (manifest.model, manifest.index) if manifest else (None, 0)
-            recorder.coordinator.become(note, model, time.monotonic(), index)
-        self._learn(job or (manifest.job if manifest else None))
+            assert manifest is not None
+            recorder.coordinator.become(note, manifest.model, time.monotonic(), manifest.index)
+        self._learn(note.get("job") or (manifest.job if manifest else None))
         return recorder
 
     def _labelled(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,6 +303,17 @@ def _is_before(note: Mapping[str, Any] | Command, manifest: Manifest) -> bool:
     return isinstance(note, Command) or (
         note["version"] == manifest.version and note.get("index", manifest.index) < manifest.index
     )
+
+
+def check_begins(note: Mapping[str, Any] | Command, manifest: Manifest | None) -> None:
+    """The first segment that is read has to go on from the snapshot, or from nothing."""
+    if isinstance(note, Command):
+        raise LogUnfitError("it does not begin with a state")
+    version = manifest.version if manifest else 0
+    if note["version"] != version:
+        raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
+    if "log" in note and manifest is None:
+        raise LogUnfitError("it goes on from a state of which there is no snapshot")
 
 
 def check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:

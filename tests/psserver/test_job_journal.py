@@ -11,7 +11,7 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
 from psserver.core.recorder import Command, Recorder, replay
 from psserver.core.rules import Rules
-from psserver.epochs import check_goes_on
+from psserver.epochs import check_begins, check_goes_on
 from psserver.guarded_log import GuardedLog
 from psserver.job_journal import JobJournal
 from psserver.records import Records, Source
@@ -79,6 +79,20 @@ def test_a_gap_is_found(journal: JobJournal, monkeypatch: pytest.MonkeyPatch) ->
     assert len(notes) == 3  # two states and one command
     with pytest.raises(LogUnfitError, match=r"commands before version 0 are missing: .*roster"):
         check_goes_on(json.loads(json.dumps(notes[-1])), again)
+
+
+def test_a_journal_begins_with_nothing_or_goes_on_from_a_snapshot() -> None:
+    """That of a standby which took over before the first snapshot does neither."""
+    recorder = Recorder(coordinator())
+    join(recorder, 1.0)
+    check_begins(BASE, None)
+
+    with pytest.raises(LogUnfitError, match="it goes on from a state of which there is no snapshot"):
+        check_begins(recorder.coordinator.whole(), None)
+    with pytest.raises(LogUnfitError, match="it begins at version 3, the snapshot is of 0"):
+        check_begins({**BASE, "version": 3}, None)
+    with pytest.raises(LogUnfitError, match="it does not begin with a state"):
+        check_begins(Command("join", 1.0, {}), None)
 
 
 def test_who_joins_after_a_recovery_gets_no_number_of_before() -> None:
