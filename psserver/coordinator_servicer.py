@@ -262,6 +262,8 @@ class _Listener(threading.Thread):
     def hear(self, request: pb.LinkShardRequest) -> None:
         hub, shard = self._hub, self._server.shard
         self._heard = time.monotonic()
+        if request.alive:
+            hub.alive(request.alive)
         if request.stats_json:
             self._server.stats = json.loads(request.stats_json)
         if request.HasField("restored"):

@@ -39,6 +39,7 @@ from psserver.shipped import Shipped, shard_state
 from psserver.staging import Staging
 from psserver.store import Store, TapeReader, numbers_of
 from psserver.timing import Timings
+from psserver.traffic import Traffic
 
 LOOK = 0.4
 """Seconds after which a thread that waits for an update looks whether its caller is still there."""
@@ -73,7 +74,7 @@ class Engine:
         self.waiting_for: Callable[[], str] = lambda: ""
         self.check_gathering: Callable[[], None] = lambda: None  # raises when waiting for workers has become pointless
         self.timings = Timings(metrics)
-        self.received_bytes = 0
+        self.traffic = Traffic(metrics)
         self.duplicates = 0
         self._cut = cut
         self._team = Team(threads)
@@ -262,8 +263,7 @@ class Engine:
         staged = examined(staged, staging, store, self._fitness)
         with self._logging:
             decided, fresh = self._keep(staged, staging)
-        self.received_bytes += staging.nbytes
-        self.metrics.moved(received=staging.nbytes)
+        self.traffic.received(staging.nbytes)
         if fresh:
             self.report()
         else:

@@ -3,17 +3,12 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from pscommon.core.errors import (
-    MismatchError,
-    PSError,
-    TooFewWorkersError,
-    UnreachableError,
-)
+from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.log import BatchKey, Report
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec
@@ -32,6 +27,7 @@ from psserver.desk import Desk
 from psserver.engine import Engine
 from psserver.epochs import Epochs
 from psserver.fleet import Fleet, News, Server, Told
+from psserver.gathering import Gathering
 from psserver.identity import Identity
 from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
@@ -65,7 +61,6 @@ class Hub:
         self.stop_reason: str | None = None
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
-        self._gathering_since: float | None = None  # somebody is here, --min-workers are not
         self._epochs = Epochs(config, identity, engine, archive, self.fleet, metrics, self._fail, line)
         self._desk = Desk(
             self._epochs.new_recorder(), engine, lambda: self.fleet.missing, lambda: self.stop_reason is not None,
@@ -75,6 +70,7 @@ class Hub:
         self._epochs.expected = lambda: self._coordinator.expected
         self.snapshots = Snapshots(self._desk, self._epochs, archive, self.fleet)
         self.reshards = Reshards(self._desk, self.fleet, engine, archive, identity, config)
+        self._gathering = Gathering(config.join_timeout, lambda: self.waiting_for)
         self._watch = Watch(metrics, config.on_worker_loss.seconds)
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
@@ -85,7 +81,7 @@ class Hub:
         """
         self.engine.report = lambda: self.report(self.engine.make_report())
         self.engine.waiting_for = lambda: self.waiting_for
-        self.engine.check_gathering = self.check_gathering
+        self.engine.check_gathering = self._gathering.check
         if inherited is not None:
             self._epochs.inherit(inherited)
             self.snapshots.wanted = True
@@ -164,6 +160,10 @@ class Hub:
         member.step_seconds, member.samples_per_second, member.phase = step_seconds, samples_per_second, phase
         return self.stop_reason is not None, member.draining
 
+    def alive(self, workers: Collection[int]) -> None:
+        """Their bytes have moved through a shard."""
+        self._desk.step(lambda recorder, now: recorder.coordinator.alive(workers, now), quiet=True)
+
     def leave(self, worker: int, reason: str) -> None:
         self._desk.do("leave", worker=worker, reason=reason)
         self.metrics.gone(worker)
@@ -195,15 +195,8 @@ class Hub:
 
         answer = self._desk.until(ask, seconds)
         if answer is None and self.stop_reason is None:
-            self.check_gathering()
+            self._gathering.check()
         return Batches(end=True) if answer is None and self.stop_reason is not None else answer
-
-    def check_gathering(self) -> None:
-        """TooFewWorkersError for those who came, if the others did not within join_timeout of the first one."""
-        if self._gathering_since is not None:
-            waited = time.monotonic() - self._gathering_since
-            if waited > self.config.join_timeout:
-                raise TooFewWorkersError(f"after {waited:.0f} s: {self.waiting_for}")
 
     def return_batches(self, worker: int, batches: Iterable[BatchKey]) -> None:
         self._desk.do("return_batches", worker=worker, batches=list(batches))
@@ -344,8 +337,9 @@ class Hub:
             self.stopped.set()
 
     def tick(self) -> None:
-        gathering = self._coordinator.begun and not self._coordinator.started and self._coordinator.roster.registered()
-        self._gathering_since = (self._gathering_since or time.monotonic()) if gathering else None
+        self._gathering.look(self._coordinator)
+        if alive := self.engine.traffic.alive():
+            self.alive(alive)
         self._watch.lost(self._desk.step(lambda recorder, now: recorder.tick(now)))
         with self._desk.changed:
             now, roster = time.monotonic(), list(self._coordinator.roster)

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 class Pulls:
-    """The pulls of one shard. sent_bytes: so far."""
+    """The pulls of one shard."""
 
     def __init__(self, engine: "Engine") -> None:
-        self.sent_bytes = 0
         self._engine = engine
 
     @contextmanager
@@ -31,7 +30,7 @@ class Pulls:
                 reading = _open(store, version, header, result)
             try:
                 yield reading
-                self._sent(reading.nbytes)
+                self._engine.traffic.sent(reading.nbytes)
             finally:
                 reading.close()
 
@@ -41,7 +40,7 @@ class Pulls:
             reading = _open(store, version, header, result)
             whole = b"".join(reading.views())
             reading.close()
-        self._sent(len(whole))
+        self._engine.traffic.sent(len(whole))
         return whole
 
     def into_memory(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
@@ -53,11 +52,7 @@ class Pulls:
                 everything = header.pull == pb.PULL_ALL
                 result.nbytes = store.copy_to(tapes.weights, everything, unchanged)
         result.pull_seconds = time.monotonic() - began
-        self._sent(result.nbytes)
-
-    def _sent(self, nbytes: int) -> None:
-        self.sent_bytes += nbytes
-        self._engine.metrics.moved(sent=nbytes)
+        self._engine.traffic.sent(result.nbytes)
 
 
 def _open(store: Store, version: int, header: pb.PushPullHeader, result: pb.ExchangeResult) -> Reading:

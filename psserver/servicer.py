@@ -64,7 +64,8 @@ class ParameterServer:
             with self._engine.pulls.reading(header, result, alive) as reading:
                 yield encode_header(result)
                 # an open push is one of a worker that computes on with what has come
-                yield from reading.frames(piece_nbytes(reading.nbytes)) if header.open else reading.frames()
+                data = reading.frames(piece_nbytes(reading.nbytes)) if header.open else reading.frames()
+                yield from self._engine.traffic.watched(header.worker, data)
         except InFlightError as full:
             yield encode_header(self._pending(str(full)))
 
@@ -93,6 +94,7 @@ class ParameterServer:
         self._identity.check_job(header.job)
         self._identity.check_term(header.term)
         self._engine.check_layout(header.shards)
+        self._engine.traffic.asked(header.worker)
         pushing = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if pushing else None
         again = key is not None and header.has_data and self._receive(key, header, opening, frames, alive)
@@ -109,6 +111,7 @@ class ParameterServer:
     ) -> bool:
         """Take a push in. True: it had been decided before, its bytes were for nothing."""
         staging = self._engine.places.take(header, alive)
+        frames = self._engine.traffic.watched(header.worker, frames)
         try:
             if header.open:
                 header.MergeFrom(receive_open(staging, first, frames))

@@ -100,8 +100,8 @@ def statistics(engine: Engine, line: Line | None = None) -> dict[str, Any]:
         "version": engine.version,
         "parameter_bytes": store.nbytes if store else 0,
         "state_bytes": store.state_nbytes if store else 0,
-        "received_bytes": engine.received_bytes,
-        "sent_bytes": engine.pulls.sent_bytes,
+        "received_bytes": engine.traffic.received_bytes,
+        "sent_bytes": engine.traffic.sent_bytes,
         "apply_seconds": round(engine.timings.apply_seconds, 6),
         "duplicates": engine.duplicates,
         "pid": os.getpid(),
@@ -115,7 +115,7 @@ def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
             "worker": m.worker, "rank": m.rank, "host": m.host, "pid": m.pid, "device": m.device,
             "state": str(m.state), "clock": m.clock, "steps": m.steps, "step_seconds": m.step_seconds,
             "samples_per_second": m.samples_per_second, "phase": m.phase,
-            "silent_seconds": round(now - m.last_seen, 3) if m.alive else None, "reason": m.reason,
+            "silent_seconds": round(now - m.heard_at, 3) if m.alive else None, "reason": m.reason,
             "health": str(found[m.worker].health), "own_seconds": m.pace.seconds, "draining": m.draining,
         }
         for m in coordinator.roster

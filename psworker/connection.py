@@ -11,10 +11,11 @@ from typing import TypeVar
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError
 from psproto.v1 import coordinator_pb2 as co
+from psworker.calls import Cancellation
 from psworker.crew import Crew
 from psworker.drain import Drain
 from psworker.exchange import ShardExchange, in_turn
-from psworker.lane import Cancellation, Lane
+from psworker.lane import Lane
 from psworker.lease import Heartbeat, Place, Progress
 from psworker.patience import FIRST_PAUSE, Limits, Patience, Waits
 

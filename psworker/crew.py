@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pscommon import interruptible
-from psworker.lane import Cancellation
+from psworker.calls import Cancellation
 
 T = TypeVar("T")
 

@@ -14,7 +14,8 @@ from pscommon.core.errors import (
     error_for,
 )
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.lane import Answer, Cancellation, Lane, Receiver
+from psworker.calls import Answer, Cancellation, Receiver
+from psworker.lane import Lane
 from psworker.patience import Limits, Patience
 from psworker.results import PushResult, Status
 
@@ -77,6 +78,7 @@ class ShardExchange:
         self._nbytes = sum(view.nbytes for view in (*send, *receiver.views(ps.ExchangeResult(pulled=True))))
         self._silence = limits.connect / 2
         self._patience = Patience(self._what(), lane.clock, limits)
+        receiver.moved = self._patience.moved
         self._started = self._ended = lane.clock.now()
         self._pull_seconds = 0.0
         self._attempts = 0

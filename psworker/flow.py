@@ -20,8 +20,8 @@ from pscommon.wire import codec
 from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.frames import encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
+from psworker.calls import Answer, Cancellation, Receiver
 from psworker.exchange import STATUS, ShardExchange, combined
-from psworker.lane import Answer, Cancellation, Receiver
 from psworker.parts import Exchanges, Move
 from psworker.patience import Limits
 from psworker.results import PushResult

@@ -7,17 +7,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.wire.channel import FRAME_BYTES, open_channel
-from pscommon.wire.frames import ExchangeStub, Filler, Frame, chunks, decode_response, encode_header
+from pscommon.wire.frames import ExchangeStub, Frame, chunks, decode_response, encode_header
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psworker.calls import Answer, Cancellation, Receiver, Streams, take
 from psworker.patience import Clock
 from psworker.whereabouts import Whereabouts
 
@@ -25,65 +26,6 @@ if TYPE_CHECKING:  # pscommon.wire.channel is to be the first that imports it
     import grpc
 
 T = TypeVar("T")
-
-
-class Receiver:
-    """Where the bytes that come with an answer go: into the views, by its header, one after another."""
-
-    def __init__(self, views: Callable[[ps.ExchangeResult], Sequence[memoryview]]) -> None:
-        self.views = views
-
-    def begin(self, result: ps.ExchangeResult) -> Sequence[memoryview]:
-        """The header is here."""
-        return self.views(result)
-
-    def arrived(self, nbytes: int) -> None:
-        """So many of its bytes are."""
-
-
-class Answer(NamedTuple):
-    """A server's answer to one Exchange; seconds until its header came, and from then until the last byte."""
-
-    result: ps.ExchangeResult
-    header_seconds: float
-    receive_seconds: float
-
-
-class Cancellation:
-    """Ends the calls of one request that are in flight, on all shards, and keeps new ones from starting.
-
-    alone: the request has one part, so no other's failure can end it.
-    """
-
-    def __init__(self, alone: bool = False) -> None:
-        self.alone = alone
-        self._lock = threading.Lock()
-        self._calls: set[Any] = set()
-        self.cause: BaseException | None = None
-
-    def cancel(self, cause: BaseException) -> None:
-        """The first cause is the one that counts."""
-        with self._lock:
-            self.cause = self.cause or cause
-            calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-
-    def attach(self, call: Any) -> None:
-        with self._lock:
-            self._calls.add(call)
-            cancelled = self.cause is not None
-        if cancelled:
-            call.cancel()
-
-    def detach(self, call: Any) -> None:
-        with self._lock:
-            self._calls.discard(call)
-
-    def check(self) -> None:
-        """Raises if the request was given up."""
-        if self.cause is not None:
-            raise PSError(f"given up, because another shard failed: {self.cause}")
 
 
 class Lane(Protocol):
@@ -105,6 +47,10 @@ class Lane(Protocol):
 
     def look_around(self, job: str, timeout: float) -> bool:
         """The coordinator is silent: ask everybody who may be primary of a shard of this job. True: somebody new is."""
+        ...
+
+    def end_stalled(self) -> None:
+        """To be called now and then: exchanges of which nothing has moved for their timeout end."""
         ...
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
@@ -161,6 +107,7 @@ class GrpcLane:
         self._channels: dict[tuple[str, bool], grpc.Channel] = {}
         self._shards: dict[str, ExchangeStub] = {}
         self._coordinators: dict[str, CoordinatorServiceStub] = {}
+        self._streams = Streams()
         self._closed = False
         _lanes.add(self)
 
@@ -273,9 +220,12 @@ class GrpcLane:
             return Answer(take(_once(stub, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0)
         if frames is None and header.has_data:
             frames = itertools.chain([encode_header(header)], chunks(send))
-        with interruptible.deferred(cancellation.cancel):
-            call = stub.ask(encode_header(header), timeout=timeout) if frames is None else stub.stream(frames, timeout)
-            return _streamed(call, receiver, cancellation, started)
+        with self._streams.open(timeout, receiver) as stream, interruptible.deferred(cancellation.cancel):
+            call = stub.ask(encode_header(header)) if frames is None else stub.stream(stream.watched(frames))
+            return stream.answer(call, cancellation)
+
+    def end_stalled(self) -> None:
+        self._streams.end_stalled()
 
     def close(self) -> None:
         """Harmless to repeat, and in a forked child."""
@@ -341,19 +291,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _streamed(call: Any, receiver: Receiver, cancellation: Cancellation, started: float) -> Answer:
-    cancellation.attach(call)
-    try:
-        frames = map(decode_response, call)
-        first = next(frames, None)
-        answered = time.monotonic()
-        result = take(itertools.chain([first] if first else [], frames), receiver)
-        return Answer(result, answered - started, time.monotonic() - answered)
-    finally:
-        cancellation.detach(call)
-        call.cancel()
-
-
 def _fits_once(header: ps.PushPullHeader, send: Sequence[memoryview], receiver: Receiver) -> bool:
     """Is one message each way enough?"""
     most = ps.ExchangeResult(pulled=header.pull != ps.PULL_NONE)
@@ -371,26 +308,3 @@ def _once(
         return iter([decode_response(call.result())])
     finally:
         cancellation.detach(call)
-
-
-def take(frames: Iterator[Frame[ps.ExchangeResult]], receiver: Receiver, in_memory: bool = False) -> ps.ExchangeResult:
-    """The answer's header; the receiver gets its bytes, unless they are in memory. Reads to the end, which brings the
-    call's status."""
-    first = next(frames, None)
-    if first is None:
-        raise PSError("the server ended the call without an answer")
-    result, data = first.header, first.data
-    if result is None:
-        raise PSError("the server sent data before a header")
-    views = receiver.begin(result)
-    filler = Filler(views if result.nbytes and not in_memory else ())
-    filler.fill(data)
-    receiver.arrived(result.nbytes if in_memory else data.nbytes)
-    for frame in frames:
-        if frame.header is not None:
-            raise PSError("the server sent a second header")
-        filler.fill(frame.data)
-        receiver.arrived(result.nbytes - filler.missing)
-    if not filler.complete:
-        raise PSError(f"the server sent {filler.missing} bytes too few")
-    return result

@@ -116,7 +116,7 @@ class Silence:
 class Heartbeat:
     """Sends one every fifth of a lease, at least one a second, from a daemon thread, until stopped or fenced.
 
-    Tells the drain what the servers ask, and people of the waits and of servers that do not answer.
+    Tells the drain what the servers ask, and people of the waits and of servers that do not answer. Ends what stalls.
     """
 
     def __init__(self, place: Place, lane: Lane, lease_seconds: float, drain: Drain, waits: Waits) -> None:
@@ -146,6 +146,7 @@ class Heartbeat:
             try:
                 problem = self._place.beat(self._lane, self._call_seconds, self._drain)
                 silence.look(clock.now(), problem)
+                self._lane.end_stalled()
                 self._waits.remind(clock.now())
                 self._place.check()
             except PSError:

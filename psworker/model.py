@@ -14,10 +14,10 @@ from pscommon.values import Lanes
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
+from psworker.calls import Cancellation
 from psworker.connection import Connection
 from psworker.exchange import SLICE_SECONDS, Sent, ShardExchange, combined
 from psworker.flow import ClientFlow
-from psworker.lane import Cancellation
 from psworker.parts import Exchanges, Move, digest_of
 from psworker.patience import Limits, Patience
 from psworker.results import PushResult

@@ -8,8 +8,9 @@ from functools import partial
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.tape import Plan, Range
 from psproto.v1 import parameter_server_pb2 as ps
+from psworker.calls import Cancellation, Receiver
 from psworker.exchange import Sent, ShardExchange
-from psworker.lane import Cancellation, Lane, Receiver
+from psworker.lane import Lane
 from psworker.patience import Limits
 
 

@@ -98,6 +98,7 @@ class Patience:
         self._whom = ""  # is waited for, as far as the last answer goes
         self._silent = False  # the last attempt had no answer
         self._pause = FIRST_PAUSE
+        self._frames = self._furthest = 0  # that have moved: of this attempt, of the one that came furthest
 
     def ask(self, call: Callable[[], T]) -> T:
         """The answer of `call`, which is repeated while nobody answers."""
@@ -121,8 +122,14 @@ class Patience:
 
     def asked(self) -> None:
         """A server has the request now. Call `answered` when it comes back, with or without an answer."""
-        self._asked = self._clock.now()
+        self._asked, self._frames = self._clock.now(), 0
         self._limits.waits.begin(self)
+
+    def moved(self) -> None:
+        """One more frame of this attempt. A server that takes or gives more than it ever did is not silent."""
+        self._frames += 1
+        if self._frames > self._furthest:
+            self._furthest, self._heard = self._frames, self._clock.now()
 
     def answered(self) -> None:
         """Harmless to repeat."""

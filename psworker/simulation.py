@@ -28,7 +28,7 @@ from psserver.identity import Identity
 from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
 from psserver.servicer import ParameterServer
-from psworker.lane import Answer, Cancellation, Receiver, take
+from psworker.calls import Answer, Cancellation, Receiver, take
 from psworker.patience import Clock
 
 Request = TypeVar("Request")
@@ -142,6 +142,9 @@ class DirectLane:
     def look_around(self, job: str, timeout: float) -> bool:
         """There is nobody else."""
         return False
+
+    def end_stalled(self) -> None:
+        """Nothing does."""
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask(self._cluster.coordinator.Join, request)

@@ -69,6 +69,11 @@ class Coordinator(Moves):
         member.last_seen = now
         return member
 
+    def alive(self, workers: Iterable[int], now: float) -> None:
+        """Bytes of these workers have moved, which renews their leases."""
+        for member in filter(None, map(self.roster.members.get, workers)):
+            member.last_moved = now
+
     def register(self, worker: int, spec: ModelSpec, now: float) -> Literal["ready", "upload", "pending"]:
         """State the model. MismatchError lists the differences to the job's."""
         member = self.member(worker, now)

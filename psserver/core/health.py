@@ -53,7 +53,7 @@ def _condition(member: Member, others: float | None, late: bool, lease: float, n
     if not member.alive:
         return Condition(Health.LOST if member.state is State.LOST else Health.LEFT, seconds, others)
     overdue = _overdue(member, others, late, now)
-    if now - member.last_seen > lease / 2:
+    if now - member.heard_at > lease / 2:
         return Condition(Health.SILENT, seconds, others)
     slow = others is not None and seconds is not None and seconds > TWICE * others and member.state is State.ACTIVE
     return Condition(Health.SLOW if slow or overdue else Health.LIVE, overdue or seconds, others)

@@ -127,7 +127,7 @@ class Recorder:
         expired = roster.expired(now)
         late = [(m, "back", "") for m in roster.here() if m.missing_since is not None and m not in expired]
         for member in expired:
-            reason = f"nothing heard from it for {now - member.last_seen:.1f} s; its lease ended"
+            reason = f"nothing heard from it for {now - member.heard_at:.1f} s; its lease ended"
             if on_loss.mode != "wait" or not member.registered:
                 late.append((member, "lose", reason))
             elif member.missing_since is None:

@@ -24,8 +24,10 @@ class Member:
     ranked: its launcher gave it its rank; attempt: how often that had started it before.
     seq: its newest push that was decided; steps: pushes that counted; clock: steps for the gate; waiting: the loop that
     it has no batch of and waits for; bad: pushes in a row that were no good.
-    missing_since: its lease has ended and its place is kept; draining: it was asked to leave. joined_at, last_seen: by
-    the clock of this process. step_seconds: as the worker says, waiting for others included; pace: as its pushes show.
+    missing_since: its lease has ended and its place is kept; draining: it was asked to leave. By the clock of this
+    process: joined_at; last_seen, when it last asked the coordinator for something; last_moved, when bytes of its push,
+    or of weights for it, last did. step_seconds: as the worker says, waiting for others included; pace: as its pushes
+    show.
     """
 
     worker: int
@@ -46,6 +48,7 @@ class Member:
     missing_since: float | None = None
     draining: bool = False
     joined_at: float = 0.0
+    last_moved: float = 0.0
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
     phase: str = ""
@@ -59,6 +62,11 @@ class Member:
     def registered(self) -> bool:
         return self.state in (State.ACTIVE, State.IDLE)
 
+    @property
+    def heard_at(self) -> float:
+        """When there was the last sign of life of it. Its bytes are one, for they can keep heartbeats from arriving."""
+        return max(self.last_seen, self.last_moved)
+
     def __str__(self) -> str:
         return f"worker {self.worker} (rank {self.rank}, {self.host} pid {self.pid}, step {self.steps})"
 
@@ -70,7 +78,7 @@ LATENESS = 2.5
 """Seconds that a heartbeat can be under way, or wait in a server that was stopped for a moment."""
 
 # what a worker tells about itself goes with the process that heard it
-_HEARD = ("last_seen", "joined_at", "step_seconds", "samples_per_second", "phase", "pace")
+_HEARD = ("last_seen", "last_moved", "joined_at", "step_seconds", "samples_per_second", "phase", "pace")
 
 
 class Roster:
@@ -196,11 +204,11 @@ class Roster:
         self._sort()
 
     def expired(self, now: float) -> list[Member]:
-        return [m for m in self._here if now - m.last_seen > self.lease]
+        return [m for m in self._here if now - m.heard_at > self.lease]
 
     def lease_left(self, now: float) -> float:
         """Seconds until the next lease ends that has not ended yet; infinite where there is none."""
-        left = (m.last_seen + self.lease - now for m in self._here)
+        left = (m.heard_at + self.lease - now for m in self._here)
         return min((seconds for seconds in left if seconds >= 0), default=math.inf)
 
     def remove(self, member: Member, state: State, reason: str) -> None:
@@ -221,5 +229,6 @@ class Roster:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""
         for member in self._here:
             member.last_seen += seconds
+            member.last_moved += seconds
             member.joined_at += seconds
             member.pace.forgive(seconds)

@@ -15,7 +15,7 @@ def waiting_for(coordinator: Coordinator, now: float) -> str:
         here = len(coordinator.roster.registered())
         return f"workers: {here} of --min-workers {coordinator.min_workers} are here"
     members = late(coordinator)
-    named = [f"{member}, silent for {now - member.last_seen:.1f} s" for member in members[:NAMED]]
+    named = [f"{member}, silent for {now - member.heard_at:.1f} s" for member in members[:NAMED]]
     return ", ".join(named) + (f" and {len(members) - NAMED} more" if len(members) > NAMED else "")
 
 

@@ -11,7 +11,7 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.tape import Plan
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker import Client
-from psworker.lane import Answer, Cancellation, Receiver
+from psworker.calls import Answer, Cancellation, Receiver
 from psworker.results import Lease, PushResult
 from tests.chaos.journal import Journal
 from tests.faults.rpc import FaultyLane

@@ -166,6 +166,9 @@ class Mortal:
         """Never fails: over a dead line nobody new is found."""
         return not self._dead and self._lane.look_around(job, timeout)
 
+    def end_stalled(self) -> None:
+        self._lane.end_stalled()
+
     def __getattr__(self, name: str) -> Any:
         if self._dead and name not in ("addresses", "clock", "close", "direct"):
             raise UnreachableError("the line is dead")

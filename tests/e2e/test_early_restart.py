@@ -10,7 +10,8 @@ from pscommon.core.errors import UnreachableError
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.app import Server
 from psserver.config import ServerConfig
-from psworker.lane import Cancellation, GrpcLane, Receiver
+from psworker.calls import Cancellation, Receiver
+from psworker.lane import GrpcLane
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import count, counted, counter, status, weights_of
 from tests.ports import free_port

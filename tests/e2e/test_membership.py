@@ -4,23 +4,33 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pscommon.core.errors import TooFewWorkersError, WaitTimeoutError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
+from pscommon.core.model import OptimizerSpec
 from pscommon.wire import codec
 from pscommon.wire.channel import open_channel
+from pscommon.wire.frames import chunks, encode_header
 from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
+from psworker.calls import Answer, Cancellation, Receiver
+from psworker.client import Client
+from psworker.lane import GrpcLane
+from psworker.lease import Place
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import Metrics
@@ -124,6 +134,47 @@ def test_a_worker_that_only_computes_for_long_is_not_dropped(cluster: Make) -> N
 
     assert {row["state"] for row in status(address)["workers"]} == {"left"}
     assert status(address)["version"] == 2
+
+
+class TricklingLane(GrpcLane):
+    """To shard `slow`, data goes a frame at a time, with pauses between."""
+
+    slow = 0
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: Receiver,
+        timeout: float,
+        cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
+    ) -> Answer:
+        if shard == self.slow and header.has_data:
+            frames = chain([encode_header(header)], map(trickle, chunks(send)))
+        return super().exchange(shard, header, send, receiver, timeout, cancellation, frames)
+
+
+def trickle(frame: bytes) -> bytes:
+    threading.Event().wait(0.2)
+    return frame
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_worker_whose_bytes_move_is_not_dropped(cluster: Make, monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """Where they fill its line no heartbeat may get through; and whoever sends neither is lost."""
+    servers = cluster(2, lease=2.0, lanes="grpc")
+    monkeypatch.setattr(Place, "beat", lambda place, lane, timeout, drain: "")
+    lane = TricklingLane(servers.addresses.split(","))
+    lane.slow = slow
+    with Client(lane=lane) as client:
+        began = time.monotonic()
+        client.register({"w": np.zeros(8_000_000, np.float32)}, OptimizerSpec("sgd", ({"lr": 1.0},)))
+
+        assert time.monotonic() - began > 3.0  # a good deal longer than the lease
+        assert member(servers.address, rank=0)["state"] == "active"
+        until(lambda: member(servers.address, rank=0)["state"] == "lost", "a worker whose lease has ended")
 
 
 def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:

@@ -19,7 +19,8 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
 from psserver.core.rules import Rules
 from psworker import Client, OptimizerSpec
-from psworker.lane import Answer, GrpcLane
+from psworker.calls import Answer
+from psworker.lane import GrpcLane
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import ONES, connected, count, counted, counter, status, together, until, weights_of
 

@@ -34,7 +34,7 @@ from psserver.records import Records, Source, disk_log
 from psserver.servicer import ParameterServer
 from psserver.shard_log import ShardLog
 from psserver.store import Store
-from psworker.lane import Answer, Cancellation, Receiver, take
+from psworker.calls import Answer, Cancellation, Receiver, take
 from psworker.patience import Clock
 from psworker.simulation import FOREVER, UNBOUNDED, DirectLane
 

@@ -15,8 +15,9 @@ from typing import Literal, TypeVar
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
+from psworker.calls import Answer, Cancellation, Receiver
 from psworker.discovery import discover
-from psworker.lane import Answer, Cancellation, GrpcLane, Lane, Receiver
+from psworker.lane import GrpcLane, Lane
 
 T = TypeVar("T")
 Fault = Literal["", "request lost", "reply lost", "duplicate"]
@@ -108,6 +109,9 @@ class FaultyLane:
 
     def look_around(self, job: str, timeout: float) -> bool:
         return self.lane.look_around(job, timeout)
+
+    def end_stalled(self) -> None:
+        self.lane.end_stalled()
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask("Join", partial(self.lane.join, request, timeout))

@@ -16,14 +16,15 @@ ADDRESS = f"{SERVER_ADDRESS}:4000"
 SCRIPT = f"""
 import numpy as np, psworker
 ones = {{"w": np.ones({FLOATS}, np.float32)}}
-with psworker.Client("{ADDRESS}", lanes="grpc", connect_timeout=20.0) as client:
+with psworker.Client("{ADDRESS}", lanes="grpc", connect_timeout=5.0) as client:
     client.register({{"w": np.zeros({FLOATS}, np.float32)}}, psworker.OptimizerSpec("sgd", lr=1.0))
     print(client.push_pull(ones).status, client.weights["w"].mean())
 """
 
 
 def test_a_large_push_arrives(tmp_path: Path) -> None:
-    """2 MB there for the initial weights, and there and back for the step: over 5 s each."""
+    """2 MB there for the initial weights, and there and back for the step: over 5 s each, as long as a server may be
+    silent."""
     if reason := missing():
         pytest.skip(reason)
     with Cable(MEGABITS) as cable, programs_in(tmp_path) as programs:

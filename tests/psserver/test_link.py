@@ -8,11 +8,12 @@ from psserver.core.cuts import PartReport
 from psserver.core.shard import Shard
 from psserver.identity import Identity
 from psserver.link import Link
+from psserver.traffic import Traffic
 
 
 def make_link(standby: Any = None) -> Link:
     """Of a shard that has nothing to tell but parts of snapshots, and how its standby is."""
-    engine = cast(Any, SimpleNamespace(make_report=Shard(1).report))
+    engine = cast(Any, SimpleNamespace(make_report=Shard(1).report, traffic=Traffic(cast(Any, None))))
     line = standby or SimpleNamespace(term=1, address="", state="none")
     return Link(Identity(1, 2, "here:1", "there:1"), engine, cast(Any, None), lambda: {"is": line.state}, 1.0, line)
 
@@ -60,3 +61,18 @@ def test_how_its_standby_is_is_said_at_once_and_the_rest_once_a_second() -> None
     found += [told(), told()]
 
     assert found == ['{"is": "in sync"}', "", '{"is": "loading"}', ""]
+
+
+def test_whose_bytes_have_moved_is_said_once() -> None:
+    link = make_link()
+    requests = link._requests(link._outbox)
+
+    def told() -> list[int]:
+        link._news.set()
+        return list(next(requests).alive)
+
+    assert told() == []
+    assert list(link._engine.traffic.watched(7, iter([b"a", b"b"]))) == [b"a", b"b"]
+    link._engine.traffic.asked(8)
+    assert sorted(told()) == [7, 8]
+    assert told() == []

@@ -98,6 +98,17 @@ def test_leases_end_and_are_forgiven() -> None:
     assert roster.expired(11.0) == [late]
 
 
+def test_bytes_that_move_renew_a_lease() -> None:
+    roster = Roster(5.0)
+    silent, sending = joined(roster), joined(roster)
+    sending.last_moved = 8.0
+
+    assert roster.expired(11.0) == [silent]
+    assert roster.lease_left(11.0) == 2.0
+    roster.forgive(3.0)
+    assert roster.lease_left(14.0) == 2.0
+
+
 def test_workers_of_before_a_restart_are_out() -> None:
     roster = Roster(5.0, generation=1)
     roster.restore({1: 12, 2: 13})
@@ -114,6 +125,8 @@ def test_a_newcomer_doubts_its_rank_until_the_other_is_heard_of_later() -> None:
     for heard in (9.0, 10.0 + LATENESS):
         other.last_seen = heard  # it may have been sent before
         assert roster.doubtful(newcomer, asked=20.0) is other
+    other.last_moved = 19.0  # bytes may have lain in a server for longer than a request does
+    assert roster.doubtful(newcomer, asked=20.0) is other
     other.last_seen = 10.1 + LATENESS
     assert roster.doubtful(newcomer, asked=20.0) is None
     assert roster.doubtful(joined(roster, rank=2, now=20.0), asked=20.0) is None

@@ -9,8 +9,8 @@ import pytest
 
 from pscommon.core.model import OptimizerSpec
 from psproto.v1 import parameter_server_pb2 as ps
+from psworker.calls import Answer, Cancellation, Receiver
 from psworker.client import Client
-from psworker.lane import Answer, Cancellation, Receiver
 from psworker.patience import Clock
 from tests.psworker.fake_server import FakeCluster
 
@@ -30,6 +30,8 @@ class DirectLane:
     def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None: ...
 
     def look_around(self, job: str, timeout: float) -> bool: ...
+
+    def end_stalled(self) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         method = "".join(part.capitalize() for part in name.split("_"))

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from psworker.calls import Cancellation
 from psworker.crew import Crew
-from psworker.lane import Cancellation
 
 
 class Call:

@@ -71,6 +71,27 @@ def test_an_answer_ends_the_silence(time: Time) -> None:
     patience.failed(SILENT)
 
 
+def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> None:
+    """However long that takes: on a slow line, or for a large model."""
+    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000))
+    patience.asked()
+    for _ in range(5):
+        time.now += 9
+        patience.moved()
+    time.now += 9
+    patience.failed(SILENT)
+
+    def take_as_much_and_die() -> None:
+        patience.asked()
+        for _ in range(5):
+            time.now += 1
+            patience.moved()
+        patience.failed(SILENT)
+
+    with pytest.raises(UnreachableError, match=r"tried for 1. s"):
+        take_as_much_and_die()
+
+
 def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
     patience = Patience("push 7", time.clock(), Limits(connect=10, wait=60))
     time.now += 59

@@ -8,7 +8,8 @@ Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
 - The default wait before connecting again grows to two minutes; a restarted server must be found in a moment: with 1 s
   workers pushed 1.8 s (the median) after a kill of a server, with a quarter 1.4 s.
 - `min_reconnect_backoff_ms` is how long one attempt to connect may take, 20 s by default: as long as that, a network
-  that comes back is not noticed, because the attempt that was made before hangs.
+  that comes back is not noticed, because the attempt that was made before hangs. It takes two round trips: with 1 s for
+  it nobody connected over a line of 3 Mbit/s while a push filled its queue. TCP itself asks again after 1 s only.
 - The answer to a ping queues behind the data on its way, a MB or two: with 2.2 s for it, a large push over 5 Mbit/s
   never arrived, because its connection was taken for dead. So tensors have connections of their own, with more
   patience; who vanishes is noticed by the others: heartbeats, and the reports of shards.
@@ -56,7 +57,7 @@ PATIENT: Option = ("grpc.http2.ping_timeout_ms", 10_000)
 CLIENT_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 2_500),
     ("grpc.max_reconnect_backoff_ms", 250),
     # the client repeats calls itself: it knows which of them are safe to repeat
     ("grpc.enable_retries", 0),

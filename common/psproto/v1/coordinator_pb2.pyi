@@ -731,6 +731,7 @@ class LinkShardRequest(google.protobuf.message.Message):
     TERM_FIELD_NUMBER: builtins.int
     STANDBY_FIELD_NUMBER: builtins.int
     MOVED_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
     shard: builtins.int
     shards: builtins.int
     address: builtins.str
@@ -752,6 +753,10 @@ class LinkShardRequest(google.protobuf.message.Message):
     def restored(self) -> global___RestoreResult: ...
     @property
     def moved(self) -> global___MoveResult: ...
+    @property
+    def alive(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """workers whose bytes have moved through the shard since it last said so: a sign of life"""
+
     def __init__(
         self,
         *,
@@ -767,9 +772,10 @@ class LinkShardRequest(google.protobuf.message.Message):
         term: builtins.int = ...,
         standby: builtins.str = ...,
         moved: global___MoveResult | None = ...,
+        alive: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "job", b"job", "moved", b"moved", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "instance", b"instance", "job", b"job", "moved", b"moved", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
 
 global___LinkShardRequest = LinkShardRequest
 

@@ -1,0 +1,38 @@
+"""What moves between the workers and one shard: how much, and whose."""
+
+from collections.abc import Iterator
+
+from psserver.metrics import ServerMetrics
+
+
+class Traffic:
+    """received_bytes, sent_bytes: of pushes and of weights, so far."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.received_bytes = self.sent_bytes = 0
+        self._metrics = metrics
+        self._moved: set[int] = set()
+
+    def received(self, nbytes: int) -> None:
+        self.received_bytes += nbytes
+        self._metrics.moved(received=nbytes)
+
+    def sent(self, nbytes: int) -> None:
+        self.sent_bytes += nbytes
+        self._metrics.moved(sent=nbytes)
+
+    def asked(self, worker: int) -> None:
+        """A request of this worker has come, with or without all its bytes."""
+        self._moved.add(worker)
+
+    def watched(self, worker: int, frames: Iterator[bytes]) -> Iterator[bytes]:
+        """The frames of this worker's push, or those that it gets: each that has gone its way shows that it lives."""
+        for frame in frames:
+            yield frame
+            self._moved.add(worker)
+
+    def alive(self) -> set[int]:
+        """Workers whose frames have moved since this was last asked."""
+        moved = self._moved.copy()
+        self._moved -= moved
+        return moved

@@ -1,0 +1,33 @@
+"""What the settings of a channel are for, where no other test shows it."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from pscommon.wire.channel import open_channel
+
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""An empty frame of this kind: what a server says first (RFC 9113, 3.4)."""
+
+ROUND_TRIP = 1.0
+"""Seconds, where a connection takes two of them."""
+
+
+def test_a_line_with_a_round_trip_of_a_second_can_be_opened() -> None:
+    """As where a full queue, or a satellite, lies between: an attempt to connect has to last that long."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                threading.Event().wait(2 * ROUND_TRIP)
+                connection.sendall(SETTINGS)
+                assert done.wait(20)
+
+        done, greeting = threading.Event(), pool.submit(greet)
+        with open_channel(f"127.0.0.1:{server.getsockname()[1]}") as channel:
+            grpc.channel_ready_future(channel).result(timeout=10)
+            done.set()
+        greeting.result(20)
