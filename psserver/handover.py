@@ -16,7 +16,8 @@ from psserver.frozen import About, Piece
 if TYPE_CHECKING:
     from psserver.engine import Engine
 
-CALL_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 10e6
+CALL_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 100e3
+"""Of a line that several servers share; one whose peer is gone is noticed by pings, long before."""
 
 
 class Source(Protocol):

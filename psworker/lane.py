@@ -116,8 +116,8 @@ class GrpcLane:
         return self._places.addresses
 
     def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
-        if len(addresses) != len(self.addresses):
-            return  # the job has another number of servers by now: the next exchange is told so
+        if not self._places.count(len(addresses)):
+            return  # the next exchange finds them
         void: set[str] = set()
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
             void |= self._places.learn(shard, *known)
@@ -138,8 +138,9 @@ class GrpcLane:
         for address in places.known:
             with self._lock:
                 channel = self._channels.get((address, False)) or self._open(address)
-            stub = ParameterServerServiceStub(channel)
-            calls.append((address, stub.Describe.future(ps.DescribeRequest(), timeout=timeout)))
+            with suppress(ValueError):  # gRPC's: it was closed meanwhile, because its server is not primary any more
+                describe = ParameterServerServiceStub(channel).Describe
+                calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             with suppress(PSError), translated(address):
                 found = call.result()
@@ -180,7 +181,9 @@ class GrpcLane:
     def whereabouts(self, timeout: float) -> Sequence[str]:
         with self._at(0, "Describe") as address:
             stub = ParameterServerServiceStub(self._shard(address).channel)
-            return tuple(stub.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
+            found = tuple(stub.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
+            self._places.count(len(found))
+            return found
 
     def relocate(self, addresses: Sequence[str]) -> None:
         self._leave(self._places.relocate(addresses))
@@ -195,6 +198,7 @@ class GrpcLane:
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
     ) -> Answer:
+        self._places.check_layout()
         header.term = self._places.term(shard)
         with self._at(shard, "Exchange") as address:
             answer = self._exchange(self._shard(address), header, send, receiver, timeout, cancellation, frames)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pscommon.core.errors import FencedError, MismatchError, PSError
@@ -142,15 +143,13 @@ class Heartbeat:
     def _run(self) -> None:
         clock = self._lane.clock
         silence, problem = Silence(self._place.worker, clock.now()), ""
-        while not self._rested(bool(problem)):
-            try:
+        with suppress(PSError):  # the place is lost, or the lane is closed
+            while not self._rested(bool(problem)):
                 problem = self._place.beat(self._lane, self._call_seconds, self._drain)
                 silence.look(clock.now(), problem)
                 self._lane.end_stalled()
                 self._waits.remind(clock.now())
                 self._place.check()
-            except PSError:
-                return
 
     def _rested(self, silent: bool) -> bool:
         """After the time between two heartbeats; while nobody answers, it is used to find who is primary by now.

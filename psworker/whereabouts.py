@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-from pscommon.core.errors import UnreachableError
+from pscommon.core.errors import LayoutError, UnreachableError
 
 
 class Whereabouts:
@@ -14,6 +14,7 @@ class Whereabouts:
         self._given = tuple(given)
         self._others = [""] * len(self.addresses)
         self._terms = [0] * len(self.addresses)  # the highest that was heard of
+        self._shards = len(self.addresses)  # that the job has, as far as anybody has said
         self._lock = threading.Lock()
 
     @property
@@ -24,6 +25,16 @@ class Whereabouts:
     def term(self, shard: int) -> int:
         """The highest that was heard of."""
         return self._terms[shard]
+
+    def count(self, shards: int) -> bool:
+        """The job has so many; 0: that was not said. True: these are as many."""
+        self._shards = shards or self._shards
+        return shards == len(self.addresses)
+
+    def check_layout(self) -> None:
+        """LayoutError if the job has another number of servers. One that has left may be the only one still asked."""
+        if self._shards != len(self.addresses):
+            raise LayoutError(f"the job has {self._shards} servers by now, not {len(self.addresses)}", "LAYOUT")
 
     def learn(self, shard: int, address: str, term: int, standby: str = "") -> set[str]:
         """The primary of this term is there, and its standby. Returns addresses at which it is not any more."""
@@ -59,6 +70,7 @@ class Whereabouts:
             self._terms = [self._terms[shard] if stays[shard] else 0 for shard in range(len(addresses))]
             self._others = [self._others[shard] if stays[shard] else "" for shard in range(len(addresses))]
             self.addresses = tuple(addresses)
+            self._shards = len(addresses)
             return gone
 
     def check(self, shard: int, term: int) -> None:

@@ -3,13 +3,15 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pscommon.core.errors import LayoutError
+from pscommon.core.errors import LayoutError, UnreachableError
 from pscommon.wire.channel import open_channel
 from pscommon.wire.frames import ExchangeStub, encode_header
 from pscommon.wire.status import translated
@@ -17,10 +19,13 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator_servicer import Coordinator
 from psworker import Client, OptimizerSpec
+from psworker.calls import Answer
 from psworker.ctl.cli import main
+from psworker.lane import GrpcLane
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
 from tests.e2e.workers import until
+from tests.ports import free_port
 
 Make = Callable[..., Cluster]
 
@@ -62,6 +67,17 @@ class Pusher(threading.Thread):
         self._enough.set()
         self.join(30)
         assert self.error is None, self.error
+
+
+class LosesShard(GrpcLane):
+    """Shard 1 gets a push, and is never heard of again."""
+
+    def exchange(self, shard: int, header: ps.PushPullHeader, *args: Any) -> Answer:
+        answer = super().exchange(shard, header, *args)
+        if shard == 1 and header.seq:
+            self._places._go(1, f"127.0.0.1:{free_port()}")
+            raise UnreachableError("shard 1 does not answer", "UNREACHABLE")
+        return answer
 
 
 @contextmanager
@@ -217,3 +233,17 @@ def test_a_late_server_of_before_ends(moving: Cluster) -> None:
         assert leaver.ended.wait(5)
         assert leaver.failure is None
         assert not moving.servers[0].hub.fleet.candidates  # type: ignore[union-attr]
+
+
+def test_a_push_that_only_a_server_which_left_did_not_answer_has_counted(cluster: Make) -> None:
+    """All others have, so no exchange of it is told that the model has moved: a heartbeat tells."""
+    servers = cluster(2)
+    with Client(lane=LosesShard(servers.addresses.split(","))) as client, ThreadPoolExecutor(1) as pool:
+        client.register(ZEROS, EACH)
+        pushed = pool.submit(client.push_pull, ONES)
+        until(lambda: servers.servers[0].hub.version == 1, "an update")  # type: ignore[union-attr]
+
+        reshard(servers, 1)
+
+        assert pushed.result(20).status == "applied"
+        assert client.push_pull(ONES).version == 2

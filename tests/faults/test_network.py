@@ -45,12 +45,13 @@ def test_a_call_of_a_worker_that_vanished_is_given_up(jobs: Jobs) -> None:
     job.lives["w1"].send(signal.SIGSTOP)
     waiting = lines(job.lives["w0"], "pushed")
 
-    def calls() -> float:
-        return job.metrics(0)("ps_rpc_requests_total", method="ExchangeOnce")
+    def calls(method: str = "ExchangeOnce") -> float:
+        return job.metrics(0)("ps_rpc_requests_total", method=method)
 
     so_far = until(lambda: calls() if lines(job.lives["w0"], "pushed") == waiting else 0, "a round that waits")
     began = until(lambda: time.monotonic() if calls() > so_far else 0, "another slice of the wait")
-    so_far = calls()
+    so_far, beats = calls(), calls("Heartbeat")
+    until(lambda: calls("Heartbeat") > beats + 1, "a second in which the next call has arrived")
     job.proxies[0].half_open()
     told = more([job.lives["w0"]], "no answer to worker", seconds=NOTICED)
     until(lambda: calls() > so_far, "the call is given up", GIVEN_UP - told)

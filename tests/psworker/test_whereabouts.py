@@ -1,9 +1,13 @@
 """Where a worker looks for the primary of a shard."""
 
+from contextlib import closing
+
 import pytest
 
-from pscommon.core.errors import UnreachableError
+from pscommon.core.errors import LayoutError, UnreachableError
+from psworker.lane import GrpcLane
 from psworker.whereabouts import Whereabouts
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -58,3 +62,23 @@ def test_an_answer_of_a_lower_term_is_refused(places: Whereabouts) -> None:
 
 def test_all_who_may_know_are_known(places: Whereabouts) -> None:
     assert places.known == ["a", "b", "d", "c"]
+
+
+def test_another_number_of_servers_is_news_for_each_exchange(places: Whereabouts) -> None:
+    assert places.count(2)
+    places.check_layout()
+
+    assert not places.count(1)
+    with pytest.raises(LayoutError, match="the job has 1 servers by now, not 2"):
+        places.check_layout()
+    places.relocate(["a"])
+    places.check_layout()
+
+
+def test_who_looks_around_bears_a_line_that_another_thread_closes() -> None:
+    """One that hears of a new primary, say; the heartbeats that look around must go on."""
+    with closing(GrpcLane([f"127.0.0.1:{free_port()}"])) as lane:
+        assert not lane.look_around("job", 0.1)
+        for channel in lane._channels.values():
+            channel.close()
+        assert not lane.look_around("job", 0.1)
