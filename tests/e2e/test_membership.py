@@ -27,7 +27,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
-from psworker.calls import Answer, Cancellation, Receiver
+from psworker.calls import Answer
 from psworker.client import Client
 from psworker.lane import GrpcLane
 from psworker.lease import Place
@@ -141,19 +141,11 @@ class TricklingLane(GrpcLane):
 
     slow = 0
 
-    def exchange(
-        self,
-        shard: int,
-        header: ps.PushPullHeader,
-        send: Sequence[memoryview],
-        receiver: Receiver,
-        timeout: float,
-        cancellation: Cancellation,
-        frames: Iterator[bytes] | None = None,
-    ) -> Answer:
-        if shard == self.slow and header.has_data:
-            frames = chain([encode_header(header)], map(trickle, chunks(send)))
-        return super().exchange(shard, header, send, receiver, timeout, cancellation, frames)
+    def exchange(self, shard: int, header: ps.PushPullHeader, send: Sequence[memoryview], *args: Any) -> Answer:
+        slowly = chain([encode_header(header)], map(trickle, chunks(send)))
+        return super().exchange(
+            shard, header, send, *args, frames=slowly if shard == self.slow and header.has_data else None
+        )
 
 
 def trickle(frame: bytes) -> bytes:
