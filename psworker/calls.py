@@ -122,7 +122,7 @@ class Streams:
         self._open: set[Stream] = set()
 
     @contextmanager
-    def open(self, seconds: float, receiver: Receiver) -> Iterator[Stream]:
+    def open(self, address: str, seconds: float, receiver: Receiver) -> Iterator[Stream]:
         """One more, while the `with` lasts. UnreachableError once it has stalled."""
         stream = Stream(seconds, receiver)
         self._open.add(stream)
@@ -130,7 +130,8 @@ class Streams:
             yield stream
         except Exception as error:
             if stream.stalled:
-                raise UnreachableError(f"nothing has moved for {seconds:.0f} s", "UNREACHABLE") from error
+                text = f"between here and {address} nothing has moved for {seconds:.0f} s"
+                raise UnreachableError(text, "UNREACHABLE") from error
             raise
         finally:
             self._open.discard(stream)

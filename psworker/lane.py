@@ -201,13 +201,13 @@ class GrpcLane:
         self._places.check_layout()
         header.term = self._places.term(shard)
         with self._at(shard, "Exchange") as address:
-            answer = self._exchange(self._shard(address), header, send, receiver, timeout, cancellation, frames)
+            answer = self._exchange(address, header, send, receiver, timeout, cancellation, frames)
             self._places.check(shard, answer.result.term)
             return answer
 
     def _exchange(
         self,
-        stub: ExchangeStub,
+        address: str,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
         receiver: Receiver,
@@ -215,7 +215,7 @@ class GrpcLane:
         cancellation: Cancellation,
         frames: Iterator[bytes] | None,
     ) -> Answer:
-        started = time.monotonic()
+        stub, started = self._shard(address), time.monotonic()
         if header.memory:
             answer = _once(stub, encode_header(header), timeout, cancellation)
             return Answer(take(answer, receiver, in_memory=True), time.monotonic() - started, 0.0)
@@ -224,7 +224,7 @@ class GrpcLane:
             return Answer(take(_once(stub, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0)
         if frames is None and header.has_data:
             frames = itertools.chain([encode_header(header)], chunks(send))
-        with self._streams.open(timeout, receiver) as stream, interruptible.deferred(cancellation.cancel):
+        with self._streams.open(address, timeout, receiver) as stream, interruptible.deferred(cancellation.cancel):
             call = stub.ask(encode_header(header)) if frames is None else stub.stream(stream.watched(frames))
             return stream.answer(call, cancellation)
 

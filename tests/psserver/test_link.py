@@ -64,15 +64,19 @@ def test_how_its_standby_is_is_said_at_once_and_the_rest_once_a_second() -> None
 
 
 def test_whose_bytes_have_moved_is_said_once() -> None:
-    link = make_link()
+    """And with what is said once a second, not with each report: a step must not cost more for it."""
+    standby = SimpleNamespace(term=1, address="b1:1", state="0")
+    link = make_link(standby)
     requests = link._requests(link._outbox)
 
-    def told() -> list[int]:
+    def told(due: bool = True) -> list[int]:
+        standby.state += "." if due else ""
         link._news.set()
         return list(next(requests).alive)
 
     assert told() == []
     assert list(link._engine.traffic.watched(7, iter([b"a", b"b"]))) == [b"a", b"b"]
     link._engine.traffic.asked(8)
+    assert told(due=False) == []
     assert sorted(told()) == [7, 8]
     assert told() == []

@@ -8,8 +8,8 @@ Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
 - The default wait before connecting again grows to two minutes; a restarted server must be found in a moment: with 1 s
   workers pushed 1.8 s (the median) after a kill of a server, with a quarter 1.4 s.
 - `min_reconnect_backoff_ms` is how long one attempt to connect may take, 20 s by default: as long as that, a network
-  that comes back is not noticed, because the attempt that was made before hangs. It takes two round trips: with 1 s for
-  it nobody connected over a line of 3 Mbit/s while a push filled its queue. TCP itself asks again after 1 s only.
+  that comes back is not noticed, because the attempt that was made before hangs. It takes two round trips: over a
+  line of 2 Mbit/s whose queue is full it took 9 s to connect with 1 s for each attempt, 2 s with 2.5 s.
 - The answer to a ping queues behind the data on its way, a MB or two: with 2.2 s for it, a large push over 5 Mbit/s
   never arrived, because its connection was taken for dead. So tensors have connections of their own, with more
   patience; who vanishes is noticed by the others: heartbeats, and the reports of shards.
