@@ -307,8 +307,7 @@ class Client:
         """
         with self._model.turn:
             self._model.check_idle()
-            self._connection.rejoin(COMES_BACK)
-            self._model.renew()
+            self._model.come_back(COMES_BACK)
 
     def retire(self, reason: str = "") -> None:
         """Leaves the rounds, as `leave`, but stays to look on: pulls, reports and status go on until `close`."""

@@ -289,8 +289,9 @@ class Job:
             self._check_curable(error)
             log.warning("worker %d lost its place in job %s: %s", self.client.worker, self.client.job, error)
             self._let_go(error)
+            self._take_place(error)
             try:
-                self._take_place(error)
+                self._renew()
             except FencedError as again:
                 error = again
             else:
@@ -321,6 +322,9 @@ class Job:
             self.client.retire("drained")
         else:
             self.client.rejoin()
+
+    def _renew(self) -> None:
+        """The script has what the job has."""
         if self._optimizer is not None:
             self._optimizer.renew()
         log.info("back in job %s as worker %d, version %d", self.client.job, self.client.worker, self.version)

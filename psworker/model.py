@@ -24,6 +24,9 @@ from psworker.results import PushResult
 from psworker.tapes import Tapes
 from psworker.whole_flow import WholeFlow
 
+MOST_PLACES = 5
+"""So often a worker that comes back gets a place which is lost before the model is stated there."""
+
 log = logging.getLogger("psworker")
 
 
@@ -93,16 +96,15 @@ class SharedModel:
             )
         return plan
 
-    def renew(self) -> None:
-        """The worker has a new place in the job, and states its model there.
+    def come_back(self, reason: str) -> None:
+        """Gives up the worker's place, for this reason; gets a new one in the same job, and states the model there.
 
         What was pulled before stays as it is; its version counts as no newer than what the servers hold now.
         FencedError where they hold no weights any more, MismatchError where they hold another model.
         """
-        self.withdraw()
-        if self._plan is None:
+        answer = self._entered(reason)
+        if self._plan is None or answer is None:
             return
-        answer = self._register()
         if self._started and self._must_upload:
             raise FencedError("the servers have lost the job's weights: start the script again")
         plan = self._planned(answer)
@@ -110,6 +112,21 @@ class SharedModel:
             raise MismatchError("the servers keep the model in another order now", "MODEL_MISMATCH")
         self._plan = Plan(self._plan.spec, plan.shards)
         self.version = min(self.version, answer.version)
+
+    def _entered(self, reason: str) -> co.RegisterResponse | None:
+        """What the new place is told about the model; None: there is none yet."""
+        for left in reversed(range(MOST_PLACES)):
+            self._connection.rejoin(reason)
+            self.withdraw()
+            if self._plan is None:
+                break
+            try:
+                return self._register()
+            except FencedError as error:  # the servers went back to a snapshot meanwhile
+                if not left:
+                    raise
+                log.info("worker %d lost its place before it began: %s", self._connection.place.worker, error)
+        return None
 
     def withdraw(self) -> None:
         """The worker has a new place in the job, where nothing is known of its memory."""

@@ -344,22 +344,15 @@ def test_ctrl_c_leaves_nothing_behind(programs: Programs) -> None:
     flags = ("--servers", 2, "--workers", 1, "--metrics-bind", "127.0.0.1:0")
     run = programs.start("ps-run", *flags, "--summary", "interrupted.json", "train.py")
     run.wait_for("waits")
-    everybody, ports = descendants(run.pid), [int(line.rpartition(":")[2]) for line in addresses(run.err)]
-    assert (len(everybody), len(ports)) == (3, 2)
+    everybody = descendants(run.pid)
+    assert len(everybody) == 3
+    assert {run.pid, *everybody} <= set(programs.alive)
 
     run.send(signal.SIGINT)
 
     assert run.wait() == 130
     assert "Traceback" not in run.said
     assert all(map(gone, everybody))
-    for port in ports:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
+    assert programs.alive == []
     assert set(programs.temporary.iterdir()) == before
     assert json.loads((programs.folder / "interrupted.json").read_text())["status"] == "interrupted"
-
-
-def addresses(log: str) -> list[str]:
-    """Of the servers that say where they listen."""
-    lines = [line for line in log.splitlines() if "listening" in line]
-    return [word.removeprefix("address=") for line in lines for word in line.split() if word.startswith("address=")]

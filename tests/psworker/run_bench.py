@@ -20,7 +20,6 @@ if os.environ.get("BROKEN_SERVER") == flag("--shard"):
 host, port = flag("--bind").split(":")
 with socket.create_server((host, int(port))) as listener:
     port = listener.getsockname()[1]
-    print("port", port, flush=True)
     with open(flag("--port-file") + ".new", "w") as file:
         file.write(f"{host}:{port}\n")
     os.replace(flag("--port-file") + ".new", flag("--port-file"))

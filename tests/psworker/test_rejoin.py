@@ -11,6 +11,7 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.model import OptimizerSpec
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client import Client
+from psworker.model import MOST_PLACES
 from tests.psworker.fake_server import FakeCluster, lost
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
@@ -108,6 +109,31 @@ def test_a_place_that_its_heartbeat_lost_is_left_behind(cluster: FakeCluster) ->
 
 def _fenced() -> None:
     raise FencedError("the heartbeat says so")
+
+
+def test_a_place_that_is_lost_at_once_is_followed_by_another(cluster: FakeCluster) -> None:
+    """The servers may go back to a snapshot between a worker's return and its first word."""
+    with connect(cluster) as client:
+        cluster.fence(1)
+        cluster.control["Register"].append(lambda: cluster.fence(2))
+
+        client.rejoin()
+
+        assert client.worker == 3
+        assert client.push(gradient()).status == "applied"
+    assert set(cluster.left) == {3}
+
+
+def test_servers_that_never_let_it_begin_are_not_asked_for_ever(cluster: FakeCluster) -> None:
+    with connect(cluster) as client:
+        cluster.control["Register"].extend([_fenced] * MOST_PLACES)
+
+        with pytest.raises(FencedError):
+            client.rejoin()
+
+        assert client.worker == 1 + MOST_PLACES
+        client.rejoin()
+        assert client.push(gradient()).status == "applied"
 
 
 def test_it_has_got_no_data_yet(cluster: FakeCluster) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -225,20 +224,6 @@ def test_nothing_outlives_a_ps_run_that_is_killed(bench: Bench) -> None:
     everybody = pids(seen + out)
     assert len(everybody) == 4
     assert all(map(gone, everybody))
-
-
-def test_ports_are_free_again(bench: Bench) -> None:
-    process = bench.popen("--servers", "2", bench.script(WAITING))
-    seen = wait_for_workers(process, 1)
-
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=LIMIT)
-
-    ports = [int(line.split()[2]) for line in (seen + out).splitlines() if "] port " in line]
-    assert ports
-    for port in ports:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
 
 
 USAGE = {
