@@ -142,7 +142,9 @@ class Watch:
     def _collect(self) -> bool:
         self._attempt(self._poll)
         found: list[str] = []
-        problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
+        problem = _nothing_yet(self.status)
+        if not problem:
+            problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
         self._on_result(Result(self.status, found[0] if found else None, problem))
         return True
 
@@ -158,3 +160,12 @@ class Watch:
     def _disconnect(self) -> None:
         if self._observer is not None:
             self._observer.close()
+
+
+def _nothing_yet(status: Status) -> str:
+    """Why there are no weights, where that is for certain: they would be waited for; else nothing."""
+    if status.get("model", True) is None:
+        return "no worker has registered a model; a script does with psworker.connect() and job.optimizer(...)"
+    if status.get("state") == "waiting for a model":
+        return "the worker that registered a model has not brought its weights"
+    return ""

@@ -4,6 +4,7 @@ import io
 import queue
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from pscommon.core.errors import UnreachableError
@@ -173,6 +174,20 @@ def test_watch_says_why_there_are_no_weights() -> None:
     result, _ = ask(Observer(sha=UnreachableError("no model")))
 
     assert result == Result(STATUS, None, "no model")
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        ({"state": "waiting for servers", "model": None}, "no worker has registered a model"),
+        ({"state": "waiting for a model", "model": {"tensors": 2}}, "has not brought its weights"),
+    ],
+)
+def test_watch_asks_for_no_weights_where_there_cannot_be_any(status: dict[str, Any], why: str) -> None:
+    result, _ = ask(Observer(status=status))
+
+    assert result.sha256 is None
+    assert why in result.problem
 
 
 def test_watch_survives_servers_that_do_not_answer() -> None:
