@@ -5,6 +5,7 @@ ledger has some to give. When it has none, all that is in the loader is used up 
 out of rounds, until a lost worker's batches come back or the loop ends. Streams are read in psworker/streams.py.
 """
 
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from psworker.job import Job
 
 FETCH, COMPUTE = 0, 1
+
+log = logging.getLogger("psworker")
 
 
 class Usage:
@@ -238,6 +241,7 @@ class Batches:
 
     def _run(self) -> Iterator[Any]:
         leases = Leases(self._job, self.spec)
+        steps, samples = self._job.stats.steps, self._job.usage.samples
         with self._job.looping(leases):
             source = self._source.open(leases)
             more = True
@@ -250,6 +254,12 @@ class Batches:
                 self._job.enter("wait")
                 more = leases.wait()
             self._job.enter("compute")
+        if self._job.stats.steps == steps and (unused := self._job.usage.samples - samples) > 0:
+            log.warning(
+                "no optimizer.step() in this loop: for the job its %d samples are unused; call step() of what "
+                "job.optimizer returned, or, to evaluate, go through them under torch.no_grad()",
+                unused,
+            )
 
     def _timed(self, source: Iterable[tuple[Wanted | Found, Any]]) -> Iterator[tuple[Wanted | Found, Any]]:
         self._job.enter("data")

@@ -56,7 +56,6 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self.result: PushResult | None = None
         self.pending = False
-        self._template = optimizer
         self._settings = Settings(optimizer)
         self._job = job
         self._told_groups = ""
@@ -68,6 +67,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._bridge.scatter(everything=True)
         self._sum = Accumulation(self._bridge.trainable.tensors)
         self._courier = self._make_courier(model, overlap)
+        self._refusal = optimizer.register_step_pre_hook(_refuse_step)
 
     def _make_courier(self, model: nn.Module, overlap: bool) -> Courier:
         bridge, job = self._bridge, self._job
@@ -200,6 +200,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """The model is the script's own again, as it is now."""
+        self._refusal.remove()
         self._courier.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -249,6 +250,13 @@ class Settings:
 def _is_constant(value: Any) -> bool:
     """A tensor or a list may have changed without being another one."""
     return all(map(_is_constant, value)) if type(value) is tuple else isinstance(value, (float, int, str, type(None)))
+
+
+def _refuse_step(*_: Any) -> None:
+    """The other optimizer's step would change this worker's copy of the weights, and nothing on the servers."""
+    raise InvalidRequestError(
+        "this optimizer was handed over: call step() of the one that job.optimizer(...) returned, which takes its place"
+    )
 
 
 def _refuse_history(state: Mapping[Any, Any]) -> None:

@@ -319,3 +319,17 @@ def test_the_error_that_ends_a_loop_is_the_only_one() -> None:
     with pytest.raises(QuarantinedError) as caught:
         script()
     assert caught.value.__context__ is None
+
+
+def test_a_loop_without_a_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    job, optimizer = started()
+
+    list(job.batches(NUMBERS, 4))
+
+    assert "no optimizer.step() in this loop: for the job its 10 samples are unused" in caplog.text
+    caplog.clear()
+    with torch.no_grad():
+        list(job.batches(NUMBERS, 4))
+    for _ in job.batches(NUMBERS, 4):
+        optimizer.step()
+    assert not caplog.text

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import psworker
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.loop import LoopSpec
 from psworker.job import Job
 from psworker.local import LocalClient
@@ -144,6 +145,23 @@ def test_step_evaluates_a_closure_and_returns_its_loss() -> None:
 
     assert loss is not None
     assert loss.requires_grad
+    assert not torch.equal(net.weight, before)
+
+
+def test_the_optimizer_that_was_handed_over_does_not_step() -> None:
+    """It would change this worker's weights alone, and the training would seem to go on."""
+    job, net = Job(LocalClient()), model()
+    own = torch.optim.SGD(net.parameters(), lr=0.1)
+    job.optimizer(own, net).zero_grad()
+    gradient(net)
+    before = net.weight.clone()
+
+    with pytest.raises(InvalidRequestError, match=r"call step\(\) of the one that job\.optimizer"):
+        own.step()
+    assert torch.equal(net.weight, before)
+
+    job.close()
+    own.step()
     assert not torch.equal(net.weight, before)
 
 
