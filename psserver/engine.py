@@ -292,24 +292,23 @@ class Engine:
         """Until the push is decided and `version` is here; None: not within `seconds`. NOT_READY: send it (again)."""
         deadline = time.monotonic() + seconds
 
-        def ready() -> bool:
-            machine = self._machine
-            over = self._stopping or (key is not None and not machine.knows(key))  # all have gone back, say
-            rejected = key is not None and (outcome := machine.outcome(key)) is not None and outcome.status != "applied"
-            decided = key is None or key.seq == 0 or machine.outcome(key) is not None
-            return bool(over or rejected or (decided and machine.begun and machine.version >= version))
+        def answered() -> bool:
+            return self._machine.answers(key, version)
+
+        def over() -> bool:  # all have gone back, say
+            return bool(self._stopping) or (key is not None and not self._machine.knows(key))
 
         with self._changed:
-            while not ready() and alive() and (left := deadline - time.monotonic()) > 0:
+            while not (over() or answered()) and alive() and (left := deadline - time.monotonic()) > 0:
                 is_open = key is not None and self._machine.outcome(key) is None
                 self._changed.wait(min(left, LOOK), key if is_open else None)
+            if key is not None and answered():  # be it the push that ends the job
+                return self._machine.outcome(key) or Outcome("applied", self._machine.version)
             if self._stopping:
                 raise UnreachableError(f"shard {self.shard} is stopping: {self._stopping}", "STOPPING")
             if key is not None and not self._machine.knows(key):
                 raise UnreachableError(f"shard {self.shard} does not hold push {key.seq} of this worker", "NOT_READY")
-            if key is None or not ready():
-                return None
-            return self._machine.outcome(key) or Outcome("applied", self._machine.version)
+            return None
 
     # ---- pulls ------------------------------------------------------------------------------------------------------
 

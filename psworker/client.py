@@ -132,6 +132,10 @@ class Client:
         """This worker was asked to leave, by SIGTERM to ps-worker or by ps-ctl drain."""
         return self._connection.drain.asked
 
+    def drain(self) -> None:
+        """Asks this worker to leave, as SIGTERM to ps-worker does. From any thread: what waits ends within seconds."""
+        self._connection.drain.ask()
+
     @property
     def stopping(self) -> bool:
         """The job is being ended, or this worker was asked to leave: finish the step, then close."""

@@ -142,14 +142,33 @@ class _Task:
     seed: int
 
 
+class _Ending:
+    """Why the nodes stop before they are done, if they do: the first error. Then all of them are asked to leave."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        self._clients: list[Client] = []
+
+    def concerns(self, client: Client) -> None:
+        """One more node's."""
+        self._clients.append(client)
+        if self.errors:
+            client.drain()
+
+    def begin(self, error: BaseException) -> None:
+        self.errors.append(error)
+        for client in list(self._clients):
+            client.drain()
+
+
 def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[torch.device]) -> list[Node]:
     """All nodes to the end. After the first error, or Ctrl-C, they stop; then it is raised."""
     results = [Node() for _ in devices]
-    failures: list[BaseException] = []
+    ending = _Ending()
     threads = [
         threading.Thread(
             target=_node,
-            args=(cluster, task, copy.deepcopy(module), device, number, result, failures),
+            args=(cluster, task, copy.deepcopy(module), device, number, result, ending),
             daemon=True,  # after Ctrl-C a node that is stuck must not keep the process
         )
         for number, (device, result) in enumerate(zip(devices, results, strict=True))
@@ -160,13 +179,13 @@ def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[t
         for thread in threads:
             interruptible.join(thread)
     except BaseException as interruption:
-        failures.append(interruption)
+        ending.begin(interruption)
         for thread in threads:
             if thread.is_alive():
                 thread.join(STOP_SECONDS)
         raise
-    if failures:
-        raise failures[0]
+    if ending.errors:
+        raise ending.errors[0]
     return results
 
 
@@ -177,25 +196,25 @@ def _node(
     device: torch.device,
     number: int,
     result: Node,
-    failures: list[BaseException],
+    ending: _Ending,
 ) -> None:
     cluster.enter(number)
     try:
-        with Job(cluster.connect(number), number, device) as job:
-            _train(job, task, model.to(device), result, failures)
+        client = cluster.connect(number)
+        with Job(client, number, device) as job:
+            ending.concerns(client)
+            _train(job, task, model.to(device), result)
     except BaseException as error:
-        failures.append(error)
+        ending.begin(error)
     finally:
         cluster.leave(number)
 
 
-def _train(job: Job, task: _Task, model: nn.Module, result: Node, failures: list[BaseException]) -> None:
-    """A worker's whole life: what a user's script would say, but that it stops when another one has failed."""
+def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
+    """A worker's whole life: what a user's script would say."""
     optimizer = job.optimizer(task.make_optimizer(model.parameters()), model)
     told = time.monotonic()
     for inputs, target in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
-        if failures:
-            return
         loss = task.loss(model(inputs.to(job.device)), target.to(job.device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -211,6 +230,8 @@ def _train(job: Job, task: _Task, model: nn.Module, result: Node, failures: list
 def _make(model: nn.Module | str) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
+    if not isinstance(model, str):
+        raise InvalidRequestError(f"a model is a torch.nn.Module or a text, not a {type(model).__name__}")
     name, _, function = model.partition(":")
     try:
         made = getattr(importlib.import_module(name), function)()

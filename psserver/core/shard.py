@@ -131,6 +131,14 @@ class Shard:
         """Is the push staged, or decided? Of initial weights, once there are any, it makes no difference whose."""
         return key in self.staged or (self.begun and key.seq == 0) or self.outcome(key) is not None
 
+    def answers(self, key: PushKey | None, version: int) -> bool:
+        """Can it be told how the push ended (None: there is none), and is `version` here if it was not rejected?"""
+        outcome = self.outcome(key) if key is not None else None
+        if outcome is not None and outcome.status != "applied":
+            return True
+        decided = outcome is not None or key is None or key.seq == 0
+        return decided and self.begun and self.version >= version
+
     def accept(self, epoch: int, entries: Iterable[Entry]) -> list[Entry]:
         """The entries that are to be carried out now, in order; the rest is kept, known already or void."""
         for entry in entries:

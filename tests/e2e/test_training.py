@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from psworker import DistributedTraining, InvalidRequestError
+from psworker import DistributedTraining, InvalidRequestError, NonFiniteError
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import descendants, gone, programs_in
 from tests.e2e.test_policies import POLICIES
@@ -123,6 +124,11 @@ def test_a_factory_that_is_none_is_named(model: str) -> None:
         DistributedTraining().train_distributed(model, DATA, simulate=True)
 
 
+def test_what_is_no_model_is_said_so() -> None:
+    with pytest.raises(InvalidRequestError, match=r"a model is a torch\.nn\.Module or a text, not a NoneType"):
+        DistributedTraining().train_distributed(None, DATA)  # type: ignore[arg-type]
+
+
 def test_nobody_cannot_train() -> None:
     with pytest.raises(InvalidRequestError, match="nodes=0"):
         DistributedTraining().train_distributed(Net(), DATA, nodes=0)
@@ -172,6 +178,16 @@ def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
 
     assert data.asked < 1000
     assert children() == before
+
+
+def test_a_gradient_that_ends_the_job_ends_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """The servers are gone at once, and nobody waits for them as for some that come back."""
+    began = time.monotonic()
+
+    with pytest.raises(NonFiniteError, match=r"tensor 0\.weight"):
+        DistributedTraining().train_distributed(Net(), (INPUTS * torch.nan, LABELS), nodes=3, batch_size=60)
+
+    assert time.monotonic() - began < 30, caplog.text
 
 
 ENDLESS = """

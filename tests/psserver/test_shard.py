@@ -140,6 +140,20 @@ def test_it_knows_what_it_holds_and_what_was_decided() -> None:
     assert shard.knows(push.key)
 
 
+def test_it_answers_for_a_push_once_it_is_rejected_or_its_version_is_here() -> None:
+    shard, good, bad = begun(), staged(1, 1), staged(2, 1)
+    shard.offer(good)
+    shard.offer(bad)
+    assert not shard.answers(good.key, 0)
+    assert shard.answers(None, 0)
+
+    carry_out(shard, apply(2, 1, good), Reject(3, bad.key, "NON_FINITE", ""))
+
+    assert shard.answers(good.key, 1)
+    assert not shard.answers(good.key, 2)
+    assert shard.answers(bad.key, 2)
+
+
 def test_it_knows_nothing_of_what_was_before_it_went_back() -> None:
     shard = Shard(0)
     shard.restore(7, 3, 9)
