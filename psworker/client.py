@@ -129,7 +129,7 @@ class Client:
 
     @property
     def draining(self) -> bool:
-        """This worker was asked to leave, by SIGTERM to ps-worker or by ps-ctl drain."""
+        """This worker was asked to leave, by SIGTERM to ps-worker, ps-ctl drain or `drain`."""
         return self._connection.drain.asked
 
     def drain(self) -> None:
@@ -317,8 +317,7 @@ class Client:
         """Leaves the rounds, as `leave`, but stays to look on: pulls, reports and status go on until `close`."""
         with self._model.turn:
             self._model.check_idle()
-            self._connection.rejoin(reason)
-            self._model.withdraw()
+            self._model.change_place(reason)
 
     def leave(self, reason: str = "") -> None:
         """Nobody waits for this worker any more. reason: empty when it is done. Harmless to repeat."""

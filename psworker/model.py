@@ -102,9 +102,10 @@ class SharedModel:
         What was pulled before stays as it is; its version counts as no newer than what the servers hold now.
         FencedError where they hold no weights any more, MismatchError where they hold another model.
         """
-        answer = self._entered(reason)
-        if self._plan is None or answer is None:
+        if self._plan is None:
+            self.change_place(reason)
             return
+        answer = self._entered(reason)
         if self._started and self._must_upload:
             raise FencedError("the servers have lost the job's weights: start the script again")
         plan = self._planned(answer)
@@ -113,23 +114,26 @@ class SharedModel:
         self._plan = Plan(self._plan.spec, plan.shards)
         self.version = min(self.version, answer.version)
 
-    def _entered(self, reason: str) -> co.RegisterResponse | None:
-        """What the new place is told about the model; None: there is none yet."""
-        for left in reversed(range(MOST_PLACES)):
-            self._connection.rejoin(reason)
-            self.withdraw()
-            if self._plan is None:
-                break
+    def _entered(self, reason: str) -> co.RegisterResponse:
+        """What a new place is told about the model."""
+        left = MOST_PLACES
+        while True:
+            self.change_place(reason)
+            left -= 1
             try:
                 return self._register()
             except FencedError as error:  # the servers went back to a snapshot meanwhile
                 if not left:
                     raise
                 log.info("worker %d lost its place before it began: %s", self._connection.place.worker, error)
-        return None
+
+    def change_place(self, reason: str) -> None:
+        """Gives up the worker's place, for this reason, and gets a new one in the same job."""
+        self._connection.rejoin(reason)
+        self.withdraw()
 
     def withdraw(self) -> None:
-        """The worker has a new place in the job, where nothing is known of its memory."""
+        """Nothing is known of the worker's memory where it asks next."""
         self._have = None
         if self._tapes is not None:
             self._tapes.detach()

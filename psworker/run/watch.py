@@ -140,9 +140,8 @@ class Watch:
         self.status = self._observer.status()
 
     def _collect(self) -> bool:
-        self._attempt(self._poll)
-        found: list[str] = []
-        problem = _nothing_yet(self.status)
+        silent, found = self._attempt(self._poll), list[str]()
+        problem = "" if silent else _nothing_yet(self.status)  # an old status is not for certain
         if not problem:
             problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
         self._on_result(Result(self.status, found[0] if found else None, problem))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pscommon.core.errors import UnreachableError
 from psworker.run.display import LINE_SECONDS, LiveDisplay, PlainDisplay, Spoken, open_display, panel, progress
-from psworker.run.watch import Result, Watch
+from psworker.run.watch import Result, Status, Watch
 
 LIMIT = 30.0
 STATUS: dict[str, Any] = {
@@ -153,10 +153,12 @@ class Observer:
         self.closed = True
 
 
-def ask(observer: Observer) -> tuple[Result, str]:
+def ask(observer: Observer, before: Status | None = None) -> tuple[Result, str]:
+    """before: the status of an earlier look."""
     results: queue.SimpleQueue[Result] = queue.SimpleQueue()
     stops: queue.SimpleQueue[str] = queue.SimpleQueue()
     watch = Watch(lambda address: observer, results.put, stops.put)
+    watch.status = before or {}
     watch.start("127.0.0.1:1")
     watch.collect()
     watch.stop_job()
@@ -188,6 +190,13 @@ def test_watch_asks_for_no_weights_where_there_cannot_be_any(status: dict[str, A
 
     assert result.sha256 is None
     assert why in result.problem
+
+
+def test_watch_takes_no_old_status_for_the_last_word() -> None:
+    """The model may have come since."""
+    result, _ = ask(Observer(status=UnreachableError("busy")), before={"model": None})
+
+    assert result.sha256 == "f" * 64
 
 
 def test_watch_survives_servers_that_do_not_answer() -> None:
