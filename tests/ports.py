@@ -1,24 +1,65 @@
 """Ports that nobody has, for tests that must name one before they use it."""
 
+import atexit
 import random
 import socket
+import threading
 from contextlib import suppress
 
 BELOW_EPHEMERAL = range(20_000, 32_000)
 """Not where the system takes the ports of outgoing connections from: one of those could come in between."""
 
-_random = random.SystemRandom()
+BLOCK = 600
+"""Ports that one process gives out, each once, before it claims as many others."""
+
+
+class Ports:
+    """A block belongs to whoever listens on its first port: a port given out is not given again, here or in a test that
+    runs beside this one, between its being free and its being used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claim: socket.socket | None = None
+        self._left = range(0)
+
+    def take(self, count: int) -> list[int]:
+        """That follow one another."""
+        with self._lock:
+            while True:
+                while len(self._left) < count:
+                    self._left = self._another_block()
+                ports, self._left = list(self._left[:count]), self._left[count:]
+                with suppress(OSError):
+                    for port in ports:
+                        _listen(port).close()
+                    return ports
+
+    def close(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+
+    def _another_block(self) -> range:
+        first = random.SystemRandom().choice(BELOW_EPHEMERAL[::BLOCK])
+        try:
+            claim = _listen(first)
+        except OSError:
+            return range(0)
+        self.close()
+        self._claim = claim
+        return range(first + 1, first + BLOCK)
+
+
+def _listen(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
+
+
+_ports = Ports()
+atexit.register(_ports.close)
 
 
 def free_ports(count: int) -> list[int]:
     """That follow one another."""
-    while True:
-        first = _random.choice(BELOW_EPHEMERAL)
-        ports = list(range(first, first + count))
-        with suppress(OSError):
-            for port in ports:
-                socket.create_server(("127.0.0.1", port)).close()
-            return ports
+    return _ports.take(count)
 
 
 def free_port() -> int:
