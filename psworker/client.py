@@ -2,7 +2,6 @@
 
 import json
 import os
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +13,7 @@ from pscommon.core.stream import Spec
 from pscommon.core.tape import Plan
 from pscommon.values import LANES, Lanes, seconds
 from psproto.v1 import coordinator_pb2 as co
+from psworker import forgotten
 from psworker.arrays import Array, Arrays, ArrayTape, spec_of
 from psworker.connection import Connection
 from psworker.discovery import addresses_of, discover
@@ -65,8 +65,8 @@ class Client:
         environment = os.environ if servers is None and lane is None else {}
         limits = Limits(connect_timeout or _connect_timeout(environment), wait_timeout)
         self._connection = _connected(servers, lane, environment, limits)
-        # an unclosed client must neither live on in its threads nor keep the interpreter from ending
-        self._finalizer = weakref.finalize(self, self._connection.close, "its process ended without close()")
+        if not self._connection.lane.direct:  # else it has no threads to live on in
+            forgotten.watch(self, self._connection)
         self._observes = observe
         chosen = "grpc" if self._connection.lane.direct else _lanes(lanes, os.environ)
         self._model = SharedModel(self._connection, observe, chosen)
@@ -81,7 +81,7 @@ class Client:
         try:
             self._connection.join(rank, _attempt(os.environ), device)
         except BaseException:
-            self._finalizer()
+            self._connection.close()
             raise
 
     @property

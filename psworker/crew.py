@@ -42,8 +42,7 @@ class Crew:
         for waiting in self._queues:
             waiting.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # a forgotten client may be collected anywhere
-                thread.join(10.0)
+            thread.join(10.0)
         self._queues, self._threads = [], []
 
     def _hand_out(self, number: int, part: Callable[[], T], cancellation: Cancellation) -> "Future[T]":

@@ -91,6 +91,16 @@ class Lane(Protocol):
     def close(self) -> None: ...
 
 
+class Line:
+    """A channel and all its stubs, made while it is certainly open: to make one on a closed channel is a crash in C."""
+
+    def __init__(self, channel: "grpc.Channel") -> None:
+        self.channel = channel
+        self.exchanges = ExchangeStub(channel)
+        self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
+        self.coordinator: CoordinatorServiceStub = CoordinatorServiceStub(channel)
+
+
 class GrpcLane:
     """Over gRPC. Channels are opened when first used; a forked child may not use those of its parent (nor does it).
 
@@ -104,9 +114,7 @@ class GrpcLane:
         self.clock = Clock(time.monotonic, time.sleep)
         self._places = Whereabouts(addresses, given)
         self._lock = threading.Lock()
-        self._channels: dict[tuple[str, bool], grpc.Channel] = {}
-        self._shards: dict[str, ExchangeStub] = {}
-        self._coordinators: dict[str, CoordinatorServiceStub] = {}
+        self._lines: dict[tuple[str, bool], Line] = {}
         self._streams = Streams()
         self._closed = False
         _lanes.add(self)
@@ -126,21 +134,16 @@ class GrpcLane:
     def _leave(self, gone: set[str]) -> None:
         """Calls that are with a server which is not primary any more end, and are repeated elsewhere."""
         with self._lock:
-            channels = [self._channels.pop(key) for key in list(self._channels) if key[0] in gone]
-            for address in gone:
-                self._shards.pop(address, None)
-                self._coordinators.pop(address, None)
-        for channel in channels:
-            channel.close()
+            lines = [self._lines.pop(key) for key in list(self._lines) if key[0] in gone]
+        for line in lines:
+            line.channel.close()
 
     def look_around(self, job: str, timeout: float) -> bool:
         places, calls, void = self._places, [], set[str]()
         for address in places.known:
-            with self._lock:
-                channel = self._channels.get((address, False)) or self._open(address)
+            line = self._line(address)
             with suppress(ValueError):  # gRPC's: it was closed meanwhile, because its server is not primary any more
-                describe = ParameterServerServiceStub(channel).Describe
-                calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
+                calls.append((address, line.shard.Describe.future(ps.DescribeRequest(), timeout=timeout)))
         for address, call in calls:
             with suppress(PSError), translated(address):
                 found = call.result()
@@ -175,13 +178,12 @@ class GrpcLane:
 
     def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
         with self._at(shard, "AttachMemory") as address:
-            stub: ParameterServerServiceStub = ParameterServerServiceStub(self._shard(address).channel)
-            return stub.AttachMemory(request, timeout=timeout)
+            return self._line(address, tensors=True).shard.AttachMemory(request, timeout=timeout)
 
     def whereabouts(self, timeout: float) -> Sequence[str]:
         with self._at(0, "Describe") as address:
-            stub = ParameterServerServiceStub(self._shard(address).channel)
-            found = tuple(stub.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
+            describe = self._line(address, tensors=True).shard.Describe
+            found = tuple(describe(ps.DescribeRequest(), timeout=timeout).addresses)
             self._places.count(len(found))
             return found
 
@@ -215,7 +217,7 @@ class GrpcLane:
         cancellation: Cancellation,
         frames: Iterator[bytes] | None,
     ) -> Answer:
-        stub, started = self._shard(address), time.monotonic()
+        stub, started = self._line(address, tensors=True).exchanges, time.monotonic()
         if header.memory:
             answer = _once(stub, encode_header(header), timeout, cancellation)
             return Answer(take(answer, receiver, in_memory=True), time.monotonic() - started, 0.0)
@@ -235,10 +237,9 @@ class GrpcLane:
         """Harmless to repeat, and in a forked child."""
         with self._lock:
             self._closed = True
-            channels, self._channels = list(self._channels.values()), {}
-            self._shards, self._coordinators = {}, {}
-        for channel in channels:
-            channel.close()
+            lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.channel.close()
 
     @contextmanager
     def _at(self, shard: int, method: str) -> Iterator[str]:
@@ -258,29 +259,20 @@ class GrpcLane:
 
     def _ask(self, method: str, call: Callable[[CoordinatorServiceStub], T]) -> T:
         with self._at(0, method) as address:
-            with self._lock:
-                if address not in self._coordinators:
-                    self._coordinators[address] = CoordinatorServiceStub(self._open(address))
-                stub = self._coordinators[address]
-            return call(stub)
+            return call(self._line(address).coordinator)
 
-    def _shard(self, address: str) -> ExchangeStub:
+    def _line(self, address: str, tensors: bool = False) -> "Line":
         with self._lock:
-            if address not in self._shards:
-                self._shards[address] = ExchangeStub(self._open(address, tensors=True))
-            return self._shards[address]
-
-    def _open(self, address: str, tensors: bool = False) -> "grpc.Channel":
-        if self._closed:
-            raise InvalidRequestError("this connection is closed")
-        self._channels[address, tensors] = open_channel(address, tensors)
-        return self._channels[address, tensors]
+            if self._closed:
+                raise InvalidRequestError("this connection is closed")
+            if (address, tensors) not in self._lines:
+                self._lines[address, tensors] = Line(open_channel(address, tensors))
+            return self._lines[address, tensors]
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's channels without closing them, which could hang."""
-        _inherited.extend(self._channels.values())
-        self._lock = threading.Lock()
-        self._channels, self._shards, self._coordinators = {}, {}, {}
+        _inherited.extend(self._lines.values())
+        self._lock, self._lines = threading.Lock(), {}
 
 
 _lanes: "weakref.WeakSet[GrpcLane]" = weakref.WeakSet()

@@ -133,8 +133,7 @@ class Heartbeat:
     def stop(self) -> None:
         """No heartbeat is under way any more when this returns, unless a server is holding one up."""
         self._stop.set()
-        if self._thread is not threading.current_thread():  # a forgotten client may be collected anywhere
-            self._thread.join(self._call_seconds + 1.0)
+        self._thread.join(self._call_seconds + 1.0)
 
     @property
     def _call_seconds(self) -> float:

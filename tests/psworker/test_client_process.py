@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from psworker.forgotten import DROPPED, ENDED
 from tests.psworker.fake_server import FakeCluster
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,7 @@ def cluster() -> Iterator[FakeCluster]:
 def start(cluster: FakeCluster, program: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", program, ",".join(cluster.addresses)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -131,7 +133,67 @@ def test_unclosed_client_does_not_keep_its_process(cluster: FakeCluster, ending:
 
     assert code == {"sys.exit(3)": 3, "raise KeyError('oops')": 1}.get(ending, 0)
     assert "oops" in err or not err
-    assert cluster.left == {1: "its process ended without close()"}
+    assert cluster.left == {1: DROPPED if ending == "del client" else ENDED}
+
+
+DROPS = """
+import gc
+gc.disable()
+lane = client._connection.lane
+client.myself = client  # only the collector finds it
+del client
+"""
+
+
+def test_client_that_is_collected_in_the_midst_of_a_call(cluster: FakeCluster) -> None:
+    """gRPC's core aborts the process where a channel is closed in the midst of starting a call on it."""
+    program = """
+from psproto.v1.parameter_server_pb2 import DescribeRequest
+describe = lane._line(lane.addresses[0]).shard.Describe
+
+class Operations(tuple):
+    def __iter__(self):  # when the call is there, and nothing has been started on it
+        collected.append(gc.collect())
+        return super().__iter__()
+
+def managed(flags, method, host, deadline, metadata, credentials, operations, *rest, start=describe._managed_call):
+    operations = tuple(map(Operations, operations))
+    return start(flags, method, host, deadline, metadata, credentials, operations, *rest)
+
+collected, describe._managed_call = [], managed
+answer = describe.future(DescribeRequest(), timeout=5)
+assert any(collected)
+"""
+    code, _, err = run(cluster, DROPS + program)
+
+    assert (code, err) == (0, "")
+    assert cluster.left == {1: DROPPED}
+
+
+def test_client_that_is_collected_under_a_lock_that_closing_takes(cluster: FakeCluster) -> None:
+    code, _, err = run(cluster, DROPS + "with lane._lock: assert gc.collect()")
+
+    assert (code, err) == (0, "")
+    assert cluster.left == {1: DROPPED}
+
+
+def test_dropped_clients_leave_at_once(cluster: FakeCluster) -> None:
+    """Not with the end of their process; their threads end too."""
+    program = """
+for _ in range(3):
+    Client(sys.argv[1])
+threads = lambda: [t for t in threading.enumerate() if t.name.startswith("heart")]
+while len(threads()) > 1: threading.Event().wait(0.01)
+print("ended", flush=True)
+sys.stdin.read()
+"""
+    with start(cluster, START + program) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ended\n"
+            cluster.wait_until(lambda: cluster.left == {2: DROPPED, 3: DROPPED, 4: DROPPED})
+        finally:
+            process.kill()
 
 
 INTERRUPTED = """

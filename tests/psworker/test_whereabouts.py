@@ -1,10 +1,13 @@
 """Where a worker looks for the primary of a shard."""
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 
+import grpc
 import pytest
 
 from pscommon.core.errors import LayoutError, UnreachableError
+from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.lane import GrpcLane
 from psworker.whereabouts import Whereabouts
 from tests.ports import free_port
@@ -79,6 +82,21 @@ def test_who_looks_around_bears_a_line_that_another_thread_closes() -> None:
     """One that hears of a new primary, say; the heartbeats that look around must go on."""
     with closing(GrpcLane([f"127.0.0.1:{free_port()}"])) as lane:
         assert not lane.look_around("job", 0.1)
-        for channel in lane._channels.values():
-            channel.close()
+        for line in lane._lines.values():
+            line.channel.close()
         assert not lane.look_around("job", 0.1)
+
+
+def test_a_line_is_not_closed_before_all_that_can_be_asked_on_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub on a closed channel would be a crash, in C."""
+    make, early = ParameterServerServiceStub, []
+
+    def making(channel: grpc.Channel) -> ParameterServerServiceStub:
+        leaving = pool.submit(lane.relocate, [])
+        early.extend(wait([leaving], 0.1).done)
+        return make(channel)
+
+    monkeypatch.setattr("psworker.lane.ParameterServerServiceStub", making)
+    with closing(GrpcLane([f"127.0.0.1:{free_port()}"])) as lane, ThreadPoolExecutor(1) as pool:
+        lane.look_around("job", 0.1)
+    assert not early

@@ -104,7 +104,6 @@ class ExchangeStub:
     `once` (ExchangeOnce) where one frame each way is enough."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
         self.stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE)
         self.ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(EXCHANGE)
         self.once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(EXCHANGE_ONCE)
