@@ -27,8 +27,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+test: setup # a test that crashes its process ends the run; pytest-xdist would start it again for ever
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --max-worker-restart 0
 
 check: lint test
 
