@@ -21,6 +21,9 @@ T = TypeVar("T")
 LOOK = 0.2
 """Seconds after which whoever waits looks again in any case."""
 
+LAST_WORD = 2.0
+"""Seconds for workers to hear that the job is over (they ask once a second), to end their steps and to leave."""
+
 
 class Desk:
     """Owner of the coordinator's machine. missing: whom all have to wait for; ending: the job ends; failed: told once
@@ -95,6 +98,11 @@ class Desk:
                 return answer
             with self.changed:
                 self.changed.wait_for(partial(self._moved_on, seen), min(left, LOOK))
+
+    def farewell(self) -> None:
+        """Returns once no worker is here any more, after LAST_WORD seconds at most."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.coordinator.roster.here(), LAST_WORD)
 
     def _moved_on(self, revision: int) -> bool:
         return self._revision != revision

@@ -155,9 +155,11 @@ class Hub:
         return answer or "pending"
 
     def beat(self, worker: int, step_seconds: float, samples_per_second: float, phase: str) -> tuple[bool, bool]:
-        """A sign of life; is the job ending, and is the worker asked to leave?"""
+        """A sign of life; is the job ending, and is the worker asked to leave? Why the job has failed is raised."""
         member = self._desk.step(lambda recorder, now: recorder.coordinator.member(worker, now), quiet=True)
         member.step_seconds, member.samples_per_second, member.phase = step_seconds, samples_per_second, phase
+        if self.failure is not None:
+            raise self.failure
         return self.stop_reason is not None, member.draining
 
     def alive(self, workers: Collection[int]) -> None:
@@ -354,17 +356,18 @@ class Hub:
             self.stop("all workers are done")
 
     def stop(self, reason: str) -> None:
-        """End the job: a last snapshot where there can be one, then every server goes. Returns at once."""
+        """End the job: workers leave, a last snapshot is taken where it can be, every server goes. Returns at once."""
         with self._desk.changed:
             if self.stop_reason is not None:
                 return
             self.stop_reason = reason or "asked to"
             self._desk.wake()
         log.info("stopping", extra={"reason": self.stop_reason})
-        threading.Thread(target=self._last_snapshot, name="last-snapshot", daemon=True).start()
+        threading.Thread(target=self._end_job, name="end-of-the-job", daemon=True).start()
 
-    def _last_snapshot(self) -> None:
+    def _end_job(self) -> None:
         try:
+            self._desk.farewell()
             if not self.fleet.missing:
                 self.snapshots.last()
         finally:

@@ -3,17 +3,19 @@
 import math
 import os
 import weakref
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pscommon.core.errors import PSError
-from psworker.patience import Clock
+
+if TYPE_CHECKING:
+    from psworker.patience import Clock
 
 LONGEST_WAIT = 5.0
 """Seconds that a worker which was asked to leave still waits for others."""
 
 
 class DrainedError(PSError):
-    """This worker was asked to leave, and what was called would keep it here. Its process ends with 0."""
+    """This worker was asked to leave, or the job is over, and what was called would keep it here. Exit code 0."""
 
     exit_code: ClassVar[int] = 0
 
@@ -27,7 +29,7 @@ class Drain:
     It belongs to the process, not to one place in the job: a worker that joins again has still been asked.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: "Clock") -> None:
         self.deadline = math.inf
         self._now = clock.now
         self._pid = os.getpid()

@@ -6,7 +6,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pscommon.core.errors import FencedError, MismatchError, PSError
+from pscommon.core.errors import (
+    FencedError,
+    MismatchError,
+    NonFiniteError,
+    PSError,
+    SnapshotError,
+    TooFewWorkersError,
+)
 from psproto.v1 import coordinator_pb2 as co
 from psworker.core.pushes import Pushes
 from psworker.drain import Drain
@@ -20,6 +27,9 @@ SILENT_SECONDS = 2.0
 """Two heartbeats in a row without an answer: people are told."""
 LOOK_SECONDS = 0.25
 """At most, for an answer of whoever may be primary by now, and until they are asked again."""
+
+LOST = (FencedError, MismatchError, NonFiniteError, SnapshotError, TooFewWorkersError)
+"""Answers to a heartbeat after which there is no place to keep, here or in the job."""
 
 log = logging.getLogger("psworker")
 
@@ -60,7 +70,8 @@ class Place:
         self._lost = self._lost or error
 
     def check(self) -> None:
-        """FencedError, or MismatchError for another job on the same servers, once the place is lost."""
+        """Why the place is lost, if it is: FencedError, MismatchError for another job on the same servers, or what has
+        ended the job."""
         if self._lost is not None:
             raise type(self._lost)(str(self._lost), self._lost.reason)
 
@@ -77,14 +88,16 @@ class Place:
         )
         try:
             answer = lane.heartbeat(request, timeout)
-        except (FencedError, MismatchError) as error:
+        except LOST as error:
             self.lose(error)
             log.info("worker %d is out of job %s: %s", self.worker, self.job, error)
         except PSError as error:
             return str(error)
         else:
             lane.learn(answer.addresses, answer.terms, answer.standbys)
-            self.stopping = answer.stopping or self.stopping
+            if answer.stopping and not self.stopping:
+                log.info("job %s is over: worker %d ends its step and leaves", self.job, self.worker)
+                self.stopping = True
             if answer.draining:
                 drain.ask()
         return ""

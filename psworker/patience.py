@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pscommon.core.errors import UnreachableError, WaitTimeoutError
+from psworker.drain import DrainedError
 
 LOG_SECONDS = 8.0  # nobody waits for 10 without a line that says for whom
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.25
@@ -148,14 +149,17 @@ class Patience:
         return self._slice
 
     def failed(self, error: UnreachableError) -> None:
-        """No answer. Returns after a pause when the request may be repeated, else raises UnreachableError."""
+        """No answer. Returns after a pause when the request may be repeated, else raises UnreachableError; DrainedError
+        where no server is to answer any more."""
         if error.reason == "NOT_READY":  # it does answer: this is a wait, not silence
             self._clock.sleep(FIRST_PAUSE)
             return self.waited(f"a server that is not ready: {error}")
         self._limits.check()
         now = self._clock.now()
         silent, limit = now - self._heard, self._limits.connect
-        if silent >= (min(limit, LAST_SECONDS) if self._limits.hurry() else limit):
+        if self._limits.hurry() and silent >= min(limit, LAST_SECONDS):
+            raise DrainedError(f"the job is over, and its servers are gone: {error}") from error
+        if silent >= limit:
             raise UnreachableError(f"{error} (tried for {silent:.0f} s)", error.reason) from error
         text = f"{self._what}: trying again for {limit - silent:.0f} s: {error}"
         if not self._silent and self._limits.waits.are_news(now, self._what):  # nobody has to wait for that

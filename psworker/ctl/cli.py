@@ -79,13 +79,14 @@ def plan(settings: Settings) -> None:
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 stop --reason 'accurate enough'")
-@click.option("--reason", default="ps-ctl stop", show_default=True, help="For the logs of servers and workers.")
+@click.option("--reason", default="ps-ctl stop", show_default=True, help="For the logs of the servers.")
 @shared
 @pass_settings
 def stop(settings: Settings, reason: str) -> None:
     """End the job.
 
-    Where there is a data directory a last snapshot is taken; then every server exits.
+    Workers end their steps and leave, with exit code 0; where there is a data directory a last snapshot is taken; then
+    every server exits.
     """
     with settings.servers() as servers:
         servers.stop(reason)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 
+from pscommon.core.errors import NonFiniteError
 from pscommon.snapshot import Snapshots
 from psworker.ctl.cli import main as ps_ctl
 from tests.e2e.conftest import Cluster
 from tests.e2e.disk import flip, stored
 from tests.e2e.programs import Programs, programs_in
-from tests.e2e.workers import count, counted, counter, network, status, train, until, weights_of
+from tests.e2e.workers import ONES, count, counted, counter, network, status, together, train, until, weights_of
 from tests.ports import free_port
 
 Make = Callable[..., Cluster]
@@ -131,6 +132,35 @@ def test_stop_ends_every_server_with_a_last_snapshot(cluster: Make, capsys: Outp
         assert all(server.ended.wait(30) for server in servers.servers)
         assert [server.failure for server in servers.servers] == [None, None]
     assert Snapshots(tmp_path).versions() == [3]
+
+
+def test_workers_end_their_steps_before_the_last_snapshot(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+    """It has all that was acknowledged, and nobody is left who would look for the servers afterwards."""
+    servers, pushed = cluster(2, min_workers=2, data_dir=tmp_path), []
+
+    def work(rank: int) -> None:
+        with counter(servers.address, rank) as client:
+            while not client.stopping:
+                pushed.append(client.push(ONES).version)
+
+    def stop() -> None:
+        until(lambda: len(pushed) > 10, "training")
+        ctl(capsys, "--ps", servers.address, "stop")
+
+    together(lambda: work(0), lambda: work(1), stop)
+
+    assert all(server.ended.wait(30) for server in servers.servers)
+    assert Snapshots(tmp_path).versions() == [max(pushed)]
+    assert [server.failure for server in servers.servers] == [None, None]
+
+
+def test_all_workers_are_told_why_their_job_has_failed(cluster: Make) -> None:
+    address = cluster(2, min_workers=2, policy="async").address
+    with counter(address, rank=0) as one, counter(address, rank=1) as other:
+        assert one.push({name: np.full_like(value, np.nan) for name, value in ONES.items()}).status == "rejected"
+        for client in (one, other):
+            with pytest.raises(NonFiniteError, match=f"worker {one.worker} .rank 0, "):
+                until(lambda client=client: count(client), "the reason")
 
 
 def test_a_worker_hears_of_the_stop_and_ends_well(cluster: Make, capsys: Output) -> None:

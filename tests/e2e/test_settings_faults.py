@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pscommon import options, record_segment
-from pscommon.core.errors import PSError, QuarantinedError
+from pscommon.core.errors import PSError, QuarantinedError, TooFewWorkersError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.wire import codec
@@ -23,7 +23,7 @@ from psserver.primary_lease import FolderLease
 from psworker import Client
 from tests.e2e.seen import Seen
 from tests.e2e.standbys import Following, silent_standby
-from tests.e2e.workers import ONES, count, counted, counter, status
+from tests.e2e.workers import ONES, count, counted, counter, status, until
 
 seen = Seen("server")
 
@@ -73,6 +73,8 @@ def test_on_worker_loss_decides_when_a_round_goes_on(serve: Serve, mode: str, le
 def test_on_worker_loss_abort_ends_the_job(serve: Serve) -> None:
     server = serve("--min-workers", 2, "--lease", "300ms", "--on-worker-loss", "abort")
     with counter(server.address, rank=0) as client, falls_silent(client):
+        with pytest.raises(TooFewWorkersError, match="rank 1, "):
+            until(lambda: count(client), "the word of it")
         assert server.ended.wait(10)
 
     assert server.failure is not None

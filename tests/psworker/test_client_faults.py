@@ -21,6 +21,7 @@ from pscommon.core.model import OptimizerSpec
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker import patience
 from psworker.client import Client
+from psworker.drain import DrainedError
 from tests.psworker.fake_server import FakeCluster, FakeServer, lost
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
@@ -225,13 +226,14 @@ def _restart(cluster: FakeCluster, old: FakeServer) -> None:
 
 
 def test_job_that_ends_is_not_waited_for_long(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it a failure: somebody has ended it."""
     monkeypatch.setattr(patience, "LAST_SECONDS", 0.0)
     cluster.lease, cluster.stopping = 0.1, True
     with connect(cluster) as client:
         cluster.wait_until(lambda: len(cluster.beats) > 2)
         cluster.servers[1].stop()
         started = time.monotonic()
-        with pytest.raises(UnreachableError):
+        with pytest.raises(DrainedError, match="the job is over"):
             client.push(gradient())
 
         assert time.monotonic() - started < 10

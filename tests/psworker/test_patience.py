@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from pscommon.core.errors import FencedError, UnreachableError, WaitTimeoutError
+from psworker.drain import DrainedError
 from psworker.patience import Clock, Limits, Patience, Waits
 
 SILENT = UnreachableError("shard 1 at a:1 does not answer", "UNREACHABLE")
@@ -166,7 +167,7 @@ def test_no_point_in_going_on(time: Time) -> None:
 
 def test_job_that_ends_is_not_worth_waiting_for(time: Time) -> None:
     patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000, hurry=lambda: True))
-    with pytest.raises(UnreachableError):
+    with pytest.raises(DrainedError):
         fail_for_ever(patience)
 
     assert time.now < 104
