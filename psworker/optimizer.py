@@ -67,7 +67,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._bridge.scatter(everything=True)
         self._sum = Accumulation(self._bridge.trainable.tensors)
         self._courier = self._make_courier(model, overlap)
-        self._refusal = optimizer.register_step_pre_hook(_refuse_step)
+        self._handed_over, self._refusal = optimizer, optimizer.register_step_pre_hook(_refuse_step)
 
     def _make_courier(self, model: nn.Module, overlap: bool) -> Courier:
         bridge, job = self._bridge, self._job
@@ -95,6 +95,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._handed_over._opt_called = True  # type: ignore[attr-defined]  # LR schedulers made with it look there
         with torch.no_grad():
             self._push(samples)
         return loss

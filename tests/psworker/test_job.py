@@ -93,6 +93,15 @@ def test_lr_schedulers_work_unchanged(make: Callable[[torch.optim.Optimizer], An
     assert torch.equal(plain.weight, net.weight)
 
 
+def test_an_lr_scheduler_made_before_goes_on() -> None:
+    """Without torch's warning, here an error, of a scheduler whose optimizer never steps."""
+    net = model()
+    theirs = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(theirs, step_size=2, gamma=0.5)
+
+    assert schedule(net, Job(LocalClient()).optimizer(theirs, net), scheduler, 4) == [0.1, 0.05, 0.05, 0.025]
+
+
 def test_it_is_a_torch_optimizer_over_the_same_groups() -> None:
     job, net = Job(LocalClient()), model()
     theirs = torch.optim.SGD(net.parameters(), lr=0.1)
