@@ -271,16 +271,17 @@ class Server:
         return self.hub.failure if self.hub is not None else self.link.failure if self.link is not None else None
 
     def stop(self, reason: str) -> None:
-        """Begin to end: shard 0 ends the job, with a last snapshot; others wait a while for it to do so."""
+        """Begin to end, as told by a signal: shard 0 with a last snapshot, and all servers with it; others wait a while
+        for that. They may come back, so workers look for them."""
         if self.hub is not None:
-            self.hub.stop(reason)
+            self.hub.stop(reason, over=False)
         elif self.link is not None:
             threading.Timer(DRAIN, self.link.ended.set).start()
 
     def close(self) -> None:
         """Answer everyone who waits, finish writing, free everything. Repeating it is harmless."""
         self._health.enter_graceful_shutdown()
-        self.engine.stop("the job is over")
+        self.engine.stop("its process ends")
         if self.link is not None:
             self.link.close()
         if self.hub is not None:

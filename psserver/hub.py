@@ -58,7 +58,8 @@ class Hub:
         self.archive, self.metrics = archive, metrics
         self.fleet = Fleet(layout, identity.address, line)
         self._identity, self._began, self._line = identity, time.monotonic(), line
-        self.stop_reason: str | None = None
+        self.stop_reason: str | None = None  # why the servers end
+        self.over = False  # the job ends with them
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
         self._epochs = Epochs(config, identity, engine, archive, self.fleet, metrics, self._fail, line)
@@ -155,12 +156,12 @@ class Hub:
         return answer or "pending"
 
     def beat(self, worker: int, step_seconds: float, samples_per_second: float, phase: str) -> tuple[bool, bool]:
-        """A sign of life; is the job ending, and is the worker asked to leave? Why the job has failed is raised."""
+        """A sign of life; is the job over, and is the worker asked to leave? Why the job has failed is raised."""
         member = self._desk.step(lambda recorder, now: recorder.coordinator.member(worker, now), quiet=True)
         member.step_seconds, member.samples_per_second, member.phase = step_seconds, samples_per_second, phase
         if self.failure is not None:
             raise self.failure
-        return self.stop_reason is not None, member.draining
+        return self.over, member.draining
 
     def alive(self, workers: Collection[int]) -> None:
         """Their bytes have moved through a shard."""
@@ -355,9 +356,11 @@ class Hub:
         if self.config.exit_when_done and self._coordinator.roster.all_done(self.config.min_workers):
             self.stop("all workers are done")
 
-    def stop(self, reason: str) -> None:
-        """End the job: workers leave, a last snapshot is taken where it can be, every server goes. Returns at once."""
+    def stop(self, reason: str, over: bool = True) -> None:
+        """Every server goes, after a last snapshot where there can be one. over: the job ends, so workers leave first;
+        else they wait for the servers to come back. Returns at once."""
         with self._desk.changed:
+            self.over = self.over or over
             if self.stop_reason is not None:
                 return
             self.stop_reason = reason or "asked to"
@@ -367,7 +370,8 @@ class Hub:
 
     def _end_job(self) -> None:
         try:
-            self._desk.farewell()
+            if self.over:
+                self._desk.farewell()
             if not self.fleet.missing:
                 self.snapshots.last()
         finally:
@@ -378,11 +382,9 @@ class Hub:
     def close(self) -> None:
         """No more time passes. The other shards get a moment to hear that the job is over."""
         self.stopped.set()
-        deadline = time.monotonic() + 2.0
         with self._desk.changed:
             self._desk.wake()
-            while any(s.connected for s in list(self.fleet)[1:]) and (left := deadline - time.monotonic()) > 0:
-                self._desk.changed.wait(left)
+            self._desk.changed.wait_for(lambda: not any(s.connected for s in list(self.fleet)[1:]), 2.0)
         if self._ticker.is_alive():
             self._ticker.join()
 

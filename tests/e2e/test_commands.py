@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,25 @@ def test_workers_end_their_steps_before_the_last_snapshot(cluster: Make, capsys:
     assert all(server.ended.wait(30) for server in servers.servers)
     assert Snapshots(tmp_path).versions() == [max(pushed)]
     assert [server.failure for server in servers.servers] == [None, None]
+
+
+def test_workers_wait_for_servers_that_were_told_to_end(cluster: Make, tmp_path: Path) -> None:
+    """By a signal, from whoever moves them to another host, say: the job is not over, and nobody is told so."""
+    settings = {"data_dir": tmp_path, "durability": "log", "lease": 0.5}
+    servers = cluster(1, **settings)
+    (server,) = servers.servers
+    with counter(servers.address) as client:
+        count(client, 3)
+        assert server.hub is not None
+        server.hub.snapshots.last = lambda: threading.Event().wait(0.5)  # longer than between two heartbeats
+        server.stop("SIGTERM")
+        assert server.ended.wait(30)
+        servers.close()
+        assert not client.stopping
+
+        servers.add(0, 1, bind=server.address, **settings)
+        count(client)
+        assert counted(client.pull()) == 4
 
 
 def test_all_workers_are_told_why_their_job_has_failed(cluster: Make) -> None:
