@@ -270,13 +270,17 @@ class Server:
     def failure(self) -> PSError | None:
         return self.hub.failure if self.hub is not None else self.link.failure if self.link is not None else None
 
+    @property
+    def _job_is_over(self) -> bool:
+        return self.hub.over if self.hub is not None else self.link is not None and self.link.told_to_end
+
     def stop(self, reason: str) -> None:
-        """Begin to end, as told by a signal: shard 0 with a last snapshot, and all servers with it; others wait a while
-        for that. They may come back, so workers look for them."""
+        """Begin to end, as told by a signal: shard 0 with a last snapshot, others once it has their part of that. The
+        job is not over: whoever is left waits for this server to come back, or goes on with its standby."""
         if self.hub is not None:
             self.hub.stop(reason, over=False)
         elif self.link is not None:
-            threading.Timer(DRAIN, self.link.ended.set).start()
+            self.link.leave(DRAIN)
 
     def close(self) -> None:
         """Answer everyone who waits, finish writing, free everything. Repeating it is harmless."""
@@ -287,7 +291,7 @@ class Server:
         if self.hub is not None:
             self.hub.close()
         self.archive.close()
-        self.shipper.close(over=self.hub is not None or (self.link is not None and self.link.told_to_end))
+        self.shipper.close(over=self._job_is_over)
         self._resources.close()
         if self.config.port_file is not None:
             self.config.port_file.unlink(missing_ok=True)

@@ -207,15 +207,16 @@ class Coordinator(CoordinatorServiceServicer):
     def _tell(self, server: Server, told: Told, model: str) -> tuple[pb.LinkShardResponse, Told, str]:
         """The next response; how far the shard is told with it; the fingerprint of the model that it knows then."""
         hub, news = self._hub, self._hub.news(server, told)
+        over = hub.over and hub.stopped.is_set()
         if news is None:
-            stop = server.leaves or hub.stopped.is_set()
+            stop = server.leaves or over
             waits = pb.LinkShardResponse(job=hub.job, stop=stop, waiting_for="ps-ctl reshard", term=hub.fleet[0].term)
             return waits, told, model
         response = pb.LinkShardResponse(
             job=hub.job,
             addresses=news.fleet.addresses,
             waiting_for=hub.waiting_for,
-            stop=hub.stopped.is_set(),
+            stop=over,
             epoch=news.told.epoch,
             base=news.base,
             entries=[entry_to_proto(entry) for entry in news.entries],

@@ -58,8 +58,8 @@ class Hub:
         self.archive, self.metrics = archive, metrics
         self.fleet = Fleet(layout, identity.address, line)
         self._identity, self._began, self._line = identity, time.monotonic(), line
-        self.stop_reason: str | None = None  # why the servers end
-        self.over = False  # the job ends with them
+        self.stop_reason: str | None = None  # why this server ends
+        self.over = False  # the job ends with this server
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
         self._epochs = Epochs(config, identity, engine, archive, self.fleet, metrics, self._fail, line)
@@ -336,7 +336,7 @@ class Hub:
                 self.tick()
         except Exception as bug:
             log.exception("the coordinator cannot go on")
-            self.failure = PSError(f"a bug: {bug!r}")
+            self.failure, self.over = PSError(f"a bug: {bug!r}"), True
             self.stopped.set()
 
     def tick(self) -> None:
@@ -357,8 +357,8 @@ class Hub:
             self.stop("all workers are done")
 
     def stop(self, reason: str, over: bool = True) -> None:
-        """Every server goes, after a last snapshot where there can be one. over: the job ends, so workers leave first;
-        else they wait for the servers to come back. Returns at once."""
+        """This server ends, after a last snapshot where there can be one. over: and so does the job, from which workers
+        leave first, and all its servers; else they wait for this one to come back. Returns at once."""
         with self._desk.changed:
             self.over = self.over or over
             if self.stop_reason is not None:
@@ -380,11 +380,11 @@ class Hub:
                 self._desk.wake()
 
     def close(self) -> None:
-        """No more time passes. The other shards get a moment to hear that the job is over."""
+        """No more time passes. The other shards get a moment to hear that the job is over, if it is."""
         self.stopped.set()
         with self._desk.changed:
             self._desk.wake()
-            self._desk.changed.wait_for(lambda: not any(s.connected for s in list(self.fleet)[1:]), 2.0)
+            self._desk.changed.wait_for(lambda: not (self.over and any(s.connected for s in list(self.fleet)[1:])), 2.0)
         if self._ticker.is_alive():
             self._ticker.join()
 

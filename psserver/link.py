@@ -58,7 +58,7 @@ class Link:
         self._line = line
         self._places: dict[str, None] = {}  # at which shard 0 was or may be
         self._term = 0  # the highest of the coordinators that were heard
-        self.told_to_end = False
+        self.told_to_end = self._leaves = self._connected = False
         self._waiting_for = "shard 0"
         self._heard = self._said = 0.0  # when the coordinator last was there, and people were told that it is not
         self._news = threading.Event()
@@ -73,6 +73,13 @@ class Link:
         self._engine.waiting_for = lambda: self._waiting_for
         self._archive.on_part = self._part
         self._thread.start()
+
+    def leave(self, seconds: float) -> None:
+        """End with the line to shard 0, whose last snapshot has a part of this shard; after so long in any case."""
+        self._leaves = True
+        if not self._connected:
+            self.ended.set()
+        threading.Timer(seconds, self.ended.set).start()
 
     def close(self) -> None:
         self.ended.set()
@@ -103,6 +110,9 @@ class Link:
                 return
             except PSError as error:
                 self._bear(address, error)
+            self._connected = False
+            if self._leaves:
+                self.ended.set()
             self._waiting_for = f"shard 0 at {address}"
             address = self._other(address)
             self.ended.wait(PAUSE)
@@ -144,7 +154,8 @@ class Link:
                         log.info("connected to the coordinator", extra={"coordinator": address, "job": response.job})
                     if response.term < self._term:
                         raise UnreachableError(f"shard 0 at {address} is not primary any more", "NOT_PRIMARY")
-                    connected, self._term = True, response.term
+                    connected = self._connected = True
+                    self._term = response.term
                     self._hear(response)
             except grpc.RpcError as failure:
                 self._lost(error_from(failure, f"shard 0 at {address}"), address, connected)

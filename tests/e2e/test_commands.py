@@ -155,23 +155,39 @@ def test_workers_end_their_steps_before_the_last_snapshot(cluster: Make, capsys:
     assert [server.failure for server in servers.servers] == [None, None]
 
 
-def test_workers_wait_for_servers_that_were_told_to_end(cluster: Make, tmp_path: Path) -> None:
-    """By a signal, from whoever moves them to another host, say: the job is not over, and nobody is told so."""
+def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Path) -> None:
+    """By a signal, from whoever moves it to another host, say: the job is not over, and nobody is told so."""
     settings = {"data_dir": tmp_path, "durability": "log", "lease": 0.5}
-    servers = cluster(1, **settings)
-    (server,) = servers.servers
+    servers = cluster(2, **settings)
+    first, second = servers.servers
     with counter(servers.address) as client:
         count(client, 3)
-        assert server.hub is not None
-        server.hub.snapshots.last = lambda: threading.Event().wait(0.5)  # longer than between two heartbeats
-        server.stop("SIGTERM")
-        assert server.ended.wait(30)
-        servers.close()
+        assert first.hub is not None
+        take, taken = first.hub.snapshots.last, threading.Event()
+        first.hub.snapshots.last = lambda: (taken.wait(0.5), take())  # longer than between two heartbeats
+        first.stop("SIGTERM")
+        assert first.ended.wait(30)
+        first.close()
+        assert Snapshots(tmp_path).versions() == [3]
         assert not client.stopping
 
-        servers.add(0, 1, bind=server.address, **settings)
+        servers.add(0, 2, bind=first.address, **settings)
         count(client)
         assert counted(client.pull()) == 4
+        assert not second.ended.is_set()
+
+
+def test_servers_that_are_told_to_end_together(cluster: Make, tmp_path: Path) -> None:
+    """The first takes the last snapshot, of which the others have parts; they end with it."""
+    servers = cluster(2, data_dir=tmp_path)
+    with counter(servers.address) as client:
+        count(client, 3)
+        for server in reversed(servers.servers):
+            server.stop("SIGTERM")
+        assert servers.servers[0].ended.wait(30)
+        servers.servers[0].close()
+        assert servers.servers[1].ended.wait(2)
+    assert Snapshots(tmp_path).versions() == [3]
 
 
 def test_all_workers_are_told_why_their_job_has_failed(cluster: Make) -> None:

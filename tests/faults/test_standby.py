@@ -88,6 +88,20 @@ def test_killed_primary_is_followed_at_once(tmp_path: Path, policy: str, shard: 
 
 
 @pytest.mark.parametrize("shard", [1, 0])
+def test_primary_that_was_told_to_end_is_followed(tmp_path: Path, shard: int) -> None:
+    """By SIGTERM: its host is needed, say. The job goes on."""
+    with StandbyJob(tmp_path, 2, (*POLICIES["sync"], *FLAGS), count, pushes=10**6) as job:
+        running(job, shard)
+        old = job.lives[f"s{shard}"]
+        old.send(signal.SIGTERM)
+        awaited(job, lambda: old.ended is not None, "its end")
+        assert old.ended == Exit.DONE, job.said()
+        took = goes_on(job, time.monotonic())
+        print(f"failover of shard {shard}, told to end: {took:.1f} s")
+        finish(job, "sync")
+
+
+@pytest.mark.parametrize("shard", [1, 0])
 def test_stopped_primary_is_followed_and_ends_when_it_wakes(tmp_path: Path, shard: int) -> None:
     """It lives, and still has its port and its lines: whatever it says, nobody believes it."""
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, pushes=10**6) as job:
