@@ -79,7 +79,9 @@ class Link:
         self._leaves = True
         if not self._connected:
             self.ended.set()
-        threading.Timer(seconds, self.ended.set).start()
+        timer = threading.Timer(seconds, self.ended.set)
+        timer.daemon = True
+        timer.start()
 
     def close(self) -> None:
         self.ended.set()
