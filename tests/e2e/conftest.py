@@ -40,8 +40,10 @@ class Cluster:
 
     def stop(self) -> None:
         """As ps-ctl stop: with a last snapshot."""
-        self.servers[0].stop("the test is over")
-        assert self.servers[0].ended.wait(30)
+        first = self.servers[0]
+        assert first.hub is not None
+        first.hub.stop("the test is over")
+        assert first.ended.wait(30)
         self.close()
 
     def close(self) -> None:

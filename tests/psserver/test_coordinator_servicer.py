@@ -17,7 +17,7 @@ BEFORE = Picture(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
 class HubThatMoves:
     """Once it has said what is new, a move to one shard ends."""
 
-    job, waiting_for = "j", ""
+    job, waiting_for, over = "j", "", False
 
     def __init__(self) -> None:
         self.server = Server(1, "s1:1", connected=True, line=1)
