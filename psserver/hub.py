@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -163,9 +163,9 @@ class Hub:
             raise self.failure
         return self.over, member.draining
 
-    def alive(self, workers: Collection[int]) -> None:
-        """Their bytes have moved through a shard."""
-        self._desk.step(lambda recorder, now: recorder.coordinator.alive(workers, now), quiet=True)
+    def alive(self, ago: Mapping[int, float]) -> None:
+        """Bytes of these workers have moved through a shard, so many seconds ago."""
+        self._desk.step(lambda recorder, now: recorder.coordinator.alive(ago, now), quiet=True)
 
     def leave(self, worker: int, reason: str) -> None:
         self._desk.do("leave", worker=worker, reason=reason)

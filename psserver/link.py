@@ -195,7 +195,7 @@ class Link:
             if time.monotonic() - told >= BEAT or standby != self._line.state:
                 told, standby = time.monotonic(), self._line.state
                 request.stats_json = json.dumps(self._statistics())
-                request.alive.extend(self._engine.traffic.alive())
+                request.alive.update(self._engine.traffic.alive())
             request.report.CopyFrom(report_to_proto(self._engine.make_report()))
             yield self._request(request)
             self._news.wait(BEAT)

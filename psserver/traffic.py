@@ -1,5 +1,6 @@
 """What moves between the workers and one shard: how much, and whose."""
 
+import time
 from collections.abc import Iterator
 
 from psserver.metrics import ServerMetrics
@@ -11,7 +12,7 @@ class Traffic:
     def __init__(self, metrics: ServerMetrics) -> None:
         self.received_bytes = self.sent_bytes = 0
         self._metrics = metrics
-        self._moved: set[int] = set()
+        self._moved: dict[int, float] = {}
 
     def received(self, nbytes: int) -> None:
         self.received_bytes += nbytes
@@ -23,16 +24,16 @@ class Traffic:
 
     def asked(self, worker: int) -> None:
         """A request of this worker has come, with or without all its bytes."""
-        self._moved.add(worker)
+        self._moved[worker] = time.monotonic()
 
     def watched(self, worker: int, frames: Iterator[bytes]) -> Iterator[bytes]:
         """The frames of this worker's push, or those that it gets: each that has gone its way shows that it lives."""
         for frame in frames:
             yield frame
-            self._moved.add(worker)
+            self._moved[worker] = time.monotonic()
 
-    def alive(self) -> set[int]:
-        """Workers whose frames have moved since this was last asked."""
-        moved = self._moved.copy()
-        self._moved -= moved
-        return moved
+    def alive(self) -> dict[int, float]:
+        """Workers whose frames have moved since this was last asked, and how many seconds ago."""
+        moved, self._moved = self._moved, {}
+        now = time.monotonic()
+        return {worker: now - at for worker, at in moved.copy().items()}

@@ -69,10 +69,11 @@ class Coordinator(Moves):
         member.last_seen = now
         return member
 
-    def alive(self, workers: Iterable[int], now: float) -> None:
-        """Bytes of these workers have moved, which renews their leases."""
-        for member in filter(None, map(self.roster.members.get, workers)):
-            member.last_moved = now
+    def alive(self, ago: Mapping[int, float], now: float) -> None:
+        """Bytes of these workers have moved so many seconds ago, which renews their leases from then."""
+        for worker in ago.keys() & self.roster.members.keys():
+            member = self.roster.members[worker]
+            member.last_moved = max(member.last_moved, now - ago[worker])
 
     def register(self, worker: int, spec: ModelSpec, now: float) -> Literal["ready", "upload", "pending"]:
         """State the model. MismatchError lists the differences to the job's."""

@@ -174,6 +174,20 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
     assert job.applied() == [[1]]
 
 
+def test_bytes_renew_a_lease_from_when_they_moved() -> None:
+    """Not from when it is told; and who tells of older ones, later, takes nothing away."""
+    job = Job(workers=2)
+    job.coordinator.member(1, 4.0)
+    job.coordinator.alive({2: 3.5, 99: 0.0}, 4.0)
+    job.coordinator.alive({2: 4.0}, 4.25)
+    for second in (4.5, 5.0, 5.4):
+        job.recorder.tick(second)
+    assert not [entry for entry in job.news() if isinstance(entry, Evict)]
+
+    job.recorder.tick(5.6)
+    assert [entry.worker for entry in job.news() if isinstance(entry, Evict)] == [2]
+
+
 def test_time_in_which_this_process_slept_ends_nobody_s_lease() -> None:
     job = Job(workers=2)
     job.recorder.tick(1.0)

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.cuts import PartReport
 from psserver.core.shard import Shard
@@ -80,3 +82,15 @@ def test_whose_bytes_have_moved_is_said_once() -> None:
     assert told(due=False) == []
     assert sorted(told()) == [7, 8]
     assert told() == []
+
+
+def test_bytes_are_told_with_the_seconds_since_they_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that counted from when it is told would be longer than a lease."""
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr("psserver.traffic.time", SimpleNamespace(monotonic=lambda: clock.now))
+    link = make_link()
+    requests = link._requests(link._outbox)
+    link._engine.traffic.asked(7)
+    clock.now = 10.75
+
+    assert dict(next(requests).alive) == {7: 0.75}

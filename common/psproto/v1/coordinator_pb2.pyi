@@ -719,6 +719,22 @@ global___PushKey = PushKey
 class LinkShardRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class AliveEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     SHARD_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
@@ -754,8 +770,8 @@ class LinkShardRequest(google.protobuf.message.Message):
     @property
     def moved(self) -> global___MoveResult: ...
     @property
-    def alive(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """workers whose bytes have moved through the shard since it last said so: a sign of life"""
+    def alive(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
+        """workers whose bytes have moved through the shard since it last said so, and how many seconds ago: a sign of life"""
 
     def __init__(
         self,
@@ -772,7 +788,7 @@ class LinkShardRequest(google.protobuf.message.Message):
         term: builtins.int = ...,
         standby: builtins.str = ...,
         moved: global___MoveResult | None = ...,
-        alive: collections.abc.Iterable[builtins.int] | None = ...,
+        alive: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "instance", b"instance", "job", b"job", "moved", b"moved", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
