@@ -156,6 +156,7 @@ def serve(works: Mapping[str, Callable[[], Measurements]], warm_up: int = 0) -> 
 
 
 def _environment() -> dict[str, str]:
-    """Peers stay on the loopback interface, and no setting of the caller's reaches ours."""
+    """Peers stay on the loopback interface, and no setting of the caller's reaches ours. What pscommon has set for gRPC
+    holds for every contender that uses gRPC, TensorFlow among them."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
     return {**kept, "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}

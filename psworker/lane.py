@@ -7,7 +7,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import grpc
 
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
@@ -21,9 +23,6 @@ from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.calls import Answer, Cancellation, Receiver, Streams, take
 from psworker.patience import Clock
 from psworker.whereabouts import Whereabouts
-
-if TYPE_CHECKING:  # pscommon.wire.channel is to be the first that imports it
-    import grpc
 
 T = TypeVar("T")
 
@@ -94,7 +93,7 @@ class Lane(Protocol):
 class Line:
     """A channel and all its stubs, made while it is certainly open: to make one on a closed channel is a crash in C."""
 
-    def __init__(self, channel: "grpc.Channel") -> None:
+    def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
         self.exchanges = ExchangeStub(channel)
         self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)

@@ -1,6 +1,6 @@
 """The gRPC settings of this system: one place, the same on both ends.
 
-Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
+Those that matter, each tried (docs of gRPC core: channel arguments, keepalive); two more are in pscommon/__init__.py:
 
 - Without `http2.ping_timeout_ms` a stopped peer goes unnoticed for a minute; `keepalive_timeout_ms` does nothing.
 - A server with default settings cuts off clients that ping often, so it has to allow our interval.
@@ -14,14 +14,9 @@ Those that matter, each tried (docs of gRPC core: channel arguments, keepalive):
   never arrived, because its connection was taken for dead. So tensors have connections of their own, with more
   patience; who vanishes is noticed by the others: heartbeats, and the reports of shards.
 - `keepalive_timeout_ms` becomes TCP's user timeout: packets that nobody confirms end any connection, slow or not.
-- gRPC's own care for forks, on by default, stops its threads around each fork, which can hang, and writes to stderr.
-  Children that leave gRPC alone (a DataLoader's) need none of it; the others are refused here.
 """
 
 import os
-
-# read when gRPC is imported; who needs it otherwise has set it
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 

@@ -1,0 +1,69 @@
+"""What pscommon sets for gRPC, seen at work: which of a server's threads move the messages of a call."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pscommon.wire.channel import open_channel
+
+CALLS = 200
+
+# psserver.listening is the first module here, and of psserver, that imports gRPC
+SERVER = """
+import sys
+from psserver.listening import listen
+import grpc
+
+server, address = listen("127.0.0.1:0", 2)
+echo = grpc.unary_unary_rpc_method_handler(lambda message, context: message)
+server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Echo": echo}),))
+server.start()
+print(address, flush=True)
+sys.stdin.read()
+server.stop(None).wait()
+"""
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux: looks at threads in /proc")
+
+
+def woken(pid: int) -> int:
+    """How often the threads of gRPC's event engine have waited for something."""
+    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if "event_engine" in (task / "comm").read_text()]
+    return sum(
+        int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for task in tasks
+    )
+
+
+def woken_by_calls(**environment: str) -> int:
+    kept = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env=kept | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with open_channel(server.stdout.readline().strip()) as channel:
+            call = channel.unary_unary("/test.Test/Echo")
+            call(b"first", timeout=10)
+            before = woken(server.pid)
+            for _ in range(CALLS):
+                assert call(b"again", timeout=10) == b"again"
+            found = woken(server.pid) - before
+        _, errors = server.communicate(timeout=20)
+        assert (server.returncode, errors) == (0, "")
+    return found
+
+
+def test_no_thread_of_a_server_stands_between_a_socket_and_who_waits_for_calls() -> None:
+    assert woken_by_calls() < CALLS / 2
+
+
+def test_what_a_user_has_set_for_grpc_is_left_alone() -> None:
+    assert woken_by_calls(GRPC_EXPERIMENTS="") > CALLS / 2
