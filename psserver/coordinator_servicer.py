@@ -210,7 +210,9 @@ class Coordinator(CoordinatorServiceServicer):
         over = hub.over and hub.stopped.is_set()
         if news is None:
             stop = server.leaves or over
-            waits = pb.LinkShardResponse(job=hub.job, stop=stop, waiting_for="ps-ctl reshard", term=hub.fleet[0].term)
+            fleet = hub.fleet  # of whom this shard may be one soon, and then the standbys may not be there just now
+            waits = pb.LinkShardResponse(job=hub.job, stop=stop, waiting_for="ps-ctl reshard", standbys=fleet.standbys)
+            waits.term = fleet[0].term
             return waits, told, model
         response = pb.LinkShardResponse(
             job=hub.job,

@@ -24,6 +24,7 @@ class Identity:
         self.coordinator = address if shard == 0 else coordinator
         self.term = 1  # as the shard's primary
         self.standbys: Sequence[str] = ()  # by shard, empty where there is none
+        self.hint = ""  # where shard 0 may be besides, as a worker of the job says
         self._addresses = [address if index == shard else "" for index in range(shards)]
         self._changed = threading.Condition()
 
@@ -59,9 +60,13 @@ class Identity:
         with self._changed:
             self.coordinator = coordinator
 
-    def introduce(self, coordinator: str) -> None:
-        """A worker says where shard 0 is. MismatchError if this server follows another one."""
+    def introduce(self, coordinator: str, job: str = "") -> None:
+        """A worker, one of this job if it names it, says where shard 0 is. MismatchError from a stranger if this server
+        follows another one."""
         with self._changed:
+            if job and job == self.job:
+                self.hint = coordinator
+                return
             if self.coordinator not in ("", coordinator):
                 raise MismatchError(
                     f"shard {self.shard} at {self.address} follows {self.coordinator}, not {coordinator}",

@@ -121,7 +121,8 @@ class Link:
 
     def _other(self, address: str) -> str:
         """Where shard 0 may be as well: its standby may have taken over, or who was primary before be started again."""
-        self._note(address, self._identity.coordinator, *self._identity.standbys[:1])
+        identity = self._identity
+        self._note(address, identity.coordinator, *identity.standbys[:1], identity.hint)
         places = list(self._places)
         return places[(places.index(address) + 1) % len(places)]
 

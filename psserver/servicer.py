@@ -44,7 +44,7 @@ class ParameterServer:
 
     def Introduce(self, request: pb.IntroduceRequest, context: grpc.ServicerContext) -> pb.IntroduceResponse:
         with answering(context):
-            self._identity.introduce(request.coordinator)
+            self._identity.introduce(request.coordinator, request.job)
         return pb.IntroduceResponse()
 
     def Exchange(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:

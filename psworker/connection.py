@@ -82,7 +82,7 @@ class Connection:
         answer = Patience("joining the job", lane.clock, limits).ask(
             lambda: lane.join(self._request, self.call_seconds)
         )
-        lane.learn(answer.addresses, [0] * len(answer.addresses), answer.standbys)
+        lane.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
         self.place, self._left = Place(answer.job, answer.worker, answer.open_loop), False
         self.policy, self.bad_gradients = answer.policy, answer.bad_gradients
         if not lane.direct:

@@ -26,6 +26,8 @@ from psworker.whereabouts import Whereabouts
 
 T = TypeVar("T")
 
+INTRODUCTION_SECONDS = 5.0
+
 
 class Lane(Protocol):
     """Requests to the coordinator and to each shard. All raise PSErrors; `timeout` is in seconds and covers one call.
@@ -40,8 +42,9 @@ class Lane(Protocol):
     @property
     def addresses(self) -> Sequence[str]: ...
 
-    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
-        """Where the shards' primaries and their standbys are, by shard; of a higher term than before: only there."""
+    def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+        """Where the shards' primaries and their standbys are, by shard; of a higher term than before: only there. Empty
+        where shard 0 has not heard of one, which then may not have heard of it."""
         ...
 
     def look_around(self, job: str, timeout: float) -> bool:
@@ -115,6 +118,7 @@ class GrpcLane:
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, bool], Line] = {}
         self._streams = Streams()
+        self._introductions: list[object] = []  # under way, as long as they are kept here
         self._closed = False
         _lanes.add(self)
 
@@ -122,13 +126,22 @@ class GrpcLane:
     def addresses(self) -> Sequence[str]:
         return self._places.addresses
 
-    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+    def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
         if not self._places.count(len(addresses)):
             return  # the next exchange finds them
         void: set[str] = set()
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
             void |= self._places.learn(shard, *known)
         self._leave(void)
+        strangers = [shard for shard, known in enumerate(addresses) if shard and not known]
+        self._introductions = [self._introduce(job, shard) for shard in strangers]
+
+    def _introduce(self, job: str, shard: int) -> object:
+        """Tells the shard where shard 0 is; does not wait for it, and is done again with the next that is learnt."""
+        request = ps.IntroduceRequest(coordinator=self.addresses[0], job=job)
+        with suppress(ValueError):  # gRPC's: its line was closed meanwhile
+            return self._line(self.addresses[shard]).shard.Introduce.future(request, timeout=INTRODUCTION_SECONDS)
+        return None
 
     def _leave(self, gone: set[str]) -> None:
         """Calls that are with a server which is not primary any more end, and are repeated elsewhere."""

@@ -94,7 +94,7 @@ class Place:
         except PSError as error:
             return str(error)
         else:
-            lane.learn(answer.addresses, answer.terms, answer.standbys)
+            lane.learn(self.job, answer.addresses, answer.terms, answer.standbys)
             if answer.stopping and not self.stopping:
                 log.info("job %s is over: worker %d ends its step and leaves", self.job, self.worker)
                 self.stopping = True

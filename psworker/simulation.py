@@ -136,7 +136,7 @@ class DirectLane:
         self._number = number
         self.clock = Clock(lambda: cluster.turns.made * TICK, lambda seconds: self._hand_on())
 
-    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+    def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
         """They are in this process, and stay."""
 
     def look_around(self, job: str, timeout: float) -> bool:

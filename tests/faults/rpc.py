@@ -104,8 +104,8 @@ class FaultyLane:
     def addresses(self) -> Sequence[str]:
         return self.lane.addresses
 
-    def learn(self, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
-        self.lane.learn(addresses, terms, standbys)
+    def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+        self.lane.learn(job, addresses, terms, standbys)
 
     def look_around(self, job: str, timeout: float) -> bool:
         return self.lane.look_around(job, timeout)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator_servicer import Coordinator
@@ -36,18 +36,35 @@ class HubThatMoves:
         return News(Told(5, 9, Way.RECOVER), 0, None, Way.RECOVER, None, [], [], BEFORE, move)
 
 
-def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
-    """A way to follow that was found before a move ended, and the servers of after it, would lead astray."""
+def first_response(hub: Any, request: pb.LinkShardRequest) -> pb.LinkShardResponse:
     over = threading.Event()
 
     def requests() -> Iterator[pb.LinkShardRequest]:
-        yield pb.LinkShardRequest(shard=1, shards=2, address="s1:1", instance="i")
+        yield request
         over.wait()
 
-    servicer: Any = Coordinator(HubThatMoves())  # type: ignore[arg-type]
-    response = next(servicer.LinkShard(requests(), Mock()))
+    response: pb.LinkShardResponse = next(Coordinator(hub).LinkShard(requests(), Mock()))
     over.set()
+    return response
+
+
+def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
+    """A way to follow that was found before a move ended, and the servers of after it, would lead astray."""
+    request = pb.LinkShardRequest(shard=1, shards=2, address="s1:1", instance="i")
+    response = first_response(HubThatMoves(), request)
 
     assert (response.recover, response.shards, response.layout) == (True, 2, 0)
     assert (list(response.addresses), list(response.standbys)) == (BEFORE.addresses, BEFORE.standbys)
     assert list(response.move.sources) == BEFORE.addresses
+
+
+def test_who_is_not_in_the_job_yet_hears_where_shard_0_may_be_later() -> None:
+    """Its standby has to load everything anew when the model moves, and is not there just then."""
+    hub: Any = HubThatMoves()
+    hub.news = lambda server, told: None
+    hub.fleet = MagicMock(standbys=["b0:1", ""])
+    hub.fleet.__getitem__.return_value = Server(0, term=3)
+
+    response = first_response(hub, pb.LinkShardRequest(shard=2, shards=3, address="s2:1", instance="i"))
+
+    assert (list(response.addresses), list(response.standbys), response.term) == ([], ["b0:1", ""], 3)

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 
+from pscommon.core.errors import MismatchError
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.cuts import PartReport
 from psserver.core.shard import Shard
@@ -94,3 +95,23 @@ def test_bytes_are_told_with_the_seconds_since_they_moved(monkeypatch: pytest.Mo
     clock.now = 10.75
 
     assert dict(next(requests).alive) == {7: 0.75}
+
+
+def test_shard_0_is_also_looked_for_where_a_worker_of_the_job_says() -> None:
+    """A standby may take over before all shards have heard that it was there."""
+    link = make_link()
+    link._identity.job = "j"
+    assert link._other("there:1") == "there:1"
+
+    link._identity.introduce("b0:1", "j")
+
+    assert [link._other("there:1"), link._other("b0:1")] == ["b0:1", "there:1"]
+
+
+@pytest.mark.parametrize("job", ["", "another"])
+def test_a_stranger_cannot_send_a_shard_elsewhere(job: str) -> None:
+    link = make_link()
+    link._identity.job = "j"
+    with pytest.raises(MismatchError, match="follows there:1, not b0:1"):
+        link._identity.introduce("b0:1", job)
+    assert link._other("there:1") == "there:1"

@@ -10,7 +10,9 @@ from pscommon.core.errors import LayoutError, UnreachableError
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psworker.lane import GrpcLane
 from psworker.whereabouts import Whereabouts
+from tests.e2e.workers import until
 from tests.ports import free_port
+from tests.psworker.fake_server import FakeCluster
 
 
 @pytest.fixture
@@ -100,3 +102,13 @@ def test_a_line_is_not_closed_before_all_that_can_be_asked_on_it_is_there(monkey
     with closing(GrpcLane([f"127.0.0.1:{free_port()}"])) as lane, ThreadPoolExecutor(1) as pool:
         lane.look_around("job", 0.1)
     assert not early
+
+
+def test_a_shard_of_which_shard_0_has_not_heard_is_told_where_that_is() -> None:
+    """Its standby may have taken over before all shards had heard of it. Again, until it is there."""
+    with FakeCluster(shards=2) as cluster, closing(GrpcLane(cluster.addresses)) as lane:
+        lane.learn("job", ["", cluster.addresses[1]], [1, 1], ["", ""])
+        lane.learn("job", [cluster.addresses[0], ""], [1, 1], ["", ""])
+        until(lambda: cluster.servers[1].introduced, "an introduction")
+        lane.learn("job", cluster.addresses, [1, 1], ["", ""])
+    assert cluster.servers[1].introduced == [cluster.addresses[0]]

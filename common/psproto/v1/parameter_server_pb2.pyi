@@ -130,13 +130,16 @@ class IntroduceRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COORDINATOR_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
     coordinator: builtins.str
+    job: builtins.str
     def __init__(
         self,
         *,
         coordinator: builtins.str = ...,
+        job: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator", b"coordinator"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator", b"coordinator", "job", b"job"]) -> None: ...
 
 global___IntroduceRequest = IntroduceRequest
 

@@ -80,6 +80,9 @@ class ParameterServerServiceServicer(object):
     def Introduce(self, request, context):
         """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
         address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+
+        With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
+        which looks there too once nobody answers where it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,6 +36,9 @@ class ParameterServerServiceStub:
     ]
     """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
     address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+
+    With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
+    which looks there too once nobody answers where it was.
     """
 
     Exchange: grpc.StreamStreamMultiCallable[
@@ -92,6 +95,9 @@ class ParameterServerServiceAsyncStub:
     ]
     """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
     address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+
+    With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
+    which looks there too once nobody answers where it was.
     """
 
     Exchange: grpc.aio.StreamStreamMultiCallable[
@@ -152,6 +158,9 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[psproto.v1.parameter_server_pb2.IntroduceResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.IntroduceResponse]]:
         """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
         address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+
+        With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
+        which looks there too once nobody answers where it was.
         """
 
     @abc.abstractmethod
