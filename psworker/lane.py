@@ -133,14 +133,15 @@ class GrpcLane:
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
             void |= self._places.learn(shard, *known)
         self._leave(void)
-        strangers = [shard for shard, known in enumerate(addresses) if shard and not known]
-        self._introductions = [self._introduce(job, shard) for shard in strangers]
+        first, *others = zip(self.addresses, addresses, strict=False)  # another thread may learn of more of them
+        strangers = [address for address, known in others if not known]
+        self._introductions = [self._introduce(address, job, first[0]) for address in strangers]
 
-    def _introduce(self, job: str, shard: int) -> object:
-        """Tells the shard where shard 0 is; does not wait for it, and is done again with the next that is learnt."""
-        request = ps.IntroduceRequest(coordinator=self.addresses[0], job=job)
-        with suppress(ValueError):  # gRPC's: its line was closed meanwhile
-            return self._line(self.addresses[shard]).shard.Introduce.future(request, timeout=INTRODUCTION_SECONDS)
+    def _introduce(self, address: str, job: str, coordinator: str) -> object:
+        """Tells a shard where shard 0 is; does not wait for it, and is done again with the next that is learnt."""
+        request = ps.IntroduceRequest(coordinator=coordinator, job=job)
+        with suppress(ValueError, InvalidRequestError):  # its line, or all of them, were closed meanwhile
+            return self._line(address).shard.Introduce.future(request, timeout=INTRODUCTION_SECONDS)
         return None
 
     def _leave(self, gone: set[str]) -> None:

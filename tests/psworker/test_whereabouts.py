@@ -112,3 +112,10 @@ def test_a_shard_of_which_shard_0_has_not_heard_is_told_where_that_is() -> None:
         until(lambda: cluster.servers[1].introduced, "an introduction")
         lane.learn("job", cluster.addresses, [1, 1], ["", ""])
     assert cluster.servers[1].introduced == [cluster.addresses[0]]
+
+
+def test_nobody_is_introduced_over_a_connection_that_is_closed() -> None:
+    """By a heartbeat that is answered just then."""
+    lane = GrpcLane(["a:1", "b:1"])
+    lane.close()
+    lane.learn("job", ["a:1", ""], [1, 1], ["", ""])
