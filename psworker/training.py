@@ -76,8 +76,8 @@ class DistributedTraining:
         of the `nodes` workers; batch_size is per worker. Each worker is a thread of this process with a copy of the
         model and connections of its own; the servers are processes. loss(output, target): by default cross entropy for
         integer targets, mean squared error for others. optimizer: makes one from parameters, or is one whose settings
-        are taken over; by default Adam. final_loss: mean over the workers' last batches. use_gpus: workers compute on
-        CUDA devices in turn; InvalidRequestError where there is none.
+        are taken over; by default Adam. final_loss: mean over the workers' last batches, NaN where there was none.
+        use_gpus: workers compute on CUDA devices in turn; InvalidRequestError where there is none.
 
         simulate: the same workers, servers and policies one step at a time in this process, the same every time.
         """
@@ -99,8 +99,7 @@ class DistributedTraining:
             "steps": sum(node.steps for node in results),
             "samples": sum(node.samples for node in results),
             "seconds": time.monotonic() - began,
-            "final_loss": sum(node.loss for node in results if node.steps)
-            / max(1, sum(bool(n.steps) for n in results)),
+            "final_loss": _mean([node.loss for node in results if node.steps]),
             "state_dict": results[0].state,
         }
 
@@ -225,6 +224,10 @@ def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
             log.info("worker %d: step %d, loss %.4f", job.rank, result.steps, result.loss)
     log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
     result.state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
 
 
 def _make(model: nn.Module | str) -> nn.Module:

@@ -1,5 +1,6 @@
 """psworker.DistributedTraining: one call that really trains on several workers."""
 
+import math
 import os
 import signal
 import threading
@@ -96,6 +97,14 @@ def test_a_simulated_run_learns() -> None:
     )
 
     assert accuracy(model) > 0.9
+
+
+@pytest.mark.parametrize("given", [{"epochs": 0}, {"data": (INPUTS[:0], LABELS[:0])}])
+def test_no_step_has_no_loss(given: dict[str, Any]) -> None:
+    result = DistributedTraining().train_distributed(Net(), **{"data": DATA, "nodes": 2, "simulate": True} | given)
+
+    assert (result["status"], result["steps"], result["samples"]) == ("done", 0, 0)
+    assert math.isnan(result["final_loss"])
 
 
 def test_what_can_be_given() -> None:
