@@ -118,8 +118,7 @@ class Server:
             self.engine.inherit(self._inherited.mirror.replica)
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         self.identity = self._make_identity(layout)
-        self.identity.on_job = self._show_job
-        self._show_job(self.identity.job)
+        self.metrics.about = self._about
         self.hub = self._make_hub(layout) if config.shard == 0 else None
         self.link = None if self.hub else self._make_link()
         self._serve()
@@ -196,8 +195,11 @@ class Server:
         if self.hub is not None:
             self.hub.end()
 
-    def _show_job(self, job: str) -> None:
-        self.metrics.shard_info(shards=self.identity.shards, job=job, policy=self.config.policy)
+    def _about(self) -> dict[str, str]:
+        """What this shard is part of, as far as it knows."""
+        identity = self.identity
+        policy = self.hub.policy if self.hub is not None else identity.policy or self.config.policy
+        return {"shards": str(identity.shards), "job": identity.job, "policy": policy}
 
     def _make_monitor(self, bind: str) -> Monitor:
         """A standby that is primary now goes on where it was watched."""

@@ -228,6 +228,7 @@ class Coordinator(CoordinatorServiceServicer):
             shards=news.fleet.shards,
             layout=news.fleet.layout,
             move=news.move,
+            policy=hub.policy,
         )
         response.recover, response.begin = news.way is Way.RECOVER, news.way is Way.BEGIN
         if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):

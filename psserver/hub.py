@@ -183,7 +183,6 @@ class Hub:
         self._desk.step(lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight))
         self._epochs.rules = replace(self._epochs.rules, policy=row)
         self._desk.do("set_policy", row=(name, staleness, max_staleness, row.backup))
-        self.metrics.shard_info(shards=self.fleet.shards, job=self.job, policy=name)
         log.info("policy changed", extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness})
 
     def next_batches(

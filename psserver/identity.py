@@ -2,7 +2,7 @@
 
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pscommon.core.errors import MismatchError, UnreachableError
 
@@ -10,7 +10,8 @@ from pscommon.core.errors import MismatchError, UnreachableError
 class Identity:
     """One server process. job and coordinator are empty until they are known; instance differs at every start.
 
-    shards: of the job, as far as this server knows; layout: how often that has changed.
+    shards: of the job, as far as this server knows; layout: how often that has changed. policy: its name, empty until
+    shard 0 has told it to another one.
     """
 
     def __init__(self, shard: int, shards: int, address: str, coordinator: str = "", job: str = "") -> None:
@@ -20,7 +21,7 @@ class Identity:
         self.address = address
         self.instance = uuid.uuid4().hex
         self.job = job
-        self.on_job: Callable[[str], None] = lambda job: None
+        self.policy = ""
         self.coordinator = address if shard == 0 else coordinator
         self.term = 1  # as the shard's primary
         self.standbys: Sequence[str] = ()  # by shard, empty where there is none
@@ -48,12 +49,9 @@ class Identity:
             raise UnreachableError(text, "NOT_PRIMARY")
 
     def learn(self, job: str, addresses: Sequence[str], layout: int) -> None:
-        """What the coordinator says. on_job is called where it is news."""
+        """What the coordinator says."""
         with self._changed:
-            new, self.job = (job, len(addresses)) != (self.job, self.shards), job
-            self._addresses, self.shards, self.layout = list(addresses), len(addresses), layout
-        if new:
-            self.on_job(job)
+            self.job, self._addresses, self.shards, self.layout = job, list(addresses), len(addresses), layout
 
     def find(self, coordinator: str) -> None:
         """Shard 0 was found here: it has another primary now."""

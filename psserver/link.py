@@ -229,6 +229,7 @@ class Link:
 
     def _follow(self, response: pb.LinkShardResponse) -> None:
         self._identity.learn(response.job, response.addresses, response.layout)
+        self._identity.policy = response.policy
         if response.recover or response.HasField("restore"):
             self._restore(response)
         elif response.begin:

@@ -2,9 +2,11 @@
 
 import platform
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.core import InfoMetricFamily
+from prometheus_client.registry import Collector
 
 from pscommon.installed import installed
 from pscommon.monitor import SECONDS, new_registry
@@ -29,9 +31,13 @@ def standby_metrics(shard: int, version: Callable[[], int]) -> CollectorRegistry
 
 
 class ServerMetrics:
-    """All metrics of one shard in `registry`. Every method is cheap and thread-safe; every series has a shard label."""
+    """All metrics of one shard in `registry`. Every method is cheap and thread-safe; every series has a shard label.
+
+    about: asked with every scrape for what else ps_shard_info says of this shard.
+    """
 
     def __init__(self, registry: CollectorRegistry, *, shard: int) -> None:
+        self.about: Callable[[], Mapping[str, str]] = dict
         self._registry = registry
         self._shard = str(shard)
         self._build()
@@ -39,10 +45,6 @@ class ServerMetrics:
         self._network()
         self._membership()
         self._durability()
-
-    def shard_info(self, *, shards: int, job: str, policy: str) -> None:
-        """What this shard is part of; said again when any of it changes."""
-        self._shard_info.info({"shard": self._shard, "shards": str(shards), "job": job, "policy": policy})
 
     def version(self, version: int) -> None:
         """Number of updates in this shard's weights."""
@@ -164,7 +166,7 @@ class ServerMetrics:
         about = {name: installed(name) for name in ("torch", "grpcio", "protobuf")}
         build = Info("ps_build", "Versions of this server and of what it runs on", registry=self._registry)
         build.info({"version": installed("paramserver"), "python": platform.python_version(), **about})
-        self._shard_info = Info("ps_shard", "Which shard of which job this is", registry=self._registry)
+        self._registry.register(_ShardInfo(lambda: {"shard": self._shard, **self.about()}))
 
     def _training(self) -> None:
         self._version = self._gauge("ps_version", "Updates in this shard's weights").labels(self._shard)
@@ -228,3 +230,13 @@ class ServerMetrics:
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, about, ("shard",), buckets=buckets, registry=self._registry).labels(self._shard)
+
+
+class _ShardInfo(Collector):
+    """ps_shard_info, as it is at the moment."""
+
+    def __init__(self, labels: Callable[[], Mapping[str, str]]) -> None:
+        self._labels = labels
+
+    def collect(self) -> Iterator[InfoMetricFamily]:
+        yield InfoMetricFamily("ps_shard", "Which shard of which job this is", value=dict(self._labels()))

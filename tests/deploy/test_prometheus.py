@@ -40,7 +40,7 @@ class Job:
         self.shard, self.worker, self.steps = ServerMetrics(servers, shard=0), WorkerMetrics(workers), 0
         self.server_monitor = Monitor("127.0.0.1:0", servers, lambda: (True, ""))
         self.worker_monitor = Monitor("127.0.0.1:0", workers, lambda: (True, ""))
-        self.shard.shard_info(shards=1, job="otter", policy="ssp")
+        self.shard.about = lambda: {"shards": "1", "job": "otter", "policy": "ssp"}
         self.shard.workers({"active": 1})
 
     def step(self) -> None:

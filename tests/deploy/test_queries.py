@@ -30,7 +30,7 @@ def server() -> CollectorRegistry:
     """A shard to which everything has happened once."""
     registry = new_registry()
     metrics = ServerMetrics(registry, shard=0)
-    metrics.shard_info(shards=2, job="otter", policy="sync")
+    metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
     metrics.workers({"active": 1})
     metrics.worker(1, clock=1)
     metrics.rpc("Exchange", "OK", 0.1)

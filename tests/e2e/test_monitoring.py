@@ -64,6 +64,16 @@ def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
     assert sum(scrape(server)("ps_parameters") for server in servers.servers) == 6 * 16 + 16 + 4 * 16 + 1 + 16 * 3 + 3
 
 
+def test_every_shard_shows_the_policy_of_the_moment(cluster: Make) -> None:
+    servers = cluster(2, metrics_bind=LOOPBACK).servers
+    shown = lambda: [scrape(server).labels("ps_shard_info")[0]["policy"] for server in servers]  # noqa: E731
+    assert shown() == ["sync", "sync"]
+
+    servers[0].hub.set_policy("async", None, None)
+
+    until(lambda: shown() == ["async", "async"], "the new policy on both shards")
+
+
 def test_workers_by_state_while_they_train_and_after(cluster: Make) -> None:
     servers = cluster(1, min_workers=2, metrics_bind=LOOPBACK)
     address, leader = servers.address, servers.servers[0]

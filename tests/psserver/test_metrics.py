@@ -44,8 +44,8 @@ def test_everything_countable_starts_at_zero(registry: CollectorRegistry, metric
 
 def test_info(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """One series each, and the newest word replaces the older one."""
-    metrics.shard_info(shards=2, job="otter", policy="sync")
-    metrics.shard_info(shards=2, job="otter", policy="ssp")
+    metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
+    metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "ssp"}
 
     text = generate_latest(registry).decode()
 

@@ -970,6 +970,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     MOVE_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -987,6 +988,8 @@ class LinkShardResponse(google.protobuf.message.Message):
     shards: builtins.int
     """how many shards there are, and how often that has changed"""
     layout: builtins.int
+    policy: builtins.str
+    """the policy of the moment, for people"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1029,9 +1032,10 @@ class LinkShardResponse(google.protobuf.message.Message):
         shards: builtins.int = ...,
         layout: builtins.int = ...,
         move: global___Move | None = ...,
+        policy: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "model", b"model", "move", b"move", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "model", b"model", "move", b"move", "policy", b"policy", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
 
