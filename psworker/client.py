@@ -95,7 +95,8 @@ class Client:
 
     @property
     def policy(self) -> str:
-        return self._connection.policy
+        """How the servers let pushes count, as the last heartbeat said; empty for an observer."""
+        return self._connection.place.policy
 
     @property
     def bad_gradients(self) -> str:

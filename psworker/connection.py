@@ -38,7 +38,7 @@ class Connection:
     def __init__(self, lane: Lane, limits: Limits, place: Place) -> None:
         self.lane = lane
         self.place = place
-        self.policy = self.bad_gradients = ""
+        self.bad_gradients = ""
         self.drain = Drain(lane.clock)
         self._limits = limits
         self._waits = Waits()
@@ -83,8 +83,8 @@ class Connection:
             lambda: lane.join(self._request, self.call_seconds)
         )
         lane.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
-        self.place, self._left = Place(answer.job, answer.worker, answer.open_loop), False
-        self.policy, self.bad_gradients = answer.policy, answer.bad_gradients
+        self.place, self._left = Place(answer.job, answer.worker, answer.open_loop, answer.policy), False
+        self.bad_gradients = answer.bad_gradients
         if not lane.direct:
             self._heartbeat = Heartbeat(self.place, lane, answer.lease_ms / 1000, self.drain, self._waits)
 

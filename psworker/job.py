@@ -100,7 +100,7 @@ class Job:
         pipeline: in async and ssp, step() returns while its push is still on its way; the next step() waits for it and
         brings its weights. So a gradient is computed from weights that lack the worker's own last push, and counts as
         that much staler. `job.last`, stale pushes and errors come one step later; `job.wait()` makes them come now.
-        Instead of overlap. Without servers (PS_LOCAL=1) each step ends at once.
+        Instead of overlap. Without servers (PS_LOCAL=1) and in a job that is set to sync later, each step ends at once.
 
         Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains another model.
         """

@@ -47,14 +47,15 @@ class Progress:
 class Place:
     """All that ends with a worker's place; shared by the client and its heartbeat.
 
-    open_loop: loops before it had ended when the worker joined. pushes: their numbers. received: batches got so far, by
-    loop. at_least: the version that pulls must bring.
+    open_loop: loops before it had ended when the worker joined. policy: the job's, as the last heartbeat said. pushes:
+    their numbers. received: batches got so far, by loop. at_least: the version that pulls must bring.
     """
 
-    def __init__(self, job: str, worker: int, open_loop: int = 0) -> None:
+    def __init__(self, job: str, worker: int, open_loop: int = 0, policy: str = "") -> None:
         self.job = job
         self.worker = worker
         self.open_loop = open_loop
+        self.policy = policy
         self.pushes = Pushes()
         self.received: dict[int, int] = {}
         self.at_least = 0
@@ -95,6 +96,7 @@ class Place:
             return str(error)
         else:
             lane.learn(self.job, answer.addresses, answer.terms, answer.standbys)
+            self.policy = answer.policy or self.policy
             if answer.stopping and not self.stopping:
                 log.info("job %s is over: worker %d ends its step and leaves", self.job, self.worker)
                 self.stopping = True

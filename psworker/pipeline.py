@@ -33,7 +33,7 @@ class Pipeline(Courier):
 
     The weights that a push brings reach the model when the next gradient has been computed, from those before. decided:
     told how each push ended, once; may raise. A push that fails on its way stays and is tried again, so that it counts
-    once. settle: what state_dict waits for.
+    once. settle: what state_dict waits for. Where the job's policy has become sync, each push waits for its end.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class Pipeline(Courier):
         if result is not None:
             self._unload(result)
         self._start(Flight(push, absent, base))
+        if self._client.policy == "sync":
+            self.settle()
 
     def pull(self) -> None:
         self.settle()

@@ -123,7 +123,9 @@ def test_a_job_changes_its_policy_from_the_next_update_on(cluster: Make, capsys:
     address = cluster(2, min_workers=2).address
     with ThreadPoolExecutor(1) as pool, counter(address, 0) as quick, counter(address, 1) as slow:
         push = held_up(address, quick, slow, pool)
+        assert quick.policy == "sync"
         assert ctl(capsys, "--ps", address, "policy", "set", "async")["policy"] == "async"
+        until(lambda: (quick.policy, slow.policy) == ("async", "async"), "the workers to hear of it")
         assert push.result(DEADLINE).status == "applied"  # the one that waited, at once
         count(quick, 5)
         assert (status(address)["policy"], status(address)["version"]) == ("async", 6)

@@ -119,6 +119,20 @@ def test_a_step_returns_while_its_push_is_on_its_way() -> None:
     assert not torch.equal(model[0].weight, before["0.weight"])
 
 
+def test_in_a_job_that_is_set_to_sync_later_each_step_ends_at_once() -> None:
+    client = Held()
+    job, model, optimizer = started(client)
+    step(model, optimizer, 0)
+    client.policy = "sync"
+
+    for number in range(1, 4):
+        step(model, optimizer, number)
+        assert job.last is not None
+        assert job.last.version == client.version == number + 1
+
+    assert [push["base"] for push in client.pushes] == [0, 0, 2, 3]
+
+
 def test_staleness_is_counted_from_what_the_gradient_was_computed_on() -> None:
     client = Held()
     job, model, optimizer = started(client)

@@ -227,11 +227,14 @@ class HeartbeatResponse(google.protobuf.message.Message):
     ADDRESSES_FIELD_NUMBER: builtins.int
     TERMS_FIELD_NUMBER: builtins.int
     STANDBYS_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
     version: builtins.int
     stopping: builtins.bool
     """the job is ending: finish the step, then leave"""
     draining: builtins.bool
     """somebody asked this worker to leave: finish the step, then leave"""
+    policy: builtins.str
+    """of the moment"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """of all shards, by index, as of now: the primaries, their terms, and their standbys (empty where there is none)"""
@@ -249,8 +252,9 @@ class HeartbeatResponse(google.protobuf.message.Message):
         addresses: collections.abc.Iterable[builtins.str] | None = ...,
         terms: collections.abc.Iterable[builtins.int] | None = ...,
         standbys: collections.abc.Iterable[builtins.str] | None = ...,
+        policy: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "draining", b"draining", "standbys", b"standbys", "stopping", b"stopping", "terms", b"terms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "draining", b"draining", "policy", b"policy", "standbys", b"standbys", "stopping", b"stopping", "terms", b"terms", "version", b"version"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
