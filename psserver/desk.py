@@ -7,11 +7,13 @@ the other shards through their links, which wait for them here.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
 from pscommon.core.errors import PSError
+from pscommon.core.log import Entry
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Recorder
 from psserver.engine import Engine
@@ -26,8 +28,8 @@ LAST_WORD = 2.0
 
 
 class Desk:
-    """Owner of the coordinator's machine. missing: whom all have to wait for; ending: the job ends; failed: told once
-    why the machine says that it has to."""
+    """Owner of the coordinator's machine. missing: whom all have to wait for; ending: the job ends; failed: told why
+    the machine says that it has to; broken: told what keeps this process's own shard from following the log."""
 
     def __init__(
         self,
@@ -36,11 +38,12 @@ class Desk:
         missing: Callable[[], str],
         ending: Callable[[], bool],
         failed: Callable[[PSError], None],
+        broken: Callable[[Exception], None],
     ) -> None:
         self.changed = threading.Condition()
         self._recorder = recorder
         self._engine = engine
-        self._missing, self._ending, self._failed = missing, ending, failed
+        self._missing, self._ending, self._failed, self._broken = missing, ending, failed, broken
         self._revision = 0  # of what those who wait look at
 
     @property
@@ -58,21 +61,27 @@ class Desk:
         return self.step(lambda recorder, now: recorder.do(name, now, **args), quiet)
 
     def step(self, action: Callable[[Recorder, float], T], quiet: bool = False) -> T:
-        """One event for the machine; then carry out what came of it."""
-        with self.changed:
+        """One event for the machine; then carry out what came of it, be it that the event was refused."""
+        with ExitStack() as afterwards, self.changed:
             coordinator = self.coordinator
             before = coordinator.log.index
             try:
-                result = action(self._recorder, time.monotonic())
+                return action(self._recorder, time.monotonic())
             finally:
-                entries, epoch = coordinator.entries_after(before), coordinator.epoch
+                entries = coordinator.entries_after(before)
+                afterwards.callback(self._carry_out, coordinator, coordinator.epoch, entries)
                 if entries or not quiet:
                     self.wake()
+
+    def _carry_out(self, coordinator: Coordinator, epoch: int, entries: Sequence[Entry]) -> None:
         if entries:
-            self._engine.deliver(epoch, entries)
+            try:
+                self._engine.deliver(epoch, entries)
+            except Exception as bug:
+                self._broken(bug)
+                raise
         if coordinator.failure is not None:
             self._failed(coordinator.failure)
-        return result
 
     def soon(self) -> float:
         """Seconds until time should pass again for the machine: not for long, and not beyond the end of a lease."""

@@ -185,8 +185,9 @@ class Engine:
             return self._machine.state() if self._machine.index >= index else None
 
     def _forget(self, machine: Shard, shards: int) -> None:
-        """Another machine, one of so many, and nothing staged."""
+        """Another machine, one of so many, and nothing staged; the workers of before come back as new ones."""
         self._release(list(self._kept))
+        self.memories.clear()
         self._machine, self.shards, self.moves.held = machine, shards, None
         self._log.clear()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.log import BatchKey, Report
@@ -54,8 +54,7 @@ class Hub:
         metrics: ServerMetrics,
         line: Line | None = None,
     ) -> None:
-        self.config, self.engine = config, engine
-        self.archive, self.metrics = archive, metrics
+        self.config, self.engine, self.archive, self.metrics = config, engine, archive, metrics
         self.fleet = Fleet(layout, identity.address, line)
         self._identity, self._began, self._line = identity, time.monotonic(), line
         self.stop_reason: str | None = None  # why this server ends
@@ -65,7 +64,7 @@ class Hub:
         self._epochs = Epochs(config, identity, engine, archive, self.fleet, metrics, self._fail, line)
         self._desk = Desk(
             self._epochs.new_recorder(), engine, lambda: self.fleet.missing, lambda: self.stop_reason is not None,
-            self._fail,
+            self._fail, self._broken,
         )  # fmt: skip
         self._epochs.lead = self._desk.lead
         self._epochs.expected = lambda: self._coordinator.expected
@@ -192,8 +191,7 @@ class Hub:
 
         def ask(recorder: Recorder, now: float) -> Batches | None:
             asked = {"worker": worker, "spec": spec, "received": received, "count": count, "idle": idle}
-            batches: Batches | None = recorder.do("next_batches", now, **asked)
-            return batches
+            return cast(Batches | None, recorder.do("next_batches", now, **asked))
 
         answer = self._desk.until(ask, seconds)
         if answer is None and self.stop_reason is None:
@@ -327,6 +325,12 @@ class Hub:
         self.failure = self.failure or error
         self.stop(str(error))
 
+    def _broken(self, bug: Exception) -> None:
+        """What this process holds cannot be trusted any more: it ends, without a snapshot."""
+        log.error("the coordinator cannot go on", exc_info=bug)
+        self.failure, self.over = PSError(f"a bug: {bug!r}"), True
+        self.stopped.set()
+
     # ---- time -------------------------------------------------------------------------------------------------------
 
     def _tick_forever(self) -> None:
@@ -334,9 +338,7 @@ class Hub:
             while not self.stopped.wait(self._desk.soon()):
                 self.tick()
         except Exception as bug:
-            log.exception("the coordinator cannot go on")
-            self.failure, self.over = PSError(f"a bug: {bug!r}"), True
-            self.stopped.set()
+            self._broken(bug)
 
     def tick(self) -> None:
         self._gathering.look(self._coordinator)

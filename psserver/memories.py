@@ -55,6 +55,11 @@ class Memories:
             raise UnreachableError(f"memory {header.memory} of worker {header.worker} is not attached", "NOT_ATTACHED")
         return tapes
 
+    def clear(self) -> None:
+        """All workers are out."""
+        self._tapes.clear()
+        sweep()
+
     def drop(self, worker: int) -> None:
         """The worker is out of the job. If it died while its file still had a name, the name goes now."""
         self._tapes.pop(worker, None)

@@ -6,6 +6,8 @@ from prometheus_client import CollectorRegistry
 from pscommon.core.errors import UnreachableError
 from pscommon.core.log import Begin, PushKey, Reject, Staged
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.shared_memory import Region
+from psproto.v1 import parameter_server_pb2 as pb
 from psserver.engine import Engine
 from psserver.metrics import ServerMetrics
 
@@ -15,7 +17,7 @@ SPEC = ModelSpec((TensorSpec("w", (4,), "float32"),), OptimizerSpec("sgd", ({"lr
 @pytest.fixture
 def engine() -> Engine:
     """With weights."""
-    engine = Engine(0, 1, ServerMetrics(CollectorRegistry(), shard=0), lambda cut, store: None, 1 << 20, "grpc")
+    engine = Engine(0, 1, ServerMetrics(CollectorRegistry(), shard=0), lambda cut, store: None, 1 << 20, "auto")
     engine.begin_log(1, 0, 1)
     engine.set_model(SPEC)
     stage(engine, 0)
@@ -42,3 +44,17 @@ def test_the_push_that_ends_the_job_is_answered(engine: Engine) -> None:
     for key in (open_one, None):
         with pytest.raises(UnreachableError, match="stopping: the job is over"):
             engine.wait(key, 0, 0.0, lambda: True)
+
+
+def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: Engine) -> None:
+    """After a return to a snapshot they come as new workers, and offer theirs again."""
+    region = Region(2 * 4096)
+    offer = region.share()
+    request = pb.AttachMemoryRequest(worker=1, memory=1, name=offer.name, nbytes=offer.nbytes, token=offer.token)
+    assert engine.memories.attach(request) == ""
+    region.hide()
+
+    engine.begin_log(2, 0, 1)
+
+    with pytest.raises(UnreachableError, match="not attached"):
+        engine.memories.tapes(pb.PushPullHeader(worker=1, memory=1))
