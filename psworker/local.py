@@ -14,7 +14,7 @@ from pscommon.core.model import ModelSpec
 from pscommon.core.stream import Spec, StreamSpec
 from pscommon.core.tape import Plan
 from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, validate
-from psworker.bridge import tensor_of
+from psworker.model_tape import tensor_of
 from psworker.results import Lease, PushResult, Status
 from psworker.whole_flow import WholeFlow
 

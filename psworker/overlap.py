@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from pscommon.core.errors import FencedError, PSError
 from pscommon.core.tape import ALIGN, Range, piece_nbytes
 from psworker.arrivals import Arrivals, Enter, Healing
-from psworker.bridge import Bridge, Ready, present, versions
+from psworker.bridge import Bridge, present, versions
 from psworker.courier import Courier, Push
 from psworker.local import Flow, JobClient
+from psworker.model_tape import Ready
 from psworker.results import PushResult
 
 PATIENCE = 100

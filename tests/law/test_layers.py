@@ -23,8 +23,8 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psserver.memories", "psserver.staging", "psserver.store", "psserver.stretch",
     "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.cli",
     "psworker.connect", "psworker.ctl.checks", "psworker.examples", "psworker.job", "psworker.local",
-    "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.simulation", "psworker.streams",
-    "psworker.training",
+    "psworker.model_tape", "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.simulation",
+    "psworker.streams", "psworker.training",
 }  # fmt: skip
 COMMANDS = {"pscommon.config", "pscommon.options", "pscommon.values", "psserver.cli", "psworker.cli"}
 HOMES = {

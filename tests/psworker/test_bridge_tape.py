@@ -11,9 +11,10 @@ from torch import nn
 
 from pscommon.core.tape import Range
 from psworker import overlap
-from psworker.bridge import Bridge, CudaTape, Landing, Ready, Tape, TwinTape
+from psworker.bridge import Bridge
 from psworker.job import Job
 from psworker.local import LocalClient
+from psworker.model_tape import CudaTape, Landing, Ready, Tape, TwinTape
 from psworker.results import PushResult
 from tests.psworker.late_client import LateClient, values
 from tests.psworker.overlap_cases import MODELS, Make, Step, accumulated, adam, clipped, normed, seeded, usual

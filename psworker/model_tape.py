@@ -1,0 +1,145 @@
+"""The memory that a model's tensors are views of, and how its bytes get to and from the client's.
+
+On the CPU both are one; on a GPU, and where the model computes on while weights come, bytes are copied between them.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pscommon.core.model import TensorSpec
+from pscommon.core.tape import Range
+
+
+class Ready(Protocol):
+    """When a copy is done: torch.cuda.Event, as far as it is needed here."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class _Now:
+    """There is nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """It is done."""
+
+
+class Tape:
+    """Memory that the client works on (`memory`, `host`) and that the model's tensors are views of (`near`)."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.host = self.near = tensor_of(memory)
+
+    def view(self, extent: Range, tensor: TensorSpec) -> Tensor:
+        """The tensor's bytes beside the model, typed and shaped.
+
+        As a storage of its own: torch.save writes whole storages, and refuses one that has tensors of several dtypes.
+        """
+        storage = self.near.untyped_storage()[extent.start : extent.stop]
+        flat = torch.empty(0, dtype=_dtype(tensor.dtype), device=self.near.device).set_(storage)
+        return flat.view(tensor.shape)
+
+    def to_host(self, spans: Sequence[Range]) -> Ready:
+        """Starts to copy these bytes from beside the model, as they are after what the model computes now."""
+        return _Now()
+
+    def from_host(self, spans: Sequence[Range]) -> None:
+        """These bytes to the model: what it computes next sees them. Not twice the same ones without `rest` between."""
+
+    def rest(self) -> None:
+        """Waits until what `from_host` was given last has been taken."""
+
+
+class TwinTape(Tape):
+    """The model's bytes lie apart, so that the client may receive new ones while the model computes on the old."""
+
+    def __init__(self, memory: memoryview) -> None:
+        super().__init__(memory)
+        self.near = torch.zeros_like(self.host)
+
+    def to_host(self, spans: Sequence[Range]) -> Ready:
+        for start, stop in spans:
+            self.host[start:stop].copy_(self.near[start:stop])
+        return _Now()
+
+    def from_host(self, spans: Sequence[Range]) -> None:
+        for start, stop in spans:
+            self.near[start:stop].copy_(self.host[start:stop])
+
+
+class Landing:
+    """A copy from a GPU that ends in memory which a GPU does not reach: the last part of the way is made when the first
+    is done, by whoever asks.
+    """
+
+    def __init__(self, done: Ready, spans: Sequence[Range], source: Tensor, target: Tensor) -> None:
+        self._done = done
+        self._spans = spans
+        self._source, self._target = source, target
+
+    def query(self) -> bool:
+        if not self._done.query():
+            return False
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        self._done.synchronize()
+        for start, stop in self._spans:
+            self._target[start:stop].copy_(self._source[start:stop])
+        self._spans = ()
+
+
+class CudaTape(Tape):
+    """The model's bytes lie on a GPU. A stream of its own copies between them and pinned memory, a twin of the host's:
+    what the client shares with servers may be mapped anew at any time, which a GPU must not see.
+
+    The stream first waits, on the GPU, for what the model's stream has been given so far. So the host only waits where
+    it needs the bytes, and the model computes on meanwhile.
+    """
+
+    def __init__(self, memory: memoryview, device: torch.device) -> None:
+        super().__init__(memory)
+        self.near = torch.zeros(memory.nbytes, dtype=torch.uint8, device=device)
+        self._pinned = torch.zeros(memory.nbytes, dtype=torch.uint8, pin_memory=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._taken: Ready = _Now()
+
+    def to_host(self, spans: Sequence[Range]) -> Ready:
+        return Landing(self._copy(self._pinned, self.near, spans), spans, self._pinned, self.host)
+
+    def from_host(self, spans: Sequence[Range]) -> None:
+        for start, stop in spans:
+            self._pinned[start:stop].copy_(self.host[start:stop])
+        self._taken = self._copy(self.near, self._pinned, spans)
+        torch.cuda.current_stream(self.near.device).wait_stream(self._stream)
+
+    def rest(self) -> None:
+        self._taken.synchronize()
+
+    def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[Range]) -> Ready:
+        self._stream.wait_stream(torch.cuda.current_stream(self.near.device))
+        with torch.cuda.stream(self._stream):
+            for start, stop in spans:
+                into[start:stop].copy_(out_of[start:stop], non_blocking=True)
+        done: Ready = self._stream.record_event()
+        return done
+
+
+def tensor_of(memory: memoryview) -> Tensor:
+    """The bytes themselves, not a copy of them."""
+    # frombuffer refuses empty memory
+    return torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
