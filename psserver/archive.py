@@ -89,10 +89,10 @@ class Archive:
             log.error("skipped a damaged snapshot", extra={"problem": problem})
         if manifest is None and versions:
             raise SnapshotError(f"none of the snapshots in {self._snapshots.folder} is valid: {'; '.join(skipped)}")
-        return self._chosen(manifest) if manifest else None
+        return manifest
 
     def exactly(self, version: int) -> Manifest:
-        """The snapshot of this version; newer ones are set aside. SnapshotError where it is not there or not sound."""
+        """The snapshot of this version. SnapshotError where it is not there or not sound."""
         if self._snapshots is None:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
         if version not in self._snapshots.versions():
@@ -102,15 +102,14 @@ class Archive:
             )
         if problems := self._snapshots.verify(version):
             raise SnapshotError("; ".join(problems))
-        return self._chosen(self._snapshots.manifest(version))
+        return self._snapshots.manifest(version)
 
-    def _chosen(self, manifest: Manifest) -> Manifest:
-        """Newer ones belong to a history that is over."""
+    def goes_on_from(self, manifest: Manifest) -> None:
+        """The job does. Newer snapshots belong to a history that is over, and are set aside."""
         self._set_aside(manifest.version)
         self.kept = [version for version in self.kept if version <= manifest.version]
         self.newest_version = manifest.version
         self.newest_time = datetime.fromisoformat(manifest.created).timestamp()
-        return manifest
 
     def _set_aside(self, version: int) -> None:
         assert self._snapshots is not None
@@ -121,15 +120,14 @@ class Archive:
         """The newest valid snapshot of this job, if there is one."""
         if self._snapshots is None:
             return None
-        manifest, _ = self._snapshots.newest_valid()
-        return self._chosen(manifest) if manifest else None
+        return self._snapshots.newest_valid()[0]
 
     def before(self, version: int) -> Manifest | None:
         """The newest valid one that is older than `version`, which some shard could not load."""
         assert self._snapshots is not None
         for older in reversed([v for v in self._snapshots.versions() if v < version]):
             if not self._snapshots.verify(older):
-                return self._chosen(self._snapshots.manifest(older))
+                return self._snapshots.manifest(older)
         return None
 
     def path(self, version: int) -> str:
@@ -172,10 +170,11 @@ class Archive:
 
     def cut(self, cut: Cut, store: Store) -> None:
         """Copy the numbers now, write them in the background. Called while nothing is applied."""
-        if self._snapshots is None:
-            return
         if self._writer is not None:
             self._writer.join()
+        if self._snapshots is None:  # where others have a folder they must not wait for this part
+            self.on_part(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
+            return
         self._memory = store.export(self._memory)
         args = (cut, store.plan.shards, store.steps(), groups_to_json(store.groups()))
         self._writer = threading.Thread(target=self._write, args=args, name="snapshot", daemon=True)

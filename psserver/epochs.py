@@ -144,6 +144,7 @@ class Epochs:
         """Take a snapshot as the state of the job, with workers yet to come; the shards are told to load it."""
         with self._turning:
             self._archive.next_generation()
+            self._archive.goes_on_from(manifest)
             self._recovered = False
             recorder = self.new_recorder()
             state, now, expected = dict(manifest.coordinator), time.monotonic(), self.expected()
@@ -241,8 +242,11 @@ class Epochs:
         if problem:
             log.error("the log cannot be used", extra={"problem": problem})
             return False
+        if manifest is not None:
+            self._archive.goes_on_from(manifest)
         self._fleet.form(coordinator.members)
         self._fleet.new_log(manifest)
+        self._learn(None)  # as many as there are
         self.newest = manifest
         self.rules = replace(self.rules, policy=coordinator.policy)
         self._take_over(recorder)
@@ -255,7 +259,7 @@ class Epochs:
     def _take_layout(self, coordinator: Coordinator) -> None:
         """The log knows best how many shards there are, if it may have been what this server was started for."""
         layout = self._fleet.layout
-        if coordinator.shards not in (layout.shards, layout.given):
+        if coordinator.shards not in (layout.shards, layout.given, *layout.past):
             raise LogUnfitError(f"{coordinator.shards} servers wrote it, and there are {layout.shards} now")
         layout.change(coordinator.shards)
 

@@ -52,7 +52,8 @@ class Snapshots:
     def look(self) -> None:
         """Now and then: finish one that is written, cut one that is wanted, mend logs that are broken with one."""
         self._finish()
-        if self.wanted and not self._fleet.missing and not self._desk.coordinator.cuts.busy:
+        enabled = self._archive.enabled
+        if enabled and self.wanted and not self._fleet.missing and not self._desk.coordinator.cuts.busy:
             self.wanted = False
             self._desk.step(lambda recorder, now: recorder.cut(now))
         if self._epochs.journal.broken or any(server.log_broken for server in self._fleet):

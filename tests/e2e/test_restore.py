@@ -248,6 +248,19 @@ def test_a_version_that_is_not_there_or_damaged_is_refused_and_the_job_goes_on(
     assert (snapshots(address), counted(weights_of(address))) == ([1, 2], 3)
 
 
+def test_newer_snapshots_stay_where_going_back_fails(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+    address = cluster(1, data_dir=tmp_path).address
+    with counter(address) as client:
+        saved(address, client, capsys, 1, 2)
+        (tmp_path / "generation.tmp").mkdir()  # no number for a new start can be written down
+
+        assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
+        assert "cannot count this start of the job" in capsys.readouterr().err
+        count(client)
+
+    assert (snapshots(address), Snapshots(tmp_path).versions(), counted(weights_of(address))) == ([1, 2], [1, 2], 3)
+
+
 def test_without_a_data_dir_there_is_nothing_to_go_back_to(cluster: Make, capsys: Output) -> None:
     address = cluster(1).address
     with counter(address) as client:

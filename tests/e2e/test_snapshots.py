@@ -143,6 +143,21 @@ def test_the_thread_that_writes_one_gives_way_to_the_others(
     assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0) + NICE
 
 
+def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(cluster: Make, tmp_path: Path) -> None:
+    """One that has taken over, say, while its predecessor still held the folder."""
+    servers = cluster(0)
+    servers.add(0, 2, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=2))
+    servers.add(1, 2)
+    with counter(servers.address) as client:
+        for _ in range(2):
+            count(client, 2)
+            until(lambda: "shard 1: it has no --data-dir" in status(servers.address)["snapshot_problem"], "the problem")
+            servers.servers[0].archive.problem = ""
+        count(client)
+
+    assert snapshots(servers.address) == []
+
+
 def test_only_the_newest_are_kept_on_every_shard(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(3, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=1), snapshot_keep=2)
     with counter(servers.address) as client:

@@ -1,8 +1,10 @@
 """How many shards a job has, over restarts with the command line of before."""
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,24 @@ def test_another_number_is_what_somebody_wants_now(tmp_path: Path) -> None:
     Layout(2, tmp_path).change(3)
 
     assert (Layout(4, tmp_path).shards, Layout(4, tmp_path).changes) == (4, 0)
+
+
+def test_a_log_may_be_of_a_number_from_before_the_last_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Shard 0 notes a move down before it begins, and may die in between."""
+    caplog.set_level(logging.INFO, "psserver")
+    settings: dict[str, Any] = {"bind": "127.0.0.1:0", "data_dir": tmp_path, "durability": "log", "job": "otter"}
+    first = Server(ServerConfig(shards=1, **settings))
+    first.start()
+    first.close()
+    (tmp_path / "layout").write_text(json.dumps({"shards": 3, "past": [1, 2], "changes": 2}))
+
+    again = Server(ServerConfig(shards=2, **settings))
+    again.start()
+    again.close()
+
+    assert again.identity.shards == 1
+    assert "the log cannot be used" not in caplog.text
+    assert "went on where the log ends" in caplog.text
 
 
 def test_a_number_that_comes_back_is_not_of_the_past(tmp_path: Path) -> None:
