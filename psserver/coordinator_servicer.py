@@ -109,8 +109,9 @@ class Coordinator(CoordinatorServiceServicer):
         with answering(context):
             self._hub.check_job(request.job)
             batches = self._hub.next_batches(
-                request.worker, loop_from_proto(request.loop), request.received, max(1, request.count), request.idle,
-                request.wait_ms / 1000,
+                request.wait_ms / 1000, worker=request.worker, spec=loop_from_proto(request.loop),
+                received=request.received, count=max(1, request.count), idle=request.idle,
+                first_open=request.first_open,
             )  # fmt: skip
             if batches is None:
                 return pb.NextBatchResponse(waiting_for=self._hub.waiting_for, version=self._hub.version)

@@ -6,13 +6,11 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.log import BatchKey, Report
-from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec
-from pscommon.core.stream import StreamSpec
 from pscommon.core.tape import Plan
 from psserver.archive import Archive
 from psserver.config import ServerConfig
@@ -184,16 +182,9 @@ class Hub:
         self._desk.do("set_policy", row=(name, staleness, max_staleness, row.backup))
         log.info("policy changed", extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness})
 
-    def next_batches(
-        self, worker: int, spec: LoopSpec | StreamSpec, received: int, count: int, idle: bool, seconds: float
-    ) -> Batches | None:
-        """Data, or its end; None: not within `seconds`. A stopping job has no more data."""
-
-        def ask(recorder: Recorder, now: float) -> Batches | None:
-            asked = {"worker": worker, "spec": spec, "received": received, "count": count, "idle": idle}
-            return cast(Batches | None, recorder.do("next_batches", now, **asked))
-
-        answer = self._desk.until(ask, seconds)
+    def next_batches(self, seconds: float, **asked: Any) -> Batches | None:
+        """Data, or its end; None: not within `seconds`. A stopping job has none. asked: by whom, and for what."""
+        answer: Batches | None = self._desk.until(lambda r, now: r.do("next_batches", now, **asked), seconds)
         if answer is None and self.stop_reason is None:
             self._gathering.check()
         return Batches(end=True) if answer is None and self.stop_reason is not None else answer

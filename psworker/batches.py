@@ -95,6 +95,7 @@ class Leases:
     def __init__(self, job: "Job", spec: Spec) -> None:
         self._job = job
         self._spec = spec
+        self.loop = spec.loop
         self._ready: deque[int] = deque()
         self._held: dict[int, int | None] = {}
         self._ended = False
@@ -124,7 +125,8 @@ class Leases:
     def _ask(self, idle: bool) -> None:
         """Gets nothing if the job had gone on without this worker, which is then back."""
         with self._job.healing():
-            lease = self._job.client.next_batches(self._spec, idle=idle)
+            first_open = min(open.loop for open in self._job.leases)  # a loop may run inside another, or beside it
+            lease = self._job.client.next_batches(self._spec, idle=idle, first_open=first_open)
             self._job.prospers()
             self._ready.extend(lease.numbers)
             self._held.update(zip(lease.numbers, lease.following or repeat(None), strict=False))

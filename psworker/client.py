@@ -273,12 +273,14 @@ class Client:
 
     # ---- data and membership ----------------------------------------------------------------------------------------
 
-    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False) -> Lease:
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
         """Up to `count` batches of a loop. idle: nothing is in hand, so wait for some or the loop's end.
 
         Waiting means to sit out of rounds meanwhile. Without `idle` it answers at once, perhaps with nothing.
+        first_open: number of the first loop that is still gone through; None: this one. What is left of those before is
+        others' then.
         """
-        return self._data.take(loop, count, idle)
+        return self._data.take(loop, count, idle, loop.loop if first_open is None else first_open)
 
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
         """These will not be pushed: others may have them."""

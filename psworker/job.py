@@ -50,7 +50,7 @@ class Job:
         self._optimizer: ServerOptimizer | None = None
         self._loops = 0
         self._passed: set[int] = set()
-        self._leases: list[Leases] = []
+        self.leases: list[Leases] = []
         self._retired = False
         self._returns = 0
         self._epochs: dict[tuple[int, int], int] = {}
@@ -240,7 +240,7 @@ class Job:
         """While a loop runs. What it still holds when it ends goes back; a worker that is to leave has left then."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer before going through job.batches")
-        self._leases.append(leases)
+        self.leases.append(leases)
         reason = None
         try:
             yield
@@ -252,7 +252,7 @@ class Job:
             # whoever cannot reach the job, or is out of it, holds nothing any more
             with suppress(PSError):
                 leases.give_back()
-            self._leases.remove(leases)
+            self.leases.remove(leases)
             if self.client.draining and reason is not None:
                 self._retire(reason)
 
@@ -311,7 +311,7 @@ class Job:
         """Nothing of the old place is used any more."""
         if self._optimizer is not None:
             self._optimizer.drop(error)
-        for leases in self._leases:
+        for leases in self.leases:
             leases.forget()
         if self.usage.batches:
             self.usage.lose(error)

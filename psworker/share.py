@@ -20,10 +20,12 @@ class DataShare:
         self._connection = connection
         self._model = model
         self._turn = threading.Lock()
+        self._first_open = 0
 
-    def take(self, loop: Spec, count: int, idle: bool) -> Lease:
+    def take(self, loop: Spec, count: int, idle: bool, first_open: int) -> Lease:
         """Asks at first without sitting out: who gets something at once has missed no round."""
         with self._turn:
+            self._first_open = first_open
             answer = self._ask(loop, count)
             if answer.numbers or answer.end or not idle:
                 return _lease(answer)
@@ -59,6 +61,7 @@ class DataShare:
             idle=idle,
             wait_ms=round(wait * 1000),
             received=received,
+            first_open=self._first_open,
         )
         timeout = wait + self._connection.call_seconds
         answer = self._connection.call("asking for data", lambda: lane.next_batch(request, timeout))

@@ -163,18 +163,26 @@ class Coordinator(Moves):
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def next_batches(
-        self, worker: int, spec: Spec, received: int, count: int, idle: bool, now: float
+        self,
+        worker: int,
+        spec: Spec,
+        received: int,
+        count: int,
+        idle: bool,
+        now: float,
+        first_open: int | None = None,
     ) -> Batches | None:
         """Data for a worker that has got `received` batches of this loop so far; an answer that was lost is repeated.
 
-        idle: it has nothing in hand, and sits out of rounds until there is a batch or the end.
+        idle: it has nothing in hand, and sits out of rounds until there is a batch or the end. first_open: it has left
+        all loops before this one, and none since; None: the loop that it asks for.
         """
         member = self.member(worker, now)
         if not self.all_here():
             return None
         units = self._units(spec)
         try:
-            loop = self.ledger.open(worker, spec)
+            loop = self.ledger.open(worker, spec, first_open)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
         if loop.ended:
@@ -183,7 +191,9 @@ class Coordinator(Moves):
             return Batches()
         loop.units = units
         at_once = self.policy.barrier and not self.policy.backup  # who is left behind must not hoard
-        together = [m.worker for m in self.roster.registered()] if at_once else [worker]
+        # who waits in an earlier loop does not come to this one before that has ended
+        there = [m.worker for m in self.roster.registered() if m.waiting is None or m.waiting >= spec.loop]
+        together = there if at_once else [worker]
         numbers = loop.take(worker, received, count, together if worker in together else [*together, worker])
         for other in self.roster.registered():
             if (other.worker == worker and numbers) or (other.waiting == spec.loop and loop.has_dealt(other.worker)):

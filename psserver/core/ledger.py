@@ -29,15 +29,17 @@ class Ledger:
             number += 1
         return number
 
-    def open(self, worker: int, spec: Spec) -> Loop | Stream:
-        """The loop that a worker is at; ValueError if others described it differently."""
+    def open(self, worker: int, spec: Spec, first_open: int | None = None) -> Loop | Stream:
+        """The loop that a worker is at; ValueError if others described it differently. first_open: it has left those
+        before this one; None: those before the loop that it is at."""
         if spec.loop not in self.loops:
             self.loops[spec.loop] = self._made(spec)
         loop = self.loops[spec.loop]
         if loop.spec != spec:
             raise ValueError(f"loop {spec.loop} is {loop.spec}; this worker asks for {spec}")
-        if self._whereabouts.get(worker) != spec.loop:
-            self._come(worker, spec.loop)
+        here = spec.loop if first_open is None else min(first_open, spec.loop)
+        if self._whereabouts.get(worker) != here:
+            self._come(worker, here)
         return loop
 
     def _made(self, spec: Spec) -> Loop | Stream:

@@ -17,7 +17,7 @@ from psserver.core.leases import Leases
 class LoopLedger(ABC):
     """One loop.
 
-    whereabouts: the loop that each worker has come to.
+    whereabouts: the first loop that each worker is still in.
     dropped: batches that their scripts threw away; they are committed. duplicates: batches in pushes that counted
     although the batch was not their worker's (any more): its samples count once more elsewhere.
     units: with --global-batch, how many batches a draw deals; None: one to each worker.
@@ -114,7 +114,9 @@ class LoopLedger(ABC):
             self.dropped += 1
 
     def leave(self, worker: int) -> None:
-        """The worker went on to a later loop. What it holds is dropped, unless its next push brings it."""
+        """The worker went on to a later loop. What its script has got is dropped, unless its next push brings it; what
+        had not been sent yet is free."""
+        self.give_back(worker, list(self._leases.ready(worker)))
         held = self._leases.held(worker)
         self.drop(worker)
         self._left_behind.update(dict.fromkeys(held, worker))

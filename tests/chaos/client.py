@@ -85,10 +85,10 @@ class JournaledClient(Client):
             operation.status, operation.after = "none", self.version
             operation.counters = counters_in(self.plan, tape)
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
         """As Client's."""
         with self._journal.operation("lease", worker=self.worker, total=loop.total) as operation:
-            lease = super().next_batches(loop, count, idle)
+            lease = super().next_batches(loop, count, idle, first_open)
             operation.batches = tuple((loop.loop, number) for number in lease.numbers) or ((loop.loop, -1),)
             operation.ended, operation.status = lease.end, "none"
             return lease

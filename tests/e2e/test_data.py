@@ -1,6 +1,7 @@
 """Who gets which samples: each index once an epoch, whoever works, dies, comes late, breaks off or is slow."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,49 @@ def test_in_sync_the_shares_are_the_same_in_every_run(cluster: Make, workers: in
 
     for shares in runs:
         assert shares == [ALL[rank::workers] for rank in range(workers)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("loader", [{}, {"num_workers": 1}])
+def test_a_loop_inside_another_takes_nothing_from_it(name: str, loader: dict[str, int]) -> None:
+    """Evaluation every few steps, say."""
+
+    def evaluating(job: Job) -> tuple[list[Batch], list[Batch]]:
+        model, optimizer = started(job)
+        trained, seen = [], []
+        for step, batch in enumerate(batches(job, 4, **loader)):
+            trained.append(compute(model, batch))
+            optimizer.step()
+            if step % 3 == 1:
+                with torch.no_grad():
+                    seen += [tuple(each.tolist()) for each in batches(job, 1, seed=11)]
+        return trained, seen
+
+    (trained, seen), (others_trained, others_seen) = simulated(2, evaluating, **POLICIES[name])
+
+    assert sorted(trained + others_trained) == sorted(ALL[:20])
+    evaluated = Counter(index for batch in seen + others_seen for index in batch)
+    if POLICIES[name].get("policy", "sync") == "sync":  # then both make the same loops
+        assert trained == ALL[:20:2]
+        assert evaluated == dict.fromkeys(range(SIZE), 3)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_two_loops_side_by_side_give_all_they_have(name: str) -> None:
+    def pairing(job: Job) -> list[tuple[Batch, Batch]]:
+        model, optimizer = started(job)
+        pairs = []
+        for one, other in zip(batches(job, 4), batches(job, 4, seed=9), strict=False):
+            pairs.append((compute(model, one), compute(model, other)))
+            optimizer.step()
+        return pairs
+
+    one, other = simulated(2, pairing, **POLICIES[name])
+    pairs = one + other
+
+    others = [tuple(LoopSpec(1, SIZE, BATCH, 4, seed=9).indices(number).tolist()) for number in range(20)]
+    assert sorted(first for first, _ in pairs) == sorted(ALL[:20])
+    assert sorted(second for _, second in pairs) == sorted(others)
 
 
 def test_orders_differ_by_epoch_and_seed_and_do_not_depend_on_how_often_a_script_asks() -> None:

@@ -91,17 +91,19 @@ class History:
                 ledger.loops[worker.loop].give_back(worker.number, [key.number for key in keys])
 
     def go_on(self, worker: Worker) -> None:
-        """To the next loop. What it has not pushed its next push may bring."""
+        """To the next loop. What it has not pushed its next push may bring; what was not sent to it others get."""
         if worker.loop < LOOPS - 1:
-            held = self.held(worker)  # also what was dealt to it and lies ready
+            sent = self.sent(worker)
             worker.loop += 1
             for ledger in self.ledgers:
                 ledger.open(worker.number, self.specs[worker.loop])
-            self.thrown += held
+            self.thrown += sent
 
-    def held(self, worker: Worker) -> list[BatchKey]:
-        loop = self.ledgers[0].loops.get(worker.loop)
-        return [BatchKey(worker.loop, n) for n in loop._leases.held(worker.number)] if loop else []
+    def sent(self, worker: Worker) -> list[BatchKey]:
+        if (loop := self.ledgers[0].loops.get(worker.loop)) is None:
+            return []
+        ready = loop._leases.ready(worker.number)
+        return [BatchKey(worker.loop, n) for n in loop._leases.held(worker.number) if n not in ready]
 
     def die(self, worker: Worker) -> None:
         self.workers[self.workers.index(worker)] = self.new_worker()

@@ -17,7 +17,7 @@ BEFORE = Picture(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
 class HubThatMoves:
     """Once it has said what is new, a move to one shard ends."""
 
-    job, waiting_for, over = "j", "", False
+    job, waiting_for, over, policy = "j", "", False, "ssp"
 
     def __init__(self) -> None:
         self.server = Server(1, "s1:1", connected=True, line=1)
@@ -53,7 +53,7 @@ def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
     request = pb.LinkShardRequest(shard=1, shards=2, address="s1:1", instance="i")
     response = first_response(HubThatMoves(), request)
 
-    assert (response.recover, response.shards, response.layout) == (True, 2, 0)
+    assert (response.recover, response.shards, response.layout, response.policy) == (True, 2, 0, "ssp")
     assert (list(response.addresses), list(response.standbys)) == (BEFORE.addresses, BEFORE.standbys)
     assert list(response.move.sources) == BEFORE.addresses
 

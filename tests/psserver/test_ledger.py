@@ -98,6 +98,31 @@ def test_going_on_to_the_next_loop_throws_unused_batches_away() -> None:
     assert (first.dropped, first.committed, first.free) == (2, 2, 1)
 
 
+def test_what_was_dealt_and_not_sent_is_free_when_its_worker_goes_on() -> None:
+    ledger = Ledger()
+    first = ledger.open(1, LoopSpec(0, size=4, batch_size=1))
+    first.take(1, 0, 2, [1, 2])  # 0 and 2; 1 and 3 lie ready for worker 2
+    ledger.open(2, LoopSpec(1, size=3, batch_size=1))
+
+    assert (first.dropped, first.free) == (0, 2)
+    assert first.take(1, 2, 9, [1]) == [1, 3]
+
+
+def test_a_loop_inside_another_leaves_that_one_as_it_is() -> None:
+    ledger = Ledger()
+    outer = ledger.open(1, LoopSpec(0, size=6, batch_size=1))
+    assert outer.take(1, 0, 2, [1, 2]) == [0, 2]
+    inner = ledger.open(1, LoopSpec(1, size=3, batch_size=1), first_open=0)
+    inner.take(1, 0, 1, [1, 2])
+
+    assert (outer.leased, outer.dropped) == (4, 0)
+    assert outer.take(2, 0, 2, [1, 2]) == [1, 3]  # who is in the inner one has its share of the outer one all the same
+    assert outer.take(2, 2, 1, [1, 2]) == [5]
+    assert ledger.open(1, outer.spec).take(1, 2, 1, [1, 2]) == [4]
+    ledger.open(1, LoopSpec(2, size=1, batch_size=1))
+    assert (outer.dropped, inner.dropped) == (3, 1)
+
+
 def test_workers_that_describe_a_loop_differently_are_told() -> None:
     ledger = Ledger()
     ledger.open(1, LoopSpec(0, size=3, batch_size=1))

@@ -28,8 +28,8 @@ class Groups(LocalClient):
         self.pushed: list[tuple[tuple[int, ...], int]] = []
         self.returned: list[BatchKey] = []
 
-    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False) -> Lease:
-        lease = super().next_batches(loop, count, idle)
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+        lease = super().next_batches(loop, count, idle, first_open)
         following = tuple(self.following[number % len(self.following)] for number in lease.numbers)
         return Lease(lease.numbers, lease.end, lease.sat_out, following)
 

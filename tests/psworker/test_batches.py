@@ -206,11 +206,11 @@ class Sparing(Ledger):
         super().__init__()
         self.asked: list[bool] = []
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
         self.asked.append(idle)
         if not idle and len(self.asked) % 3 == 0:
             return Lease()
-        lease = super().next_batches(loop, count, idle)
+        lease = super().next_batches(loop, count, idle, first_open)
         return Lease(lease.numbers, lease.end, sat_out=idle)
 
 
@@ -231,8 +231,8 @@ def test_when_there_is_nothing_it_uses_up_what_it_has_then_sits_out_and_pulls(wo
 class Waiting(Ledger):
     """The end is only told to who waits, and never to who still holds what could be pushed."""
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
-        lease = super().next_batches(loop, count, idle)
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+        lease = super().next_batches(loop, count, idle, first_open)
         if lease.numbers:
             return lease
         if idle:

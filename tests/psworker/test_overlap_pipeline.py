@@ -232,8 +232,8 @@ class Idle(Held):
         super().__init__(*ends)
         self.returned: list[int] = []
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False) -> Lease:
-        lease = super().next_batches(loop, count, idle)
+    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+        lease = super().next_batches(loop, count, idle, first_open)
         assert not (lease.end and idle) or len(self.pushes) == loop.total + len(self.returned)
         return lease if idle or lease.numbers else Lease()
 

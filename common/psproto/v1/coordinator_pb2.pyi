@@ -347,6 +347,7 @@ class NextBatchRequest(google.protobuf.message.Message):
     IDLE_FIELD_NUMBER: builtins.int
     WAIT_MS_FIELD_NUMBER: builtins.int
     RECEIVED_FIELD_NUMBER: builtins.int
+    FIRST_OPEN_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     count: builtins.int
@@ -358,6 +359,8 @@ class NextBatchRequest(google.protobuf.message.Message):
     """how many batches of this loop this worker has got; what was sent after those is sent again, so a lost answer loses
     no data
     """
+    first_open: builtins.int
+    """the first loop that the worker's script is still in, be it that another one runs inside it; it has left those before"""
     @property
     def loop(self) -> global___LoopSpec: ...
     def __init__(
@@ -370,9 +373,10 @@ class NextBatchRequest(google.protobuf.message.Message):
         idle: builtins.bool = ...,
         wait_ms: builtins.int = ...,
         received: builtins.int = ...,
+        first_open: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["loop", b"loop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "idle", b"idle", "job", b"job", "loop", b"loop", "received", b"received", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "first_open", b"first_open", "idle", b"idle", "job", b"job", "loop", b"loop", "received", b"received", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
 
 global___NextBatchRequest = NextBatchRequest
 
