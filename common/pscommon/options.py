@@ -1,7 +1,6 @@
 """The options of every command, declared once: the commands, `ps-ctl config` and the check of files all read these."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,8 +11,8 @@ from pscommon.values import Value
 
 POLICIES = ("sync", "async", "ssp")
 COUNT = click.IntRange(min=1)
-FOLDER = click.Path(file_okay=False, path_type=Path)
-FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = values.Place(file_okay=False)
+FILE = values.Place(dir_okay=False)
 SECONDS = Value("SECONDS", values.seconds)
 LISTEN = Value("HOST:PORT", values.listening)
 ADDRESS = Value("HOST:PORT", values.address)

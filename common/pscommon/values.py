@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -53,6 +54,19 @@ class Value(ParamType):
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """What --help shows after the flag."""
         return self.name
+
+
+class Place(click.Path):
+    """A file or a folder. An empty name, such as an unset variable of a shell leaves, is not the current folder."""
+
+    def __init__(self, **rest: Any) -> None:
+        super().__init__(path_type=Path, **rest)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Called by click."""
+        if value == "":
+            self.fail(f"the name of the {self.name} is empty; '.' is the current folder", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from pscommon.options import FOLDER
 from psworker.ctl import checks
 from psworker.ctl.output import Table, show
 from psworker.ctl.settings import Settings, pass_settings, shared
@@ -15,7 +16,7 @@ from psworker.ctl.settings import Settings, pass_settings, shared
     help="A server is to listen here; may be given several times.",
 )  # fmt: skip
 @click.option(
-    "--data-dir", type=click.Path(path_type=Path), envvar="PS_DATA_DIR", default=".", show_default=True,
+    "--data-dir", type=FOLDER, envvar="PS_DATA_DIR", default=".", show_default=True,
     help="Snapshots are to be written here.",
 )  # fmt: skip
 @shared

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pscommon.core.errors import SnapshotError
-from pscommon.options import SECONDS
+from pscommon.options import FILE, SECONDS
 from psworker.ctl import views
 from psworker.ctl.output import Table, show, size
 from psworker.ctl.settings import Settings, pass_settings, shared
@@ -106,7 +106,7 @@ def verify(settings: Settings, directory: Path, version: int | None) -> int:
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl snapshot export /data/job model.safetensors")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @click.option("--version", type=click.IntRange(min=0), help="Which one [default: the newest valid].")
 @shared
 @pass_settings

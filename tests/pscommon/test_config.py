@@ -251,6 +251,15 @@ def test_bad_values(table: str, flag: str, value: str, expected: str) -> None:
     assert expected in refusal(table, flag, value)
 
 
+PLACES = [(table, option) for table, option in ALL if isinstance(option.type, click.Path)]
+
+
+@pytest.mark.parametrize(("table", "option"), PLACES, ids=lambda value: getattr(value, "flag", value))
+def test_an_empty_name_is_not_the_current_folder(table: str, option: Option, tmp_path: Path) -> None:
+    assert "is empty; '.' is" in refusal(table, option.flag, "")
+    assert "is empty; '.' is" in refusal(table, "--config", file(tmp_path, f"{option.key} = ''"))
+
+
 def test_values() -> None:
     assert values.shard("1/3") == Shard(1, 3)
     assert str(Shard(1, 3)) == "1/3"
