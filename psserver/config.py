@@ -28,6 +28,7 @@ from psserver.core.policy import Policy, policy
 from psserver.core.rules import Fitness, OnLoss, Rules
 
 FIRST_PORT = 50051
+LAST_PORT = 65535
 SHRINK = OnWorkerLoss()
 EVERYWHERE = ("0.0.0.0", "[::]")
 
@@ -108,6 +109,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         """Fills in the defaults that depend on other settings, then checks what belongs together."""
         if not self.bind:
+            if FIRST_PORT + self.shard > LAST_PORT:
+                raise InvalidRequestError(
+                    f"--shard {self.shard}/{self.shards} needs --bind HOST:PORT: ports end at {LAST_PORT}"
+                )
             object.__setattr__(self, "bind", f"127.0.0.1:{FIRST_PORT + self.shard}")
         if self.data_dir and self.snapshot_every is None:
             object.__setattr__(self, "snapshot_every", SnapshotEvery(seconds=60.0))

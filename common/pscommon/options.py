@@ -10,7 +10,9 @@ from pscommon.config import Command, Option, Setting, sources
 from pscommon.values import Value
 
 POLICIES = ("sync", "async", "ssp")
-COUNT = click.IntRange(min=1)
+COUNT = Value("INTEGER", values.count)
+COUNT_OR_NONE = Value("INTEGER", values.count_or_none)
+VERSION = Value("INTEGER", values.version)
 FOLDER = values.Place(file_okay=False)
 FILE = values.Place(dir_okay=False)
 SECONDS = Value("SECONDS", values.seconds)
@@ -138,15 +140,12 @@ POLICY = (
         help="sync: rounds of everybody; async: each push at once; ssp: at once, but nobody runs far ahead.",
     ),
     Option(
-        "--staleness",
-        section=JOB,
-        type=click.IntRange(min=0),
-        help="ssp: steps that a worker may be ahead of the slowest.",
+        "--staleness", section=JOB, type=COUNT_OR_NONE, help="ssp: steps that a worker may be ahead of the slowest."
     ),
     Option(
         "--max-staleness",
         section=JOB,
-        type=click.IntRange(min=0),
+        type=COUNT_OR_NONE,
         help="Refuse gradients computed more than this many versions ago [default: none].",
     ),
     Option(
@@ -176,7 +175,7 @@ POLICY = (
     Option(
         "--backup-workers",
         section=JOB,
-        type=click.IntRange(min=0),
+        type=COUNT_OR_NONE,
         default=0,
         show_default=True,
         help="sync: so many of the slowest need not be waited for in a round.",
@@ -315,7 +314,7 @@ DEVICE = Option(
 WORKER_RANK = Option(
     "--worker-rank",
     section=PLACE,
-    type=click.IntRange(min=0),
+    type=COUNT_OR_NONE,
     help="0, 1, ... among workers that start together: order of sums [default: order of joining].",
 )
 
@@ -347,7 +346,7 @@ RUN_ONLY: tuple[Option, ...] = (
     Option(
         "--max-restarts",
         section=CLUSTER,
-        type=click.IntRange(min=0),
+        type=COUNT_OR_NONE,
         default=3,
         show_default=True,
         help="So often, in all, a process that a signal or a lost connection ended is started again.",

@@ -35,6 +35,14 @@ LATE_GRADIENTS = ("return", "drop")
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
+LONGEST_HOURS = 1000
+"""Bound on every time: it travels as milliseconds in 32 bits."""
+
+MOST = 2**31 - 1
+"""Bound on what is counted: 32 bits on the wire."""
+
+LAST_VERSION = 2**63 - 1
+
 
 class Value(ParamType):
     """A click type made of a parser; values from a file (numbers, lists) are parsed as the text a flag would give."""
@@ -83,8 +91,8 @@ class SnapshotEvery:
 def snapshot_every(text: str) -> SnapshotEvery:
     """'60s', '10m' or '500steps'."""
     match = re.fullmatch(r"([0-9]+)\s*steps?", text)
-    if match and int(match[1]) >= 1:
-        return SnapshotEvery(steps=int(match[1]))
+    if match and match[1].strip("0"):
+        return SnapshotEvery(steps=version(match[1]))
     if text[-1:] in UNITS and _time(text) > 0:
         return SnapshotEvery(seconds=_time(text))
     raise ValueError(f"{text!r} is neither a time (60s, 10m) nor a number of steps (500steps)")
@@ -111,6 +119,27 @@ def on_worker_loss(text: str) -> OnWorkerLoss:
     raise ValueError(f"{text!r} is not shrink, abort or wait:SECONDS (wait:60, wait:5m)")
 
 
+def count(text: str) -> int:
+    """How many, one at least."""
+    return _whole(text, 1, MOST)
+
+
+def count_or_none(text: str) -> int:
+    """How many; there may be none."""
+    return _whole(text, 0, MOST)
+
+
+def version(text: str) -> int:
+    """A number of updates."""
+    return _whole(text, 0, LAST_VERSION)
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) <= most:
+        raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
+    return int(text)
+
+
 def positive(text: str) -> float:
     """A number above zero."""
     try:
@@ -130,16 +159,19 @@ def seconds(text: str) -> float:
 
 
 def _time(text: str) -> float:
-    """In seconds; 0 for what is no time at all."""
+    """In seconds; 0 for what is no time at all. ValueError for one that is too long."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)(ms|s|m|h)?", text)
-    return float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
+    value = float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
+    if value > LONGEST_HOURS * UNITS["h"]:
+        raise ValueError(f"{text!r} is longer than {LONGEST_HOURS}h")
+    return value
 
 
 def nbytes(text: str) -> int:
     """A positive number of bytes, or one with a unit: '500MB', '2GiB'."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kMGT]?)(i?)B?", text)
     value = float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ") if match else 0
-    if value < 1:
+    if not 1 <= value < 2**63:
         raise ValueError(f"{text!r} is not a number of bytes (500MB, 2GiB)")
     return int(value)
 
@@ -196,9 +228,10 @@ def shard(text: str) -> Shard:
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
     if not match:
         raise ValueError(f"{text!r} is not I/N, such as 0/2 for the first of two shards")
-    if int(match[1]) >= int(match[2]):
+    index, shards = count_or_none(match[1]), count_or_none(match[2])
+    if index >= shards:
         raise ValueError(f"{text!r}: shards are counted from 0, so I is less than N")
-    return Shard(int(match[1]), int(match[2]))
+    return Shard(index, shards)
 
 
 def resume(text: str) -> str | int:
@@ -206,7 +239,7 @@ def resume(text: str) -> str | int:
     if text in ("auto", "never"):
         return text
     if re.fullmatch(r"[0-9]+", text):
-        return int(text)
+        return version(text)
     raise ValueError(f"{text!r} is not auto, never or a version number")
 
 

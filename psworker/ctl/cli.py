@@ -8,7 +8,7 @@ import click
 
 from pscommon import options
 from pscommon.config import run_command
-from pscommon.options import SECONDS
+from pscommon.options import COUNT, SECONDS
 from psworker.ctl import explain as explaining
 from psworker.ctl import views
 from psworker.ctl.doctor import doctor
@@ -95,7 +95,7 @@ def stop(settings: Settings, reason: str) -> None:
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 drain 3")
-@click.argument("worker", type=click.IntRange(min=1))
+@click.argument("worker", type=COUNT)
 @shared
 @pass_settings
 def drain(settings: Settings, worker: int) -> None:
@@ -111,7 +111,7 @@ def drain(settings: Settings, worker: int) -> None:
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 reshard --servers 3")
-@click.option("--servers", "count", type=click.IntRange(min=1), required=True, help="How many there are to be.")
+@click.option("--servers", "count", type=COUNT, required=True, help="How many there are to be.")
 @click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
 @shared
 @pass_settings

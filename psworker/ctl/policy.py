@@ -2,7 +2,7 @@
 
 import click
 
-from pscommon.options import POLICIES
+from pscommon.options import COUNT_OR_NONE, POLICIES
 from psworker.ctl.output import Table, show
 from psworker.ctl.settings import Settings, pass_settings, shared
 
@@ -21,10 +21,10 @@ Examples:
   ps-ctl --ps host0:50051 policy set ssp --staleness 3""",
 )
 @click.argument("name", type=click.Choice(POLICIES), metavar="|".join(POLICIES))
-@click.option("--staleness", type=click.IntRange(min=0), help="ssp: steps that a worker may be ahead of the slowest.")
+@click.option("--staleness", type=COUNT_OR_NONE, help="ssp: steps that a worker may be ahead of the slowest.")
 @click.option(
     "--max-staleness",
-    type=click.IntRange(min=0),
+    type=COUNT_OR_NONE,
     help="Refuse gradients computed more than this many versions ago [default: none].",
 )
 @shared

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pscommon.core.errors import SnapshotError
-from pscommon.options import FILE, SECONDS
+from pscommon.options import FILE, SECONDS, VERSION
 from psworker.ctl import views
 from psworker.ctl.output import Table, show, size
 from psworker.ctl.settings import Settings, pass_settings, shared
@@ -47,7 +47,7 @@ def save(settings: Settings, wait: float) -> None:
 
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot restore 1200")
-@click.argument("version", type=click.IntRange(min=0))
+@click.argument("version", type=VERSION)
 @click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
 @shared
 @pass_settings
@@ -87,7 +87,7 @@ def list_(settings: Settings, directory: Path | None) -> None:
     epilog="\b\nExamples:\n  ps-ctl snapshot verify /data/job\n  ps-ctl snapshot verify /data/job --version 1200"
 )
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.option("--version", type=click.IntRange(min=0), help="Only this one [default: all].")
+@click.option("--version", type=VERSION, help="Only this one [default: all].")
 @shared
 @pass_settings
 def verify(settings: Settings, directory: Path, version: int | None) -> int:
@@ -107,7 +107,7 @@ def verify(settings: Settings, directory: Path, version: int | None) -> int:
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl snapshot export /data/job model.safetensors")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
 @click.argument("file", type=FILE)
-@click.option("--version", type=click.IntRange(min=0), help="Which one [default: the newest valid].")
+@click.option("--version", type=VERSION, help="Which one [default: the newest valid].")
 @shared
 @pass_settings
 def export(settings: Settings, directory: Path, file: Path, version: int | None) -> None:

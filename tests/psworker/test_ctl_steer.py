@@ -77,7 +77,7 @@ def test_policy_set_asks_for_what_was_said_and_no_more(
         (["ssp"], "ssp needs it: policy set ssp --staleness 3"),
         (["sync", "--staleness", "3"], "--staleness S goes with ssp"),
         (["fastest"], "'fastest' is not one of 'sync', 'async', 'ssp'"),
-        (["ssp", "--staleness", "-1"], "-1 is not in the range x>=0"),
+        (["ssp", "--staleness", "-1"], "'-1' is not a whole number"),
         ([], "Missing argument"),
     ],
 )
@@ -86,6 +86,34 @@ def test_a_policy_that_makes_no_sense_is_bad_usage(
 ) -> None:
     assert remedy in failure(cluster, capsys, 2, "policy", "set", *args)
     assert cluster.policies == []
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ("drain 99999999999999999999", "is not a whole number"),
+        ("reshard --servers 99999999999", "is not a whole number"),
+        ("policy set ssp --staleness 99999999999", "is not a whole number"),
+        ("policy set async --max-staleness 99999999999", "is not a whole number"),
+        ("snapshot restore 99999999999999999999", "is not a whole number"),
+        ("snapshot save --wait 100000h", "longer than 1000h"),
+        ("--timeout 99999999999 status", "longer than 1000h"),
+    ],
+)
+def test_numbers_that_no_message_could_carry_are_bad_usage(
+    cluster: Cluster, capsys: Output, args: str, text: str
+) -> None:
+    assert text in failure(cluster, capsys, 2, *args.split())
+
+
+def test_the_largest_numbers_arrive(cluster: Cluster, capsys: Output) -> None:
+    printed(cluster, capsys, "drain", "2147483647")
+    printed(cluster, capsys, "policy", "set", "ssp", "--staleness", "2147483647")
+    printed(cluster, capsys, "snapshot", "restore", "9223372036854775807", "--wait", "1000h")
+    printed(cluster, capsys, "--timeout", "1000h", "snapshot", "save", "--wait", "1000h")
+
+    assert (cluster.drained, cluster.policies) == ([2147483647], [("ssp", 2147483647, None)])
+    assert (cluster.restored, cluster.waits) == ([9223372036854775807], [3_600_000_000] * 2)
 
 
 def test_restore_asks_for_the_version_and_waits(cluster: Cluster, capsys: Output) -> None:
