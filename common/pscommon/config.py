@@ -19,6 +19,12 @@ from click.core import ParameterSource
 from pscommon.core.errors import PSError
 from pscommon.exits import Exit
 
+FILE = "pscommon.config.file"
+"""Where a click context keeps the path of its file."""
+
+# what a file may have besides text, as people call it
+WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", list: "a list of texts"}
+
 SOURCES = {
     ParameterSource.COMMANDLINE: "flag",
     ParameterSource.ENVIRONMENT: "environment",
@@ -54,7 +60,22 @@ class Option(click.Option):
         source = ctx.get_parameter_source(self.key) if ctx else None
         if source is ParameterSource.ENVIRONMENT:
             return f"'{self.flag}' (environment {next(name for name in self.variables if os.environ.get(name))})"
-        return f"'{self.flag}' (from the file)" if source is ParameterSource.DEFAULT_MAP else f"'{self.flag}'"
+        return f"'{self.flag}'" + (f" (file {ctx.meta[FILE]})" if ctx and source is ParameterSource.DEFAULT_MAP else "")
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """What a file has becomes the flag's own text first, so that it means the same and is refused alike."""
+        if ctx.get_parameter_source(self.key) is ParameterSource.DEFAULT_MAP:
+            value = self._text(ctx, value)
+        return super().type_cast_value(ctx, value)
+
+    def _text(self, ctx: click.Context, value: Any) -> str:
+        besides = (bool,) if self.is_flag else getattr(self.type, "besides", ())
+        if type(value) is list and list in besides and {type(part) for part in value} <= {str}:
+            return ",".join(value)
+        if type(value) is list or type(value) not in (str, *besides):
+            fitting = " or ".join(["text in quotes", *(WORDS[kind] for kind in besides[-1:])])
+            raise click.BadParameter(f"{value!r} does not fit; the file must have {fitting} here", ctx, self)
+        return str(value)
 
 
 class Command(click.Command):
@@ -199,6 +220,7 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     command = ctx.command
     if path is None or not isinstance(command, Command):
         return
+    ctx.meta[FILE] = path
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         wanted = [option.key for option in command.options]

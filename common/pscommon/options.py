@@ -10,12 +10,12 @@ from pscommon.config import Command, Option, Setting, sources
 from pscommon.values import Value
 
 POLICIES = ("sync", "async", "ssp")
-COUNT = Value("INTEGER", values.count)
-COUNT_OR_NONE = Value("INTEGER", values.count_or_none)
-VERSION = Value("INTEGER", values.version)
+COUNT = Value("INTEGER", values.count, int)
+COUNT_OR_NONE = Value("INTEGER", values.count_or_none, int)
+VERSION = Value("INTEGER", values.version, int)
 FOLDER = values.Place(file_okay=False)
 FILE = values.Place(dir_okay=False)
-SECONDS = Value("SECONDS", values.seconds)
+SECONDS = Value("SECONDS", values.seconds, int, float)
 LISTEN = Value("HOST:PORT", values.listening)
 ADDRESS = Value("HOST:PORT", values.address)
 
@@ -94,7 +94,7 @@ MALLOC = Option(
 IN_FLIGHT = Option(
     "--in-flight",
     section=LOCAL,
-    type=Value("BYTES", values.nbytes),
+    type=Value("BYTES", values.nbytes, int, float),
     help="Bound on bytes of pushes and pulls that a server holds, 2GiB say [default: half of the memory].",
 )
 
@@ -205,7 +205,7 @@ POLICY = (
     Option(
         "--max-norm",
         section=JOB,
-        type=Value("NORM", values.positive),
+        type=Value("NORM", values.positive, int, float),
         help="A gradient with a larger norm is bad [default: any].",
     ),
     Option(
@@ -252,7 +252,7 @@ DURABILITY = (
     Option(
         "--resume",
         section=SNAPSHOTS,
-        type=Value("auto|never|VERSION", values.resume),
+        type=Value("auto|never|VERSION", values.resume, int),
         default="auto",
         show_default=True,
         help="auto: from the newest valid snapshot, where there is one.",
@@ -289,7 +289,7 @@ SERVERS_ADDRESSES = Option(
     "--ps",
     section=PLACE,
     also=("PS_SERVERS",),
-    type=Value("HOST:PORT[,...]", values.addresses),
+    type=Value("HOST:PORT[,...]", values.addresses, list),
     help="Servers; any one is enough, the others are discovered.",
 )
 

@@ -45,17 +45,17 @@ LAST_VERSION = 2**63 - 1
 
 
 class Value(ParamType):
-    """A click type made of a parser; values from a file (numbers, lists) are parsed as the text a flag would give."""
+    """A click type made of a parser. besides: types of TOML for text, the widest last."""
 
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], Any], *besides: type) -> None:
         self.name = name
         self.parse = parse
+        self.besides = besides
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Called by click; fails with the parser's sentence."""
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         try:
-            return self.parse(text.strip())
+            return self.parse(str(value).strip())
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

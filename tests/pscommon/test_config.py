@@ -177,8 +177,24 @@ BAD_FILES = {
     "nothing alike": ("qqq = 1", "unknown key 'qqq'; known are"),
     "both spellings": ("data-dir = 'a'\ndata_dir = 'b'", "given twice"),
     "no TOML": ("policy = ", "cluster.toml: "),
-    "a wrong value": ("lease = -1", "'--lease' (from the file)"),
-    "a wrong type": ("min_workers = 'many'", "'--min-workers' (from the file)"),
+    "a wrong value": ("lease = -1", "'--lease' (file "),
+    "a wrong word": ("min_workers = 'many'", "cluster.toml): 'many' is not a whole number from 1"),
+    "half a worker": (
+        "min_workers = 2.9",
+        "2.9 does not fit; the file must have text in quotes or a whole number here",
+    ),
+    "half a thread": ("threads = 1.5", "'--threads' (file "),
+    "true for a number": ("min_workers = true", "True does not fit"),
+    "names in a list": ("job = ['a', 'b']", "['a', 'b'] does not fit; the file must have text in quotes here"),
+    "a name that is a number": ("job = 1.10", "1.1 does not fit"),
+    "a choice in a list": ("policy = ['sync']", "the file must have text in quotes here"),
+    "a folder that is a number": ("data_dir = 5", "'--data-dir' (file "),
+    "folders in a list": ("data_dir = ['a']", "['a'] does not fit"),
+    "true for a file": ("port_file = true", "True does not fit"),
+    "a number for a flag": ("exit_when_done = 7", "the file must have text in quotes or true or false here"),
+    "a day for a time": ("lease = 2026-01-01", "text in quotes or a number here"),
+    "a time that is no number": ("lease = inf", "is not a time above zero"),
+    "a table in a table": ("[server]\nlease = {h = 1}", "{'h': 1} does not fit"),
 }
 
 
@@ -189,6 +205,11 @@ def test_a_bad_file_is_refused_and_says_why(tmp_path: Path, text: str, expected:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "does not exist" in refusal("server", "--config", str(tmp_path / "no.toml"))
+
+
+def test_addresses_in_a_list_are_texts(tmp_path: Path) -> None:
+    assert "[1, 'a:1'] does not fit" in refusal("worker", "--config", file(tmp_path, "ps = [1, 'a:1']"))
+    assert "names an address twice" in refusal("worker", "--config", file(tmp_path, "ps = ['a:1', 'a:1']"))
 
 
 def test_a_key_that_only_another_command_has_is_fine_at_the_top(tmp_path: Path) -> None:
