@@ -85,7 +85,7 @@ class SnapshotEvery:
     steps: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.steps}steps" if self.steps is not None else f"{self.seconds:g}s"
+        return f"{self.steps}steps" if self.steps is not None else f"{_shortest(self.seconds or 0.0)}s"
 
 
 def snapshot_every(text: str) -> SnapshotEvery:
@@ -106,7 +106,7 @@ class OnWorkerLoss:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"wait:{self.seconds:g}" if self.mode == "wait" else self.mode
+        return f"wait:{_shortest(self.seconds)}" if self.mode == "wait" else self.mode
 
 
 def on_worker_loss(text: str) -> OnWorkerLoss:
@@ -160,11 +160,16 @@ def seconds(text: str) -> float:
 
 def _time(text: str) -> float:
     """In seconds; 0 for what is no time at all. ValueError for one that is too long."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(ms|s|m|h)?", text)
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)(ms|s|m|h)?", text)
     value = float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
     if value > LONGEST_HOURS * UNITS["h"]:
         raise ValueError(f"{text!r} is longer than {LONGEST_HOURS}h")
     return value
+
+
+def _shortest(number: float) -> str:
+    """What is parsed again as the very same number: settings travel to other processes as text."""
+    return repr(number).removesuffix(".0")
 
 
 def nbytes(text: str) -> int:

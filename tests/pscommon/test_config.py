@@ -7,11 +7,10 @@ from typing import Any
 import click
 import pytest
 
-from pscommon import options, values
+from pscommon import options
 from pscommon.config import Option, given, pick, run_command, sources
 from pscommon.core.errors import MismatchError, TakenError
 from pscommon.memory import usable_memory
-from pscommon.values import Shard, SnapshotEvery
 from psserver.config import ServerConfig
 from tests.pscommon.samples import SAMPLES
 
@@ -289,38 +288,6 @@ PLACES = [(table, option) for table, option in ALL if isinstance(option.type, cl
 def test_an_empty_name_is_not_the_current_folder(table: str, option: Option, tmp_path: Path) -> None:
     assert "is empty; '.' is" in refusal(table, option.flag, "")
     assert "is empty; '.' is" in refusal(table, "--config", file(tmp_path, f"{option.key} = ''"))
-
-
-def test_values() -> None:
-    assert values.shard("1/3") == Shard(1, 3)
-    assert str(Shard(1, 3)) == "1/3"
-    assert values.snapshot_every("10m") == SnapshotEvery(seconds=600.0)
-    assert values.snapshot_every("1.5s") == SnapshotEvery(seconds=1.5)
-    assert values.snapshot_every("500steps") == SnapshotEvery(steps=500)
-    assert [str(SnapshotEvery(seconds=60.0)), str(SnapshotEvery(steps=5))] == ["60s", "5steps"]
-    assert [values.seconds(text) for text in ("5", "5s", "250ms", "2m", "1h", ".5")] == [5, 5, 0.25, 120, 3600, 0.5]
-    assert [values.resume(text) for text in ("auto", "never", "17")] == ["auto", "never", 17]
-    assert values.addresses("a:1, b:2") == "a:1,b:2"
-    assert values.listening("[::1]:0") == "[::1]:0"
-    assert values.host_and_port("[::1]:80") == ("[::1]", 80)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1", 1), ("500", 500), ("500B", 500), ("16MB", 16_000_000), ("16M", 16_000_000), ("2k", 2000),
-        ("2GiB", 2 << 30), ("2Gi", 2 << 30), ("1.5kiB", 1536), ("0.5 GB", 500_000_000), (".5kB", 500),
-        ("1TiB", 1 << 40), ("3TB", 3 * 10**12),
-    ],
-)  # fmt: skip
-def test_numbers_of_bytes(text: str, expected: int) -> None:
-    assert values.nbytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "0MB", "0.4", "-1", "MB", "1mb", "1KB", "1.2.3k", "1e9", "2 G B", "half"])
-def test_what_is_no_number_of_bytes(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a number of bytes \(500MB, 2GiB\)"):
-        values.nbytes(text)
 
 
 def test_half_of_the_memory_is_in_flight_by_default() -> None:
