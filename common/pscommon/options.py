@@ -18,6 +18,7 @@ FILE = values.Place(dir_okay=False)
 SECONDS = Value("SECONDS", values.seconds, int, float)
 LISTEN = Value("HOST:PORT", values.listening)
 ADDRESS = Value("HOST:PORT", values.address)
+TEXT = Value("TEXT", values.utf8)
 
 PLACE = "Place"
 JOB = "Job"
@@ -47,7 +48,7 @@ LOGGING = (
 )
 
 JOB_NAME = Option(
-    "--job", section=JOB, metavar="NAME", help="The job's name. Servers make one up; workers take the servers'."
+    "--job", section=JOB, type=TEXT, metavar="NAME", help="The job's name [default: servers make one up]."
 )
 
 THREADS = Option(

@@ -119,6 +119,15 @@ def on_worker_loss(text: str) -> OnWorkerLoss:
     raise ValueError(f"{text!r} is not shrink, abort or wait:SECONDS (wait:60, wait:5m)")
 
 
+def utf8(text: str) -> str:
+    """Any text that a message can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{text!a} is not UTF-8") from None
+    return text
+
+
 def count(text: str) -> int:
     """How many, one at least."""
     return _whole(text, 1, MOST)

@@ -8,7 +8,7 @@ import click
 
 from pscommon import options
 from pscommon.config import run_command
-from pscommon.options import COUNT, SECONDS
+from pscommon.options import COUNT, SECONDS, TEXT
 from psworker.ctl import explain as explaining
 from psworker.ctl import views
 from psworker.ctl.doctor import doctor
@@ -79,7 +79,7 @@ def plan(settings: Settings) -> None:
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 stop --reason 'accurate enough'")
-@click.option("--reason", default="ps-ctl stop", show_default=True, help="For the logs of the servers.")
+@click.option("--reason", type=TEXT, default="ps-ctl stop", show_default=True, help="For the logs of the servers.")
 @shared
 @pass_settings
 def stop(settings: Settings, reason: str) -> None:

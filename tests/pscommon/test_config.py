@@ -250,6 +250,8 @@ BAD_VALUES = [
     ("server", "--snapshot-keep", "0", "from 1 to 2147483647"),
     ("server", "--staleness", "-1", "from 0 to 2147483647"),
     ("server", "--policy", "bsp", "'sync', 'async', 'ssp'"),
+    ("server", "--job", "j\udcff", r"'j\udcff' is not UTF-8"),
+    ("worker", "--job", "j\udcff", r"'j\udcff' is not UTF-8"),
     ("worker", "--ps", "a:1,a:1", "twice"),
     ("worker", "--ps", ",", "no address"),
     ("worker", "--ps", "a:1,b", "is not HOST:PORT"),

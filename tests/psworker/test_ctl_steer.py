@@ -106,6 +106,10 @@ def test_numbers_that_no_message_could_carry_are_bad_usage(
     assert text in failure(cluster, capsys, 2, *args.split())
 
 
+def test_a_reason_that_no_message_could_carry_is_bad_usage(cluster: Cluster, capsys: Output) -> None:
+    assert "is not UTF-8" in failure(cluster, capsys, 2, "stop", "--reason", "\udcff")
+
+
 def test_the_largest_numbers_arrive(cluster: Cluster, capsys: Output) -> None:
     printed(cluster, capsys, "drain", "2147483647")
     printed(cluster, capsys, "policy", "set", "ssp", "--staleness", "2147483647")
