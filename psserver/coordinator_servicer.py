@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import grpc
 
+from pscommon import strict_json
 from pscommon.core.model import ModelSpec
 from pscommon.optimizers import validate
 from pscommon.wire.codec import (
@@ -133,7 +134,7 @@ class Coordinator(CoordinatorServiceServicer):
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         with answering(context):
-            return pb.GetStatusResponse(status_json=json.dumps(self._hub.status()))
+            return pb.GetStatusResponse(status_json=strict_json.dumps(self._hub.status()))
 
     def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: Context) -> pb.SaveSnapshotResponse:
         with answering(context):

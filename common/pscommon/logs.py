@@ -14,6 +14,8 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from pscommon import strict_json
+
 Format = Literal["auto", "text", "json"]
 
 # Fields of the whole process. Context variables alone would not do: a new thread starts with an empty context, and
@@ -90,7 +92,7 @@ def _formatter(as_json: bool, colors: bool) -> logging.Formatter:
     if as_json:
         renderers += [
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(default=str),
+            structlog.processors.JSONRenderer(strict_json.dumps, default=str),
         ]
     else:
         renderers.append(

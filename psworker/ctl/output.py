@@ -1,11 +1,12 @@
 """What ps-ctl prints: tables for people, drawn on a terminal and plain when piped, or one JSON document."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from pscommon import strict_json
 
 if TYPE_CHECKING:
     from rich.table import Table as Drawing
@@ -26,7 +27,7 @@ def show(form: str, document: object, tables: Sequence[Table]) -> None:
     """Prints the tables, or the document when `form` is "json". Empty tables and empty columns are left out."""
     try:
         if form == "json":
-            print(json.dumps(document, indent=2, default=str), flush=True)
+            print(strict_json.dumps(document, indent=2, default=str), flush=True)
         else:
             _show([_without_empty_columns(table) for table in tables if table.rows])
     except BrokenPipeError:  # `ps-ctl status | head`: nobody reads on, and Python must not try again at exit

@@ -17,7 +17,14 @@ def status(document: Json) -> list[Table]:
         _candidates(document),
         _workers_in_short(document),
         _data(document),
-        Table("Metrics", (), [(name, number(value)) for name, value in document.get("metrics", {}).items()]),
+        Table(
+            "Metrics",
+            (),
+            [
+                (name, "not finite" if value is None else number(value))
+                for name, value in document.get("metrics", {}).items()
+            ],
+        ),
     ]
 
 

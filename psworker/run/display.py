@@ -145,7 +145,9 @@ def progress(status: Status) -> str:
         f"{_rate(status):.0f} samples/s",
     ]
     metrics = sorted(status.get("metrics", {}).items(), key=lambda item: (item[0] != "loss", item[0]))
-    parts += [f"{name} {value:.4g}" for name, value in metrics[:MOST_METRICS]]
+    parts += [
+        f"{name} not finite" if value is None else f"{name} {value:.4g}" for name, value in metrics[:MOST_METRICS]
+    ]
     parts.append(f"workers {len(_present(status))}")
     if status.get("waiting_for"):
         parts.append(f"waiting for {status['waiting_for']}")

@@ -1,11 +1,11 @@
 """What a run came to, for people and programs: the summary as JSON and as a table, and the box about a failure."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pscommon import strict_json
 from pscommon.exits import EXPLANATIONS, Exit
 from psworker.run.ending import Outcome
 from psworker.run.watch import Result
@@ -17,7 +17,7 @@ BAR = 100
 def summary(
     outcome: Outcome, result: Result, settings: Mapping[str, Any], seconds: float, restarts: int
 ) -> dict[str, Any]:
-    """What --summary writes. Values that the servers never told are 0 or null."""
+    """What --summary writes. Values that the servers never told are 0 or null, metrics that are not finite null."""
     content = {
         "status": outcome.status,
         "seconds": round(seconds, 3),
@@ -38,7 +38,7 @@ def summary(
 
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     """Whole or not at all, whatever happens meanwhile."""
-    text = json.dumps(content, indent=2) + "\n"
+    text = strict_json.dumps(content, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -49,7 +49,9 @@ def write_summary(path: Path, content: Mapping[str, Any]) -> None:
 
 def table(content: Mapping[str, Any]) -> str:
     """The end of a run that went well, for stdout: what the script reported, then what it took."""
-    rows = {name: f"{value:.6g}" for name, value in sorted(content["metrics"].items())}
+    rows = {
+        name: "not finite" if value is None else f"{value:.6g}" for name, value in sorted(content["metrics"].items())
+    }
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
     rows["seconds"] = f"{content['seconds']:.1f}"
     rows["policy"] = content["policy"] + (f" {content['staleness']}" if content["staleness"] is not None else "")

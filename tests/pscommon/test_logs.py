@@ -76,6 +76,17 @@ def test_the_users_basic_config_does_not_double_the_lines() -> None:
     assert len(json_lines(stream)) == 1
 
 
+def test_any_parser_reads_the_json_lines() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream)
+
+    logging.getLogger("user").info("text", extra={"loss": float("nan"), "sizes": {(1, 2): float("inf")}})
+    structlog.get_logger("psserver").info("text", norm=float("inf"))
+
+    first, second = json_lines(stream)
+    assert (first["loss"], first["sizes"], second["norm"]) == (None, {"(1, 2)": None}, None)
+
+
 def test_exceptions_stay_on_the_line_of_their_event() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream)

@@ -1,5 +1,6 @@
 """What a shard is told over its line to the coordinator."""
 
+import math
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -46,6 +47,14 @@ def first_response(hub: Any, request: pb.LinkShardRequest) -> pb.LinkShardRespon
     response: pb.LinkShardResponse = next(Coordinator(hub).LinkShard(requests(), Mock()))
     over.set()
     return response
+
+
+def test_the_status_is_json_for_every_parser() -> None:
+    hub = Mock()
+    hub.status.return_value = {"metrics": {"loss": math.nan, "accuracy": 0.5}}
+    answer = Coordinator(hub).GetStatus(pb.GetStatusRequest(), None)
+
+    assert answer.status_json == '{"metrics": {"loss": null, "accuracy": 0.5}}'
 
 
 def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:

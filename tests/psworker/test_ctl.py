@@ -61,6 +61,17 @@ def test_status_as_json_is_what_the_servers_said(cluster: Cluster, capsys: Outpu
     assert json.loads(capsys.readouterr().out) == STATUS
 
 
+def test_a_metric_that_is_not_finite(cluster: Cluster, capsys: Output) -> None:
+    for told in (None, float("nan")):  # None: what servers say; NaN: what those of before said
+        cluster.status = {**STATUS, "metrics": {"loss": told}}
+
+        assert main(["--ps", cluster.address, "status", "--output", "json"]) == 0
+        assert '"loss": null' in capsys.readouterr().out
+    cluster.status["metrics"] = {"loss": None}
+    assert main(["--ps", cluster.address, "status"]) == 0
+    assert ["loss", "not", "finite"] in lines_of(capsys)
+
+
 @pytest.mark.parametrize(
     "sparse", [{"job": "j", "state": "waiting for a model"}, {**STATUS, "model": None, "seconds": 0}]
 )

@@ -47,6 +47,17 @@ def test_summary_file_is_whole_json(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_metric_that_is_not_finite_is_null_and_said_to_people(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    content = report.summary(Outcome("done"), Result({"metrics": {"loss": None}}, "f"), SETTINGS, 1.0, 0)
+
+    report.write_summary(path, {**content, "best": float("inf")})
+
+    assert "loss            not finite" in report.table(content)
+    assert '"loss": null' in path.read_text()
+    assert '"best": null' in path.read_text()
+
+
 def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text("old")
