@@ -53,7 +53,7 @@ def status(settings: Settings) -> None:
     """Show everything about the job at a glance."""
     with settings.servers() as servers:
         document = servers.status()
-    show(settings.output, document, views.status(document))
+    show(settings.output, document, lambda: views.status(document))
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 workers")
@@ -63,7 +63,7 @@ def workers(settings: Settings) -> None:
     """Show all workers that ever joined."""
     with settings.servers() as servers:
         document = servers.status()
-    show(settings.output, document["workers"], [views.workers(document)])
+    show(settings.output, views.rows(document, "workers"), lambda: [views.workers(document)])
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 plan")
@@ -73,9 +73,9 @@ def plan(settings: Settings) -> None:
     """Show which tensor lies on which shard."""
     with settings.servers() as servers:
         placed = servers.plan()
-        addresses = [server["address"] for server in servers.status()["servers"]]
+        addresses = [server.get("address") or "" for server in views.rows(servers.status(), "servers")]
     document = views.plan_document(placed, addresses)
-    show(settings.output, document, views.plan(document))
+    show(settings.output, document, lambda: views.plan(document))
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 stop --reason 'accurate enough'")
@@ -91,7 +91,7 @@ def stop(settings: Settings, reason: str) -> None:
     with settings.servers() as servers:
         servers.stop(reason)
     document = {"job": servers.described.job, "state": "stopping"}
-    show(settings.output, document, [Table("", (), list(document.items()))])
+    show(settings.output, document, lambda: [Table("", (), list(document.items()))])
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 drain 3")
@@ -107,7 +107,7 @@ def drain(settings: Settings, worker: int) -> None:
     with settings.servers() as servers:
         servers.drain(worker)
     document = {"job": servers.described.job, "worker": worker, "state": "draining"}
-    show(settings.output, document, [Table("", (), list(document.items()))])
+    show(settings.output, document, lambda: [Table("", (), list(document.items()))])
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 reshard --servers 3")
@@ -126,7 +126,7 @@ def reshard(settings: Settings, count: int, wait: float) -> None:
         seconds, nbytes = servers.reshard(count, wait)
     document = {"job": servers.described.job, "servers": count, "pause_seconds": round(seconds, 3), "nbytes": nbytes}
     rows = [("job", document["job"]), ("servers", count), ("pause", f"{seconds:.2f} s"), ("moved", size(nbytes))]
-    show(settings.output, document, [Table("", (), rows)])
+    show(settings.output, document, lambda: [Table("", (), rows)])
 
 
 @ps_ctl.command(
@@ -153,7 +153,7 @@ def config(settings: Settings, table: str, flags: tuple[str, ...], output: str |
     merged = options.merged(table, flags)
     rows = [{"key": key, "value": _plain(value), "source": source} for key, value, source in merged]
     cells = [(row["key"], "(unset)" if row["value"] is None else row["value"], row["source"]) for row in rows]
-    show(output or settings.output, rows, [Table("", ("key", "value", "from"), cells)])
+    show(output or settings.output, rows, lambda: [Table("", ("key", "value", "from"), cells)])
 
 
 @ps_ctl.command(epilog="\b\nExamples:\n  ps-ctl explain 20\n  ps-ctl explain NON_FINITE")
@@ -163,7 +163,7 @@ def config(settings: Settings, table: str, flags: tuple[str, ...], output: str |
 def explain(settings: Settings, code: str) -> None:
     """Say what an exit code or error reason means."""
     document = explaining.explanation(code)
-    show(settings.output, document, [explaining.table(document)])
+    show(settings.output, document, lambda: [explaining.table(document)])
 
 
 ps_ctl.add_command(doctor)

@@ -30,5 +30,5 @@ def doctor(settings: Settings, ports: tuple[int, ...], data_dir: Path) -> int:
     rows = [(finding.check, finding.state, finding.text) for finding in findings]
     remedies = [(finding.check, finding.remedy) for finding in findings if finding.remedy]
     tables = [Table("", ("check", "state", "finding"), rows), Table("What to do", ("check", "remedy"), remedies)]
-    show(settings.output, [finding._asdict() for finding in findings], tables)
+    show(settings.output, [finding._asdict() for finding in findings], lambda: tables)
     return int(any(finding.state == "problem" for finding in findings))

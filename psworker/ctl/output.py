@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,16 @@ class Table:
     rows: Sequence[Sequence[object]]
 
 
-def show(form: str, document: object, tables: Sequence[Table]) -> None:
-    """Prints the tables, or the document when `form` is "json". Empty tables and empty columns are left out."""
+def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> None:
+    """Prints the tables, or the document when `form` is "json". Empty tables and empty columns are left out.
+
+    tables: makes them; not called for JSON, which needs nothing of what a table does.
+    """
     try:
         if form == "json":
             print(strict_json.dumps(document, indent=2, default=str), flush=True)
         else:
-            _show([_without_empty_columns(table) for table in tables if table.rows])
+            _show([_without_empty_columns(table) for table in tables() if table.rows])
     except BrokenPipeError:  # `ps-ctl status | head`: nobody reads on, and Python must not try again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

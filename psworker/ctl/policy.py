@@ -40,4 +40,4 @@ def set_(settings: Settings, name: str, staleness: int | None, max_staleness: in
     with settings.servers() as servers:
         servers.set_policy(name, staleness, max_staleness)
     document = {"job": servers.described.job, "policy": name, "staleness": staleness, "max_staleness": max_staleness}
-    show(settings.output, document, [Table("", (), [row for row in document.items() if row[1] is not None])])
+    show(settings.output, document, lambda: [Table("", (), [row for row in document.items() if row[1] is not None])])

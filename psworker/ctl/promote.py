@@ -29,4 +29,4 @@ def promote(settings: Settings, standby: str) -> None:
         request = pb.PromoteRequest(wait_ms=round(HANDOVER * 1000))
         answer = StandbyServiceStub(channel).Promote(request, timeout=HANDOVER + settings.timeout)
     document = {"primary": standby, "term": answer.term, "version": answer.version, "note": answer.note}
-    show(settings.output, document, [Table("", (), [row for row in document.items() if row[1] != ""])])
+    show(settings.output, document, lambda: [Table("", (), [row for row in document.items() if row[1] != ""])])

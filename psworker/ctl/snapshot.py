@@ -43,7 +43,7 @@ def save(settings: Settings, wait: float) -> None:
     with settings.servers() as servers:
         version, path = servers.save(wait)
     document = {"version": version, "path": path}
-    show(settings.output, document, [Table("", (), list(document.items()))])
+    show(settings.output, document, lambda: [Table("", (), list(document.items()))])
 
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot restore 1200")
@@ -61,7 +61,7 @@ def restore(settings: Settings, version: int, wait: float) -> None:
     with settings.servers() as servers:
         servers.restore(version, wait)
     document = {"job": servers.described.job, "version": version, "state": "restored"}
-    show(settings.output, document, [Table("", (), list(document.items()))])
+    show(settings.output, document, lambda: [Table("", (), list(document.items()))])
 
 
 @snapshot.command(
@@ -79,8 +79,8 @@ def list_(settings: Settings, directory: Path | None) -> None:
         rows = _rows(_snapshots(directory))
     else:
         with settings.servers() as servers:
-            rows = [{"state": "complete", **row} for row in servers.status()["snapshots"]]
-    show(settings.output, rows, [views.snapshots(rows)])
+            rows = [{"state": "complete", **row} for row in views.rows(servers.status(), "snapshots")]
+    show(settings.output, rows, lambda: [views.snapshots(rows)])
 
 
 @snapshot.command(
@@ -100,7 +100,7 @@ def verify(settings: Settings, directory: Path, version: int | None) -> int:
     rows = [_verified(snapshots, each) for each in versions]
     problems = [(row["version"], problem) for row in rows for problem in row["problems"]]
     tables = [views.snapshots(rows), Table("Problems", ("version", "problem"), problems)]
-    show(settings.output, rows, tables)
+    show(settings.output, rows, lambda: tables)
     return SnapshotError.exit_code if problems else 0
 
 
@@ -123,7 +123,7 @@ def export(settings: Settings, directory: Path, file: Path, version: int | None)
     snapshot_package.export(snapshots, version, file)
     nbytes = file.stat().st_size
     document = {"version": version, "file": str(file), "nbytes": nbytes}
-    show(settings.output, document, [Table("", (), [*list(document.items())[:2], ("bytes", size(nbytes))])])
+    show(settings.output, document, lambda: [Table("", (), [*list(document.items())[:2], ("bytes", size(nbytes))])])
 
 
 def _snapshots(directory: Path) -> "Snapshots":

@@ -17,15 +17,22 @@ def status(document: Json) -> list[Table]:
         _candidates(document),
         _workers_in_short(document),
         _data(document),
-        Table(
-            "Metrics",
-            (),
-            [
-                (name, "not finite" if value is None else number(value))
-                for name, value in document.get("metrics", {}).items()
-            ],
-        ),
+        _metrics(document),
     ]
+
+
+def rows(document: Json, name: str) -> Sequence[Json]:
+    """What it lists under this name."""
+    return document.get(name) or ()
+
+
+def _text(form: str, *values: object) -> str:
+    """The values in their places; empty where one of them is not there."""
+    return "" if None in values else form.format(*values)
+
+
+def _list(*texts: str) -> str:
+    return ", ".join(text for text in texts if text)
 
 
 def _summary(document: Json) -> list[tuple[str, object]]:
@@ -39,7 +46,7 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("running for", duration(document.get("seconds"))),
         ("steps", document.get("steps")),
         ("samples", document.get("samples")),
-        ("pushes", ", ".join(f"{count} {outcome}" for outcome, count in document.get("pushes", {}).items() if count)),
+        ("pushes", _list(*(f"{n} {outcome}" for outcome, n in (document.get("pushes") or {}).items() if n))),
         ("workers done", document.get("finished")),
         ("snapshots", _snapshots(document)),
         ("snapshot problem", document.get("snapshot_problem")),
@@ -47,26 +54,34 @@ def _summary(document: Json) -> list[tuple[str, object]]:
 
 
 def _policy(document: Json) -> str:
-    bound = document.get("staleness")
-    return f"{document.get('policy')}" + (f", at most {bound} steps apart" if bound is not None else "")
+    return _list(_text("{}", document.get("policy")), _text("at most {} steps apart", document.get("staleness")))
 
 
 def _model(model: Json | None) -> str:
     if not model:
         return ""
-    return (
-        f"{model.get('tensors')} tensors, {model.get('parameters')} parameters, {size(model.get('bytes'))}, "
-        f"{model.get('optimizer')}"
+    return _list(
+        _text("{} tensors", model.get("tensors")),
+        _text("{} parameters", model.get("parameters")),
+        size(model.get("bytes")),
+        _text("{}", model.get("optimizer")),
     )
 
 
 def _snapshots(document: Json) -> str:
-    age, count = document.get("snapshot_age_seconds"), len(document.get("snapshots", ()))
-    return f"{count}, the newest {duration(age)} old" if age is not None else str(count or "")
+    return _list(
+        str(len(rows(document, "snapshots")) or ""),
+        _text("the newest {} old", duration(document.get("snapshot_age_seconds")) or None),
+    )
+
+
+def _metrics(document: Json) -> Table:
+    metrics: Json = document.get("metrics") or {}
+    return Table("Metrics", (), [(name, "not finite" if v is None else number(v)) for name, v in metrics.items()])
 
 
 def servers(document: Json) -> Table:
-    rows = [
+    cells = [
         (
             server.get("shard"),
             server.get("address"),
@@ -78,10 +93,10 @@ def servers(document: Json) -> Table:
             size(server.get("sent_bytes")),
             _standby(server),
         )
-        for server in document.get("servers", ())
+        for server in rows(document, "servers")
     ]
     return Table(
-        "Servers", ("shard", "address", "up", "version", "weights", "optimizer", "received", "sent", "standby"), rows
+        "Servers", ("shard", "address", "up", "version", "weights", "optimizer", "received", "sent", "standby"), cells
     )
 
 
@@ -89,22 +104,25 @@ def _standby(server: Json) -> str:
     """Where it is, and how far."""
     if not server.get("standby"):
         return ""
-    behind = server.get("standby_behind")
-    return f"{server['standby']} {server.get('standby_state')}" + (f", {behind} records behind" if behind else "")
+    where = f"{server['standby']} {server.get('standby_state') or ''}".rstrip()
+    return _list(where, _text("{} records behind", server.get("standby_behind") or None))
 
 
 def _candidates(document: Json) -> Table:
     """Servers that have come for ps-ctl reshard."""
-    rows = [(f"{row.get('shard')}/{row.get('shards')}", row.get("address")) for row in document.get("candidates", ())]
-    return Table("Servers that wait for ps-ctl reshard", ("shard", "address"), rows)
+    cells = [
+        (_text("{}/{}", row.get("shard"), row.get("shards")), row.get("address"))
+        for row in rows(document, "candidates")
+    ]
+    return Table("Servers that wait for ps-ctl reshard", ("shard", "address"), cells)
 
 
 def _workers_in_short(document: Json) -> Table:
     """What fits a narrow terminal; `ps-ctl workers` has the rest."""
-    rows = [
+    cells = [
         (
             worker.get("worker"),
-            f"{worker.get('host')}:{worker.get('pid')}",
+            _text("{}:{}", worker.get("host"), worker.get("pid")),
             worker.get("device"),
             worker["health"] if worker.get("health") in ("slow", "silent") else worker.get("state"),
             worker.get("steps"),
@@ -112,9 +130,9 @@ def _workers_in_short(document: Json) -> Table:
             worker.get("phase"),
             _why(worker),
         )
-        for worker in document.get("workers", ())
+        for worker in rows(document, "workers")
     ]
-    return Table("Workers", ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason"), rows)
+    return Table("Workers", ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason"), cells)
 
 
 def _why(worker: Json) -> str:
@@ -123,11 +141,11 @@ def _why(worker: Json) -> str:
 
 
 def workers(document: Json) -> Table:
-    rows = [
+    cells = [
         (
             worker.get("worker"),
             worker.get("rank"),
-            f"{worker.get('host')}:{worker.get('pid')}",
+            _text("{}:{}", worker.get("host"), worker.get("pid")),
             worker.get("device"),
             worker.get("state"),
             worker.get("health"),
@@ -140,33 +158,36 @@ def workers(document: Json) -> Table:
             duration(worker.get("silent_seconds")),
             _why(worker),
         )
-        for worker in document.get("workers", ())
+        for worker in rows(document, "workers")
     ]
     headings = (
         "worker", "rank", "host:pid", "device", "state", "health", "clock", "steps",
         "step", "own part", "samples/s", "phase", "silent", "reason",
     )  # fmt: skip
-    return Table("Workers", headings, rows)
+    return Table("Workers", headings, cells)
 
 
 def _data(document: Json) -> Table:
-    rows = [
+    cells = [
         (
             loop.get("loop"),
             loop.get("size"),
             loop.get("batch_size"),
-            f"{loop.get('epoch')} of {loop.get('epochs')}",
-            f"{loop.get('committed')} of {loop.get('total')}",
+            _text("{} of {}", loop.get("epoch"), loop.get("epochs")),
+            _text("{} of {}", loop.get("committed"), loop.get("total")),
             loop.get("leased"),
         )
-        for loop in document.get("data", ())
+        for loop in rows(document, "data")
     ]
-    return Table("Data", ("loop", "samples", "batch size", "epochs done", "batches done", "handed out"), rows)
+    return Table("Data", ("loop", "samples", "batch size", "epochs done", "batches done", "handed out"), cells)
 
 
-def snapshots(rows: Sequence[Json]) -> Table:
+def snapshots(listed: Sequence[Json]) -> Table:
     headings = ("version", "bytes", "age", "state", "path")
-    cells = [(r["version"], size(r.get("nbytes")), duration(r.get("seconds")), r["state"], r["path"]) for r in rows]
+    cells = [
+        (row.get("version"), size(row.get("nbytes")), duration(row.get("seconds")), row.get("state"), row.get("path"))
+        for row in listed
+    ]
     return Table("", headings, cells)
 
 
