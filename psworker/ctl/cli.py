@@ -145,7 +145,7 @@ Examples:
     show_default=True,
     help="Which command's.",
 )
-@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF THAT ps_ctl]...")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF THAT COMMAND]...")
 @click.option("--output", type=click.Choice(["table", "json"]), help="Form of the result [default: table].")
 @pass_settings
 def config(settings: Settings, table: str, flags: tuple[str, ...], output: str | None) -> None:

@@ -267,6 +267,11 @@ def test_config_of_another_command_as_a_table(capsys: Output) -> None:
     assert ["job", "(unset)", "default"] in lines
 
 
+def test_config_names_what_may_follow(capsys: Output) -> None:
+    assert main(["config", "--help"]) == 0
+    assert "ps-ctl config [OPTIONS] [FLAGS OF THAT COMMAND]..." in capsys.readouterr().out
+
+
 def test_config_refuses_what_the_command_would_refuse(tmp_path: os.PathLike[str], capsys: Output) -> None:
     file = os.path.join(tmp_path, "cluster.toml")
     with open(file, "w") as text:
