@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -212,12 +213,20 @@ def addresses(text: str) -> str:
 
 def _address(text: str, lowest: int) -> str:
     host, _, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not host or (":" in host and not bracketed) or re.search(r"[\s/,]", host):
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", host) and not _is_ipv6(host):
         raise ValueError(f"{text!r} is not HOST:PORT (0.0.0.0:PORT listens everywhere, IPv6 is [::1]:PORT)")
     if not re.fullmatch(r"[0-9]{1,5}", port) or not lowest <= int(port) <= 65535:
         raise ValueError(f"{text!r}: the port is a number from {lowest} to 65535")
     return text
+
+
+def _is_ipv6(host: str) -> bool:
+    """In its brackets, and with a scope if need be: [fe80::1%eth0]."""
+    try:
+        IPv6Address(host[1:-1])
+    except ValueError:
+        return False
+    return host.startswith("[") and host.endswith("]")
 
 
 def host_and_port(where: str) -> tuple[str, int]:

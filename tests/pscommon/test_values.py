@@ -18,7 +18,15 @@ def test_values() -> None:
     assert [values.seconds(text) for text in ("5", "5s", "250ms", "2m", "1h", ".5")] == [5, 5, 0.25, 120, 3600, 0.5]
     assert [values.resume(text) for text in ("auto", "never", "17")] == ["auto", "never", 17]
     assert values.addresses("a:1, b:2") == "a:1,b:2"
-    assert values.listening("[::1]:0") == "[::1]:0"
+    for where in (
+        "[::1]:0",
+        "[::]:0",
+        "[fe80::1%eth0]:0",
+        "[::ffff:10.0.0.1]:0",
+        "10.0.0.1:0",
+        "my_host-1.example.org:0",
+    ):
+        assert values.listening(where) == where
     assert values.host_and_port("[::1]:80") == ("[::1]", 80)
 
 
