@@ -1,6 +1,7 @@
 """Logs: structlog and the standard library's logging through one handler to stderr, one event a line.
 
-Readable on a terminal, JSON when piped. Times are UTC, RFC 3339. A user's own logging flows through the same handler.
+Readable on a terminal, JSON when piped. Times are UTC, RFC 3339. A user's own logging and Python's warnings use the
+same handler.
 """
 
 import io
@@ -22,6 +23,8 @@ Format = Literal["auto", "text", "json"]
 # most of what servers do happens in threads that gRPC starts.
 _fields: dict[str, Any] = {}
 
+_EXTRA = structlog.stdlib.ExtraAdder()
+
 
 def set_up(
     level: str = "info", log_format: Format = "auto", stream: TextIO | io.TextIOBase | None = None, **fields: Any
@@ -40,6 +43,7 @@ def set_up(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.captureWarnings(True)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -87,6 +91,13 @@ def _add_process_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDic
     return event
 
 
+def _add_extra(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """What logging calls extra= are fields here, but for what every event has: its text, its time and so on."""
+    for name, value in _EXTRA(logger, method, {"_record": event["_record"]}).items():
+        event.setdefault(name, value)
+    return event
+
+
 def _formatter(as_json: bool, colors: bool) -> logging.Formatter:
     renderers: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if as_json:
@@ -104,8 +115,7 @@ def _formatter(as_json: bool, colors: bool) -> logging.Formatter:
                 exception_formatter=structlog.dev.plain_traceback,
             )
         )
-    foreign: list[Processor] = [*_shared(), structlog.stdlib.ExtraAdder()]  # what logging calls extra= are fields here
-    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=foreign, processors=renderers)
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=[_add_extra, *_shared()], processors=renderers)
 
 
 def _coloured(stream: TextIO | io.TextIOBase) -> bool:

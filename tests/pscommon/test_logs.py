@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,11 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     root = logging.getLogger()
     before = root.level, list(root.handlers)
-    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        logging.captureWarnings(False)  # whoever ran before in this process
+        yield
+        logging.captureWarnings(False)
     root.setLevel(before[0])
     root.handlers[:] = before[1]
     logs.bind(job=None, shard=None, worker=None)
@@ -64,6 +69,30 @@ def test_the_users_own_logging_flows_through() -> None:
     (event,) = json_lines(stream)
     assert (event["event"], event["level"], event["logger"]) == ("loss is 0.5", "warning", "user.code")
     assert (event["worker"], event["epoch"]) == (0, 3)
+
+
+def test_what_the_user_adds_does_not_replace_what_every_event_has() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream, worker=0)
+
+    ours = {"event": "E", "level": "zz", "time": 3, "logger": "not me"}
+    logging.getLogger("user").error("text", extra={**ours, "worker": 9, "epoch": 3})
+
+    (event,) = json_lines(stream)
+    assert (event["event"], event["level"], event["logger"]) == ("text", "error", "user")
+    assert re.fullmatch(r"\d{4}-.*Z", event["time"])
+    assert (event["worker"], event["epoch"]) == (9, 3)
+
+
+def test_warnings_are_events() -> None:
+    stream = io.StringIO()
+    logs.set_up(stream=stream, worker=0)
+
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+    (event,) = json_lines(stream)
+    assert "UserWarning: careful" in event["event"]
+    assert (event["level"], event["logger"], event["worker"]) == ("warning", "py.warnings", 0)
 
 
 def test_the_users_basic_config_does_not_double_the_lines() -> None:
