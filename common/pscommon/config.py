@@ -222,7 +222,7 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
         return
     ctx.meta[FILE] = path
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a mark
         wanted = [option.key for option in command.options]
         ctx.default_map = pick(document, command.tables, command.reads, wanted)
     except (ValueError, OSError) as error:  # TOML and UTF-8 errors are ValueErrors too

@@ -202,6 +202,10 @@ def test_a_bad_file_is_refused_and_says_why(tmp_path: Path, text: str, expected:
     assert expected in refusal("server", "--config", file(tmp_path, text))
 
 
+def test_a_byte_order_mark_is_no_statement(tmp_path: Path) -> None:
+    assert parse("server", "--config", file(tmp_path, "\ufefflease = 9"))["lease"] == (9.0, "file")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "does not exist" in refusal("server", "--config", str(tmp_path / "no.toml"))
 
