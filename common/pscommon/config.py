@@ -41,6 +41,12 @@ class Setting(NamedTuple):
     source: str
 
 
+class Unsettled(NamedTuple):
+    """In the place of a value on which tables disagree; `table`: where a file would settle it."""
+
+    table: str
+
+
 class Option(click.Option):
     """A flag, its environment twin PS_<FLAG>, its key in the file; `also`: variables that are asked after the twin."""
 
@@ -69,6 +75,9 @@ class Option(click.Option):
         return super().type_cast_value(ctx, value)
 
     def _text(self, ctx: click.Context, value: Any) -> str:
+        if isinstance(value, Unsettled):
+            remedy = f"settle it in [{value.table}], or give {self.flag}"
+            raise click.BadParameter(f"the tables disagree; {remedy}", ctx, self)
         besides = (bool,) if self.is_flag else getattr(self.type, "besides", ())
         if type(value) is list and list in besides and {type(part) for part in value} <= {str}:
             return ",".join(value)
@@ -165,8 +174,8 @@ def pick(
 ) -> dict[str, Any]:
     """The values of a file that are for one command; ValueError names every kind of mistake.
 
-    Top-level keys come first, then the tables in the order of `reads`. Two tables that disagree are refused unless the
-    last one of `reads`, which is the command's own, settles it.
+    Top-level keys come first, then the tables in the order of `reads`, the last of which is the command's own. Where
+    two others disagree and it does not settle that, the value is Unsettled: the environment or a flag still may.
     """
     top = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
     inner = {key: value for key, value in document.items() if isinstance(value, Mapping)}
@@ -180,9 +189,7 @@ def pick(
     merged: dict[str, Any] = {}
     for table in reads[:-1]:
         for key, value in per_table[table].items():
-            if key not in own and merged.get(key, value) != value:
-                raise ValueError(f"the tables disagree on {key}; settle it in [{reads[-1]}]")
-            merged[key] = value
+            merged[key] = value if merged.get(key, value) == value else Unsettled(reads[-1])
     return {key: value for key, value in {**chosen, **merged, **own}.items() if key in wanted}
 
 

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from pscommon import options
-from pscommon.config import Option, given, pick, run_command, sources
+from pscommon.config import Option, Unsettled, given, pick, run_command, sources
 from pscommon.core.errors import MismatchError, TakenError
 from pscommon.memory import usable_memory
 from psserver.config import ServerConfig
@@ -162,10 +162,22 @@ def test_pick_takes_what_is_for_this_command() -> None:
 def test_pick_settles_tables_that_disagree_by_the_commands_own() -> None:
     document = {"server": {"threads": 1}, "worker": {"threads": 2}}
 
-    with pytest.raises(ValueError, match=r"disagree on threads; settle it in \[run\]"):
-        chosen(document)
+    assert chosen(document) == {"threads": Unsettled("run")}
     assert chosen({**document, "run": {"threads": 3}}) == {"threads": 3}
     assert chosen({"server": {"threads": 2}, "worker": {"threads": 2}}) == {"threads": 2}
+
+
+def test_tables_that_disagree_are_settled_by_flag_or_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = file(tmp_path, "[server]\nlog_level = 'debug'\n[worker]\nlog_level = 'error'")
+
+    told = refusal("run", "--config", config)
+    assert "'--log-level' (file " in told
+    assert "the tables disagree; settle it in [run], or give --log-level" in told
+    assert parse("run", "--config", config, "--log-level", "info")["log_level"] == ("info", "flag")
+    monkeypatch.setenv("PS_LOG_LEVEL", "warning")
+    assert parse("run", "--config", config)["log_level"] == ("warning", "environment")
 
 
 BAD_FILES = {
