@@ -109,6 +109,7 @@ class Arrivals:
         self._wait(spans)
         flow, self._flow = self._flow, None
         flow.close()
+        self._bridge.changes.came()
 
     def _wait(self, spans: list[Range]) -> None:
         flow = self._flow

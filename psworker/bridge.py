@@ -8,7 +8,7 @@ Thousands of tensors are handled as lists that are made once and passed over in 
 over them would cost more than moving their bytes. Loops stand only where something unusual has been found.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_, is_not
@@ -22,6 +22,7 @@ from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Rol
 from pscommon.core.tape import Plan, Range
 from pscommon.optimizers import spec_of
 from pscommon.team import Team, cores
+from psworker.changes import Changes
 from psworker.model_tape import CudaTape, Tape, TwinTape
 
 MANY = 2048
@@ -112,6 +113,9 @@ class Bridge:
         self.moving = Range(0, self.buffer_range.stop)
         self._everything = Range(0, plan.nbytes)
         self.weights.to_host([self._everything]).synchronize()
+        tape = self.weights.near[: plan.section("trainable").stop]
+        trainable = self.trainable
+        self.changes = Changes(trainable.names, trainable.indices, trainable.tensors, trainable.extents, tape)
 
     def _tapes(self, memory: tuple[memoryview, memoryview], apart: bool) -> tuple[Tape, Tape]:
         if self.device.type == "cuda":
@@ -123,7 +127,8 @@ class Bridge:
         grads = self._gather_many() if len(self.trainable.tensors) >= MANY else self._gather_few()
         self.write_buffers()
         self.gradients.to_host([self.moving]).synchronize()
-        return self.absent(grads)
+        self.changes.step(absent := self.absent(grads))
+        return absent
 
     def _gather_few(self) -> list[Tensor | None]:
         self.reattach()
@@ -182,6 +187,7 @@ class Bridge:
     def scatter(self, everything: bool = False) -> None:
         """What the client wrote to the weights' tape, to the model; frozen tensors only with `everything`."""
         self.weights.from_host([self._everything if everything else self.moving])
+        self.changes.came()
 
     def reattach(self) -> None:
         """Undoes what scripts and torch may do between steps: give a parameter or buffer other storage.
@@ -189,8 +195,11 @@ class Bridge:
         To be called before the client writes to the weights' tape; `gather` does. A buffer's new values are kept.
         """
         self.weights.rest()
-        for place in self.trainable.elsewhere():
-            self.trainable.tensors[place].data = self.trainable.weights[place]
+        moved = self.trainable.elsewhere()
+        tensors, weights = self.trainable.tensors, self.trainable.weights
+        self.changes.check(place for place in moved if not torch.equal(tensors[place], weights[place]))
+        for place in moved:
+            tensors[place].data = weights[place]
         buffers = self._buffers
         current = list(map(getitem, self._owners, self._keys))
         for place in compress(range(len(current)), map(is_not, current, buffers.tensors)):
@@ -232,6 +241,7 @@ def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torc
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     buffers = {id(buffer) for buffer in model.buffers()}
     _check_all_known(optimizer, {id(tensor) for tensor in tensors.values()})
+    _refuse_max_norm(model, groups.keys())
     specs = []
     for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
@@ -257,6 +267,16 @@ def _check_all_known(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
                     f"parameter {place} of the optimizer's group {index}, shape {list(parameter.shape)}, is not in the "
                     "model: give job.optimizer the model whose parameters the optimizer was made from"
                 )
+
+
+def _refuse_max_norm(model: nn.Module, trainable: Collection[int]) -> None:
+    for name, module in model.named_modules():
+        bounded = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if bounded and id(module.weight) in trainable:
+            raise InvalidRequestError(
+                f"{name or type(module).__name__} has max_norm, which changes its weights in place at each forward; "
+                "the job's are on the servers and would not change: make it without max_norm and bound what it returns"
+            )
 
 
 def _only_device(tensors: Mapping[str, Tensor]) -> torch.device:

@@ -90,7 +90,7 @@ class Job:
         lacks are frozen; list all that will ever train and switch requires_grad to train some of them later.
         model: on the device where it will compute. Afterwards its weights are the job's (the first worker's, or those
         of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
-        weights into it later changes only this worker's copy, until the next step.
+        weights into it later, or changing them in place, is lost with the next step: a warning says so.
 
         overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
         the results are the same. None: as PS_OVERLAP=on in the environment says. Two things are then the script's care:

@@ -106,6 +106,7 @@ class Departures:
             _send(flow, spans)
         grads = self._bridge.grads()
         absent, again = self._bridge.absent(grads), self._send_changed(flow, grads)
+        self._bridge.changes.step(absent)
         result = flow.finish(absent=absent, samples=push.samples, batches=push.batches, groups_json=push.groups_json)
         self._learn(again)
         self._flow = None

@@ -1,0 +1,205 @@
+"""What a script does in place to weights that live on the servers is said, and what torch refuses it still refuses."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pscommon.core.errors import InvalidRequestError
+from psworker import changes
+from psworker.job import Job
+from psworker.local import LocalClient
+from psworker.optimizer import ServerOptimizer
+from psworker.results import PushResult
+
+SAID = "the script has changed"
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def made(model: nn.Module, overlap: bool = False) -> ServerOptimizer:
+    return Job(LocalClient()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlap)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def counted(model: nn.Sequential) -> None:
+    with torch.no_grad():
+        model[2].weight.clamp_(-0.01, 0.01)
+
+
+def uncounted(model: nn.Sequential) -> None:
+    model[2].weight.data.clamp_(-0.01, 0.01)
+
+
+def through_numpy(model: nn.Sequential) -> None:
+    model[2].weight.detach().numpy()[0, 3] = 5.0
+
+
+def loaded(model: nn.Sequential) -> None:
+    model[2].load_state_dict({"weight": torch.ones(1, 4), "bias": model[2].bias})
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[2].weight.data = torch.ones(1, 4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("change", [counted, uncounted, through_numpy, loaded, replaced])
+def test_a_change_that_is_lost_is_said_once_by_name(
+    change: Callable[[nn.Sequential], None], steps: int, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    optimizer = made(model, overlap)
+    train(model, optimizer, steps)
+    optimizer.wait()
+    assert SAID not in caplog.text
+
+    change(model)
+    train(model, optimizer)
+    change(model)
+    train(model, optimizer)
+
+    assert caplog.text.count(SAID) == 1
+    assert "changed 2.weight in place" in caplog.text or "changed 2.weight, 2.bias in place" in caplog.text
+    assert "0.weight" not in caplog.text
+
+
+def test_a_pull_says_what_it_overwrites(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optimizer = made(model)
+
+    uncounted(model)
+    optimizer.pull()
+
+    assert "changed 2.weight in place" in caplog.text
+
+
+def test_of_many_tensors_few_are_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "NAMED", 1)
+    model = net()
+    optimizer = made(model)
+
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    train(model, optimizer)
+
+    assert "changed 0.weight and 3 more in place" in caplog.text
+
+
+def test_a_large_model_is_compared_in_samples(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "SAMPLE", 8)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    optimizer = made(model)
+    train(model, optimizer)
+
+    model[1].weight.data.clamp_(-0.01, 0.01)
+    train(model, optimizer)
+
+    assert "changed 1.weight in place" in caplog.text
+
+
+class Failing(LocalClient):
+    """Its next pull writes some weights and fails."""
+
+    def exchange(self, **call: object) -> PushResult:
+        weights = call["weights"]
+        assert isinstance(weights, memoryview)
+        weights[:4] = b"\1\2\3\4"
+        raise ConnectionError
+
+
+def test_what_a_failed_call_has_written_is_not_the_script_s(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    client = Failing()
+    optimizer = Job(client).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            optimizer.pull()
+
+    assert SAID not in caplog.text
+
+
+# ---- backward after a step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_backward_through_what_was_computed_before_a_step_raises_as_in_torch(overlap: bool) -> None:
+    model = net()
+    optimizer = made(model, overlap)
+    loss = model(torch.ones(2, 4)).sum()
+
+    loss.backward(retain_graph=True)
+    optimizer.step()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Pair(nn.Module):
+    """Two networks in one optimizer, as a GAN is trained here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def without(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def gan(model: Pair, judge: torch.optim.Optimizer, maker: torch.optim.Optimizer) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        fake = model.maker(torch.randn(8, 4, generator=generator))
+        model.judge(fake.detach()).mean().backward()
+        without(model.maker, judge)
+        (-model.judge(fake)).mean().backward()
+        without(model.judge, maker)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_had_no_gradient_has_not_changed(overlap: bool) -> None:
+    """A GAN computes its fakes once and goes back through them when the other part has stepped."""
+    torch.manual_seed(0)
+    model = Pair()
+    plain = copy.deepcopy(model)
+    optimizer = made(model, overlap)
+
+    mine = gan(model, optimizer, optimizer)
+    theirs = gan(plain, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (plain.judge, plain.maker)))
+
+    assert all(map(torch.equal, mine, theirs))
+
+
+# ---- what changes weights at each forward ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(4, 3, max_norm=1.0), nn.EmbeddingBag(4, 3, max_norm=1.0)])
+def test_max_norm_is_refused_by_name(module: nn.Module) -> None:
+    with pytest.raises(InvalidRequestError, match=r"words has max_norm.*make it without"):
+        made(nn.ModuleDict({"words": module}))
+
+
+def test_max_norm_of_a_frozen_embedding_is_its_own_affair() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 3, max_norm=1.0), "linear": nn.Linear(3, 1)})
+
+    Job(LocalClient()).optimizer(torch.optim.SGD(model["linear"].parameters(), lr=0.1), model)
