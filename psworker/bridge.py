@@ -43,12 +43,11 @@ class Places:
         self.names = [specs[index].name for index in self.indices]
         self.extents = [plan.extent(index) for index in self.indices]
         self.tensors = [tensors[name] for name in self.names]
-        self.weights = [weights.view(*pair) for pair in zip(self.extents, self._specs(plan), strict=True)]
-        self.gradients = [gradients.view(*pair) for pair in zip(self.extents, self._specs(plan), strict=True)]
+        self._specs = [specs[index] for index in self.indices]
+        self._tape = weights
+        self.weights = list(map(weights.view, self.extents, self._specs))
+        self.gradients = list(map(gradients.view, self.extents, self._specs))
         self.pointers = list(map(Tensor.data_ptr, self.weights))
-
-    def _specs(self, plan: Plan) -> list[TensorSpec]:
-        return [plan.spec.tensors[index] for index in self.indices]
 
     def move_in(self) -> None:
         """Values and storage of the tensors onto the weights' tape."""
@@ -64,6 +63,9 @@ class Places:
         moved = [place for place, pointer in enumerate(pointers) if pointer != self.pointers[place]]
         for place in moved:
             self.check_unchanged(place, self.tensors[place])
+            if self.weights[place].data_ptr() != self.pointers[place]:
+                # the storage itself was moved, and the view with it: share_memory and torch's queues do that
+                self.weights[place] = self._tape.view(self.extents[place], self._specs[place])
         return moved
 
     def check_unchanged(self, place: int, current: object) -> None:

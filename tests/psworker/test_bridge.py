@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -241,6 +242,22 @@ def test_storage_that_the_script_swaps_is_taken_back() -> None:
     train(*plain, steps=2)
     train(*mine, steps=2)
     mine[0][0].weight.data = mine[0][0].weight.data.clone()
+    train(*plain, steps=2)
+    train(*mine, steps=2)
+
+    assert_equal(plain[0], mine[0])
+
+
+@pytest.mark.parametrize("share", [nn.Module.share_memory, nn.Module.state_dict], ids=["share_memory", "queue"])
+def test_a_model_that_was_shared_with_other_processes_trains_on(share: Callable[[nn.Module], Any]) -> None:
+    """torch then moves the storages themselves, also when it sends tensors through a queue."""
+    plain, mine = both(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), sgd)
+
+    train(*plain, steps=2)
+    train(*mine, steps=2)
+    shared = share(mine[0])
+    for tensor in shared.values() if isinstance(shared, dict) else ():
+        ForkingPickler.dumps(tensor)
     train(*plain, steps=2)
     train(*mine, steps=2)
 
