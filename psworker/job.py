@@ -86,21 +86,21 @@ class Job:
     ) -> ServerOptimizer:
         """Hands the model to the servers, once a job; returns what takes the optimizer's place in the script.
 
-        optimizer: torch.optim's SGD, Adam, AdamW, Adagrad or RMSprop, fresh, over parameters of `model`. Those that it
-        lacks are frozen; list all that will ever train and switch requires_grad to train some of them later.
+        optimizer: torch.optim's SGD, Adam, AdamW, Adagrad or RMSprop, fresh, over parameters of `model`; list all that
+        will ever train and switch requires_grad. Those that it lacks are frozen: changed by the script (an EMA teacher)
+        they stay this worker's own until it loses its place in the job, and snapshots keep the initial values.
         model: on the device where it will compute. Afterwards its weights are the job's (the first worker's, or those
         of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
         weights into it later, or changing them in place, is lost with the next step: a warning says so.
-
         overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
         the results are the same. None: as PS_OVERLAP=on in the environment says. Two things are then the script's care:
-        after step(), call `job.wait()` before reading or changing weights by hand, other than by calling modules,
-        state_dict() or load_state_dict(); and change gradients after backward only in ways that torch counts:
-        `grad.mul_()` and clip_grad_norm_ are seen, `grad.data.mul_()` and writing through numpy are not.
-        pipeline: in async and ssp, step() returns while its push is still on its way; the next step() waits for it and
-        brings its weights. So a gradient is computed from weights that lack the worker's own last push, and counts as
-        that much staler. `job.last`, stale pushes and errors come one step later; `job.wait()` makes them come now.
-        Instead of overlap. Without servers (PS_LOCAL=1) and in a job that is set to sync later, each step ends at once.
+        after step(), call `job.wait()` before reading weights by hand, other than by calling modules or state_dict();
+        and change gradients after backward only in ways that torch counts: `grad.mul_()` and clip_grad_norm_ are seen,
+        `grad.data.mul_()` and writing through numpy are not.
+        pipeline: in async and ssp, step() returns while its push is on its way; the next step() waits for it and brings
+        its weights. So a gradient lacks the worker's own last push, and counts as that much staler. `job.last`, stale
+        pushes and errors come one step later; `job.wait()` makes them come now. Instead of overlap. Without servers
+        (PS_LOCAL=1) and in a job that is set to sync later, each step ends at once.
 
         Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains another model.
         """

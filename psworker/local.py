@@ -153,7 +153,8 @@ class LocalClient:
         if gradients is not None:
             problem = self._step(tensor_of(gradients), absent, groups_json)
         if weights is not None:
-            tensor_of(weights).copy_(self._tape)
+            moving = self.plan.section("buffer").stop  # frozen tensors are the worker's own
+            tensor_of(weights)[:moving].copy_(self._tape[:moving])
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
 

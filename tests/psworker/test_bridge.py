@@ -148,6 +148,32 @@ def test_parameters_outside_the_optimizer_are_frozen() -> None:
     assert not torch.equal(model[2].weight, before["2.weight"])
 
 
+class Taught(nn.Module):
+    """Learns from a moving average of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(4, 2)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.5)
+        out: Tensor = self.student(x) + self.teacher(x)
+        return out
+
+
+def test_what_the_script_makes_of_frozen_parameters_stays() -> None:
+    torch.manual_seed(1)
+    plain, mine = both(Taught(), lambda p: sgd(list(p)[:2]))
+
+    for model, optimizer in (plain, mine):
+        train(model, optimizer)
+    mine[1].pull()
+
+    assert_equal(plain[0], mine[0])
+
+
 def test_unfreezing_later_trains_what_was_frozen() -> None:
     plain, mine = both(perceptron(), sgd)
 

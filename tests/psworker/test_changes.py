@@ -203,3 +203,17 @@ def test_max_norm_of_a_frozen_embedding_is_its_own_affair() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(4, 3, max_norm=1.0), "linear": nn.Linear(3, 1)})
 
     Job(LocalClient()).optimizer(torch.optim.SGD(model["linear"].parameters(), lr=0.1), model)
+
+
+def test_a_teacher_among_what_trains_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It never has a gradient, and goes back to what the job has with the next pull."""
+    model = nn.ModuleDict({"student": nn.Linear(4, 1), "teacher": nn.Linear(4, 1).requires_grad_(False)})
+    optimizer = made(model)
+
+    for _ in range(2):
+        model["student"](torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model["teacher"].weight.lerp_(model["student"].weight, 0.5)
+
+    assert "changed teacher.weight in place" in caplog.text
