@@ -30,9 +30,9 @@ MARK = "paramserver"
 class ServerOptimizer(torch.optim.Optimizer):
     """Takes the place of `optimizer`, whose class, hyper-parameters and parameter groups the servers carry out.
 
-    Made by `Job.optimizer`, where overlap and pipeline are described. The groups are shared with `optimizer`, and LR
-    schedulers work on either: what stands in them travels with the next step. Optimizer state (moments) lives on the
-    servers, `state` here stays empty.
+    Made by `Job.optimizer`, where overlap and pipeline are described. Groups and hooks are shared with `optimizer`, and
+    LR schedulers work on either: what stands in the groups travels with the next step. Optimizer state (moments) lives
+    on the servers, `state` here stays empty.
 
     result: PushResult of the last step that has been decided, None before the first. status "applied" or "duplicate":
     it counted; "stale": the policy found the gradient too old, or the job had gone on without this worker, which has
@@ -54,6 +54,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._bridge = Bridge(model, optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
+        vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
         self.result: PushResult | None = None
         self.pending = False
         self._settings = Settings(optimizer)
@@ -253,11 +254,13 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value)) if type(value) is tuple else isinstance(value, (float, int, str, type(None)))
 
 
-def _refuse_step(*_: Any) -> None:
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """The other optimizer's step would change this worker's copy of the weights, and nothing on the servers."""
-    raise InvalidRequestError(
-        "this optimizer was handed over: call step() of the one that job.optimizer(...) returned, which takes its place"
-    )
+    if not isinstance(optimizer, ServerOptimizer):  # the two share their hooks
+        raise InvalidRequestError(
+            "this optimizer was handed over: call step() of the one that job.optimizer(...) returned, "
+            "which takes its place"
+        )
 
 
 def _refuse_history(state: Mapping[Any, Any]) -> None:
