@@ -134,9 +134,11 @@ class LocalClient:
         for spec, weight in zip(self.plan.spec.tensors, self._weights, strict=True):
             if spec.role == "trainable":
                 members[spec.group].append(weight)
-        groups = zip(members, self._optimizer_spec.groups, strict=True)
-        make: Any = SUPPORTED[self._optimizer_spec.name].torch_class
-        self._optimizer = make([{**group, "params": params} for params, group in groups])
+        groups = self._optimizer_spec.groups
+        kind = SUPPORTED[self._optimizer_spec.name]
+        parameters = [{**group, "params": params} for params, group in zip(members, groups, strict=True)]
+        make: Any = kind.torch_class
+        self._optimizer = make(parameters, **{key: groups[0][key] for key in kind.constructor_only})
 
     def exchange(
         self,

@@ -60,6 +60,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adagrad that starts from 1": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=1.0),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.5, centered=True),
 }
 sgd = OPTIMIZERS["nesterov"]
@@ -97,6 +98,30 @@ def test_gradient_accumulation_and_clipping() -> None:
                 optimizer.zero_grad()
 
     assert_equal(plain[0], mine[0])
+
+
+def test_hooks_of_the_optimizer_that_is_handed_over_run_at_the_steps() -> None:
+    made: list[torch.optim.Optimizer] = []
+    states: list[dict[str, Any]] = []
+
+    def hooked(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        clip = nn.utils.clip_grad_norm_
+        optimizer.register_step_pre_hook(lambda o, *_: clip(o.param_groups[0]["params"], 0.1) and None)
+        optimizer.register_step_post_hook(lambda o, *_: made.append(o))
+        optimizer.register_state_dict_post_hook(lambda _, state: states.append(state))
+        return optimizer
+
+    plain, mine = both(perceptron(), hooked)
+
+    train(*plain)
+    made.clear()
+    train(*mine)
+    mine[1].state_dict()
+
+    assert_equal(plain[0], mine[0])
+    assert made == [mine[1]] * 5
+    assert len(states) == 1
 
 
 def test_several_groups_each_with_its_hyper_parameters() -> None:
