@@ -92,6 +92,7 @@ class Bridge:
         self._tensors: dict[str, Tensor] = dict(model.named_parameters()) | _persistent_buffers(model)
         self.spec = _model_spec(model, self._tensors, optimizer)
         self.device = _only_device(self._tensors)
+        _refuse_shared(model, self._tensors)
         # a GPU copies many at once, and on the stream of the script's own thread
         self._team = Team(min(2, cores()) if self.device.type == "cpu" else 1)
 
@@ -109,7 +110,8 @@ class Bridge:
         for places in (self.trainable, buffers, frozen):
             places.move_in()
         self._buffers = buffers
-        self._owners = [self._model.get_submodule(name.rpartition(".")[0])._buffers for name in buffers.names]
+        modules = dict(self._model.named_modules())
+        self._owners = [modules[name.rpartition(".")[0]]._buffers for name in buffers.names]
         self._keys = [name.rpartition(".")[2] for name in buffers.names]
         self.buffer_range = plan.section("buffer")
         self.moving = Range(0, self.buffer_range.stop)
@@ -235,8 +237,13 @@ def versions(grads: Sequence[Tensor]) -> list[int]:
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    kept = model.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    """Not by the keys of state_dict(), which a model may rename."""
+    local = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in local}
 
 
 def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> ModelSpec:
@@ -279,6 +286,27 @@ def _refuse_max_norm(model: nn.Module, trainable: Collection[int]) -> None:
                 f"{name or type(module).__name__} has max_norm, which changes its weights in place at each forward; "
                 "the job's are on the servers and would not change: make it without max_norm and bound what it returns"
             )
+
+
+def _refuse_shared(model: nn.Module, moved: Mapping[str, Tensor]) -> None:
+    """Each tensor gets a place of its own on the tape, so those that were one in memory would go apart."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel())
+    reached, last = 0, ""
+    for start, stop, name in spans:
+        if start < reached and (name in moved or last in moved):
+            raise InvalidRequestError(
+                f"{last} and {name} lie in the same memory: tie the Parameter itself (m[1].weight = m[0].weight), or "
+                "give each a copy of its own"
+            )
+        if stop > reached:
+            reached, last = stop, name
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses that it lies between."""
+    last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _only_device(tensors: Mapping[str, Tensor]) -> torch.device:

@@ -1,0 +1,125 @@
+"""Which models a job takes, what of them is the job's, and what is refused in words that help."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
+from psworker.job import Job
+from psworker.local import LocalClient
+
+
+def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def test_only_persistent_buffers_belong_to_the_job() -> None:
+    model = perceptron()
+    model.register_buffer("kept", torch.zeros(2))
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    client = LocalClient()
+
+    Job(client).optimizer(sgd(model.parameters()), model)
+
+    assert [t.name for t in client.plan.spec.tensors if t.role == "buffer"] == ["kept"]
+
+
+class Renaming(nn.Module):
+    """What wraps it sees the inner names only, and asks in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(2)
+        self.inner.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name.removeprefix("inner."): tensor for name, tensor in super().state_dict().items()}
+
+
+def test_a_model_may_make_its_state_dict_as_it_likes() -> None:
+    model, client = Renaming(), LocalClient()
+
+    Job(client).optimizer(sgd(model.parameters()), model)
+
+    buffers = [t.name for t in client.plan.spec.tensors if t.role == "buffer"]
+    assert buffers == ["inner.running_mean", "inner.running_var", "inner.num_batches_tracked"]
+
+
+def shared_weight(model: nn.Sequential) -> str:
+    model[2].weight.data = model[0].weight.data[:2]
+    return r"0\.weight and 2\.weight|2\.weight and 0\.weight"
+
+
+def buffer_of_a_weight(model: nn.Sequential) -> str:
+    model.register_buffer("view", model[2].weight.detach()[1])
+    return r"2\.weight and view"
+
+
+def local_view(model: nn.Sequential) -> str:
+    model.register_buffer("view", model[2].weight.detach(), persistent=False)
+    return r"2\.weight and view|view and 2\.weight"
+
+
+@pytest.mark.parametrize("share", [shared_weight, buffer_of_a_weight, local_view])
+def test_tensors_in_the_same_memory_are_refused_by_name(share: Callable[[nn.Sequential], str]) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    names = share(model)
+
+    with pytest.raises(InvalidRequestError, match=rf"({names}) lie in the same memory: tie the Parameter itself"):
+        Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+
+def test_neighbours_in_memory_are_taken() -> None:
+    """As cudnn lays out the weights of an RNN, and a model may its own buffers."""
+    flat, model = torch.randn(24), nn.ParameterList([nn.Parameter(torch.empty(0))])
+    for first in (0, 12):
+        model.append(nn.Parameter(flat[first : first + 12].view(3, 4).T))
+        model.register_buffer(f"own{first}", flat.new_zeros(3).expand(2, 3), persistent=False)
+    cache = torch.zeros(4)
+    model.register_buffer("one", cache, persistent=False)
+    model.register_buffer("other", cache[1:], persistent=False)
+
+    Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+
+def test_a_parameter_that_the_model_lacks_is_named() -> None:
+    model, stranger = perceptron(), nn.Linear(7, 3)
+
+    with pytest.raises(InvalidRequestError, match=r"parameter 1 of the optimizer's group 0, shape \[3, 7\]"):
+        Job(LocalClient()).optimizer(sgd([model[0].weight, stranger.weight]), model)
+
+
+def test_what_servers_cannot_run_is_refused() -> None:
+    model = perceptron()
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"Adadelta.*SGD.*AdamW"):
+        Job(LocalClient()).optimizer(torch.optim.Adadelta(model.parameters()), model)
+
+
+def test_a_complex_model_is_refused() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+
+    with pytest.raises(InvalidRequestError, match="complex64"):
+        Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_model_is_refused() -> None:
+    model = nn.LazyLinear(3)
+
+    with pytest.raises(InvalidRequestError, match="weight has no shape yet"):
+        Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+
+def test_a_model_without_servers_or_device_is_refused() -> None:
+    model = nn.Linear(2, 2, device="meta")
+
+    with pytest.raises(InvalidRequestError, match="one device, cpu or cuda; this one is on meta"):
+        Job(LocalClient()).optimizer(sgd(model.parameters()), model)
