@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
+from pscommon.core.model import ITEMSIZE, InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
 from pscommon.core.tape import Plan, Range
 from pscommon.optimizers import spec_of
 from pscommon.team import Team, cores
@@ -27,6 +27,8 @@ from psworker.model_tape import CudaTape, Tape, TwinTape
 
 MANY = 2048
 """From so many tensors on, a call of torch for each of them costs more than to move their bytes."""
+
+OWN = "with register_buffer(..., persistent=False) a buffer stays each worker's own, whatever becomes of it"
 
 _GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
@@ -39,6 +41,7 @@ class Places:
 
     def __init__(self, plan: Plan, role: Role, tensors: Mapping[str, Tensor], weights: Tape, gradients: Tape) -> None:
         specs = plan.spec.tensors
+        self._role = role
         self.indices = [index for index in plan.order if specs[index].role == role]
         self.names = [specs[index].name for index in self.indices]
         self.extents = [plan.extent(index) for index in self.indices]
@@ -75,7 +78,7 @@ class Places:
         if now != was:
             raise InvalidRequestError(
                 f"{self.names[place]} was {was} when job.optimizer took the model and is {now} now: "
-                "move, cast and reshape the model before job.optimizer"
+                "move, cast and reshape the model before job.optimizer" + (f"; {OWN}" if self._role == "buffer" else "")
             )
 
 
@@ -205,12 +208,18 @@ class Bridge:
         for place in moved:
             tensors[place].data = weights[place]
         buffers = self._buffers
-        current = list(map(getitem, self._owners, self._keys))
+        current = self._current_buffers()
         for place in compress(range(len(current)), map(is_not, current, buffers.tensors)):
             buffers.check_unchanged(place, current[place])
             self._take_back(place, current[place])
         for place in buffers.elsewhere():
             self._take_back(place, buffers.tensors[place])
+
+    def _current_buffers(self) -> list[Tensor | None]:
+        try:
+            return list(map(getitem, self._owners, self._keys))
+        except KeyError:  # the script has deleted one
+            return [owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True)]
 
     def _take_back(self, place: int, current: Tensor | None) -> None:
         assert current is not None
@@ -257,6 +266,8 @@ def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torc
             raise InvalidRequestError(f"{name} has no shape yet: run a batch through the model before job.optimizer")
         role: Role = "trainable" if id(tensor) in groups else "buffer" if id(tensor) in buffers else "frozen"
         dtype = str(tensor.dtype).removeprefix("torch.")
+        if role == "buffer" and dtype not in ITEMSIZE:
+            raise InvalidRequestError(f"buffer {name}: the servers keep none of dtype {dtype}; {OWN}")
         specs.append(TensorSpec(name, tuple(tensor.shape), dtype, role, groups.get(id(tensor), 0)))
     return _checked(tuple(specs), spec_of(optimizer))
 

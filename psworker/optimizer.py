@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +105,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _push(self, samples: int | None) -> None:
         job, groups = self._job, self._settings.groups_json()
         self._check_leaving()
-        weight = samples or max(1, job.usage.samples)
+        weight = max(1, job.usage.samples) if samples is None else _checked_weight(samples)
         self.pending = job.usage.following > 0 and job.usage.lost is None
         if self.pending:
             return self._add_up(weight)
@@ -243,7 +244,8 @@ class Settings:
 
     def groups_json(self) -> str:
         """Of the parameter groups as they stand now."""
-        seen = [{key: value for key, value in g.items() if key != "params"} for g in self._optimizer.param_groups]
+        known = self._optimizer.defaults.keys()  # what else stands in a group is the script's own
+        seen = [{key: group[key] for key in known & group.keys()} for group in self._optimizer.param_groups]
         if seen != self._seen or not all(_is_constant(value) for group in seen for value in group.values()):
             self._seen, self._text = seen, groups_to_json(spec_of(self._optimizer).groups)
         return self._text
@@ -252,6 +254,16 @@ class Settings:
 def _is_constant(value: Any) -> bool:
     """A tensor or a list may have changed without being another one."""
     return all(map(_is_constant, value)) if type(value) is tuple else isinstance(value, (float, int, str, type(None)))
+
+
+def _checked_weight(samples: Any) -> int:
+    with suppress(TypeError):
+        if not isinstance(samples, bool) and (weight := index(samples)) > 0:
+            return weight
+    raise InvalidRequestError(
+        f"samples={samples!r}: the weight of a gradient is a whole number of samples, at least 1; to leave a gradient "
+        "out, do not call step()"
+    )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,3 +124,61 @@ def test_a_model_without_servers_or_device_is_refused() -> None:
 
     with pytest.raises(InvalidRequestError, match="one device, cpu or cuda; this one is on meta"):
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
+def test_a_buffer_that_servers_cannot_keep_is_refused_with_the_remedy(dtype: torch.dtype) -> None:
+    model = perceptron()
+    model.register_buffer("odd", torch.zeros(2, dtype=dtype))
+
+    with pytest.raises(InvalidRequestError, match=rf"buffer odd.*{str(dtype)[6:]}; .*persistent=False"):
+        Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+
+def grown(model: nn.Module) -> None:
+    model.seen = torch.zeros(3)
+
+
+def gone(model: nn.Module) -> None:
+    model.seen = None
+
+
+def deleted(model: nn.Module) -> None:
+    del model.seen
+
+
+@pytest.mark.parametrize("change", [grown, gone, deleted])
+def test_a_buffer_that_does_not_fit_any_more_is_refused_with_the_remedy(change: Callable[[nn.Module], None]) -> None:
+    model = perceptron()
+    model.register_buffer("seen", torch.zeros(2))
+    optimizer = Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+    change(model)
+
+    with pytest.raises(InvalidRequestError, match=r"seen was .* now: .*persistent=False"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("own", [torch.ones(3), np.ones(3)], ids=["tensor", "array"])
+def test_a_group_may_hold_what_the_script_likes(own: Any) -> None:
+    model = perceptron()
+    optimizer = Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+    for factor in (1, 2):
+        optimizer.param_groups[0]["scales"] = own * factor
+        optimizer.step()
+
+    assert optimizer.result is not None
+    assert optimizer.result.version == 2
+
+
+@pytest.mark.parametrize("samples", [0, -3, 2.5, True, "2"])
+def test_a_gradient_weighs_a_whole_number_of_samples(samples: Any) -> None:
+    model = perceptron()
+    optimizer = Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+    with pytest.raises(InvalidRequestError, match=f"samples={samples!r}: .* at least 1"):
+        optimizer.step(samples=samples)
+    optimizer.step(samples=np.int64(2))
+
+    assert optimizer.result is not None
+    assert optimizer.result.version == 1
