@@ -105,7 +105,7 @@ class Job:
         Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains another model.
         """
         if self._optimizer is not None:
-            raise InvalidRequestError("job.optimizer was called before; a job has one model and one optimizer")
+            raise InvalidRequestError("a job has one model and one optimizer: put all networks into one ModuleDict")
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
                 "pipeline=True and overlap=True exclude each other"
