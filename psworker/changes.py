@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pscommon.core.tape import Range
 
-SAMPLE = 1 << 14
+SAMPLE = 1 << 12
 """So many words of 8 bytes are compared with each step: all of a small model, in a large one some of each part."""
 
 NAMED = 3
