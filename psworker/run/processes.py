@@ -129,13 +129,14 @@ class Process:
                 self._take_traceback(log)
         except OSError as error:
             self.tail.append(f"{self.log}: {error}")
+        finally:
             self.kill()
-        code = self._process.wait()
-        self._sweep()
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
-        self._on_exit(self.name, code)
+            code = self._process.wait()
+            self._sweep()
+            for pipe in (self._process.stdout, self._process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            self._on_exit(self.name, code)
 
     def _read(self, selector: selectors.BaseSelector, log: BinaryIO) -> None:
         """Until both streams end; those of an ended process whose children hold them open, for a moment more."""

@@ -162,6 +162,20 @@ def test_a_log_that_cannot_be_written_ends_the_process_loudly(start: Start, tmp_
     assert "w0.log" in started.process.tail[0]
 
 
+def test_lines_that_cannot_be_shown_end_the_process_and_are_no_trouble_of_the_log(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda found: raised.append(found.exc_type))
+    monkeypatch.setattr(Started, "_line", lambda *_: "→".encode("latin-1"))
+
+    started = start("import signal; print('line', flush=True); signal.pause()")
+
+    assert started.end() == -9
+    assert raised == [UnicodeEncodeError]
+    assert list(started.process.tail) == ["line"]
+
+
 PARENT = """
 import subprocess, sys, os, signal
 child = subprocess.Popen([sys.executable, "-I", "-S", "-c", sys.argv[1], sys.argv[2], str(os.getpid())])
