@@ -22,6 +22,7 @@ from psworker.run import plan, report
 from psworker.run.display import Display, Spoken, open_display
 from psworker.run.launch import Ended, Launch
 from psworker.run.messages import Signalled
+from psworker.run.output import Output, outputs
 from psworker.run.watch import Connect, GrpcObserver
 from psworker.script import Script
 
@@ -65,15 +66,17 @@ def start(
     check(settings, script)
     folder = Path(tempfile.mkdtemp(prefix="ps-run-"))
     keep = False
-    try:
-        cluster = plan.Plan(
-            script, settings, frozenset(given(ctx)), cores(), folder, server, worker, spare, dict(os.environ)
-        )
-        ended = launch(cluster, log_folder(settings, folder), connect)
-        keep = ended.outcome.status == "failed" and settings["log_dir"] is None
-    finally:
-        tidy(folder, keep)
-    return conclude(ended, settings)
+    with outputs(sys.stdout, sys.stderr) as (out, err):
+        try:
+            cluster = plan.Plan(
+                script, settings, frozenset(given(ctx)), cores(), folder, server, worker, spare, dict(os.environ)
+            )
+            with open_display(out, err) as display:
+                ended = launch(cluster, log_folder(settings, folder), connect, display)
+            keep = ended.outcome.status == "failed" and settings["log_dir"] is None
+        finally:
+            tidy(folder, keep)
+        return conclude(ended, settings, out, err)
 
 
 def check(settings: dict[str, Any], script: Script) -> None:
@@ -105,16 +108,15 @@ def log_folder(settings: dict[str, Any], folder: Path) -> Path:
     return wanted
 
 
-def launch(cluster: plan.Plan, folder: Path, connect: Connect) -> Ended:
-    """Runs the cluster with a display and our signals in place; log files go to `folder`."""
-    with open_display(sys.stdout, sys.stderr) as display:
-        # what the servers say is passed on as it is; our own view of them is only worth a line when it is in trouble
-        level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
-        logs.set_up(level, "text", stream=Spoken(display))
-        announce(display, cluster)
-        run = Launch(cluster, folder, connect, display)
-        with signals_to(run):
-            return run.run()
+def launch(cluster: plan.Plan, folder: Path, connect: Connect, display: Display) -> Ended:
+    """Runs the cluster with our signals in place; log files go to `folder`."""
+    # what the servers say is passed on as it is; our own view of them is only worth a line when it is in trouble
+    level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
+    logs.set_up(level, "text", stream=Spoken(display))
+    announce(display, cluster)
+    run = Launch(cluster, folder, connect, display)
+    with signals_to(run):
+        return run.run()
 
 
 def announce(display: Display, cluster: plan.Plan) -> None:
@@ -150,15 +152,23 @@ def tidy(folder: Path, keep_logs: bool) -> None:
             path.unlink()
 
 
-def conclude(ended: Ended, settings: dict[str, Any]) -> int:
-    """Tells how it went: the table on stdout, or the box on stderr, and the summary file in any case; the exit code."""
+def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -> int:
+    """Tells how it went: the table on stdout, or the box on stderr, and the summary file in any case; the exit code.
+
+    Waits until that is read, unless a signal said that ps-run is to end.
+    """
     content = report.summary(ended.outcome, ended.result, settings, ended.seconds, ended.restarts)
     if settings["summary"]:
         report.write_summary(settings["summary"], content)
     if ended.outcome.status == "done":
         if ended.result.problem:
-            print(f"[run] the weights could not be read: {ended.result.problem}", file=sys.stderr)
-        print(report.table(content), flush=True)
+            err.write(f"[run] the weights could not be read: {ended.result.problem}\n")
+        out.write(report.table(content) + "\n")
     elif ended.outcome.status == "failed":
-        print(ended.box, file=sys.stderr, flush=True)
+        err.write(ended.box + "\n")
+    if ended.outcome.status != "interrupted":
+        out.finish()
+        if out.problem:
+            err.write(f"[run] stdout could not be written to: {out.problem}\n")
+        err.finish()
     return ended.outcome.code

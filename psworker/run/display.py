@@ -1,27 +1,27 @@
 """What ps-run shows: every process's lines with a prefix, and how far the job is; on a terminal in a live panel."""
 
-import contextlib
 import io
-import threading
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Protocol, Self, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from psworker.run.output import Output
 from psworker.run.processes import Stream
 from psworker.run.watch import Status
 
 LINE_SECONDS = 5.0
+PANEL_SECONDS = 0.25
 MOST_METRICS = 4
 
 
 class Display(Protocol):
-    """Where ps-run writes to; safe to call from any thread."""
+    """What ps-run shows, from any thread. Only `line` may wait for a reader, and not after `hurry`; nothing raises."""
 
     def line(self, name: str, stream: Stream, text: str) -> None:
         """A line that process `name` has written."""
@@ -31,6 +31,9 @@ class Display(Protocol):
 
     def tick(self, status: Status, now: float) -> None:
         """Called several times a second with the job's last status, empty while there is none."""
+
+    def hurry(self) -> None:
+        """The run is ending: lines that nobody reads are left out, and their processes can go on."""
 
     def __enter__(self) -> Self: ...
 
@@ -42,29 +45,33 @@ class Display(Protocol):
 class PlainDisplay:
     """For logs and pipes: lines only, and one about the job's progress every few seconds while there is some."""
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
-        self._streams: dict[Stream, TextIO] = {"stdout": out, "stderr": err}
-        self._lock = threading.Lock()
+    def __init__(self, out: Output, err: Output) -> None:
+        self._streams: dict[Stream, Output] = {"stdout": out, "stderr": err}
         self._next = time.monotonic() + LINE_SECONDS
         self._last = ""
 
     def line(self, name: str, stream: Stream, text: str) -> None:
         """See Display."""
-        with self._lock, contextlib.suppress(BrokenPipeError):  # nobody reads any more; the log files have it
-            print(f"[{name}] {text}", file=self._streams[stream], flush=True)
+        if self._streams[stream].room():
+            self._streams[stream].write(f"[{name}] {text}\n")
 
     def say(self, text: str) -> None:
         """See Display."""
-        self.line("run", "stderr", text)
+        self._streams["stderr"].write(f"[run] {text}\n")
 
     def tick(self, status: Status, now: float) -> None:
         """See Display."""
         if now >= self._next:
             self._next = now + LINE_SECONDS
             text = progress(status)
-            if text and text != self._last:
+            if text and text != self._last and not self._streams["stderr"].is_behind:
                 self._last = text
                 self.say(text)
+
+    def hurry(self) -> None:
+        """See Display."""
+        for output in self._streams.values():
+            output.hurry()
 
     def __enter__(self) -> Self:
         return self
@@ -76,14 +83,17 @@ class PlainDisplay:
 class LiveDisplay:
     """For a terminal: the lines scroll by above a panel that stays."""
 
-    def __init__(self, console: Console, out: TextIO) -> None:
+    def __init__(self, console: Console, out: Output, err: Output) -> None:
+        """console: writes to `err`."""
         self._console = console
         self._out = None if out.isatty() else out
+        self._err = err
         self._status: Status = {}
+        self._next = 0.0
         self._live = Live(
             get_renderable=self._panel,
             console=console,
-            refresh_per_second=4,
+            auto_refresh=False,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -92,18 +102,27 @@ class LiveDisplay:
     def line(self, name: str, stream: Stream, text: str) -> None:
         """See Display."""
         if stream == "stdout" and self._out is not None:
-            print(f"[{name}] {text}", file=self._out, flush=True)
-            return
-        colour = {"s": "cyan", "w": "green"}.get(name[0], "bold") if name != "run" else "bold"
-        self._console.print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(text)), soft_wrap=True)
+            if self._out.room():
+                self._out.write(f"[{name}] {text}\n")
+        elif self._err.room():
+            self._print(name, {"s": "cyan", "w": "green"}.get(name[0], "bold"), text)
 
     def say(self, text: str) -> None:
         """See Display."""
-        self.line("run", "stderr", text)
+        self._print("run", "bold", text)
 
     def tick(self, status: Status, now: float) -> None:
         """See Display."""
         self._status = status
+        if now >= self._next and not self._err.is_behind:
+            self._next = now + PANEL_SECONDS
+            self._live.refresh()
+
+    def hurry(self) -> None:
+        """See Display."""
+        self._err.hurry()
+        if self._out is not None:
+            self._out.hurry()
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -112,6 +131,9 @@ class LiveDisplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Takes the panel away; what has scrolled by stays."""
         self._live.stop()
+
+    def _print(self, name: str, colour: str, text: str) -> None:
+        self._console.print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(text)), soft_wrap=True)
 
     def _panel(self) -> RenderableType:
         return panel(self._status)
@@ -130,9 +152,10 @@ class Spoken(io.TextIOBase):
         return len(text)
 
 
-def open_display(out: TextIO, err: TextIO) -> Display:
-    """The display that suits these streams."""
-    return LiveDisplay(Console(file=err), out) if err.isatty() else PlainDisplay(out, err)
+def open_display(out: Output, err: Output) -> Display:
+    """The display that suits these streams: no panel on a terminal that cannot move its cursor (TERM=dumb)."""
+    console = Console(file=cast(TextIO, err))
+    return LiveDisplay(console, out, err) if err.isatty() and not console.is_dumb_terminal else PlainDisplay(out, err)
 
 
 def progress(status: Status) -> str:

@@ -87,6 +87,8 @@ class Launch:
                 self._carry_out(self._supervisor.step(self._next_event(), time.monotonic()))
                 self._display.tick(self._watch.status, time.monotonic())
                 self._prepare(time.monotonic())
+                if self._supervisor.is_ending:
+                    self._display.hurry()
         finally:
             self._end_all()
         return self._ended(self._outcome, time.monotonic() - began)
@@ -162,6 +164,7 @@ class Launch:
         self.post(Collected())
 
     def _end_all(self) -> None:
+        self._display.hurry()
         if self._spare is not None:
             self._spare.end()
         for process in self._processes.values():

@@ -82,6 +82,11 @@ class Supervisor:
         return self.phase is Phase.RUNNING and not self.unbound and self.running.issuperset(self.servers)
 
     @property
+    def is_ending(self) -> bool:
+        """Nothing is trained any more."""
+        return self.phase is not Phase.RUNNING
+
+    @property
     def may_restart_servers(self) -> bool:
         """Would one that fails be started again?"""
         return self.durable and self.restarts < self.max_restarts

@@ -200,6 +200,56 @@ def test_a_second_ctrl_c_kills_what_does_not_want_to_end(bench: Bench) -> None:
     assert "Traceback" not in out
 
 
+LOUD = "for number in range(200_000): print('x' * 100, number)"
+
+
+def test_a_worker_says_what_our_stdout_cannot_encode(bench: Bench) -> None:
+    script = bench.script("import sys; sys.stdout.reconfigure(encoding='utf-8')\nprint('a \u2192 b')\n" + GOOD)
+
+    result = bench.run(script, PYTHONIOENCODING="latin-1")
+
+    assert result.returncode == 0, result.stderr
+    assert "[w0] a \\u2192 b\n" in result.stdout
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(bench: Bench) -> None:
+    process = bench.popen(bench.script(GOOD + "\n" + LOUD))
+    wait_for_workers(process, 1)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+
+    _, err = process.communicate(timeout=LIMIT)
+
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+
+
+def test_signals_count_while_nobody_reads(bench: Bench) -> None:
+    """The pipe, the queue and the workers' own pipes are all full by then, or nearly."""
+    process = bench.popen(bench.script(GOOD + "\n" + LOUD + "\nimport signal\nsignal.pause()"))
+    seen = wait_for_workers(process, 1)
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(timeout=LIMIT) == 143
+    assert all(map(gone, pids(seen)))
+
+
+def test_the_end_is_there_for_whoever_reads_late(bench: Bench) -> None:
+    process = bench.popen("--summary", "summary.json", bench.script(GOOD + "\n" + LOUD.replace("200", "20")))
+    out = wait_for_workers(process, 1)
+    assert process.stdout is not None
+    while not (bench.folder / "summary.json").exists():
+        select.select([], [], [], 0.05)
+
+    out += process.stdout.read()
+
+    assert process.wait(timeout=LIMIT) == 0
+    assert out.count("[w0] xxx") == 20_000
+    assert "weights sha256" in out.splitlines()[-1]
+
+
 def test_grace_is_how_long_a_stubborn_process_has(bench: Bench) -> None:
     stubborn = "import signal; signal.signal(15, signal.SIG_IGN)\n" + GOOD + "\nwhile True: signal.pause()"
     process = bench.popen("--grace", "300ms", bench.script(stubborn))

@@ -2,13 +2,15 @@
 
 import io
 import queue
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 import pytest
 from rich.console import Console
 
 from pscommon.core.errors import UnreachableError
 from psworker.run.display import LINE_SECONDS, LiveDisplay, PlainDisplay, Spoken, open_display, panel, progress
+from psworker.run.output import Output
 from psworker.run.watch import Result, Status, Watch
 
 LIMIT = 30.0
@@ -32,9 +34,36 @@ STATUS: dict[str, Any] = {
 }
 
 
-class Terminal(io.StringIO):
+class Kept(Output):
+    """An Output into a file, or one that says it is a terminal; text() is what has come out."""
+
+    def __init__(self, path: Path, terminal: bool = False) -> None:
+        self._path = path
+        self._terminal = terminal
+        self._file = path.open("w", encoding="utf-8")
+        super().__init__(self._file)
+
     def isatty(self) -> bool:
-        return True
+        return self._terminal
+
+    def text(self) -> str:
+        self.finish()
+        return self._path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Kept:
+    return Kept(tmp_path / "out")
+
+
+@pytest.fixture
+def err(tmp_path: Path) -> Kept:
+    return Kept(tmp_path / "err")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Kept:
+    return Kept(tmp_path / "terminal", terminal=True)
 
 
 def test_progress_in_one_line() -> None:
@@ -44,68 +73,78 @@ def test_progress_in_one_line() -> None:
     assert progress({}) == ""
 
 
-def test_lines_have_the_name_of_their_process_and_keep_their_stream() -> None:
-    out, err = io.StringIO(), io.StringIO()
-
+def test_lines_have_the_name_of_their_process_and_keep_their_stream(out: Kept, err: Kept) -> None:
     with open_display(out, err) as display:
         display.line("w0", "stdout", "result")
         display.line("s0", "stderr", "event")
         display.say("hello")
 
-    assert out.getvalue() == "[w0] result\n"
-    assert err.getvalue() == "[s0] event\n[run] hello\n"
+    assert out.text() == "[w0] result\n"
+    assert err.text() == "[s0] event\n[run] hello\n"
 
 
-def test_logs_of_our_own_are_said() -> None:
-    err = io.StringIO()
+def test_logs_of_our_own_are_said(out: Kept, err: Kept) -> None:
+    Spoken(PlainDisplay(out, err)).write("one\ntwo\n")
 
-    Spoken(PlainDisplay(io.StringIO(), err)).write("one\ntwo\n")
-
-    assert err.getvalue() == "[run] one\n[run] two\n"
+    assert err.text() == "[run] one\n[run] two\n"
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then() -> None:
-    err = io.StringIO()
-    display = PlainDisplay(io.StringIO(), err)
+def test_without_a_terminal_progress_is_a_line_now_and_then(out: Kept, err: Kept) -> None:
+    display = PlainDisplay(out, err)
     later = 1e9
+    looks: list[tuple[Status, float]] = [
+        ({}, 0),
+        (STATUS, LINE_SECONDS),
+        ({**STATUS, "version": 121}, LINE_SECONDS + 0.1),
+        (STATUS, 2 * LINE_SECONDS),
+        ({**STATUS, "version": 122}, 3 * LINE_SECONDS),
+    ]
 
-    display.tick({}, later)
-    display.tick(STATUS, later + LINE_SECONDS)
-    display.tick({**STATUS, "version": 121}, later + LINE_SECONDS + 0.1)
-    display.tick(STATUS, later + 2 * LINE_SECONDS)
-    display.tick({**STATUS, "version": 122}, later + 3 * LINE_SECONDS)
+    for status, after in looks:
+        display.tick(status, later + after)
+        err.finish()
 
-    assert [line.split(",")[0] for line in err.getvalue().splitlines()] == [
+    assert [line.split(",")[0] for line in err.text().splitlines()] == [
         "[run] running: version 120",
         "[run] running: version 122",
     ]
 
 
-def test_a_reader_that_has_gone_away_does_not_end_the_run() -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
+def test_progress_does_not_pile_up_where_nobody_reads(
+    out: Kept, err: Kept, terminal: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Output, "is_behind", True)
 
-    PlainDisplay(Closed(), Closed()).line("w0", "stdout", "text")
+    PlainDisplay(out, err).tick(STATUS, 1e9)
+    with LiveDisplay(Console(file=cast(TextIO, terminal), force_terminal=True), out, terminal) as display:
+        before = terminal.text()
+        display.tick(STATUS, 1.0)
+        assert terminal.text() == before
+
+    assert err.text() == ""
 
 
-def test_a_terminal_gets_a_live_panel_and_lines_above_it() -> None:
-    out, err = io.StringIO(), Terminal()
-    console = Console(file=err, force_terminal=True, width=200)
+def test_a_terminal_gets_a_live_panel_and_lines_above_it(out: Kept, terminal: Kept) -> None:
+    console = Console(file=cast(TextIO, terminal), force_terminal=True, width=200)
 
-    with LiveDisplay(console, out) as display:
-        display.tick(STATUS, 0.0)
+    with LiveDisplay(console, out, terminal) as display:
+        display.tick(STATUS, 1.0)
         display.line("w0", "stderr", "[not] markup " + "x" * 300)
         display.line("w0", "stdout", "result")
 
-    assert "[not] markup " + "x" * 300 in err.getvalue().replace("\x1b[0m", "")
-    assert "running: version 120" in err.getvalue()
-    assert out.getvalue() == "[w0] result\n"
+    assert "[not] markup " + "x" * 300 in terminal.text().replace("\x1b[0m", "")
+    assert "running: version 120" in terminal.text()
+    assert out.text() == "[w0] result\n"
 
 
-def test_open_display_chooses_by_the_terminal() -> None:
-    assert isinstance(open_display(io.StringIO(), Terminal()), LiveDisplay)
-    assert isinstance(open_display(Terminal(), io.StringIO()), PlainDisplay)
+@pytest.mark.parametrize(("kind", "display"), [("xterm", LiveDisplay), ("dumb", PlainDisplay)])
+def test_open_display_chooses_by_the_terminal(
+    out: Kept, terminal: Kept, monkeypatch: pytest.MonkeyPatch, kind: str, display: type
+) -> None:
+    monkeypatch.setenv("TERM", kind)
+
+    assert isinstance(open_display(out, terminal), display)
+    assert isinstance(open_display(terminal, out), PlainDisplay)
 
 
 def test_panel_has_a_row_for_each_worker_that_is_there() -> None:

@@ -1,0 +1,166 @@
+"""The streams of ps-run: nobody who must go on waits for a reader, and nothing that can be written is lost."""
+
+import io
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from psworker.run.output import MOST_BYTES, Output, outputs
+
+LIMIT = 30.0
+FULL = "x" * MOST_BYTES
+
+
+class Pipe:
+    """An Output into a pipe that nobody reads until `read`."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        self._reader = io.FileIO(reader)
+        self._stream = io.TextIOWrapper(io.FileIO(writer, "w"), encoding="latin-1")
+        self.output = Output(self._stream)
+
+    def read(self, count: int) -> str:
+        data = b""
+        while len(data) < count:
+            data += self._reader.read(count - len(data))
+        return data.decode("latin-1")
+
+    def close(self) -> None:
+        self._reader.close()  # whoever still writes gets EPIPE and is done
+        self.output.finish()
+        self._stream.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+
+
+def test_what_is_written_comes_out_in_order(pipe: Pipe) -> None:
+    for number in range(1000):
+        pipe.output.write(f"{number}\n")
+    pipe.output.finish()
+
+    expected = "".join(f"{number}\n" for number in range(1000))
+    assert pipe.read(len(expected)) == expected
+
+
+def test_what_the_encoding_lacks_is_escaped(pipe: Pipe) -> None:
+    pipe.output.write("a → é\n")
+
+    assert pipe.read(11) == "a \\u2192 é\n"
+
+
+def test_writing_waits_for_nobody(pipe: Pipe) -> None:
+    for _ in range(3):
+        pipe.output.write(FULL)
+
+    assert pipe.output.is_behind
+
+
+def test_whoever_asks_for_room_waits_for_the_reader(pipe: Pipe) -> None:
+    pipe.output.write(FULL + FULL)
+    told = threading.Event()
+    thread = threading.Thread(target=lambda: pipe.output.room() and told.set())
+    thread.start()
+    assert not told.wait(0.1)
+
+    pipe.read(len(FULL + FULL))
+
+    assert told.wait(LIMIT)
+    thread.join()
+
+
+def test_in_a_hurry_nobody_waits_and_what_is_left_out_is_said(pipe: Pipe) -> None:
+    pipe.output.write(FULL + FULL)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(pipe.output.room()))
+    thread.start()
+
+    pipe.output.hurry()
+
+    thread.join()
+    assert found == [False]
+    pipe.output.finish(patience=0.01)
+    pipe.read(len(FULL + FULL))
+    text = "[run] 1 lines are missing here: nobody read them in time\n"
+    assert pipe.read(len(text)) == text
+
+
+def test_the_end_waits_for_a_slow_reader_but_with_patience_only_while_it_reads(pipe: Pipe) -> None:
+    pipe.output.write(FULL)
+
+    pipe.output.finish(patience=0.01)
+
+    assert pipe.output.is_behind
+    thread = threading.Thread(target=pipe.read, args=(len(FULL),))
+    thread.start()
+    pipe.output.finish()
+    assert not pipe.output.is_behind
+    thread.join()
+
+
+def test_a_reader_that_has_gone_away_costs_nothing(pipe: Pipe) -> None:
+    pipe.output.write(FULL + FULL)
+    pipe.close()
+
+    assert pipe.output.room()
+    pipe.output.write("more")
+    pipe.output.finish()
+    assert pipe.output.problem == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_is_full_is_a_problem_and_no_error() -> None:
+    with open("/dev/full", "w") as stream:
+        output = Output(stream)
+        output.write("text")
+        output.finish()
+
+        assert "No space left" in output.problem
+
+
+def test_no_stream_at_all_takes_everything() -> None:
+    output = Output(None)
+
+    output.write("text")
+
+    assert output.room()
+    assert not output.isatty()
+    output.finish()
+
+
+def test_two_streams_into_one_file_keep_their_order(tmp_path: Path) -> None:
+    with open(tmp_path / "both", "a") as one, open(tmp_path / "both", "a") as two, outputs(one, two) as (out, err):
+        for number in range(100):
+            (out if number % 2 else err).write(f"{number}\n")
+
+    assert (tmp_path / "both").read_text().split() == [str(number) for number in range(100)]
+
+
+def test_streams_of_their_own_wait_for_their_own_readers(pipe: Pipe, tmp_path: Path) -> None:
+    with open(tmp_path / "err", "w") as file:
+        err = Output(file)
+        pipe.output.write(FULL)
+        err.write("text")
+        err.finish()
+
+    assert (tmp_path / "err").read_text() == "text"
+
+
+def test_the_stream_says_what_it_is(tmp_path: Path) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    with Terminal(open(tmp_path / "tty", "wb"), encoding="ascii") as stream:
+        output = Output(stream)
+
+        assert output.isatty()
+        assert output.encoding == "ascii"
