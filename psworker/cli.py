@@ -14,6 +14,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.imports import quick_imports
 from pscommon.malloc import tune_malloc
 from psworker.connect import choose_device
+from psworker.environment import is_on
 from psworker.script import Script, run
 
 MODULE = click.Option(["-m", "module"], is_flag=True, help="SCRIPT is a module's name, as in python -m.")
@@ -48,7 +49,12 @@ def main(args: Sequence[str] | None = None) -> int:
 def start(ctx: click.Context) -> int:
     """Prepares this process and runs the script in it; returns the exit code."""
     settings = ctx.params
-    if not settings["ps"] and os.environ.get("PS_LOCAL", "0") in ("", "0"):
+    if is_on("PS_LOCAL"):
+        if settings["ps"]:
+            raise InvalidRequestError(
+                f"PS_LOCAL is set, which means training without servers, and so is --ps {settings['ps']}: unset one"
+            )
+    elif not settings["ps"]:
         raise InvalidRequestError(
             "--ps HOST:PORT is missing: the address of any server (or set PS_LOCAL=1 to train without)"
         )

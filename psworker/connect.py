@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError
+from psworker.environment import is_on
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def connect(
     place = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)
     from psworker.job import Job
 
-    if os.environ.get("PS_LOCAL", "0") not in ("", "0"):
+    if is_on("PS_LOCAL"):
         from psworker.local import LocalClient
 
         return Job(LocalClient(), rank or 0, place)

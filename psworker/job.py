@@ -1,7 +1,6 @@
 """A training job as a script sees it: its optimizer, its share of the data, its place in time."""
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from pscommon.core.stream import StreamSpec
 from psworker import metrics, streams
 from psworker.batches import Batches, Fetcher, Leases, MapStyle, Usage, map_style
 from psworker.drain import DrainedError
+from psworker.environment import is_on
 from psworker.local import JobClient
 from psworker.optimizer import ServerOptimizer
 from psworker.results import PushResult
@@ -93,7 +93,7 @@ class Job:
         of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
         weights into it later, or changing them in place, is lost with the next step: a warning says so.
         overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
-        the results are the same. None: as PS_OVERLAP=on in the environment says. Two things are then the script's care:
+        the results are the same. None: if PS_OVERLAP is on in the environment. Two things are then the script's care:
         after step(), call `job.wait()` before reading weights by hand, other than by calling modules or state_dict();
         and change gradients after backward only in ways that torch counts: `grad.mul_()` and clip_grad_norm_ are seen,
         `grad.data.mul_()` and writing through numpy are not.
@@ -113,7 +113,7 @@ class Job:
                 else "pipeline=True needs policy async or ssp: under sync every gradient is of the newest weights"
             )
         pipelined = pipeline and self.policy != "local"
-        overlapped = not pipeline and (_wanted() if overlap is None else overlap)
+        overlapped = not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap)
         self._optimizer = ServerOptimizer(optimizer, model, self, overlapped, pipelined)
         self.first_version = self.version
         return self._optimizer
@@ -393,8 +393,3 @@ def _made(kind: Callable[..., T], *fields: Any) -> T:
         return kind(*fields)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
-
-
-def _wanted() -> bool:
-    """What the operator wants who does not know the script."""
-    return os.environ.get("PS_OVERLAP") == "on"

@@ -106,6 +106,17 @@ def test_training_without_servers_needs_none(ran: list[Script]) -> None:
     assert ran == [Script("train", True, ("--lr", "1"))]
 
 
+def test_servers_and_training_without_them_exclude_each_other(
+    ran: list[Script], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.environ["PS_LOCAL"] = "1"
+
+    assert cli.main(["--ps", "a:1", "train.py"]) == 2
+
+    assert "PS_LOCAL is set" in capsys.readouterr().err
+    assert ran == []
+
+
 def test_a_gpu_that_is_not_there_is_bad_usage(ran: list[Script], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--ps", "a:1", "--device", "cuda:99", "train.py"]) == 2
 

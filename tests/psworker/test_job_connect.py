@@ -24,10 +24,25 @@ def test_without_servers_it_says_what_to_do() -> None:
         assert way in str(caught.value)
 
 
-def test_ps_local_zero_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PS_LOCAL", "0")
+@pytest.mark.parametrize("word", ["0", "", "no", "off", "False"])
+def test_ps_local_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("PS_LOCAL", word)
 
     with pytest.raises(psworker.InvalidRequestError, match="no servers"):
+        psworker.connect()
+
+
+@pytest.mark.parametrize("word", ["1", "on", "YES", "true "])
+def test_ps_local_can_be_switched_on(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("PS_LOCAL", word)
+
+    assert psworker.connect().policy == "local"
+
+
+def test_ps_local_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_LOCAL", "2")
+
+    with pytest.raises(psworker.InvalidRequestError, match="PS_LOCAL=2 is neither on"):
         psworker.connect()
 
 

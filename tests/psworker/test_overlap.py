@@ -340,7 +340,14 @@ def test_the_model_is_the_script_s_after_the_end(reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("told", "choice", "overlaps"),
-    [("", None, False), ("off", None, False), ("on", None, True), ("on", False, False), ("", True, True)],
+    [
+        ("", None, False),
+        ("off", None, False),
+        ("on", None, True),
+        ("true", None, True),
+        ("on", False, False),
+        ("", True, True),
+    ],
 )
 def test_the_script_decides_or_leaves_it_to_the_operator(
     monkeypatch: pytest.MonkeyPatch, told: str, choice: bool | None, overlaps: bool
