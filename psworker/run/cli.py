@@ -18,6 +18,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.team import cores
 from pscommon.values import check_policy
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT
+from psworker.environment import is_on
 from psworker.run import plan, report
 from psworker.run.display import Display, Spoken, open_display
 from psworker.run.launch import Ended, Launch
@@ -88,6 +89,10 @@ def check(settings: dict[str, Any], script: Script) -> None:
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(
             f"--min-workers {settings['min_workers']} would wait for ever: --workers {settings['workers']}"
+        )
+    if is_on("PS_LOCAL"):
+        raise InvalidRequestError(
+            "PS_LOCAL is set: each worker would train alone; unset it, or start the script with python"
         )
     if not script.module:
         script.check()
@@ -162,7 +167,7 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
         report.write_summary(settings["summary"], content)
     if ended.outcome.status == "done":
         if ended.result.problem:
-            err.write(f"[run] the weights could not be read: {ended.result.problem}\n")
+            err.write(f"[run] there are no weights to show: {ended.result.problem}\n")
         out.write(report.table(content) + "\n")
     elif ended.outcome.status == "failed":
         err.write(ended.box + "\n")

@@ -17,7 +17,9 @@ BAR = 100
 def summary(
     outcome: Outcome, result: Result, settings: Mapping[str, Any], seconds: float, restarts: int
 ) -> dict[str, Any]:
-    """What --summary writes. Values that the servers never told are 0 or null, metrics that are not finite null."""
+    """What --summary writes. Values that the servers never told are 0 or null, metrics that are not finite null.
+    `problem`: why there are no weights.
+    """
     content = {
         "status": outcome.status,
         "seconds": round(seconds, 3),
@@ -31,6 +33,8 @@ def summary(
         "weights_sha256": result.sha256,
         "metrics": dict(result.status.get("metrics", {})),
     }
+    if result.problem:
+        content["problem"] = result.problem
     if outcome.status != "done":
         content["error"] = {"process": outcome.culprit or None, "exit_code": outcome.code, "reason": outcome.reason}
     return content
@@ -57,7 +61,7 @@ def table(content: Mapping[str, Any]) -> str:
     rows["policy"] = content["policy"] + (f" {content['staleness']}" if content["staleness"] is not None else "")
     if content["restarts"]:
         rows["restarts"] = str(content["restarts"])
-    rows["weights sha256"] = content["weights_sha256"] or "unknown"
+    rows["weights sha256"] = content["weights_sha256"] or f"unknown: {content.get('problem', 'nobody asked for them')}"
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 

@@ -163,7 +163,7 @@ def test_weights_that_cannot_be_read_are_said_so(bench: Bench) -> None:
 
     assert result.returncode == 0
     assert "no worker has registered a model" in result.stderr
-    assert "unknown" in result.stdout
+    assert "unknown: no worker has registered a model" in result.stdout
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -300,6 +300,14 @@ def test_bad_usage_is_said_before_anything_starts(bench: Bench, args: list[str],
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert list(bench.temporary.iterdir()) == []
+
+
+def test_workers_of_a_cluster_do_not_train_alone(bench: Bench) -> None:
+    result = bench.run(bench.script(GOOD), PS_LOCAL="1")
+
+    assert result.returncode == 2
+    assert "PS_LOCAL is set" in result.stderr
+    assert result.stdout == ""
 
 
 def test_help_shows_examples(bench: Bench) -> None:

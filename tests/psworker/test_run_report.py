@@ -83,6 +83,15 @@ def test_table() -> None:
     ]
 
 
+def test_a_run_that_trained_nothing_says_why() -> None:
+    result = Result({"steps": 0}, None, "no worker has registered a model")
+
+    content = report.summary(Outcome("done"), result, SETTINGS, 12.3, 0)
+
+    assert content["problem"] == "no worker has registered a model"
+    assert report.table(content).splitlines()[-1] == "  weights sha256  unknown: no worker has registered a model"
+
+
 def test_box_names_process_code_remedy_log_and_the_end_of_it() -> None:
     outcome = Outcome("failed", 10, "s1", 10, "s1 exited with 10: taken", ("w0 was killed by SIGKILL",))
 
