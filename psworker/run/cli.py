@@ -15,6 +15,7 @@ import click
 from pscommon import logs, options
 from pscommon.config import given, run_command
 from pscommon.core.errors import InvalidRequestError
+from pscommon.exits import Exit
 from pscommon.team import cores
 from pscommon.values import check_policy
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT
@@ -96,9 +97,18 @@ def check(settings: dict[str, Any], script: Script) -> None:
         )
     if not script.module:
         script.check()
-    summary: Path | None = settings["summary"]
-    if summary and not os.access(summary.resolve().parent, os.W_OK):
-        raise InvalidRequestError(f"--summary {summary}: its folder does not exist or cannot be written to")
+    if settings["summary"]:
+        check_summary(settings["summary"])
+
+
+def check_summary(path: Path) -> None:
+    """InvalidRequestError where it could not be written."""
+    folder = path.resolve().parent
+    if report.is_special(path):
+        if not os.access(path, os.W_OK):
+            raise InvalidRequestError(f"--summary {path}: it cannot be written to")
+    elif not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InvalidRequestError(f"--summary {path}: its folder does not exist or cannot be written to")
 
 
 def log_folder(settings: dict[str, Any], folder: Path) -> Path:
@@ -163,8 +173,13 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
     Waits until that is read, unless a signal said that ps-run is to end.
     """
     content = report.summary(ended.outcome, ended.result, settings, ended.seconds, ended.restarts)
+    code = ended.outcome.code
     if settings["summary"]:
-        report.write_summary(settings["summary"], content)
+        try:
+            report.write_summary(settings["summary"], content)
+        except OSError as error:
+            err.write(f"[run] --summary {settings['summary']} could not be written: {error}\n")
+            code = code or Exit.BUG
     if ended.outcome.status == "done":
         if ended.result.problem:
             err.write(f"[run] there are no weights to show: {ended.result.problem}\n")
@@ -176,4 +191,4 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
         if out.problem:
             err.write(f"[run] stdout could not be written to: {out.problem}\n")
         err.finish()
-    return ended.outcome.code
+    return code

@@ -40,13 +40,22 @@ def summary(
     return content
 
 
+def is_special(path: Path) -> bool:
+    """There is something that must not be replaced by a file."""
+    return path.exists() and not path.is_file()
+
+
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all, whatever happens meanwhile."""
+    """A file whole or not at all, whatever happens meanwhile; what is none (a pipe, /dev/null) is written to."""
     text = strict_json.dumps(content, indent=2) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    if is_special(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()  # a link stays one
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 

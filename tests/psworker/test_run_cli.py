@@ -70,6 +70,18 @@ def test_a_run_that_goes_well(bench: Bench) -> None:
     assert list(bench.temporary.iterdir()) == []
 
 
+def test_a_summary_that_cannot_be_written_any_more_fails_the_run_but_hides_no_result(bench: Bench) -> None:
+    (bench.folder / "there").mkdir()
+    script = bench.script(GOOD + "\nos.rmdir('there')")
+
+    result = bench.run("--summary", "there/summary.json", script)
+
+    assert result.returncode == 1
+    assert "--summary there/summary.json could not be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "ab" * 32 in result.stdout
+
+
 def test_the_scripts_arguments_are_its_own(bench: Bench) -> None:
     args = ["--policy", "async", "--", "--help", "-m", "", "--servers=7", "a b"]
 
@@ -284,6 +296,7 @@ USAGE = {
     "no servers": (["--servers", "0", "train.py"], "--servers"),
     "more needed than there are": (["--min-workers", "3", "--workers", "2", "train.py"], "--min-workers 3"),
     "summary into nowhere": (["--summary", "no/where.json", "train.py"], "--summary no/where.json"),
+    "summary below a file": (["--summary", "train.py/where.json", "train.py"], "--summary train.py/where.json"),
     "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
     "unknown flag": (["--polcy", "sync", "train.py"], "--policy"),
 }

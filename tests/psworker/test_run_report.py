@@ -1,6 +1,7 @@
 """Summary, table and box: what a run came to."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,32 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> 
 
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_to_a_summary_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "there" / "summary.json")
+
+    for status in ("failed", "done"):
+        report.write_summary(link, {"status": status})
+
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "there" / "summary.json").read_text()) == {"status": "done"}
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["summary.json"]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        report.write_summary(path, {"status": "done"})
+
+        assert json.loads(os.read(reader, 1000)) == {"status": "done"}
+        assert path.is_fifo()
+    finally:
+        os.close(reader)
 
 
 def test_table() -> None:
