@@ -1,15 +1,18 @@
 """Runs a user's training script as __main__ inside a worker, and turns how it ended into an exit code."""
 
+import builtins
 import importlib.util
 import logging
 import os
-import runpy
+import pkgutil
 import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any
 
 from pscommon.config import tell
 from pscommon.core.errors import InvalidRequestError, PSError
@@ -32,17 +35,37 @@ class Script:
 
     def check(self) -> None:
         """InvalidRequestError where there is nothing to run. Imports the parents of a module, as running it would."""
+        self.spec()
+
+    def spec(self) -> ModuleSpec | None:
+        """What the import system finds to run, as `check`; None: a plain file."""
         if self.module:
-            _check_module(self.target)
-        elif not Path(self.target).exists():
+            return _module_spec(self.target)
+        if not Path(self.target).exists():
             raise InvalidRequestError(f"no such script: {self.target}")
-        elif Path(self.target).is_dir() and not Path(self.target, "__main__.py").exists():
+        if not self._holds_modules:
+            return None
+        spec = pkgutil.get_importer(self.path).find_spec("__main__")  # type: ignore[union-attr]
+        if spec is None:
             raise InvalidRequestError(f"{self.target} has no __main__.py")
+        return spec
 
     @property
     def folder(self) -> str:
-        """What Python puts first on sys.path: the script's folder; for a module the current one."""
-        return os.getcwd() if self.module else str(Path(self.target).resolve().parent)
+        """What Python puts first on sys.path: the script's folder, or itself if it is one; for a module the current."""
+        if self.module:
+            return os.getcwd()
+        return self.path if self._holds_modules else str(Path(self.target).resolve().parent)
+
+    @property
+    def _holds_modules(self) -> bool:
+        """Is it a folder, or a zip file?"""
+        return pkgutil.get_importer(self.path) is not None
+
+    @property
+    def path(self) -> str:
+        """Absolute, as the interpreter makes it: the script may change the current folder."""
+        return os.path.join(os.getcwd(), self.target)
 
 
 def run(script: Script, debug: bool = False) -> int:
@@ -56,7 +79,6 @@ def run(script: Script, debug: bool = False) -> int:
     _terminate_on_sigterm()
     try:
         _put_first(script.folder)
-        script.check()
         _execute(script)
     except SystemExit as end:
         return _status(end)
@@ -71,17 +93,45 @@ def run(script: Script, debug: bool = False) -> int:
         return error.exit_code
     except BaseException as error:
         _remember(error)
-        _show(error)
+        _report(error)
         return Exit.BUG
     return Exit.DONE
 
 
 def _execute(script: Script) -> None:
+    """In a module __main__ as the interpreter makes it, which stays: exit handlers, too, find the script's names."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
     sys.argv = [script.target, *script.args]
-    if script.module:
-        runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+    spec = script.spec()
+    if spec is None:
+        code = _load_file(main, script.path)
     else:
-        runpy.run_path(script.target, run_name="__main__")
+        if script.module:
+            sys.argv[0] = str(spec.origin)
+        code = _load(main, spec)
+    if code is None:
+        raise InvalidRequestError(f"{script.target} cannot be run: it holds no Python code")
+    exec(code, main.__dict__)
+
+
+def _load_file(main: ModuleType, path: str) -> CodeType | None:
+    kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+    loader = kind("__main__", path)
+    main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+    if isinstance(loader, SourceFileLoader):
+        return loader.source_to_code(loader.get_data(path), path)  # get_code would leave a __pycache__
+    return loader.get_code("__main__")
+
+
+def _load(main: ModuleType, spec: ModuleSpec) -> CodeType | None:
+    loader: Any = spec.loader
+    main.__dict__.update(
+        __spec__=spec, __loader__=loader, __file__=spec.origin, __cached__=spec.cached, __package__=spec.parent
+    )
+    code: CodeType | None = loader.get_code(spec.name)
+    return code
 
 
 def _put_first(folder: str) -> None:
@@ -92,17 +142,25 @@ def _put_first(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _check_module(name: str) -> None:
+def _module_spec(name: str) -> ModuleSpec:
+    spec = _find(name)
+    if spec is None:
+        raise InvalidRequestError(f"no module named {name}")
+    if spec.submodule_search_locations is None:
+        return spec
+    inner = _find(f"{name}.__main__")
+    if inner is None:
+        raise InvalidRequestError(f"{name} is a package without a __main__ module, so it cannot be run")
+    return inner
+
+
+def _find(name: str) -> ModuleSpec | None:
     try:
-        spec = importlib.util.find_spec(name)
+        return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that a parent package imports: the user's traceback, not ours
-        spec = None
-    if spec is None:
-        raise InvalidRequestError(f"no module named {name}")
-    if spec.submodule_search_locations is not None and importlib.util.find_spec(f"{name}.__main__") is None:
-        raise InvalidRequestError(f"{name} is a package without a __main__ module, so it cannot be run")
+        return None
 
 
 def _terminate_on_sigterm() -> None:
@@ -130,6 +188,19 @@ def _remember(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
+def _report(error: BaseException) -> None:
+    """By the script's sys.excepthook, if it has set one, else by us."""
+    if sys.excepthook is not sys.__excepthook__:
+        try:
+            sys.excepthook(type(error), error, _from_script(error.__traceback__))
+        except BaseException:
+            print("Error in sys.excepthook:", file=sys.stderr)
+            traceback.print_exc()
+        else:
+            return
+    _show(error)
+
+
 def _show(error: BaseException) -> None:
     """The script's own traceback, without our frames above it; once, in the launcher's file or else on stderr."""
     lines = traceback.format_exception(type(error), error, _from_script(error.__traceback__))
@@ -142,7 +213,8 @@ def _show(error: BaseException) -> None:
 
 
 def _from_script(frames: TracebackType | None) -> TracebackType | None:
-    ours = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib.util>", "<frozen importlib._bootstrap>")
+    frozen = ("importlib.util", "importlib._bootstrap", "importlib._bootstrap_external", "zipimport")
+    ours = (__file__, *(f"<frozen {name}>" for name in frozen))
     while frames is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return frames

@@ -2,9 +2,11 @@
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -59,8 +61,71 @@ def test_a_script_is_main_with_its_own_arguments_and_folder(tmp_path: Path) -> N
     result = finish(popen("inner/train.py", "--ps", "--", "-m", folder=tmp_path))
 
     arguments = ["inner/train.py", "--ps", "--", "-m"]
-    assert result.stdout.strip() == f"__main__ inner/train.py {arguments} found {inner}"
+    assert result.stdout.strip() == f"__main__ {inner}/train.py {arguments} found {inner}"
     assert result.returncode == 0
+
+
+# What a script can see of how it is run; -P, because a worker is started with it.
+PROBE = """
+import json, sys
+own = {name: str(value) for name, value in globals().items() if name in ("__name__", "__file__", "__package__")}
+kinds = {name: type(value).__name__ for name, value in globals().items() if name != "__annotations__"}
+spec = __spec__ and (__spec__.name, __spec__.origin)
+print(json.dumps([own, kinds, spec, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals()]))
+"""
+
+
+@pytest.mark.parametrize(
+    "target", ["inner/train.py", "link.py", "inner", "app.zip", "bytes.pyc", "-m pack", "-m pack.a"]
+)
+def test_a_script_finds_what_it_would_without_us(tmp_path: Path, target: str) -> None:
+    for name in ("inner/train.py", "inner/__main__.py", "pack/__init__.py", "pack/__main__.py", "pack/a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(PROBE if "init" not in name else "")
+    (tmp_path / "link.py").symlink_to("inner/train.py")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as app:
+        app.write(tmp_path / "inner" / "__main__.py", "__main__.py")
+    py_compile.compile(str(tmp_path / "inner" / "train.py"), str(tmp_path / "bytes.pyc"))
+    plain = subprocess.run(
+        [sys.executable, *target.split(), "--lr", "1"], cwd=tmp_path, capture_output=True, timeout=LIMIT, check=True
+    )
+
+    module, name = target.startswith("-m"), target.split()[-1]
+    result = finish(popen(name, "--lr", "1", folder=tmp_path, module=module))
+
+    assert json.loads(result.stdout) == json.loads(plain.stdout)
+    assert not list(tmp_path.glob("inner/__pycache__/train.*"))
+
+
+def test_the_script_is_still_there_for_exit_handlers(tmp_path: Path) -> None:
+    code = "import atexit, pickle\nclass Sample: pass\natexit.register(lambda: print(len(pickle.dumps(Sample())) > 0))"
+
+    result = run(code, folder=tmp_path)
+
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
+def test_a_script_may_change_the_current_folder(tmp_path: Path) -> None:
+    result = run("import os; os.chdir('/'); print(os.path.exists(__file__), __annotations__)", folder=tmp_path)
+
+    assert result.stdout == "True {}\n", result.stderr
+
+
+def test_the_scripts_own_excepthook_reports(tmp_path: Path) -> None:
+    hook = "import sys\nsys.excepthook = lambda kind, error, _: print(kind.__name__, error)\n"
+
+    result = run(hook + "raise ValueError('x')", folder=tmp_path, PS_TRACEBACK_FILE=str(tmp_path / "traceback"))
+
+    assert (result.returncode, result.stdout, result.stderr) == (1, "ValueError x\n", "")
+    assert not (tmp_path / "traceback").exists()
+
+
+def test_an_excepthook_that_fails_hides_nothing(tmp_path: Path) -> None:
+    result = run("import sys\nsys.excepthook = lambda *_: 1 / 0\nraise ValueError('x')", folder=tmp_path)
+
+    assert result.returncode == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert result.stderr.splitlines()[-1] == "ValueError: x"
 
 
 @pytest.mark.parametrize("safe", [True, False])
