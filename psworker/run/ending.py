@@ -11,6 +11,8 @@ Status = Literal["done", "failed", "interrupted"]
 # What a second start may heal: servers that were unreachable, workers that were late, a container's kill.
 RETRYABLE = frozenset({Exit.UNREACHABLE, Exit.TOO_FEW_WORKERS, 128 + signal.SIGKILL, 128 + signal.SIGTERM})
 
+SIGNALS = frozenset(signal.Signals)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -44,7 +46,7 @@ def describe(code: int) -> str:
         return f"was killed by {signal_name(-code)}"
     if code in set(Exit):
         return f"exited with {code}: {EXPLANATIONS[Exit(code)][0]}"
-    return f"exited with {code}" + (f": as if killed by {signal_name(code - 128)}" if code > 128 else "")
+    return f"exited with {code}" + (f": as if killed by {signal_name(code - 128)}" if code - 128 in SIGNALS else "")
 
 
 def signal_name(number: int) -> str:

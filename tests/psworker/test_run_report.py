@@ -166,6 +166,7 @@ def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
         (14, False, 14, "exited with 14: a gradient held NaN or Inf"),
         (130, False, 130, "exited with 130: interrupted (Ctrl-C)"),
         (3, False, 3, "exited with 3"),
+        (255, False, 255, "exited with 255"),
     ],
 )
 def test_what_a_code_means(code: int, retryable: bool, status: int, text: str) -> None:
