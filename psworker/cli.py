@@ -43,7 +43,22 @@ The script finds PS_SERVERS, PS_JOB, PS_DEVICE and PS_WORKER_RANK in its environ
 
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of ps-worker; returns the exit code."""
-    return run_command(COMMAND, start, args)
+    return run_command(COMMAND, start, words(COMMAND, args))
+
+
+def words(command: click.Command, args: Sequence[str] | None) -> list[str]:
+    """The command line, with -mMODULE in two words: python takes both, but click would read each letter as a flag."""
+    line = list(sys.argv[1:] if args is None else args)
+    valued = {flag for option in command.params if not getattr(option, "is_flag", True) for flag in option.opts}
+    places = iter(range(len(line)))
+    for place in places:
+        if line[place] in valued:
+            next(places, None)
+        elif line[place].startswith("-m") and line[place] != "-m":
+            return [*line[:place], "-m", line[place][2:], *line[place + 1 :]]
+        elif line[place] in ("-m", "--") or not line[place].startswith("-"):
+            break
+    return line
 
 
 def start(ctx: click.Context) -> int:

@@ -18,7 +18,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.exits import Exit
 from pscommon.team import cores
 from pscommon.values import check_policy
-from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT
+from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
 from psworker.environment import is_on
 from psworker.run import plan, report
 from psworker.run.display import Display, Spoken, open_display
@@ -51,7 +51,7 @@ Server and worker logs are text here unless --log-format json is given.""",
 
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of ps-run; returns the exit code: that of the process that failed first, or 0."""
-    return run_command(COMMAND, start, args)
+    return run_command(COMMAND, start, words(COMMAND, args))
 
 
 def start(

@@ -106,6 +106,23 @@ def test_training_without_servers_needs_none(ran: list[Script]) -> None:
     assert ran == [Script("train", True, ("--lr", "1"))]
 
 
+@pytest.mark.parametrize(
+    ("line", "script"),
+    [
+        (["-mpack.train", "-mx"], Script("pack.train", True, ("-mx",))),
+        (["--job", "-mine", "-mpack"], Script("pack", True)),
+        (["--threads=1", "-mpack", "--lr", "1"], Script("pack", True, ("--lr", "1"))),
+        (["-m", "-mpack"], None),
+        (["train.py", "-mpack"], Script("train.py", False, ("-mpack",))),
+        (["--", "-mine.py"], Script("-mine.py")),
+    ],
+)
+def test_a_module_may_be_named_as_python_takes_it(ran: list[Script], line: list[str], script: Script | None) -> None:
+    assert cli.main(["--ps", "a:1", "--device", "cpu", *line]) == (0 if script else 2)
+
+    assert ran == ([script] if script else [])
+
+
 def test_servers_and_training_without_them_exclude_each_other(
     ran: list[Script], capsys: pytest.CaptureFixture[str]
 ) -> None:
