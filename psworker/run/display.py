@@ -13,6 +13,7 @@ from rich.text import Text
 
 from psworker.run.output import Output
 from psworker.run.processes import Stream
+from psworker.run.report import label
 from psworker.run.watch import Status
 
 LINE_SECONDS = 5.0
@@ -169,7 +170,8 @@ def progress(status: Status) -> str:
     ]
     metrics = sorted(status.get("metrics", {}).items(), key=lambda item: (item[0] != "loss", item[0]))
     parts += [
-        f"{name} not finite" if value is None else f"{name} {value:.4g}" for name, value in metrics[:MOST_METRICS]
+        f"{label(name)} not finite" if value is None else f"{label(name)} {value:.4g}"
+        for name, value in metrics[:MOST_METRICS]
     ]
     parts.append(f"workers {len(_present(status))}")
     if status.get("waiting_for"):

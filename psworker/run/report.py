@@ -63,7 +63,8 @@ def write_summary(path: Path, content: Mapping[str, Any]) -> None:
 def table(content: Mapping[str, Any]) -> str:
     """The end of a run that went well, for stdout: what the script reported, then what it took."""
     rows = {
-        name: "not finite" if value is None else f"{value:.6g}" for name, value in sorted(content["metrics"].items())
+        label(name): "not finite" if value is None else f"{value:.6g}"
+        for name, value in sorted(content["metrics"].items())
     }
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
     rows["seconds"] = f"{content['seconds']:.1f}"
@@ -73,6 +74,11 @@ def table(content: Mapping[str, Any]) -> str:
     rows["weights sha256"] = content["weights_sha256"] or f"unknown: {content.get('problem', 'nobody asked for them')}"
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+def label(name: str) -> str:
+    """A metric's name as it fits into a line: in quotes and escaped if it is empty or breaks lines."""
+    return name if name.strip() and name.isprintable() else repr(name)
 
 
 def box(outcome: Outcome, log: Path | None, tail: Sequence[str], traceback: Sequence[str]) -> str:

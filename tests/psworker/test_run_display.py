@@ -70,6 +70,7 @@ def test_progress_in_one_line() -> None:
     assert progress(STATUS) == "running: version 120, 7680 samples, 640 samples/s, loss 0.4123, accuracy 0.5, workers 1"
     assert progress({**STATUS, "waiting_for": "worker 3"}).endswith("waiting for worker 3")
     assert "loss not finite, accuracy 0.5" in progress({**STATUS, "metrics": {"accuracy": 0.5, "loss": None}})
+    assert r"'a\nb' 0.5" in progress({**STATUS, "metrics": {"a\nb": 0.5}})
     assert progress({}) == ""
 
 

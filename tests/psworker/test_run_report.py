@@ -110,6 +110,14 @@ def test_table() -> None:
     ]
 
 
+def test_no_name_of_a_metric_breaks_the_table() -> None:
+    result = Result({"metrics": {"": 1.0, "a\nb": 2.0, "test accuracy": 3.0, "µ": 4.0}}, "f" * 64)
+
+    lines = report.table(report.summary(Outcome("done"), result, SETTINGS, 12.3, 0)).splitlines()
+
+    assert [line.split("  ")[1] for line in lines[:4]] == ["''", r"'a\nb'", "test accuracy", "µ"]
+
+
 def test_a_run_that_trained_nothing_says_why() -> None:
     result = Result({"steps": 0}, None, "no worker has registered a model")
 
