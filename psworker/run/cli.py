@@ -17,7 +17,7 @@ from pscommon.config import given, run_command
 from pscommon.core.errors import InvalidRequestError
 from pscommon.exits import Exit
 from pscommon.team import cores
-from pscommon.values import check_policy
+from pscommon.values import check_policy, host_and_port
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
 from psworker.environment import is_on
 from psworker.run import plan, report
@@ -28,6 +28,7 @@ from psworker.run.output import Output, outputs
 from psworker.run.watch import Connect, GrpcObserver
 from psworker.script import Script
 
+HIGHEST_PORT = 65535
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 COMMAND = options.command(
@@ -91,6 +92,10 @@ def check(settings: dict[str, Any], script: Script) -> None:
         raise InvalidRequestError(
             f"--min-workers {settings['min_workers']} would wait for ever: --workers {settings['workers']}"
         )
+    if settings["metrics_bind"]:
+        last = host_and_port(settings["metrics_bind"])[1] + settings["servers"] + settings["workers"] - 1
+        if last > HIGHEST_PORT:
+            raise InvalidRequestError(f"--metrics-bind {settings['metrics_bind']}: the last process would need {last}")
     if is_on("PS_LOCAL"):
         raise InvalidRequestError(
             "PS_LOCAL is set: each worker would train alone; unset it, or start the script with python"

@@ -298,6 +298,7 @@ USAGE = {
     "summary into nowhere": (["--summary", "no/where.json", "train.py"], "--summary no/where.json"),
     "summary below a file": (["--summary", "train.py/where.json", "train.py"], "--summary train.py/where.json"),
     "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
+    "no ports for all": (["--metrics-bind", "127.0.0.1:65535", "train.py"], "the last process would need 65536"),
     "unknown flag": (["--polcy", "sync", "train.py"], "--policy"),
 }
 
