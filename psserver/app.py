@@ -35,6 +35,7 @@ from psserver.engine import Engine
 from psserver.hub import Hub
 from psserver.identity import Identity
 from psserver.interceptor import RpcTimer
+from psserver.job_name import JobName
 from psserver.layout import Layout
 from psserver.link import Link
 from psserver.listening import listen
@@ -139,9 +140,13 @@ class Server:
     def _make_identity(self, layout: Layout) -> Identity:
         config, address = self.config, self.config.advertise or self.address
         hello = self._inherited.mirror.hello if self._inherited is not None else {}
-        job = hello.get("job") or ((config.job or f"job-{secrets.token_hex(4)}") if config.shard == 0 else "")
+        name = JobName(config.data_dir)
+        bound = hello.get("job") or config.job or name.noted
+        job = bound or f"job-{secrets.token_hex(4)}" if config.shard == 0 else hello.get("job", "")
+        if job:
+            name.note(job)  # one that is made up stays, also where shard 0 dies before there is a snapshot
         coordinator = config.join or hello.get("coordinator", "")
-        identity = Identity(config.shard, layout.shards, address, coordinator, job)
+        identity = Identity(config.shard, layout.shards, address, coordinator, job, bound, name)
         identity.standbys = hello.get("standbys", ())
         identity.term = self.shipper.term
         return identity

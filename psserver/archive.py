@@ -245,12 +245,12 @@ class Archive:
             libraries={name: installed(name) for name in ("paramserver", "torch", "numpy")},
         )
 
-    def retain(self, versions: Sequence[int]) -> None:
-        """The coordinator keeps these; a server with a disk of its own has parts of others to remove."""
+    def retain(self, versions: Sequence[int], job: str) -> None:
+        """The coordinator keeps these of its job; a server with a disk of its own has parts of others to remove."""
         if self._snapshots is not None and list(versions) != self.kept:
             self.kept = [*versions]
             with contextlib.suppress(SnapshotError):  # tried again after the next snapshot
-                self._snapshots.retain(versions)
+                self._snapshots.retain(versions, job)
 
     def listing(self) -> Iterator[dict[str, Any]]:
         """The snapshots that are there, for status; empty on servers other than shard 0."""

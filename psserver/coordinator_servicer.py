@@ -177,6 +177,7 @@ class Coordinator(CoordinatorServiceServicer):
             first = next(requests, None)
             if first is None:
                 return  # it had nothing to say after all
+            self._hub.check_job(first.job)
             followed, term = first.report.epoch != NO_LOG, max(1, first.term)
             server, line = self._hub.shard_up(first.shard, first.shards, first.address, first.instance, followed, term)
             # at once, not when _follow looks again: a shard that was restarted may be at the door

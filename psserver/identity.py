@@ -5,22 +5,35 @@ import uuid
 from collections.abc import Sequence
 
 from pscommon.core.errors import MismatchError, UnreachableError
+from psserver.job_name import JobName
 
 
 class Identity:
     """One server process. job and coordinator are empty until they are known; instance differs at every start.
 
     shards: of the job, as far as this server knows; layout: how often that has changed. policy: its name, empty until
-    shard 0 has told it to another one.
+    shard 0 has told it to another one. bound: the only job that this server may follow, by its command line, by its
+    data directory (name), or because it has followed it; empty: any.
     """
 
-    def __init__(self, shard: int, shards: int, address: str, coordinator: str = "", job: str = "") -> None:
+    def __init__(
+        self,
+        shard: int,
+        shards: int,
+        address: str,
+        coordinator: str = "",
+        job: str = "",
+        bound: str = "",
+        name: JobName | None = None,
+    ) -> None:
         self.shard = shard
         self.shards = shards
         self.layout = 0
         self.address = address
         self.instance = uuid.uuid4().hex
         self.job = job
+        self.bound = job or bound
+        self._name = name or JobName(None)
         self.policy = ""
         self.coordinator = address if shard == 0 else coordinator
         self.term = 1  # as the shard's primary
@@ -52,6 +65,8 @@ class Identity:
         """What the coordinator says."""
         with self._changed:
             self.job, self._addresses, self.shards, self.layout = job, list(addresses), len(addresses), layout
+            self.bound = job
+        self._name.note(job)
 
     def find(self, coordinator: str) -> None:
         """Shard 0 was found here: it has another primary now."""

@@ -204,7 +204,7 @@ class Link:
     def _request(self, request: pb.LinkShardRequest) -> pb.LinkShardRequest:
         identity = self._identity
         request.shard, request.shards, request.address = identity.shard, identity.shards, identity.address
-        request.instance, request.job = identity.instance, identity.job
+        request.instance, request.job = identity.instance, identity.bound
         request.term, request.standby = self._line.term, self._line.address
         return request
 
@@ -248,7 +248,7 @@ class Link:
         elif not response.HasField("move"):
             self._engine.moves.over()
         if response.snapshots:
-            self._archive.retain(response.snapshots)
+            self._archive.retain(response.snapshots, response.job)
             self._engine.snapshot_written(max(response.snapshots))
 
     def _move_in(self, epoch: int, move: pb.Move) -> None:

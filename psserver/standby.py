@@ -21,6 +21,7 @@ from psserver.config import ServerConfig
 from psserver.core.shard import LogError
 from psserver.core.succession import Succession
 from psserver.core.tenure import PrimaryLease, Tenure
+from psserver.job_name import JobName
 from psserver.listening import listen
 from psserver.metrics import standby_metrics
 from psserver.mirror import Inherited, Mirror
@@ -57,6 +58,7 @@ class Standby:
         self.ended = threading.Event()
         self.failure: PSError | None = None
         assert config.standby_of is not None
+        self._job = config.job or JobName(config.data_dir).noted  # the only one that it may follow; empty: any
         self.primary = config.standby_of
         self._lease = lease
         self._team = Team(config.threads or 1)
@@ -181,7 +183,13 @@ class Standby:
             raise UnreachableError(
                 f"{self.primary} is not primary any more: its term is {hello['term']}", "NOT_PRIMARY"
             )
+        self._job = hello["job"] or self._job
         self._mirror = Mirror(self.config, self._team, hello)
+
+    @property
+    def _borne(self) -> tuple[str, ...]:
+        """What may become better. Where another job has its primary's address, nobody else may have what is here."""
+        return ("SHARD_TAKEN", "JOB_MISMATCH") if self._succession.loaded else ("SHARD_TAKEN",)
 
     def _bear(self, error: Exception) -> None:
         """The line has ended. What cannot become better ends this process, and so does silence where nothing is here
@@ -191,7 +199,7 @@ class Standby:
             self._succession.loaded = False
         if self.ended.is_set() or self._promoted is not None:
             return
-        if isinstance(error, MismatchError) and error.reason != "SHARD_TAKEN":
+        if isinstance(error, MismatchError) and error.reason not in self._borne:
             self.failure = error
             self.ended.set()
         elif unfit:
@@ -209,7 +217,7 @@ class Standby:
         config = self.config
         yield pb.ReplicateRequest(
             shard=config.shard, shards=config.shards, instance=self.name, address=self.advertised,
-            term=self._succession.term, problem=self._problem,
+            term=self._succession.term, problem=self._problem, job=self._job,
         )  # fmt: skip
         while not self.ended.is_set() and self._promoted is None:
             with self._news:

@@ -91,9 +91,12 @@ class NotPrimary(grpc.GenericRpcHandler):
 
 
 def of_this_shard(identity: Identity) -> Callable[[pb.ReplicateRequest], None]:
-    """Checks a standby's first word. Once the model has moved, command lines may still say how many there were."""
+    """Checks a standby's first word: is it of this shard and job? Once the model has moved, command lines may still say
+    how many there were."""
 
     def check(hello: pb.ReplicateRequest) -> None:
+        if hello.job:
+            identity.check_job(hello.job)
         same_number = hello.shards == identity.shards or identity.layout > 0
         if hello.shard != identity.shard or not same_number:
             mine = f"{identity.shard}/{identity.shards}"

@@ -104,7 +104,7 @@ class DirectServer:
             self.engine.set_model(news.model)
         self.engine.deliver(epoch, news.entries)
         if news.snapshots:
-            self.archive.retain(news.snapshots)
+            self.archive.retain(news.snapshots, JOB)
             self.engine.snapshot_written(max(news.snapshots))
 
     def _answer(self, manifest: Manifest | None, problem: str) -> None:

@@ -99,6 +99,15 @@ def test_a_disk_with_parts_only_keeps_what_it_is_told(tmp_path: Path) -> None:
     assert sorted(path.name for path in snapshots.folder.iterdir()) == [f"{v:012d}" for v in (1, 3, 4)]
 
 
+def test_what_another_job_has_finished_is_not_removed(tmp_path: Path) -> None:
+    snapshots = with_versions(tmp_path, 1, 2, 4)
+    unfinished(snapshots, 3)
+
+    assert snapshots.retain([9], "job-2") == [3]
+    assert snapshots.versions() == [1, 2, 4]
+    assert snapshots.retain([9], "job-1") == [1, 2, 4]
+
+
 def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
     snapshots = with_versions(tmp_path, 1, 2)
     for name in ("notes", "1", "0000000000001", "000000000001.bak"):

@@ -24,7 +24,7 @@ class HubThatMoves:
         self.server = Server(1, "s1:1", connected=True, line=1)
         self.fleet: Any = [Server(0, term=3)]
         self.stopped = threading.Event()
-        self.reshards = self.report = self.shard_down = Mock()
+        self.reshards = self.report = self.shard_down = self.check_job = Mock()
 
     def shard_up(self, *args: object) -> tuple[Server, int]:
         return self.server, self.server.line

@@ -110,7 +110,7 @@ REASONS: dict[str, Row] = {
     "TAKEN": Row(TakenError, "ALREADY_EXISTS", False, "choose another port or directory, or stop its holder"),
     "SHARD_TAKEN": Row(MismatchError, "ALREADY_EXISTS", False, "another server already is this shard"),
     "SHARD_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "not one complete set of servers"),
-    "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "the servers run another job by now"),
+    "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "another job: by --job, or a --data-dir's"),
     "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must train the same model"),
     "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker; start it again"),
     "QUARANTINED": Row(

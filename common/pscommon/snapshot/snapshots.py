@@ -163,12 +163,14 @@ class Snapshots:
                 valid.append(version)
         return self.retain(valid)
 
-    def retain(self, keep: Collection[int]) -> list[int]:
+    def retain(self, keep: Collection[int], job: str | None = None) -> list[int]:
         """Removes every version, finished or not, that is older than the newest of `keep` and not in it.
 
-        For a server on a disk of its own, which has parts but no manifests: the coordinator knows what to keep.
+        For a server on a disk of its own, which has parts but no manifests: the coordinator knows what to keep. job:
+        it keeps those of this one; what has a manifest of another one is not its to remove.
         """
-        removed = [version for version in self._folders() if keep and version < max(keep) and version not in keep]
+        older = [version for version in self._folders() if keep and version < max(keep) and version not in keep]
+        removed = [version for version in older if job is None or self._job(version) in ("", job)]
         for version in removed:
             self._remove(self.path(version))
         return removed
@@ -188,6 +190,13 @@ class Snapshots:
             with writing(path):
                 self._files.remove(path)
         return left
+
+    def _job(self, version: int) -> str:
+        """Whose a version is; empty where no manifest says so."""
+        try:
+            return self.manifest(version).job
+        except SnapshotError:
+            return ""
 
     def _folders(self) -> list[int]:
         with reading(self.folder):

@@ -762,7 +762,7 @@ class LinkShardRequest(google.protobuf.message.Message):
     instance: builtins.str
     """new at every start of the server process"""
     job: builtins.str
-    """empty until the coordinator has told it"""
+    """the only one that it may follow; empty: any"""
     stats_json: builtins.str
     """shard statistics for status, as JSON"""
     term: builtins.int

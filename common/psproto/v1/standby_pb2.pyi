@@ -20,6 +20,7 @@ class ReplicateRequest(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
     RECEIVED_FIELD_NUMBER: builtins.int
     shard: builtins.int
     """the first message: who asks"""
@@ -31,6 +32,8 @@ class ReplicateRequest(google.protobuf.message.Message):
     """the highest term that it knows of"""
     problem: builtins.str
     """why what it had, from this server or another, could not be gone on from; empty: it could, or there was nothing"""
+    job: builtins.str
+    """the only one that it may follow; empty: any"""
     received: builtins.int
     """then: all records up to this number are here"""
     def __init__(
@@ -42,9 +45,10 @@ class ReplicateRequest(google.protobuf.message.Message):
         address: builtins.str = ...,
         term: builtins.int = ...,
         problem: builtins.str = ...,
+        job: builtins.str = ...,
         received: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "problem", b"problem", "received", b"received", "shard", b"shard", "shards", b"shards", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "job", b"job", "problem", b"problem", "received", b"received", "shard", b"shard", "shards", b"shards", "term", b"term"]) -> None: ...
 
 global___ReplicateRequest = ReplicateRequest
 
