@@ -278,7 +278,8 @@ class Server:
         return self.hub.failure if self.hub is not None else self.link.failure if self.link is not None else None
 
     @property
-    def _job_is_over(self) -> bool:
+    def job_is_over(self) -> bool:
+        """As far as this server goes: no other one is to take its place."""
         return self.hub.over if self.hub is not None else self.link is not None and self.link.told_to_end
 
     def stop(self, reason: str) -> None:
@@ -298,7 +299,7 @@ class Server:
         if self.hub is not None:
             self.hub.close()
         self.archive.close()
-        self.shipper.close(over=self._job_is_over)
+        self.shipper.close(over=self.job_is_over)
         self._resources.close()
         if self.config.port_file is not None:
             self.config.port_file.unlink(missing_ok=True)
@@ -318,7 +319,7 @@ def run(config: ServerConfig) -> int:
     if standby.failure is not None:
         raise standby.failure
     if inherited is None:
-        return signals.exit_code
+        return signals.exit_code(over=False)
     return serve(successor(config, standby.address, inherited))
 
 
@@ -344,21 +345,23 @@ def serve(server: Server) -> int:
         server.close()
     if server.failure is not None:
         raise server.failure
-    return signals.exit_code
+    return signals.exit_code(server.job_is_over)
 
 
 class _Signals:
-    """SIGTERM drains (exit 0), SIGINT drains and says so (130); a second one ends the process at once."""
+    """The first one ends the server in order, a second one at once."""
 
     def __init__(self, stop: Callable[[str], None]) -> None:
-        self.exit_code = int(Exit.DONE)
-        self._stop = stop
+        self._stop, self._number = stop, 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._first)
 
     def _first(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            self.exit_code = int(Exit.INTERRUPTED)
+        self._number = number
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
         threading.Thread(target=self._stop, args=(signal.Signals(number).name,), daemon=True).start()
+
+    def exit_code(self, over: bool) -> int:
+        """0 where the job is over for this server; else that of the signal, so that whoever started it can tell."""
+        return 128 + self._number if self._number and not over else int(Exit.DONE)

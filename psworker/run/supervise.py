@@ -4,7 +4,7 @@
     all workers exited with 0 ──▶ Collect ──▶ StopJob ──▶ the servers exit with 0 ──▶ done
     a process failed, a signal came ──▶ SIGTERM to the workers; when they are gone, to the servers   (ending)
                                     after `grace`, or at a second signal: SIGKILL
-    s0 was stopped by somebody else ──▶ the workers have STOP_SECONDS to finish  (draining)
+    s0 ended with 0: somebody has stopped the job, or s0's standby took its place ──▶ the workers finish  (draining)
 
 Servers outlive workers in every way out, so that workers can say goodbye and servers can take a last snapshot.
 A process is started again only if a second try can help (`ending.is_retryable`), and a server only if snapshots bring
@@ -128,8 +128,8 @@ class Supervisor:
         self.unbound.pop(name, None)
         if self.phase is Phase.ENDING:
             yield from self._next_wave(now)
-        elif self.phase is Phase.DRAINING and code in (Exit.DONE, Exit.UNREACHABLE):
-            yield from () if self.running else self._next_wave(now)
+        elif self.phase is Phase.DRAINING and code == 0:
+            yield from self._drained(now)
         elif code == 0 and name in self.workers:
             yield from self._worker_done(name, now)
         elif code == 0:
@@ -139,6 +139,13 @@ class Supervisor:
         else:
             yield from self._fail(name, code, now)
 
+    def _drained(self, now: float) -> Iterator[Action]:
+        """Workers take their time, servers end with the job; those of one that has gone on elsewhere are told to."""
+        if not self.running:
+            yield from self._next_wave(now)
+        elif self.running.isdisjoint(self.workers):
+            self.deadline = now + self.grace
+
     def _worker_done(self, name: str, now: float) -> Iterator[Action]:
         self.finished.add(name)
         if len(self.finished) == len(self.workers):
@@ -146,15 +153,16 @@ class Supervisor:
             yield Collect()
 
     def _server_done(self, name: str, now: float) -> Iterator[Action]:
-        """A server ends with 0 when somebody has stopped the job: we ourselves, or not. Or, but never the first one,
-        when the job has moved to fewer servers."""
+        """A server ends with 0 when the job is over for it: somebody has stopped the job, we ourselves or not; another
+        server has taken its place as planned; or, but never that of the first one, nobody needs its place any more."""
         if self.phase is Phase.STOPPING and not self.running:
             yield from self._next_wave(now)
         elif self.phase is Phase.RUNNING and name != self.servers[0]:
             yield Say(f"{name} is done: the job goes on without it, or is being stopped")
         elif self.phase is Phase.RUNNING:
-            yield Say(f"{name} was stopped; waiting for the workers to finish")
-            self._enter(Phase.DRAINING, now + STOP_SECONDS)
+            yield Say(f"{name} is done; waiting for the workers to finish")
+            self._enter(Phase.DRAINING, float("inf"))
+            yield from self._drained(now)
 
     def _may_restart(self, name: str, code: int) -> bool:
         useful = name in self.workers or self.durable

@@ -289,7 +289,7 @@ def test_servers_that_do_not_know_each_other_until_a_worker_lists_them(programs:
     assert not list(programs.folder.glob("*.port"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_server_with_a_last_snapshot(programs: Programs, number: signal.Signals, code: int) -> None:
     server = programs.start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--data-dir", "job")
     with counter(listening(programs, "port")) as client:

@@ -36,7 +36,7 @@ with psworker.connect() as job:
         shard = {5: 1, 9: 0}.get(job.version) if job.rank == 0 and "SERVERS_FALL" in os.environ else None
         if shard is not None and not os.path.exists(f"fallen-{shard}"):
             open(f"fallen-{shard}", "x").close()
-            os.kill(job.client.status()["servers"][shard]["pid"], signal.SIGKILL)
+            os.kill(job.client.status()["servers"][shard]["pid"], signal.Signals[os.environ["SERVERS_FALL"]])
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -142,7 +142,7 @@ def test_with_a_log_killed_servers_and_workers_change_no_bit(programs: Programs,
     (programs.folder / "fallen").unlink(missing_ok=True)
     flags = ("--servers", 2, "--workers", 2, "--data-dir", "logged", "--durability", "log")
     wait = ("--on-worker-loss", "wait:60s", "--summary", "fallen.json")
-    run = programs.run("ps-run", *flags, *wait, "train.py", FALLS="yes", SERVERS_FALL="yes")
+    run = programs.run("ps-run", *flags, *wait, "train.py", FALLS="yes", SERVERS_FALL="SIGKILL")
 
     assert run.wait() == 0, run.said
     for name in ("s0", "s1", "w1"):
@@ -151,3 +151,17 @@ def test_with_a_log_killed_servers_and_workers_change_no_bit(programs: Programs,
     assert (content["status"], content["restarts"], content["samples"]) == ("done", 3, 320)
     assert whole.wait() == 0
     assert content["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
+
+
+def test_servers_that_are_told_to_end_are_started_again(programs: Programs, whole: Program) -> None:
+    """Not by ps-run: the training is not over with them."""
+    for shard in (0, 1):
+        (programs.folder / f"fallen-{shard}").unlink(missing_ok=True)
+    flags = ("--servers", 2, "--workers", 2, "--data-dir", "told", "--durability", "log", "--summary", "told.json")
+    run = programs.run("ps-run", *flags, "train.py", SERVERS_FALL="SIGTERM")
+
+    assert run.wait() == 0, run.said
+    for name in ("s0", "s1"):
+        assert f"{name} exited with 143: terminated (SIGTERM); restart " in run.err
+    assert whole.wait() == 0
+    assert summary(programs, "told.json")["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]

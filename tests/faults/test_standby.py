@@ -95,7 +95,7 @@ def test_primary_that_was_told_to_end_is_followed(tmp_path: Path, shard: int) ->
         old = job.lives[f"s{shard}"]
         old.send(signal.SIGTERM)
         awaited(job, lambda: old.ended is not None, "its end")
-        assert old.ended == Exit.DONE, job.said()
+        assert old.ended == Exit.TERMINATED, job.said()
         took = goes_on(job, time.monotonic())
         print(f"failover of shard {shard}, told to end: {took:.1f} s")
         finish(job, "sync")

@@ -135,7 +135,30 @@ exit s0 -15  | finish failed 20 s0
 exit s0 0    | say
 exit s1 0    |
 exit w0 0    |
-exit w1 20   | finish done 0
+exit w1 0    | finish done 0
+""",
+    "a worker that is left alone has not done its work": STARTED
+    + """
+exit s0 0    | say
+exit s1 0    |
+exit w0 0    |
+exit w1 20   | finish failed 20 w1
+""",
+    "the first server's standby has taken its place": STARTED
+    + f"""
+exit s0 0    | say
+after {10 * STOP_SECONDS} |
+exit w0 0    |
+exit w1 0    |
+after 5.0    | term s1
+exit s1 143  | finish done 0
+""",
+    "a server that was told to end takes its weights along": STARTED
+    + """
+exit s0 143  | term w0, term w1
+exit w0 20   |
+exit w1 20   | term s1
+exit s1 143  | finish failed 143 s0
 """,
     "a job that has moved to fewer servers": STARTED
     + """
@@ -146,13 +169,13 @@ collected    | stop job
 stop ok      |
 exit s0 0    | finish done 0
 """,
-    "workers that do not notice that the job was stopped": STARTED
+    "workers that take long to notice that the job was stopped": STARTED
     + f"""
 exit s1 0    | say
 exit s0 0    | say
-after {STOP_SECONDS} | term w0, term w1
-exit w0 143  |
-exit w1 143  | finish done 0
+after {STOP_SECONDS} |
+exit w0 0    |
+exit w1 0    | finish done 0
 """,
     "a script that raises while the job is being stopped": STARTED
     + """
@@ -229,6 +252,15 @@ DURABLE = {
     + """
 exit s0 -9   | say, start s0 again
 bound s0     |
+exit w0 0    |
+exit w1 0    | collect
+""",
+    "with snapshots one that was told to end is started again": STARTED
+    + """
+exit s1 143  | say, start s1 again
+exit s0 143  | say, start s0 again
+bound s0     |
+bound s1     |
 exit w0 0    |
 exit w1 0    | collect
 """,
