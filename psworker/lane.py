@@ -43,8 +43,9 @@ class Lane(Protocol):
     def addresses(self) -> Sequence[str]: ...
 
     def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
-        """Where the shards' primaries and their standbys are, by shard; of a higher term than before: only there. Empty
-        where shard 0 has not heard of one, which then may not have heard of it."""
+        """Where the shards' primaries and their standbys are, by shard; of a higher term than before, or started again
+        elsewhere: only there. Empty where shard 0 has not heard of one, which then may not have heard of it. A term is 0
+        where shard 0 has not said it."""
         ...
 
     def look_around(self, job: str, timeout: float) -> bool:
@@ -127,11 +128,13 @@ class GrpcLane:
         return self._places.addresses
 
     def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+        if any(0 < term < self._places.term(0) for term in terms[:1]):
+            return  # a late word of who was primary of shard 0 before
         if not self._places.count(len(addresses)):
             return  # the next exchange finds them
         void: set[str] = set()
         for shard, known in enumerate(zip(addresses, terms, standbys, strict=False)):
-            void |= self._places.learn(shard, *known)
+            void |= self._places.told(shard, *known)
         self._leave(void)
         first, *others = zip(self.addresses, addresses, strict=False)  # another thread may learn of more of them
         strangers = [address for address, known in others if not known]

@@ -14,6 +14,8 @@ class Whereabouts:
         self._given = tuple(given)
         self._others = [""] * len(self.addresses)
         self._terms = [0] * len(self.addresses)  # the highest that was heard of
+        # as shard 0 last said; the user may have given another name of the same server, which is as good
+        self._told = ["" if address in self._given else address for address in self.addresses]
         self._shards = len(self.addresses)  # that the job has, as far as anybody has said
         self._lock = threading.Lock()
 
@@ -36,6 +38,18 @@ class Whereabouts:
         if self._shards != len(self.addresses):
             raise LayoutError(f"the job has {self._shards} servers by now, not {len(self.addresses)}", "LAYOUT")
 
+    def told(self, shard: int, address: str, term: int, standby: str) -> set[str]:
+        """As `learn`, from shard 0, which also knows of a primary that was started again elsewhere in the same term."""
+        with self._lock:
+            known, before = self._terms[shard], self._told[shard]
+            if not address or term < known:
+                return set()
+            self._told[shard] = address
+            if known in (0, term) and before not in ("", address):
+                self._terms[shard] = term
+                return self._move(shard, address, standby)
+        return self.learn(shard, address, term, standby)
+
     def learn(self, shard: int, address: str, term: int, standby: str = "") -> set[str]:
         """The primary of this term is there, and its standby. Returns addresses at which it is not any more."""
         with self._lock:
@@ -46,10 +60,13 @@ class Whereabouts:
             if term == known or (not known and (term == 1 or address == current)):
                 self._others[shard] = standby or self._others[shard]
                 return set()
-            void = {current, self._others[shard]} - {address, standby, ""}
-            self._go(shard, address)
-            self._others[shard] = standby
-            return void
+            return self._move(shard, address, standby)
+
+    def _move(self, shard: int, address: str, standby: str) -> set[str]:
+        void = {self.addresses[shard], self._others[shard]} - {address, standby, ""}
+        self._go(shard, address)
+        self._others[shard] = standby
+        return void
 
     def failed(self, shard: int, address: str) -> None:
         """Nobody answers there, or somebody who is not primary: ask the other one next."""
@@ -69,7 +86,7 @@ class Whereabouts:
             gone = {*self.addresses} - {*addresses}
             self._terms = [self._terms[shard] if stays[shard] else 0 for shard in range(len(addresses))]
             self._others = [self._others[shard] if stays[shard] else "" for shard in range(len(addresses))]
-            self.addresses = tuple(addresses)
+            self.addresses, self._told = tuple(addresses), list(addresses)
             self._shards = len(addresses)
             return gone
 

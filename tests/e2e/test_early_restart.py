@@ -1,4 +1,4 @@
-"""Servers that are killed before there is any snapshot, or are found before they have heard of the job."""
+"""Servers that are killed before there is any snapshot, come back elsewhere, or are found too early."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -54,3 +54,20 @@ def test_a_shard_that_has_come_back_and_not_heard_of_the_job_yet_asks_for_patien
             call(lane)
 
         assert caught.value.reason == "NOT_READY"
+
+
+def test_a_shard_that_comes_back_elsewhere_is_found_by_the_workers_that_are_there(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    settings = {"data_dir": tmp_path, "durability": "log"}
+    servers = cluster(2, **settings)
+    with counter(servers.address, connect_timeout=20.0) as client:
+        count(client, 3)
+        before = servers.servers.pop()
+        before.close()
+        again = servers.add(1, 2, bind=f"127.0.0.1:{free_port()}", **settings)
+        assert again.address != before.address
+
+        count(client, 2)
+        assert counted(client.pull()) == 5
+        assert client.addresses == (servers.address, again.address)

@@ -57,6 +57,43 @@ def test_the_first_word_of_a_term_does_not_move_anybody(places: Whereabouts) -> 
     assert places.addresses == ("a", "b")
 
 
+def test_who_is_started_again_elsewhere_is_followed_in_the_same_term(places: Whereabouts) -> None:
+    assert places.told(1, "b-as-advertised", 0, "") == set()  # b is another name of it
+    assert places.told(1, "b-as-advertised", 1, "") == set()
+    assert places.addresses == ("a", "b")
+
+    assert places.told(1, "", 1, "") == set()  # it is away
+    assert places.told(1, "b2", 1, "e") == {"b"}
+    assert places.addresses == ("a", "b2")
+    places.failed(1, "b2")
+    assert places.addresses == ("a", "e")
+
+
+def test_who_comes_back_elsewhere_before_its_term_was_heard_is_followed() -> None:
+    places = Whereabouts(["a", "b"], ["a"])  # where b is, a has said
+    assert places.told(1, "b2", 1, "") == {"b"}
+    assert places.addresses == ("a", "b2")
+
+
+def test_after_a_move_the_new_addresses_are_those_that_were_told(places: Whereabouts) -> None:
+    places.relocate(["a", "b", "x"])
+    assert places.told(2, "y", 1, "") == {"x"}
+
+
+def test_where_a_primary_of_a_lower_term_was_started_again_is_no_news(places: Whereabouts) -> None:
+    places.told(1, "c", 2, "")
+    assert places.told(1, "b2", 1, "") == set()
+    assert places.addresses == ("a", "c")
+
+
+def test_a_late_word_of_a_deposed_shard_0_moves_nobody() -> None:
+    with closing(GrpcLane(["a:1", "b:1"])) as lane:
+        lane.learn("job", ["a2:1", "b2:1"], [2, 1], ["", ""])
+        assert lane.addresses == ("a2:1", "b2:1")
+        lane.learn("job", ["a:1", "b:1"], [1, 1], ["", ""])
+        assert lane.addresses == ("a2:1", "b2:1")
+
+
 def test_an_answer_of_a_lower_term_is_refused(places: Whereabouts) -> None:
     places.check(0, 2)
 
