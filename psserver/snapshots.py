@@ -52,12 +52,19 @@ class Snapshots:
     def look(self) -> None:
         """Now and then: finish one that is written, cut one that is wanted, mend logs that are broken with one."""
         self._finish()
-        enabled = self._archive.enabled
-        if enabled and self.wanted and not self._fleet.missing and not self._desk.coordinator.cuts.busy:
+        self.wanted = self._archive.enabled and (self.wanted or self._is_done)
+        if self.wanted and not self._fleet.missing and not self._desk.coordinator.cuts.busy:
             self.wanted = False
             self._desk.step(lambda recorder, now: recorder.cut(now))
         if self._epochs.journal.broken or any(server.log_broken for server in self._fleet):
             self._desk.step(lambda recorder, now: recorder.mend(now))
+
+    @property
+    def _is_done(self) -> bool:
+        """All workers have left, done, with updates that are in no snapshot: nobody would do them again."""
+        coordinator = self._desk.coordinator
+        new = coordinator.begun and coordinator.version > coordinator.cuts.last_version
+        return new and coordinator.roster.all_done(1)
 
     def _finish(self) -> None:
         """Where all parts are there, the manifest makes them a snapshot; only then may the next one be cut."""

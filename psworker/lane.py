@@ -44,8 +44,8 @@ class Lane(Protocol):
 
     def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
         """Where the shards' primaries and their standbys are, by shard; of a higher term than before, or started again
-        elsewhere: only there. Empty where shard 0 has not heard of one, which then may not have heard of it. A term is 0
-        where shard 0 has not said it."""
+        elsewhere: only there. Empty where shard 0 has not heard of one, which then may not have heard of it. Terms are
+        0 where shard 0 has not said them."""
         ...
 
     def look_around(self, job: str, timeout: float) -> bool:

@@ -161,7 +161,7 @@ class Launch:
 
     def _take_result(self, result: Result) -> None:
         self._result = result
-        self.post(Collected())
+        self.post(Collected(result.undone))
 
     def _end_all(self) -> None:
         self._display.hurry()

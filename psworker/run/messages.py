@@ -31,7 +31,9 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The result has been read from the servers, or could not be."""
+    """The result has been read from the servers, or could not be. undone: what of the training it lacks, in words."""
+
+    undone: str = ""
 
 
 @dataclass(frozen=True, slots=True)

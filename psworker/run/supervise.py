@@ -104,8 +104,8 @@ class Supervisor:
                 return list(self._exited(name, code, now))
             case Signalled(number):
                 return list(self._signalled(number, now))
-            case Collected():
-                return list(self._collected(now))
+            case Collected(undone):
+                return list(self._collected(now, undone))
             case StopAnswered(problem):
                 return list(self._stop_answered(problem, now))
             case Tick():
@@ -189,9 +189,12 @@ class Supervisor:
         yield Say(f"{reason}; ending {len(self.running)} processes (once more kills them)")
         yield from self._end(now)
 
-    def _collected(self, now: float) -> Iterator[Action]:
+    def _collected(self, now: float, undone: str = "") -> Iterator[Action]:
         if self.phase is not Phase.COLLECTING:
             return
+        if undone:
+            fell = next((name for name in self.servers if self.attempts[name]), self.servers[0])
+            self.outcome = Outcome("failed", Exit.NO_SNAPSHOT, fell, None, undone, tuple(self.earlier))
         self._enter(Phase.STOPPING, now + STOP_SECONDS)
         if self.running:
             yield StopJob()

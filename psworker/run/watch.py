@@ -35,11 +35,15 @@ Connect = Callable[[str], Observer]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the servers told at the end; sha256 is None, with the problem in words, if the weights could not be read."""
+    """What the servers told at the end; sha256 is None, with the problem in words, if the weights could not be read.
+
+    undone: what of the training the servers do not have any more, in words.
+    """
 
     status: Status
     sha256: str | None = None
     problem: str = ""
+    undone: str = ""
 
 
 class GrpcObserver:
@@ -91,6 +95,7 @@ class Watch:
         self._on_stopped = on_stopped
         self._observer: Observer | None = None
         self._address = ""
+        self._highest = 0  # version that was seen
         self._requests: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -138,13 +143,16 @@ class Watch:
         if self._observer is None:
             self._observer = self._connect(self._address)
         self.status = self._observer.status()
+        self._highest = max(self._highest, self.status.get("version", 0))
 
     def _collect(self) -> bool:
         silent, found = self._attempt(self._poll), list[str]()
         problem = "" if silent else _nothing_yet(self.status)  # an old status is not for certain
         if not problem:
             problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
-        self._on_result(Result(self.status, found[0] if found else None, problem))
+        if found and silent:  # they have come back meanwhile
+            self._attempt(self._poll)
+        self._on_result(Result(self.status, found[0] if found else None, problem, _undone(self.status, self._highest)))
         return True
 
     def _stop_job(self) -> bool:
@@ -168,3 +176,16 @@ def _nothing_yet(status: Status) -> str:
     if status.get("state") == "waiting for a model":
         return "the worker that registered a model has not brought its weights"
     return ""
+
+
+def _undone(status: Status, highest: int) -> str:
+    """What the servers have lost since the workers were done, if anything: nobody is there who would do it again.
+
+    They went back if they hold all workers that they know for lost; to the end of the training, if no data was left.
+    """
+    workers, version = status.get("workers", ()), status.get("version", 0)
+    went_back = all(worker.get("state") == "lost" for worker in workers)
+    whole = version >= highest and all(loop.get("ended", True) for loop in status.get("data", ()))
+    if not went_back or whole:
+        return ""
+    return f"the servers went back to version {version} after the workers were done: what came after it is lost"

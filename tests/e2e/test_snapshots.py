@@ -170,6 +170,17 @@ def test_only_the_newest_are_kept_on_every_shard(cluster: Make, tmp_path: Path) 
     assert folders == ["000000000004", "000000000005"]
 
 
+def test_when_the_last_worker_is_done_one_is_taken(cluster: Make, tmp_path: Path) -> None:
+    """What is lost from then on nobody would do again."""
+    servers = cluster(2, data_dir=tmp_path)
+    with counter(servers.address, rank=0) as client:
+        with counter(servers.address, rank=1):
+            pass
+        count(client, 3)
+        assert snapshots(servers.address) == []
+    until(lambda: snapshots(servers.address) == [3], "the snapshot of the end")
+
+
 def test_stopping_takes_a_last_one(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, data_dir=tmp_path)
     with counter(servers.address) as client:

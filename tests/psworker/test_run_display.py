@@ -213,6 +213,39 @@ def test_watch_hands_out_the_result_and_stops_the_job() -> None:
     assert ask(Observer()) == (Result(STATUS, "f" * 64, ""), "")
 
 
+def gone_back(version: int, ended: bool, state: str = "lost") -> dict[str, Any]:
+    """A status of servers that hold their workers for this, and have come so far with their data."""
+    return {"version": version, "workers": [{"state": state}, {"state": "lost"}], "data": [{"ended": ended}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "undone"),
+    [
+        (gone_back(40, ended=False), "the servers went back to version 40 after the workers were done"),
+        (gone_back(40, ended=True), ""),  # to where the training ended
+        (gone_back(40, ended=False, state="left"), ""),  # somebody did it again, or its script had enough
+        ({"version": 40, "workers": []}, ""),
+    ],
+)
+def test_watch_knows_when_training_was_lost_after_the_workers_were_done(status: dict[str, Any], undone: str) -> None:
+    result, _ = ask(Observer(status=status))
+
+    assert result.undone.startswith(undone)
+    assert bool(result.undone) is bool(undone)
+
+
+@pytest.mark.parametrize("now", [gone_back(40, ended=True), {"version": 40, "workers": [], "data": []}])
+def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
+    observer, results = Observer(status={"version": 50}), list[Result]()
+    watch = Watch(lambda address: observer, results.append, lambda problem: None)
+    watch._poll()
+    observer.answers["status"] = now
+
+    watch._collect()
+
+    assert "went back to version 40" in results[0].undone
+
+
 def test_watch_says_why_there_are_no_weights() -> None:
     result, _ = ask(Observer(sha=UnreachableError("no model")))
 

@@ -255,6 +255,16 @@ bound s0     |
 exit w0 0    |
 exit w1 0    | collect
 """,
+    "servers that went back after the workers were done have lost training": STARTED
+    + """
+exit w0 0    |
+exit s1 -9   | say, start s1 again
+exit w1 0    | collect
+went back    | stop job
+stop ok      |
+exit s0 0    |
+exit s1 0    | finish failed 12 s1
+""",
     "with snapshots one that was told to end is started again": STARTED
     + """
 exit s1 143  | say, start s1 again
@@ -330,6 +340,8 @@ def event(text: str) -> Event:
             return Signalled(int(number))
         case ["collected"]:
             return Collected()
+        case ["went", "back"]:
+            return Collected("the servers went back")
         case ["stop", answer]:
             return StopAnswered("" if answer == "ok" else answer)
         case ["after", _]:
