@@ -23,10 +23,12 @@ import grpc
 from pscommon.core.errors import InvalidRequestError
 
 FRAME_BYTES = 1 << 20
-"""Payload of one data frame; 1 to 2 MiB is fastest, and a frame must stay below MAX_MESSAGE."""
+"""Payload of one data frame; 1 to 2 MiB is fastest."""
 
-MAX_MESSAGE = 4 << 20
-"""Bytes of the largest message either side takes. Anything longer travels in frames."""
+MAX_MESSAGE = 64 << 20
+"""Bytes of the largest message either side takes: tensors travel in frames, but a job's whole state in one message. It
+takes about 200 bytes a tensor, 500 a loop that has ended and 400 a worker that has left, a manifest the same; so there
+is room for some 100 000 of each, and a stranger cannot make a server take more than this for one call."""
 
 Option = tuple[str, int]
 
