@@ -253,12 +253,14 @@ class _Listener(threading.Thread):
         self._hub = hub
         self._server, self._line = server, line
         self._requests = requests
-        self._heard = time.monotonic()
+        self._listens_since: float | None = None
 
     @property
     def silent(self) -> float:
-        """Seconds since the last word; a shard has one every second."""
-        return time.monotonic() - self._heard
+        """Seconds that this has listened without a word; a shard has one every second. What is heard may take long:
+        the update that it makes possible is carried out here."""
+        since = self._listens_since
+        return time.monotonic() - since if since is not None else 0.0
 
     def run(self) -> None:
         # RpcError: the shard went away; its next link starts over
@@ -267,8 +269,13 @@ class _Listener(threading.Thread):
                 self.hear(request)
 
     def hear(self, request: pb.LinkShardRequest) -> None:
+        """Carry out what a shard says."""
+        self._listens_since = None
+        self._carry_out(request)
+        self._listens_since = time.monotonic()
+
+    def _carry_out(self, request: pb.LinkShardRequest) -> None:
         hub, shard = self._hub, self._server.shard
-        self._heard = time.monotonic()
         if request.alive:
             hub.alive(request.alive)
         if request.stats_json:

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import pytest
+
 from psproto.v1 import coordinator_pb2 as pb
-from psserver.coordinator_servicer import Coordinator
+from psserver.coordinator_servicer import SILENCE, Coordinator, _Listener
 from psserver.core.following import Way
 from psserver.fleet import News, Picture, Server, Told
 
@@ -77,3 +79,24 @@ def test_who_is_not_in_the_job_yet_hears_where_shard_0_may_be_later() -> None:
     response = first_response(hub, pb.LinkShardRequest(shard=2, shards=3, address="s2:1", instance="i"))
 
     assert (list(response.addresses), list(response.standbys), response.term) == ([], ["b0:1", ""], 3)
+
+
+def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a report makes possible, an update of a large model, may take longer than a shard may be silent."""
+    clock, found = SimpleNamespace(now=10.0), []
+    monkeypatch.setattr("psserver.coordinator_servicer.time", SimpleNamespace(monotonic=lambda: clock.now))
+    hub: Any = Mock()
+    listener = _Listener(hub, Server(1), 1, iter([]))
+
+    def update(*args: object) -> None:
+        clock.now += 2 * SILENCE
+        found.append(listener.silent)
+
+    hub.report = update
+    for _ in range(2):
+        listener.hear(pb.LinkShardRequest(report=pb.Report()))
+        found.append(listener.silent)
+    clock.now += SILENCE
+
+    assert found == [0, 0, 0, 0]
+    assert listener.silent == SILENCE
