@@ -8,55 +8,72 @@ from pscommon.core.log import BatchKey, PushKey, Staged
 
 
 class Pending:
-    """By push, what each shard said of it. `ready` is in order of arrival."""
+    """By worker and seq, what each shard said of a push. `ready` is in order of arrival.
+
+    A worker has one push under way at a time: with the next one it has given up those before it.
+    """
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
-        self._held: dict[PushKey, dict[int, Staged]] = {}
+        self._held: dict[int, dict[int, dict[int, Staged]]] = {}
         self._ready: dict[PushKey, Staged] = {}
 
     @property
     def ready(self) -> Mapping[PushKey, Staged]:
         return self._ready
 
-    def __contains__(self, key: PushKey) -> bool:
-        return key in self._held
-
     def holds(self, shard: int, key: PushKey) -> bool:
         """Has this shard reported the push before?"""
-        return shard in self._held.get(key, ())
+        return shard in self._held.get(key.worker, {}).get(key.seq, ())
 
     def staged(self, shard: int, staged: Staged) -> None:
         """A shard holds this push."""
-        held = self._held.setdefault(staged.key, {})
+        key = staged.key
+        held = self._held.setdefault(key.worker, {}).setdefault(key.seq, {})
         held[shard] = staged
         if len(held) == self._shards:
-            self._ready.setdefault(staged.key, held[min(held)])
+            self._ready.setdefault(key, held[min(held)])
+
+    def given_up(self) -> list[PushKey]:
+        """Pushes that some shard lacks, and whose worker has gone on to another one: they may never be ready."""
+        return [
+            key
+            for worker, pushes in self._held.items()
+            if len(pushes) > 1
+            for seq in sorted(pushes)[:-1]
+            if (key := PushKey(worker, seq)) not in self._ready
+        ]
 
     def norm(self, key: PushKey) -> float:
         """Of the whole gradient: the root of the squares that the shards reported."""
-        held = self._held[key]
+        held = self._held[key.worker][key.seq]
         return math.sqrt(sum(held[shard].square_norm for shard in sorted(held)))
 
     def forget(self, key: PushKey) -> None:
-        """It is decided."""
-        self._held.pop(key, None)
-        self._ready.pop(key, None)
+        """It is decided, and those that its worker gave up before it never will be."""
+        pushes = self._held.pop(key.worker, {})
+        for seq in [seq for seq in pushes if seq <= key.seq]:
+            del pushes[seq]
+            self._ready.pop(PushKey(key.worker, seq), None)
+        if pushes:
+            self._held[key.worker] = pushes
 
     def drop(self, worker: int) -> None:
         """The worker is out, and what it pushed with it."""
-        for key in [key for key in self._held if key.worker == worker]:
-            self.forget(key)
+        for seq in self._held.pop(worker, {}):
+            self._ready.pop(PushKey(worker, seq), None)
 
     def shard_lost(self, shard: int) -> None:
         """A shard's process is new and holds nothing."""
-        for key, held in self._held.items():
-            if held.pop(shard, None) is not None:
-                self._ready.pop(key, None)
+        for worker, pushes in self._held.items():
+            for seq, held in pushes.items():
+                if held.pop(shard, None) is not None:
+                    self._ready.pop(PushKey(worker, seq), None)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready; `recover` is the way back."""
-        held = [[shard, _to_json(staged)] for parts in self._held.values() for shard, staged in parts.items()]
+        parts = (held for pushes in self._held.values() for held in pushes.values())
+        held = [[shard, _to_json(staged)] for part in parts for shard, staged in part.items()]
         return {"held": held, "ready": [list(key) for key in self._ready]}
 
     def recover(self, state: Mapping[str, Any]) -> None:

@@ -15,6 +15,8 @@ from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, 
 REMEMBERED = 16
 """Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in flight."""
 
+GIVEN_UP = "its worker has gone on to another push"
+"""Why a push will never count that some shard may lack."""
 
 NO_LOG = -1
 """Epoch of a shard that does not follow any log yet."""
@@ -120,12 +122,14 @@ class Shard:
         """How a push ended; None while that is open."""
         if key.worker in self._evicted:
             return Outcome("rejected", self.version, reason="FENCED", detail=self._evicted[key.worker])
-        known: Mapping[int, Outcome] = self._outcomes.get(key.worker, {})
+        known: dict[int, Outcome] = self._outcomes.get(key.worker, {})
         if key.seq in known:
             return known[key.seq]
-        if known and key.seq <= min(known):
+        if not known or key.seq > next(reversed(known)):
+            return None
+        if key.seq == 0 or (len(known) == REMEMBERED and key.seq < min(known)):
             return Outcome("applied", self.version, detail="long ago")
-        return None
+        return Outcome("stale", self.version, reason="STALE", detail=GIVEN_UP)
 
     def knows(self, key: PushKey) -> bool:
         """Is the push staged, or decided? Of initial weights, once there are any, it makes no difference whose."""
@@ -188,12 +192,19 @@ class Shard:
             del self.staged[contribution.key]
             staleness = entry.version - 1 - contribution.base
             self._ended(contribution.key, Outcome("applied", entry.version, staleness))
+        self._drop_given_up()
 
     def _rejected(self, entry: Reject) -> None:
         push = self.staged.pop(entry.key, None)
         status = "stale" if entry.reason == "STALE" else "rejected"
         staleness = self.version - push.base if push else 0
         self._ended(entry.key, Outcome(status, self.version, staleness, entry.reason, entry.detail))
+        self._drop_given_up()
+
+    def _drop_given_up(self) -> None:
+        """Of what a worker pushed before one that is decided now, no entry will ever speak."""
+        for key in [key for key in self.staged if self.outcome(key) is not None]:
+            del self.staged[key]
 
     def _ended(self, key: PushKey, outcome: Outcome) -> None:
         known = self._outcomes.setdefault(key.worker, OrderedDict())

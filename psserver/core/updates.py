@@ -16,6 +16,7 @@ from psserver.core.pending import Pending
 from psserver.core.policy import choose
 from psserver.core.roster import Member, Roster, State
 from psserver.core.rules import Rules
+from psserver.core.shard import GIVEN_UP
 
 
 class Updates:
@@ -154,12 +155,16 @@ class Updates:
         return oldest
 
     def _reject_unfit(self, now: float) -> None:
-        """What is too old, or too large, is answered at once."""
+        """What is too old, too large or given up is answered at once."""
+        for key in self.pending.given_up():
+            self._reject(key, "STALE", GIVEN_UP)
         limit = 0 if self.policy.backup else self.policy.max_staleness
         for key, staged in list(self.pending.ready.items()):
+            if key not in self.pending.ready:
+                continue  # it went with one that was refused just now
             behind = self.version - staged.base
             if limit is not None and behind > limit:
-                self._reject(staged, "STALE", f"computed from version {staged.base}, {behind} ago")
+                self._reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
                 self._drop(staged if self.policy.backup and self.rules.late == "drop" else None)
             elif self.rules.max_norm and self.rules.bad_gradients != "clip":
                 norm = self.pending.norm(key)
@@ -197,7 +202,7 @@ class Updates:
     def _bad(self, push: Staged, reason: str, detail: str, now: float) -> None:
         """A gradient that would do harm: named, counted, and its data not dealt again."""
         member = self.roster.members[push.key.worker]
-        self._reject(push, reason, detail)
+        self._reject(push.key, reason, detail)
         if push.key.seq == 0:
             return None  # initial weights; another worker's may be better
         if self.rules.bad_gradients == "abort":
@@ -219,10 +224,10 @@ class Updates:
             self.ledger.drop(push.key.worker, push.batches)
             self.end_loops()
 
-    def _reject(self, push: Staged, reason: str, detail: str) -> None:
-        self.log.append(Reject(self.log.next, push.key, reason, detail))
+    def _reject(self, key: PushKey, reason: str, detail: str) -> None:
+        self.log.append(Reject(self.log.next, key, reason, detail))
         self.counts["stale" if reason == "STALE" else "rejected"] += 1
-        self._forget(push.key)
+        self._forget(key)
 
     def _forget(self, key: PushKey) -> None:
         member = self.roster.members[key.worker]

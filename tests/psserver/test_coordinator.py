@@ -14,6 +14,7 @@ from psserver.core.policy import Policy, policy
 from psserver.core.recorder import Recorder
 from psserver.core.roster import State
 from psserver.core.rules import Rules
+from psserver.core.shard import GIVEN_UP
 from psserver.core.waiting import waiting_for
 
 MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
@@ -356,3 +357,27 @@ def test_who_registers_after_its_successor_is_out() -> None:
     with pytest.raises(FencedError):
         coordinator.register(old, MODEL, 0.0)
     assert [member.worker for member in coordinator.roster.registered()] == [new]
+
+
+def test_a_push_that_its_worker_gave_up_half_way_is_refused_so_that_it_takes_no_room() -> None:
+    """Whether the next push comes to the shard that has it, or only to the one that has not."""
+    job = Job(workers=1, shards=2)
+    job.push(1, 1, shards=[0])
+    job.push(1, 2, shards=[1])
+    job.news()
+    assert Reject(2, PushKey(1, 1), "STALE", GIVEN_UP) in job.coordinator.entries_after(0)
+
+    job.push(1, 2, shards=[0])
+    assert job.applied() == [[1]]
+    job.push(1, 3)
+    assert job.applied() == [[1]]
+
+
+def test_a_push_that_all_shards_have_counts_though_its_worker_has_gone_on() -> None:
+    job = Job(workers=2)
+    job.push(1, 1)
+    job.push(1, 2)
+    job.push(2, 1)
+    job.push(2, 2)
+
+    assert job.applied() == [[1, 2], [1, 2]]

@@ -78,6 +78,22 @@ def test_outcomes_that_are_long_ago_still_count_as_known() -> None:
     assert outcome.status == "applied"
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_a_worker_gave_up_goes_with_the_next_push_that_is_decided(refused: bool) -> None:
+    """Nobody else may have it, so no entry would speak of it; and it may come when the next one is decided."""
+    shard, given_up, other, push = begun(), staged(1, 1), staged(2, 1), staged(1, 2)
+    for each in (given_up, other, push):
+        shard.offer(each)
+    carry_out(shard, Reject(2, push.key, "NON_FINITE", "") if refused else apply(2, 1, push))
+
+    assert list(shard.staged) == [other.key]
+    assert not shard.offer(given_up)
+    outcome = shard.outcome(given_up.key)
+    assert outcome is not None
+    assert (outcome.status, outcome.reason) == ("stale", "STALE")
+    assert shard.offer(staged(1, 3))
+
+
 @pytest.mark.parametrize(("reason", "status"), [("STALE", "stale"), ("NON_FINITE", "rejected")])
 def test_a_push_that_is_refused_says_why(reason: str, status: str) -> None:
     shard, push = begun(), staged(1, 1)
