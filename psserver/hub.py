@@ -337,9 +337,9 @@ class Hub:
             self.alive(alive)
         self._watch.lost(self._desk.step(lambda recorder, now: recorder.tick(now)))
         with self._desk.changed:
-            now, roster = time.monotonic(), list(self._coordinator.roster)
+            now, roster = time.monotonic(), self._coordinator.roster
             found = health(self._coordinator, now)
-            waits = self.fleet.missing or (self._coordinator.roster.here() and self.waiting_for)
+            waits = self.fleet.missing or (roster.here() and self.waiting_for)
         self._watch.look(roster, found, now)
         self._watch.waits(self._coordinator, waits or "", now)
         self.snapshots.look()

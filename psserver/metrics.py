@@ -93,12 +93,14 @@ class ServerMetrics:
         for state in dict.fromkeys((*WORKER_STATES, *counts)):
             self._workers.labels(self._shard, state).set(counts.get(state, 0))
 
-    def worker(self, worker: int | str, clock: int) -> None:
-        """A push of `worker` was decided just now and its clock is `clock`; "other" shows whoever of them was last."""
+    def worker(self, worker: int | str, clock: int, pushed: bool) -> None:
+        """Its clock is `clock`; pushed: one of its pushes counted just now. "other" shows whoever of them was last."""
         with self._lock:
             label = self._label(str(worker))
             self._clock.labels(self._shard, label).set(clock)
-            self._last_push.labels(self._shard, label).set_to_current_time()
+            if pushed:
+                self._last_push.labels(self._shard, label).set_to_current_time()
+                self._pushed.add(label)
 
     def gone(self, worker: int | str) -> None:
         """`worker` has left or is lost: its series end. An unknown one is ignored."""
@@ -158,7 +160,9 @@ class ServerMetrics:
 
     def _end_series(self, label: str) -> None:
         self._clock.remove(self._shard, label)
-        self._last_push.remove(self._shard, label)
+        if label in self._pushed:
+            self._pushed.remove(label)
+            self._last_push.remove(self._shard, label)
 
     # the metrics themselves, by dashboard row
 
@@ -195,8 +199,9 @@ class ServerMetrics:
     def _membership(self) -> None:
         self._workers = self._gauge("ps_workers", "Workers by state", "state")
         self._clock = self._gauge("ps_worker_clock", "Steps that a worker has finished", "worker")
-        self._last_push = self._gauge("ps_worker_last_push_timestamp_seconds", "When it was decided", "worker")
-        self._lock = threading.Lock()  # over the two sets and the series that they name
+        self._last_push = self._gauge("ps_worker_last_push_timestamp_seconds", "When it counted", "worker")
+        self._pushed: set[str] = set()  # series of these have a time of the last push
+        self._lock = threading.Lock()  # over the sets and the series that they name
         self._known: set[str] = set()
         self._others: set[str] = set()
 

@@ -116,7 +116,8 @@ def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
             "state": str(m.state), "clock": m.clock, "steps": m.steps, "step_seconds": m.step_seconds,
             "samples_per_second": m.samples_per_second, "phase": m.phase,
             "silent_seconds": round(now - m.heard_at, 3) if m.alive else None, "reason": m.reason,
-            "health": str(found[m.worker].health), "own_seconds": m.pace.seconds, "draining": m.draining,
+            "health": str(found[m.worker].health if m.alive else m.state), "own_seconds": m.pace.seconds,
+            "draining": m.draining,
         }
         for m in coordinator.roster
     ]  # fmt: skip

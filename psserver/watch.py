@@ -3,11 +3,11 @@
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from psserver.core.coordinator import Coordinator
 from psserver.core.health import Condition, Health, conditions
-from psserver.core.roster import Member, State
+from psserver.core.roster import Member, Roster
 from psserver.core.waiting import late
 from psserver.metrics import ServerMetrics
 from psserver.notices import WaitNotice
@@ -22,8 +22,8 @@ log = logging.getLogger("psserver")
 
 
 def health(coordinator: Coordinator, now: float) -> dict[int, Condition]:
-    """How everybody fares. Called with the coordinator at rest."""
-    return conditions(coordinator.roster, [member.worker for member in late(coordinator)], now)
+    """How everybody who is here fares. Called with the coordinator at rest."""
+    return conditions(coordinator.roster, {member.worker for member in late(coordinator)}, now)
 
 
 class Watch:
@@ -34,6 +34,7 @@ class Watch:
         self._slow: set[int] = set()  # those of whom people know that they are
         self._since: dict[int, float] = {}  # that what people know is wrong
         self._told: dict[int, float] = {}
+        self._steps: dict[int, int] = {}  # that they had when this last looked
         self._notice = WaitNotice(time.monotonic())
 
     def waits(self, coordinator: Coordinator, whom: str, now: float) -> None:
@@ -50,16 +51,17 @@ class Watch:
                 log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
                 self._metrics.gone(member.worker)
 
-    def look(self, members: Collection[Member], found: Mapping[int, Condition], now: float) -> None:
-        """At everybody who was ever here: a line for each who has become slow, and one when it is so no longer."""
-        self._metrics.workers({state: sum(m.state == state for m in members) for state in State})
-        for member in members:
+    def look(self, roster: Roster, found: Mapping[int, Condition], now: float) -> None:
+        """At everybody who is here: a line for each who has become slow, and one when it is so no longer."""
+        self._metrics.workers(roster.counts())
+        for gone in (self._steps.keys() | self._since.keys() | self._told.keys()) - found.keys():
+            self._forget(gone)
+        for worker, condition in found.items():
+            member = roster.members[worker]
             if member.registered:
-                self._metrics.worker(member.worker, member.clock)
-            condition = found[member.worker]
-            if not member.alive:
-                self._forget(member.worker)
-            elif condition.health is not Health.SILENT and self._is_news(member.worker, condition, now):
+                self._metrics.worker(worker, member.clock, pushed=member.steps > self._steps.get(worker, 0))
+                self._steps[worker] = member.steps
+            if condition.health is not Health.SILENT and self._is_news(worker, condition, now):
                 self._tell(member, condition, now)
 
     def _is_news(self, worker: int, condition: Condition, now: float) -> bool:
@@ -77,6 +79,8 @@ class Watch:
         log.warning(line, extra={"worker": member.worker, "rank": member.rank, "host": member.host, **seconds})
 
     def _forget(self, worker: int) -> None:
+        self._metrics.gone(worker)
+        self._steps.pop(worker, None)
         self._slow.discard(worker)
         self._since.pop(worker, None)
         self._told.pop(worker, None)

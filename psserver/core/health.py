@@ -1,15 +1,16 @@
 """How each worker fares: live, slow and lost are different states, and call for different remedies.
 
-Beside the roster's State, which says who takes part. A worker is slow where its own part of a step (core/pace.py) takes
-more than TWICE the median of the others', or where they wait for its push and it has been at the step for longer than
-that. It is silent after half a lease without a sign of life: slow or stopped, and soon lost.
+Beside the roster's State, which says who takes part, who is lost and who has left. A worker is slow where its own part
+of a step (core/pace.py) takes more than TWICE the median of the others', or where they wait for its push and it has
+been at the step for longer than that. It is silent after half a lease without a sign of life: slow or stopped, and soon
+lost.
 """
 
-from collections.abc import Collection, Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from psserver.core.pace import median
 from psserver.core.roster import Member, Roster, State
 
 TWICE = 2.0
@@ -22,8 +23,6 @@ class Health(StrEnum):
     LIVE = "live"
     SLOW = "slow"
     SILENT = "silent"
-    LOST = "lost"
-    LEFT = "left"
 
 
 class Condition(NamedTuple):
@@ -38,20 +37,33 @@ class Condition(NamedTuple):
 
 
 def conditions(roster: Roster, late: Collection[int], now: float) -> dict[int, Condition]:
-    """Of everybody who was ever here, by worker. late: those whose push would let others go on."""
-    here = roster.registered()
-    return {m.worker: _condition(m, _median(here, m), m.worker in late, roster.lease, now) for m in roster}
+    """Of everybody who is here, by worker. late: those whose push would let others go on.
+
+    The servers ask five times a second, so it looks at each worker once, however many there are.
+    """
+    paces = {m.worker: m.pace.seconds for m in roster.here()}
+    known = sorted(s for m in roster.registered() if (s := paces[m.worker]) is not None)
+    found = {}
+    for member in roster.here():
+        seconds = paces[member.worker]
+        others = _median_without(known, seconds if member.registered else None)
+        found[member.worker] = _condition(member, seconds, others, member.worker in late, roster.lease, now)
+    return found
 
 
-def _median(members: Iterable[Member], but: Member) -> float | None:
-    seconds = [m.pace.seconds for m in members if m is not but and m.pace.seconds is not None]
-    return median(seconds) if seconds else None
+def _median_without(ordered: Sequence[float], one: float | None) -> float | None:
+    """Of the others than this one, which is among them if it is not None; None: there are no others."""
+    count = len(ordered) - (one is not None)
+    if count == 0:
+        return None
+    left_out = bisect_left(ordered, one) if one is not None else len(ordered)
+    low, high = (count - 1) // 2, count // 2
+    return (ordered[low + (low >= left_out)] + ordered[high + (high >= left_out)]) / 2
 
 
-def _condition(member: Member, others: float | None, late: bool, lease: float, now: float) -> Condition:
-    seconds = member.pace.seconds
-    if not member.alive:
-        return Condition(Health.LOST if member.state is State.LOST else Health.LEFT, seconds, others)
+def _condition(
+    member: Member, seconds: float | None, others: float | None, late: bool, lease: float, now: float
+) -> Condition:
     overdue = _overdue(member, others, late, now)
     if now - member.heard_at > lease / 2:
         return Condition(Health.SILENT, seconds, others)

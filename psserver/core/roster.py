@@ -1,6 +1,7 @@
 """Who takes part: workers, their leases and clocks. Time is an argument: this host's monotonic seconds."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -89,6 +90,7 @@ class Roster:
         self._next_worker = generation * GENERATION + 1
         self.members: dict[int, Member] = {}
         self._here: list[Member] = []  # in worker order
+        self._gone: Counter[str] = Counter()
 
     def new_generation(self, generation: int) -> None:
         """The servers were started again: whoever joins from now on gets a number of this start."""
@@ -112,6 +114,7 @@ class Roster:
         for worker, seq in pushes.items():
             gone = Member(worker, worker, "", 0, "", 0.0, State.LOST, seq=seq, reason="the job was restarted")
             self.members[worker] = gone
+        self._gone[State.LOST] += len(pushes)
 
     def state(self) -> dict[str, Any]:
         """All members with all that was decided about them, JSON-ready; `recover` is the way back."""
@@ -128,6 +131,7 @@ class Roster:
             member = Member(**{**values, "state": State(values["state"])}, last_seen=now, joined_at=now)
             self.members[member.worker] = member
         self._here = [self.members[worker] for worker in state["here"]]
+        self._gone = Counter(member.state for member in self.members.values() if not member.alive)
 
     def __iter__(self) -> Iterator[Member]:
         """Everybody who was ever here, in worker order."""
@@ -215,6 +219,11 @@ class Roster:
         """The worker is LOST or has LEFT."""
         member.state, member.reason, member.waiting, member.missing_since = state, reason, None, None
         self._here.remove(member)
+        self._gone[state] += 1
+
+    def counts(self) -> Mapping[str, int]:
+        """How many of those who were ever here are in each state."""
+        return self._gone + Counter[str](member.state for member in self._here)
 
     @property
     def finished(self) -> int:
@@ -223,7 +232,7 @@ class Roster:
 
     def all_done(self, least: int) -> bool:
         """At least so many have finished, and nobody is there any more."""
-        return self.finished >= least and not self._here
+        return not self._here and self.finished >= least
 
     def forgive(self, seconds: float) -> None:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""

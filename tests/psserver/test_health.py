@@ -79,6 +79,34 @@ def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: s
     assert healths(roster) == [health, "live", "live", "live"]
 
 
+@pytest.mark.parametrize(
+    "steps", [(), (3.0,), (2.0, 2.0), (5.0, 1.0, 3.0), (4.0, 1.0, 1.0, 7.0), (9.0, 2.0, 6.0, 2.0, 5.0)]
+)
+def test_a_median_of_the_others_is_that(steps: tuple[float, ...]) -> None:
+    roster, members = crew(*steps, None)
+    found = conditions(roster, (), 0.0)
+
+    for place, each in enumerate(members):
+        others = [seconds for other, seconds in enumerate(steps) if other != place]
+        assert found[each.worker].median == (pytest.approx(median(others)) if others else None)
+
+
+def test_what_a_look_costs_does_not_grow_with_the_square_of_the_workers_nor_with_who_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Pace] = []
+    look = Pace.seconds.fget
+    assert look is not None
+    monkeypatch.setattr(Pace, "seconds", property(lambda pace: (asked.append(pace), look(pace))[1]))
+    roster, members = crew(*[1.0] * 20)
+    for member in members[:10]:
+        roster.remove(member, State.LEFT, "")
+
+    conditions(roster, (), 0.0)
+
+    assert len(asked) == 10
+
+
 def test_who_is_slow_does_not_make_others_look_quick() -> None:
     """The median is the others': one of two cannot hide in it."""
     roster, (slow, quick) = crew(10.0, 1.0)
@@ -130,12 +158,12 @@ def test_half_a_lease_without_a_sign_of_life_is_silent_and_comes_before_slow() -
     assert healths(roster, now=LEASE / 2 + 0.1) == ["silent", "silent"]
 
 
-def test_who_is_out_is_lost_or_left() -> None:
+def test_of_who_is_out_the_roster_says_how() -> None:
     roster, members = crew(10.0, 1.0, 1.0)
     roster.remove(members[0], State.LOST, "its lease ended")
     roster.remove(members[1], State.LEFT, "")
 
-    assert healths(roster, now=99.0) == ["lost", "left", "silent"]
+    assert healths(roster, now=99.0) == ["silent"]
 
 
 # ---- what the coordinator measures -----------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_workers_by_state(registry: CollectorRegistry, metrics: ServerMetrics) -
 def test_a_worker_has_series_until_it_is_gone(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """Clock and time of the last push; both end, and a second or unknown gone() is harmless."""
     before = time.time()
-    metrics.worker(12, clock=4)
+    metrics.worker(12, clock=4, pushed=True)
 
     assert value(registry, "ps_worker_clock", worker="12") == 4
     last = value(registry, "ps_worker_last_push_timestamp_seconds", worker="12")
@@ -129,13 +129,13 @@ def test_a_worker_has_series_until_it_is_gone(registry: CollectorRegistry, metri
 def test_worker_series_are_bounded(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     """Beyond the bound they share one; it ends with the last of them; a free place goes to the next that pushes."""
     for worker in range(MAX_WORKERS + 2):
-        metrics.worker(worker, clock=worker)
+        metrics.worker(worker, clock=worker, pushed=True)
 
     assert len(workers_of(registry)) == MAX_WORKERS + 1
     assert value(registry, "ps_worker_clock", worker="other") == MAX_WORKERS + 1
 
     metrics.gone(0)
-    metrics.worker(MAX_WORKERS, clock=1)
+    metrics.worker(MAX_WORKERS, clock=1, pushed=True)
 
     assert value(registry, "ps_worker_clock", worker=str(MAX_WORKERS)) == 1
     assert "other" in workers_of(registry)

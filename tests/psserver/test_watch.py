@@ -20,16 +20,18 @@ class Scene:
     """One worker that is looked at every 0.2 seconds."""
 
     roster: Roster = field(default_factory=lambda: Roster(5.0))
-    watch: Watch = field(default_factory=lambda: Watch(ServerMetrics(CollectorRegistry(), shard=0), 0.0))
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     now: float = 100.0
 
     def __post_init__(self) -> None:
+        self.watch = Watch(ServerMetrics(self.registry, shard=0), 0.0)
         self.member = self.roster.join(0.0, 7, "host-a", 1, "cpu")
 
     def pass_by(self, seconds: float, *conditions: Condition) -> None:
         """So much time, during which each look finds the next of these."""
         for look in range(round(seconds / 0.2)):
-            self.watch.look([self.member], {self.member.worker: conditions[look % len(conditions)]}, self.now)
+            found = {member.worker: conditions[look % len(conditions)] for member in self.roster.here()}
+            self.watch.look(self.roster, found, self.now)
             self.now += 0.2
 
 
@@ -72,6 +74,29 @@ def test_nothing_new_is_said_of_one_that_is_silent_or_gone(scene: Scene, caplog:
     scene.pass_by(2.0, SLOW)
     scene.pass_by(60.0, Condition(SILENT, 1.0, 0.1))
     scene.roster.remove(scene.member, State.LOST, "its lease ended")
-    scene.pass_by(60.0, Condition(Health.LOST, 1.0, 0.1))
+    scene.pass_by(60.0, SLOW)
 
     assert caplog.messages == ["worker is slow"]
+
+
+def test_the_time_of_the_last_push_is_of_that_and_ends_with_its_worker(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the worker goes: a quarantine, say, is known to the roster alone."""
+    monkeypatch.setattr("prometheus_client.metrics.time.time", lambda: scene.now)
+
+    def said() -> float | None:
+        labels = {"shard": "0", "worker": str(scene.member.worker)}
+        return scene.registry.get_sample_value("ps_worker_last_push_timestamp_seconds", labels)
+
+    scene.member.state = State.ACTIVE
+    scene.pass_by(1.0, LIVE)
+    assert said() is None
+
+    scene.member.steps, pushed = 1, scene.now
+    scene.pass_by(5.0, LIVE)
+    assert said() == pushed
+
+    scene.roster.remove(scene.member, State.LOST, "quarantined")
+    scene.pass_by(0.2, LIVE)
+    assert said() is None
