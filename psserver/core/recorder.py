@@ -124,6 +124,8 @@ class Recorder:
 
     def _late(self, now: float) -> list[tuple[Member, str, str]]:
         roster, on_loss = self.coordinator.roster, self.coordinator.rules.on_loss
+        if self.coordinator.failure is not None:
+            return []  # those who are here are to hear of that, not that they are out
         expired = roster.expired(now)
         late = [(m, "back", "") for m in roster.here() if m.missing_since is not None and m not in expired]
         for member in expired:

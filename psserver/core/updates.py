@@ -120,12 +120,15 @@ class Updates:
         self.log.append(Evict(self.log.next, worker, reason))
 
     def advance(self, now: float) -> None:
-        """Append all updates that can be decided now; a snapshot that is due at this version comes first."""
+        """Append all updates that can be decided now; a snapshot that is due at this version comes first.
+
+        Nothing counts any more in a job that has failed: its workers are about to hear why.
+        """
         self._begin_if_uploaded(now)
         if not self.begun or self.move is not None or not self.all_here():
             return
         self._reject_unfit(now)
-        while not self.cuts.due_at(self.version):
+        while self.failure is None and not self.cuts.due_at(self.version):
             keys = choose(self.policy, self.roster.clocks(), self._oldest_ready())
             if not keys:
                 return

@@ -32,8 +32,10 @@ class Job:
         shards: int = 1,
         every: Every | None = None,
         lease: float = 5.0,
+        bad_gradients: str = "abort",
     ) -> None:
-        self.lead(Coordinator(shards, Rules(row or policy("sync"), workers, lease, every or Every())))
+        rules = Rules(row or policy("sync"), workers, lease, every or Every(), bad_gradients=bad_gradients)
+        self.lead(Coordinator(shards, rules))
         self.now = 0.0
         self._told = 0
         self._staged: dict[int, list[Staged]] = {shard: [] for shard in range(shards)}
@@ -221,7 +223,7 @@ def test_stale_pushes_are_rejected_as_soon_as_they_are_too_old() -> None:
 
 
 def test_a_push_with_a_problem_is_rejected_and_the_round_still_waits() -> None:
-    job = Job(workers=2)
+    job = Job(bad_gradients="skip")
     job.news()
     job.push(1, 1)
     job.push(2, 1, problem="NON_FINITE: tensor w")
@@ -381,3 +383,15 @@ def test_a_push_that_all_shards_have_counts_though_its_worker_has_gone_on() -> N
     job.push(2, 2)
 
     assert job.applied() == [[1, 2], [1, 2]]
+
+
+def test_no_push_counts_once_the_job_has_failed() -> None:
+    job = Job(policy("async"))
+    job.push(1, 1)
+    assert job.applied() == [[1]]
+
+    job.push(1, 2, problem="NON_FINITE: tensor w")
+    job.push(2, 1)
+
+    assert job.applied() == []
+    assert job.coordinator.failure is not None
