@@ -333,7 +333,10 @@ class SharedModel:
         header = ps.PushPullHeader(initial=True, pull=ps.PULL_NONE)
         result = self._exchange(Move(self.plan, gradients=tape, everything=True), header)
         if result.status in ("rejected", "stale"):
-            raise error_for(result.reason.partition(":")[0], result.reason)
+            reason, _, detail = result.reason.partition(": ")
+            # the servers have decided on this worker's weights: others may have better ones, and so may this script
+            self.change_place(f"its initial weights were refused: {detail}")
+            raise error_for(reason, detail)
 
     def _register(self) -> co.RegisterResponse:
         """The answer, once there is something to do."""

@@ -231,6 +231,16 @@ def test_initial_weights_that_are_not_finite(cluster: Make) -> None:
         count(client)
 
 
+def test_who_uploaded_weights_that_are_not_finite_may_correct_them(cluster: Make) -> None:
+    """What was decided on the first ones is not the answer for others; and nobody waits for them."""
+    with connected(cluster(2).address) as client:
+        with pytest.raises(NonFiniteError, match=r"^worker 1 .*: tensor b$"):
+            client.register({"a": ZEROS["a"], "b": np.full(100, np.inf, np.float32)}, SGD)
+
+        client.register(ZEROS, SGD)
+        count(client)
+
+
 # ---- pushes ---------------------------------------------------------------------------------------------------------
 
 BAD_PUSHES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
