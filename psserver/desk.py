@@ -17,6 +17,7 @@ from pscommon.core.log import Entry
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Recorder
 from psserver.engine import Engine
+from psserver.notices import RefusalNotice
 
 T = TypeVar("T")
 
@@ -44,6 +45,7 @@ class Desk:
         self._recorder = recorder
         self._engine = engine
         self._missing, self._ending, self._failed, self._broken = missing, ending, failed, broken
+        self._refusals = RefusalNotice()
         self._revision = 0  # of what those who wait look at
 
     @property
@@ -75,6 +77,7 @@ class Desk:
 
     def _carry_out(self, coordinator: Coordinator, epoch: int, entries: Sequence[Entry]) -> None:
         if entries:
+            self._refusals.look(entries, time.monotonic())
             try:
                 self._engine.deliver(epoch, entries)
             except Exception as bug:

@@ -1,11 +1,18 @@
-"""What shard 0 tells people of those whom the job waits for."""
+"""What shard 0 tells people of those whom the job waits for, and of those whose gradients it refuses."""
 
 import logging
+import math
+from collections.abc import Iterable
 
+from pscommon.core.errors import QUARANTINED
+from pscommon.core.log import Entry, Evict, Reject
 from psserver.core.coordinator import Coordinator
 
 NOTICE = 8.0
 """Seconds after which a wait is worth a line, and then another one: nobody waits for 10 without."""
+
+OFTEN = 1.0
+"""Seconds at least between two lines about pushes that are refused."""
 
 log = logging.getLogger("psserver")
 
@@ -25,3 +32,30 @@ class WaitNotice:
         elif now - self._said >= NOTICE:
             self._said = now
             log.info("waiting", extra={"step": step[1], "waiting_for": whom, "seconds": round(now - self._since)})
+
+
+class RefusalNotice:
+    """Says whose push is refused, and why, and who is put into quarantine. Stale pushes are no news: a policy's price.
+
+    unsaid: refused pushes since the last line about one.
+    """
+
+    def __init__(self) -> None:
+        self._said, self._unsaid = -math.inf, 0
+
+    def look(self, entries: Iterable[Entry], now: float) -> None:
+        """At what is new in the job's log."""
+        for entry in entries:
+            match entry:
+                case Reject() if entry.reason != "STALE":
+                    self._refused(entry, now)
+                case Evict() if entry.reason.startswith(QUARANTINED):
+                    log.warning("worker is quarantined", extra={"worker": entry.worker, "reason": entry.reason})
+
+    def _refused(self, entry: Reject, now: float) -> None:
+        if now - self._said < OFTEN:
+            self._unsaid += 1
+            return
+        extra = {"worker": entry.key.worker, "push": entry.key.seq, "reason": entry.reason, "detail": entry.detail}
+        log.warning("a push is refused", extra={**extra, "unsaid": self._unsaid})
+        self._said, self._unsaid = now, 0

@@ -4,10 +4,12 @@ import logging
 
 import pytest
 
+from pscommon.core.errors import QUARANTINED
+from pscommon.core.log import Evict, PushKey, Reject
 from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
 from psserver.core.rules import Rules
-from psserver.notices import WaitNotice
+from psserver.notices import RefusalNotice, WaitNotice
 
 WHOM = "worker 2, silent for 3.0 s"
 
@@ -45,3 +47,27 @@ def test_another_step_or_nobody_begins_anew(coordinator: Coordinator, caplog: py
         notice.look(coordinator, "" if second % 5 else WHOM, second)
 
     assert seconds_of(caplog) == []
+
+
+def test_a_push_that_is_refused_is_named_once_a_second_and_a_quarantine_always(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notice = RefusalNotice()
+
+    def refused(seq: int, now: float, reason: str = "NON_FINITE") -> None:
+        notice.look([Reject(seq, PushKey(7, seq), reason, "worker 7: tensor w")], now)
+
+    refused(1, 10.0)
+    refused(2, 10.5)
+    refused(3, 10.6)
+    refused(4, 10.7, "STALE")
+    refused(5, 11.1)
+    notice.look([Evict(6, 7, f"{QUARANTINED} after 3 bad gradients"), Evict(7, 8, "it left the job")], 11.2)
+
+    said = [(r.levelname, r.message, r.__dict__["worker"], r.__dict__.get("unsaid")) for r in caplog.records]
+    assert said == [
+        ("WARNING", "a push is refused", 7, 0),
+        ("WARNING", "a push is refused", 7, 2),
+        ("WARNING", "worker is quarantined", 7, None),
+    ]
+    assert caplog.records[0].__dict__["detail"] == "worker 7: tensor w"
