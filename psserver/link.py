@@ -60,7 +60,9 @@ class Link:
         self._term = 0  # the highest of the coordinators that were heard
         self.told_to_end = self._leaves = self._connected = False
         self._waiting_for = "shard 0"
-        self._heard = self._said = 0.0  # when the coordinator last was there, and people were told that it is not
+        self._heard = self._said = (
+            0.0  # when the coordinator last was there, and people were told that it is not
+        )
         self._news = threading.Event()
         self._outbox: deque[pb.LinkShardRequest] = deque()  # of the line of now
         self._saying = threading.Lock()
@@ -98,9 +100,9 @@ class Link:
             self._fail(PSError(f"a bug: {bug!r}"))
 
     def _keep_up(self) -> None:
-        address = ""
-        while not address and not self.ended.is_set():
-            address = self._identity.wait_for_coordinator(BEAT)
+        self._heard = self._said = time.monotonic()
+        while not (address := self._identity.wait_for_coordinator(BEAT)) and not self.ended.is_set():
+            self._bear("shard 0", "nobody has said where it is: give --join, or let a worker list all servers")
         self._heard = self._said = time.monotonic()
         while not self.ended.is_set():
             try:
@@ -111,7 +113,7 @@ class Link:
                 self._fail(error)
                 return
             except PSError as error:
-                self._bear(address, error)
+                self._bear(f"shard 0 at {address}", str(error))
             self._connected = False
             if self._leaves:
                 self.ended.set()
@@ -129,16 +131,15 @@ class Link:
     def _note(self, *places: str) -> None:
         self._places.update(dict.fromkeys(place for place in places if place))
 
-    def _bear(self, address: str, error: PSError) -> None:
+    def _bear(self, whom: str, problem: str) -> None:
         """Nobody answers: say so now and then, and give up when it has lasted too long."""
         now = time.monotonic()
         silent = now - self._heard
         if silent >= self._patience:
-            self._fail(UnreachableError(f"shard 0 at {address}: nothing for {silent:.0f} s: {error}"))
+            self._fail(UnreachableError(f"{whom}: nothing for {silent:.0f} s: {problem}"))
         elif now - self._said >= NOTICE:
             self._said = now
-            extra = {"waiting_for": f"shard 0 at {address}", "seconds": round(silent), "problem": str(error)}
-            log.info("waiting", extra=extra)
+            log.info("waiting", extra={"waiting_for": whom, "seconds": round(silent), "problem": problem})
 
     def _fail(self, error: PSError) -> None:
         self.failure = error

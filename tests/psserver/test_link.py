@@ -1,11 +1,12 @@
 """What a shard says to the coordinator goes over the line of now, not over one that has ended."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from pscommon.core.errors import MismatchError
+from pscommon.core.errors import MismatchError, UnreachableError
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.cuts import PartReport
 from psserver.core.shard import Shard
@@ -14,11 +15,13 @@ from psserver.link import Link
 from psserver.traffic import Traffic
 
 
-def make_link(standby: Any = None) -> Link:
+def make_link(standby: Any = None, patience: float = 1.0) -> Link:
     """Of a shard that has nothing to tell but parts of snapshots, and how its standby is."""
     engine = cast(Any, SimpleNamespace(make_report=Shard(1).report, traffic=Traffic(cast(Any, None))))
     line = standby or SimpleNamespace(term=1, address="", state="none")
-    return Link(Identity(1, 2, "here:1", "there:1"), engine, cast(Any, None), lambda: {"is": line.state}, 1.0, line)
+    return Link(
+        Identity(1, 2, "here:1", "there:1"), engine, cast(Any, None), lambda: {"is": line.state}, patience, line
+    )
 
 
 def parts(requests: list[pb.LinkShardRequest]) -> list[int]:
@@ -115,3 +118,23 @@ def test_a_stranger_cannot_send_a_shard_elsewhere(job: str) -> None:
     with pytest.raises(MismatchError, match="follows there:1, not b0:1"):
         link._identity.introduce("b0:1", job)
     assert link._other("there:1") == "there:1"
+
+
+def test_a_shard_that_nobody_tells_where_shard_0_is_says_so_and_gives_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "psserver")
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr("psserver.link.time", SimpleNamespace(monotonic=lambda: clock.now))
+    link = make_link(patience=20.0)
+
+    def nobody(seconds: float) -> str:
+        clock.now += seconds
+        return ""
+
+    link._identity = cast(Any, SimpleNamespace(wait_for_coordinator=nobody))
+    link._run()
+
+    assert isinstance(link.failure, UnreachableError)
+    assert "shard 0: nothing for 20 s: nobody has said where it is" in str(link.failure)
+    assert [record.__dict__["seconds"] for record in caplog.records] == [8, 16]
