@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -105,8 +104,7 @@ class Connection:
         if self.lane.direct:
             in_turn(exchanges)
         else:
-            # alone, its call may be one that no other thread can end
-            with nullcontext() if cancellation.alone else interruptible.deferred(cancellation.cancel):
+            with interruptible.deferred(cancellation.cancel):
                 self._crew.run([part.run for part in exchanges], cancellation)
         return exchanges
 

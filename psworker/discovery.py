@@ -5,7 +5,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
@@ -92,17 +94,18 @@ def _doors() -> Iterator[Doors]:
 
 def _ask(search: Search, door: Doors, timeout: float) -> None:
     """Asks all at once: one that hangs does not keep the others waiting."""
-    calls = {
-        address: door(address).Describe.future(ps.DescribeRequest(), timeout=timeout) for address in search.to_ask()
-    }
-    for address, call in calls.items():
-        try:
-            with translated(f"the server at {address}"):
-                answer = _described(call.result())
-        except UnreachableError as error:
-            search.failed(address, str(error))
-        else:
-            search.answered(address, answer, time.monotonic())
+    calls: list[tuple[str, Any]] = []
+    with interruptible.deferred(lambda _: [call.cancel() for _, call in calls]):
+        for address in search.to_ask():
+            calls.append((address, door(address).Describe.future(ps.DescribeRequest(), timeout=timeout)))
+        for address, call in calls:
+            try:
+                with translated(f"the server at {address}"):
+                    answer = _described(call.result())
+            except UnreachableError as error:
+                search.failed(address, str(error))
+            else:
+                search.answered(address, answer, time.monotonic())
 
 
 def _introduce(search: Search, door: Doors) -> None:

@@ -207,7 +207,8 @@ class ClientFlow:
 
     def start(self) -> None:
         """From now on what is sent goes."""
-        self._thread.start()
+        with interruptible.deferred(lambda _: None):
+            self._thread.start()
 
     def send(self, start: int, stop: int) -> None:
         """Bytes [start, stop) of the gradients' tape may go now; again: what went before is replaced. Never blocks."""
@@ -231,11 +232,12 @@ class ClientFlow:
             samples=samples, batches=codec.batches_to_proto(batches), absent=sorted(absent), groups_json=groups_json
         )
         self._model.tapes.take_in(move)
-        with self.changed:
-            for part in () if self._over else self._opened:
-                part.expected()
-        for shard, opening in enumerate(self._openings):
-            opening.close(header, move.sent(shard), move.outgoing(shard))
+        with interruptible.deferred(lambda _: None):
+            with self.changed:
+                for part in () if self._over else self._opened:
+                    part.expected()
+            for shard, opening in enumerate(self._openings):
+                opening.close(header, move.sent(shard), move.outgoing(shard))
         self._until(lambda: all(arrival.result is not None for arrival in self._arrivals))
         for part, arrival in zip(self._opened, self._arrivals, strict=True):
             if arrival.result is not None and not self.resent:
@@ -255,9 +257,10 @@ class ClientFlow:
     def close(self) -> None:
         """Waits for all of it. Of a push that is not finished, or has failed: gives it up. Harmless to repeat."""
         self._finished = True
-        for opening in self._openings:
-            if not opening.closed.is_set():
-                opening.give_up()
+        with interruptible.deferred(lambda _: None):
+            for opening in self._openings:
+                if not opening.closed.is_set():
+                    opening.give_up()
         interruptible.join(self._thread)
 
     def abandon(self) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-import grpc
-
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.wire.channel import FRAME_BYTES, open_channel
@@ -97,11 +95,22 @@ class Lane(Protocol):
 class Line:
     """A channel and all its stubs, made while it is certainly open: to make one on a closed channel is a crash in C."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
-        self.exchanges = ExchangeStub(channel)
+    def __init__(self, address: str, tensors: bool) -> None:
+        self.address = address
+        self.closed = False
+        self.exchanges = ExchangeStub(channel := open_channel(address, tensors))
         self.shard: ParameterServerServiceStub = ParameterServerServiceStub(channel)
         self.coordinator: CoordinatorServiceStub = CoordinatorServiceStub(channel)
+        self._channel = channel
+
+    def close(self) -> None:
+        """All its calls end. Harmless to repeat."""
+        self.closed = True
+        self._channel.close()
+
+    def cancel(self, cause: object = None) -> None:
+        """Ends a call that waits in the thread which made it: nothing less than this does. Others' are repeated."""
+        self.close()
 
 
 class GrpcLane:
@@ -143,7 +152,8 @@ class GrpcLane:
     def _introduce(self, address: str, job: str, coordinator: str) -> object:
         """Tells a shard where shard 0 is; does not wait for it, and is done again with the next that is learnt."""
         request = ps.IntroduceRequest(coordinator=coordinator, job=job)
-        with suppress(ValueError, InvalidRequestError):  # its line, or all of them, were closed meanwhile
+        with suppress(ValueError, InvalidRequestError), interruptible.deferred(lambda _: None):
+            # unless its line, or all of them, were closed meanwhile
             return self._line(address).shard.Introduce.future(request, timeout=INTRODUCTION_SECONDS)
         return None
 
@@ -152,7 +162,7 @@ class GrpcLane:
         with self._lock:
             lines = [self._lines.pop(key) for key in list(self._lines) if key[0] in gone]
         for line in lines:
-            line.channel.close()
+            line.close()
 
     def look_around(self, job: str, timeout: float) -> bool:
         places, calls, void = self._places, [], set[str]()
@@ -193,13 +203,12 @@ class GrpcLane:
         return self._ask("GetStatus", lambda stub: stub.GetStatus(request, timeout=timeout))
 
     def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
-        with self._at(shard, "AttachMemory") as address:
-            return self._line(address, tensors=True).shard.AttachMemory(request, timeout=timeout)
+        with self._at(shard, "AttachMemory", tensors=True) as line, interruptible.deferred(line.cancel):
+            return line.shard.AttachMemory(request, timeout=timeout)
 
     def whereabouts(self, timeout: float) -> Sequence[str]:
-        with self._at(0, "Describe") as address:
-            describe = self._line(address, tensors=True).shard.Describe
-            found = tuple(describe(ps.DescribeRequest(), timeout=timeout).addresses)
+        with self._at(0, "Describe", tensors=True) as line, interruptible.deferred(line.cancel):
+            found = tuple(line.shard.Describe(ps.DescribeRequest(), timeout=timeout).addresses)
             self._places.count(len(found))
             return found
 
@@ -218,14 +227,14 @@ class GrpcLane:
     ) -> Answer:
         self._places.check_layout()
         header.term = self._places.term(shard)
-        with self._at(shard, "Exchange") as address:
-            answer = self._exchange(address, header, send, receiver, timeout, cancellation, frames)
+        with self._at(shard, "Exchange", tensors=True) as line:
+            answer = self._exchange(line, header, send, receiver, timeout, cancellation, frames)
             self._places.check(shard, answer.result.term)
             return answer
 
     def _exchange(
         self,
-        address: str,
+        line: Line,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
         receiver: Receiver,
@@ -233,16 +242,16 @@ class GrpcLane:
         cancellation: Cancellation,
         frames: Iterator[bytes] | None,
     ) -> Answer:
-        stub, started = self._line(address, tensors=True).exchanges, time.monotonic()
+        stub, started = line.exchanges, time.monotonic()
         if header.memory:
-            answer = _once(stub, encode_header(header), timeout, cancellation)
+            answer = _once(line, encode_header(header), timeout, cancellation)
             return Answer(take(answer, receiver, in_memory=True), time.monotonic() - started, 0.0)
         if frames is None and _fits_once(header, send, receiver):
             request = encode_header(header, *(send if header.has_data else ()))
-            return Answer(take(_once(stub, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0)
+            return Answer(take(_once(line, request, timeout, cancellation), receiver), time.monotonic() - started, 0.0)
         if frames is None and header.has_data:
             frames = itertools.chain([encode_header(header)], chunks(send))
-        with self._streams.open(address, timeout, receiver) as stream, interruptible.deferred(cancellation.cancel):
+        with self._streams.open(line.address, timeout, receiver) as stream:
             call = stub.ask(encode_header(header)) if frames is None else stub.stream(stream.watched(frames))
             return stream.answer(call, cancellation)
 
@@ -255,35 +264,37 @@ class GrpcLane:
             self._closed = True
             lines, self._lines = list(self._lines.values()), {}
         for line in lines:
-            line.channel.close()
+            line.close()
 
     @contextmanager
-    def _at(self, shard: int, method: str) -> Iterator[str]:
-        """Where to ask now. Who does not answer there may have been followed by another one."""
+    def _at(self, shard: int, method: str, tensors: bool = False) -> Iterator[Line]:
+        """The line to ask on now. Who does not answer there may have been followed by another one."""
         address = self.addresses[shard]
+        line = self._line(address, tensors)
         try:
             with translated(f"shard {shard} at {address} ({method})"):
-                yield address
+                yield line
         except UnreachableError as error:
-            if error.reason in ("UNREACHABLE", "NOT_PRIMARY"):
+            if error.reason in ("UNREACHABLE", "NOT_PRIMARY") and not line.closed:
                 self._places.failed(shard, address)
             raise
-        except ValueError as closed:  # gRPC's: the channel was closed, because the server is not primary any more
-            if self._closed or address in self.addresses:
+        except ValueError as closed:  # gRPC's: the server is not primary any more, or a call beside this one was ended
+            if self._closed or not line.closed:
                 raise
-            raise UnreachableError(f"shard {shard} is not at {address} any more", "NOT_PRIMARY") from closed
+            raise UnreachableError(f"the line to shard {shard} at {address} was closed", "NOT_PRIMARY") from closed
 
     def _ask(self, method: str, call: Callable[[CoordinatorServiceStub], T]) -> T:
-        with self._at(0, method) as address:
-            return call(self._line(address).coordinator)
+        with self._at(0, method) as line, interruptible.deferred(line.cancel):
+            return call(line.coordinator)
 
     def _line(self, address: str, tensors: bool = False) -> "Line":
         with self._lock:
             if self._closed:
                 raise InvalidRequestError("this connection is closed")
-            if (address, tensors) not in self._lines:
-                self._lines[address, tensors] = Line(open_channel(address, tensors))
-            return self._lines[address, tensors]
+            line = self._lines.get((address, tensors))
+            if line is None or line.closed:
+                line = self._lines[address, tensors] = Line(address, tensors)
+            return line
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's channels without closing them, which could hang."""
@@ -309,14 +320,13 @@ def _fits_once(header: ps.PushPullHeader, send: Sequence[memoryview], receiver: 
     return sum(view.nbytes for view in send) <= FRAME_BYTES >= sum(view.nbytes for view in receiver.views(most))
 
 
-def _once(
-    stub: ExchangeStub, request: bytes, timeout: float, cancellation: Cancellation
-) -> Iterator[Frame[ps.ExchangeResult]]:
-    if cancellation.alone:  # waits in this thread, without gRPC's own beside it
-        return iter([decode_response(stub.once(request, timeout=timeout))])
-    call = stub.once.future(request, timeout=timeout)
+def _once(line: Line, request: bytes, timeout: float, cancellation: Cancellation) -> Iterator[Frame[ps.ExchangeResult]]:
+    once: Any = line.exchanges.once
+    call: Any = line
+    if not cancellation.alone:  # else it waits in this thread, without gRPC's own beside it
+        call = once.future(request, timeout=timeout)
     cancellation.attach(call)
     try:
-        return iter([decode_response(call.result())])
+        return iter([decode_response(once(request, timeout=timeout) if call is line else call.result())])
     finally:
         cancellation.detach(call)

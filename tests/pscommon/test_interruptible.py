@@ -118,14 +118,49 @@ def test_without_ctrl_c_all_is_as_before() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_where_ctrl_c_means_something_else_it_still_does() -> None:
-    called: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: called.append(number))
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The numbers of the signals that a handler has got, which raises after the first."""
+    numbers: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        numbers.append(number)
+        if len(numbers) > 1:
+            raise InterruptedByTest
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield numbers
+    signal.signal(signal.SIGUSR1, before)
+
+
+def usr1() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def test_handlers_are_called_at_once_and_only_what_they_raise_is_deferred(handled: list[int]) -> None:
+    handler, seen = signal.getsignal(signal.SIGUSR1), []
+    work = InTheMidst(
+        lambda cause: None, lambda: (usr1(), seen.append(len(handled)), usr1(), seen.append(len(handled)))
+    )
+    with pytest.raises(InterruptedByTest):
+        work()
+    assert work.steps == ["first", "second"]
+    assert seen == [1, 2]
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_a_handler_that_a_handler_sets_stays() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+
+    def for_once(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+
+    signal.signal(signal.SIGUSR2, for_once)
     try:
-        InTheMidst(pytest.fail)()
+        InTheMidst(pytest.fail, lambda: signal.raise_signal(signal.SIGUSR2))()
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert called == [signal.SIGINT]
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_other_threads_change_nothing() -> None:

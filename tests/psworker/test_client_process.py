@@ -224,9 +224,10 @@ channel._run_channel_spin_thread = interrupted
     assert cluster.left == {1: ""}
 
 
-def test_ctrl_c_ends_a_wait(cluster: FakeCluster) -> None:
-    cluster.waits_for = "worker 2"
-    with start(cluster, START + INTERRUPTED) as process:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_ctrl_c_ends_a_wait(shards: int) -> None:
+    with FakeCluster(shards=shards, lease=0.05) as cluster, start(cluster, START + INTERRUPTED) as process:
+        cluster.waits_for = "worker 2"
         try:
             cluster.wait_until(lambda: sum(header.seq for header in cluster.received) > 4)
             process.send_signal(signal.SIGINT)
@@ -236,3 +237,35 @@ def test_ctrl_c_ends_a_wait(cluster: FakeCluster) -> None:
 
     assert (out, err) == ("interrupted set()\n", "")
     assert cluster.left == {1: ""}
+
+
+@pytest.mark.parametrize("call", ["push(params)", "status()"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_a_signals_handler_raises_leaves_no_lock_taken(shards: int, call: str) -> None:
+    """The alarm of a time limit, in the midst of taking a lock of gRPC's, or of this package's."""
+    program = f"""
+def late(number, frame):
+    raise TimeoutError("late")
+
+def enter(condition, go_on=threading.Condition.__enter__):
+    taken = go_on(condition)
+    if threading.current_thread() is threading.main_thread():
+        threading.Condition.__enter__ = go_on
+        signal.raise_signal(signal.SIGALRM)
+    return taken
+
+signal.signal(signal.SIGALRM, late)
+threading.Condition.__enter__ = enter
+try:
+    client.{call}
+except TimeoutError as error:
+    print(error)
+assert signal.getsignal(signal.SIGALRM) is late
+client.status()
+assert client.push(params).status in ("applied", "duplicate")  # the first may have counted
+client.close()
+"""
+    with FakeCluster(shards=shards, lease=0.05) as cluster:
+        assert run(cluster, program) == (0, "late\n", "")
+        assert cluster.left == {1: ""}
+        assert cluster.version == 1
