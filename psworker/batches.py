@@ -276,13 +276,27 @@ class Batches:
 def map_style(dataset: Any) -> Any:
     """A data set with a length and items by number, or InvalidRequestError. A tuple of tensors gives tuples of rows."""
     if isinstance(dataset, tuple):
-        dataset = TensorDataset(*dataset)
+        dataset = TensorDataset(*_rows(dataset))
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InvalidRequestError(
             f"job.batches needs a map-style data set, with len() and items by number, or a stream, an IterableDataset "
             f"or one with read(source, offset), not {type(dataset).__name__}"
         )
     return dataset
+
+
+def _rows(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Tensors of one length, at least one of them."""
+    kinds = sorted({type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)})
+    if kinds or not tensors:
+        raise InvalidRequestError(
+            f"a tuple is a data set of its tensors' rows, and this has {', '.join(kinds) or 'none'}: make tensors of "
+            "arrays (torch.from_numpy), and give samples that are no rows of tensors as a list"
+        )
+    shapes = [list(tensor.shape) for tensor in tensors]
+    if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+        raise InvalidRequestError(f"the tensors of a data set need equally many rows, and have shapes {shapes}")
+    return tensors
 
 
 def reseed(*entropy: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError
+from pscommon.optimizers import SUPPORTED
 from psworker.client import Client
 from psworker.connect import choose_device
 from psworker.job import Job
@@ -36,7 +37,7 @@ class Node:
     steps: int = 0
     samples: int = 0
     loss: float = float("nan")
-    state: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class DistributedTraining:
@@ -72,7 +73,8 @@ class DistributedTraining:
         """Trains, and returns model_name, nodes_used, device, status, steps, samples, seconds, final_loss, state_dict.
 
         model: a module, which ends up with the trained weights, or "package.module:function" that makes one.
-        data: a map-style dataset of (input, target), or a pair of tensors. Every sample is used once an epoch, by one
+        data: a map-style dataset of (input, target), or a pair of tensors. An input or target may be a dict, list or
+        tuple of tensors; the model is called with the whole input. Every sample is used once an epoch, by one
         of the `nodes` workers; batch_size is per worker. Each worker is a thread of this process with a copy of the
         model and connections of its own; the servers are processes. loss(output, target): by default cross entropy for
         integer targets, mean squared error for others. optimizer: makes one from parameters, or is one whose settings
@@ -83,8 +85,11 @@ class DistributedTraining:
         """
         if nodes < 1:
             raise InvalidRequestError(f"nodes={nodes}: at least one worker has to train")
+        if simulate and self.ps is not None:
+            raise InvalidRequestError(f"simulate=True has servers of its own: leave out ps={self.ps!r}")
         module = _make(model)
-        task = _Task(data, epochs, batch_size, loss or _default_loss, _maker(optimizer, module), shuffle, seed)
+        data, loss = _paired(data), _checked_loss(loss)
+        task = _Task(data, epochs, batch_size, loss, _maker(optimizer, module), shuffle, seed)
         devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
         began = time.monotonic()
         run = self._simulated if simulate else self._real
@@ -213,17 +218,55 @@ def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
     """A worker's whole life: what a user's script would say."""
     optimizer = job.optimizer(task.make_optimizer(model.parameters()), model)
     told = time.monotonic()
-    for inputs, target in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
-        loss = task.loss(model(inputs.to(job.device)), target.to(job.device))
+    for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
+        inputs, target = _moved(_pair(batch), job.device)
+        loss, samples = task.loss(model(inputs), target), job.usage.samples
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise InvalidRequestError(f'loss(output, target) is {shape}, not one number, as with reduction="mean"')
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        result.steps, result.samples, result.loss = result.steps + 1, result.samples + len(target), loss.item()
+        result.steps, result.samples, result.loss = result.steps + 1, result.samples + samples, loss.item()
         if time.monotonic() - told >= LOG_SECONDS:
             told = time.monotonic()
             log.info("worker %d: step %d, loss %.4f", job.rank, result.steps, result.loss)
     log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
-    result.state = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    result.state = {name: _kept(value) for name, value in model.state_dict().items()}
+
+
+def _paired(data: Any) -> Any:
+    """The data set; for a pair of tensors, listed or not, one of their rows."""
+    if isinstance(data, tuple) or (isinstance(data, list) and data and all(isinstance(item, Tensor) for item in data)):
+        if len(data) != 2:
+            raise InvalidRequestError(
+                f"data is a pair of tensors, inputs and targets, or a data set, not {len(data)} of them"
+            )
+        return tuple(data)
+    return data
+
+
+def _pair(batch: Any) -> Any:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch
+    size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+    raise InvalidRequestError(f"a sample of data is a pair, (input, target), not a {type(batch).__name__}{size}")
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    """With all tensors in it on the device."""
+    if isinstance(item, Tensor):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {key: _moved(value, device) for key, value in item.items()}
+    if isinstance(item, tuple | list):
+        return [_moved(value, device) for value in item]
+    return item
+
+
+def _kept(value: Any) -> Any:
+    """An entry of a state_dict, which is what a module likes (get_extra_state), apart from the module."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _mean(values: list[float]) -> float:
@@ -237,9 +280,12 @@ def _make(model: nn.Module | str) -> nn.Module:
         raise InvalidRequestError(f"a model is a torch.nn.Module or a text, not a {type(model).__name__}")
     name, _, function = model.partition(":")
     try:
-        made = getattr(importlib.import_module(name), function)()
+        if not name or not function:
+            raise ImportError("one of them is missing")
+        make = getattr(importlib.import_module(name), function)
     except (ImportError, AttributeError) as error:
         raise InvalidRequestError(f'model {model!r} is not "package.module:function": {error}') from error
+    made = make()
     if not isinstance(made, nn.Module):
         raise InvalidRequestError(f"{model} made a {type(made).__name__}, not a torch.nn.Module")
     return made
@@ -250,7 +296,7 @@ def _maker(optimizer: MakeOptimizer | torch.optim.Optimizer | None, module: nn.M
     if optimizer is None:
         return torch.optim.Adam
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
+        return _checked_maker(optimizer)
     places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
     groups = [
         ({key: value for key, value in group.items() if key != "params"}, [places.get(id(p)) for p in group["params"]])
@@ -258,18 +304,47 @@ def _maker(optimizer: MakeOptimizer | torch.optim.Optimizer | None, module: nn.M
     ]
     if any(place is None for _, members in groups for place in members):
         raise InvalidRequestError("the optimizer has parameters that are not the model's")
+    kinds = [kind for kind in SUPPORTED.values() if kind.torch_class is type(optimizer)]
+    arguments = {key: optimizer.defaults[key] for kind in kinds for key in kind.constructor_only}
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         mine = list(parameters)
         make_one: Any = type(optimizer)
         chosen = [settings | {"params": [mine[p] for p in members if p is not None]} for settings, members in groups]
-        made: torch.optim.Optimizer = make_one(chosen)
+        made: torch.optim.Optimizer = make_one(chosen, **arguments)
         return made
 
     return make
 
 
-def _default_loss(output: Tensor, target: Tensor) -> Tensor:
+def _checked_maker(make: MakeOptimizer) -> MakeOptimizer:
+    what = "optimizer is one of torch.optim's, or makes one from parameters, such as torch.optim.SGD"
+    if not callable(make):
+        raise InvalidRequestError(f"{what}, not {make!r}")
+
+    def checked(parameters: Any) -> torch.optim.Optimizer:
+        made: Any = make(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise InvalidRequestError(f"{what}: this made a {type(made).__name__}")
+        return made
+
+    return checked
+
+
+def _checked_loss(loss: Loss | None) -> Loss:
+    if loss is None:
+        return _default_loss
+    if isinstance(loss, type) or not callable(loss):
+        raise InvalidRequestError(f"loss is a function of output and target, such as torch.nn.MSELoss(), not {loss!r}")
+    return loss
+
+
+def _default_loss(output: Any, target: Any) -> Tensor:
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        raise InvalidRequestError(
+            f"without loss=... the model's output and the target are tensors, not a {type(output).__name__} and a "
+            f"{type(target).__name__}"
+        )
     if target.is_floating_point():
         return nn.functional.mse_loss(output, target)
     return nn.functional.cross_entropy(output, target)

@@ -1,5 +1,6 @@
 """psworker.DistributedTraining: one call that really trains on several workers."""
 
+import functools
 import math
 import os
 import signal
@@ -125,6 +126,102 @@ def test_what_can_be_given() -> None:
 
     assert named["model_name"] == "Net"
     assert whole["status"] == "done"
+
+
+class Quadratic(nn.Module):
+    """Has state that is no tensor, and takes its inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.seen: dict[str, int] = {}
+
+    def forward(self, inputs: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        self.seen["calls"] = self.seen.get("calls", 0) + 1
+        (x, bias) = inputs["x"]
+        return self.linear(x) + bias  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = dict(state)
+
+
+def test_nested_inputs_and_state_that_is_no_tensor() -> None:
+    model, data = Quadratic(), [({"x": (x, x[:1])}, label) for x, label in zip(INPUTS, LABELS, strict=True)]
+
+    result = DistributedTraining().train_distributed(model, data, nodes=2, batch_size=30, simulate=True)
+
+    assert (result["steps"], result["samples"]) == (4, 120)
+    assert result["state_dict"]["_extra_state"] == model.seen == {"calls": 2}
+
+
+def test_a_list_of_two_tensors_is_a_pair() -> None:
+    results = [
+        DistributedTraining().train_distributed(Net(), data, nodes=1, simulate=True) for data in (DATA, list(DATA))
+    ]
+    assert [result["samples"] for result in results] == [120, 120]
+    assert results[0]["final_loss"] == results[1]["final_loss"]
+
+
+@pytest.mark.parametrize("as_it_is", [False, True])
+def test_what_an_optimizer_reads_from_its_constructor_counts(as_it_is: bool) -> None:
+    model, alone = nn.Linear(6, 2), nn.Linear(6, 2)
+    alone.load_state_dict(model.state_dict())
+    make = functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5)
+    optimizer = make(alone.parameters())
+    nn.functional.cross_entropy(alone(INPUTS), LABELS).backward()
+    optimizer.step()
+
+    given = make(model.parameters()) if as_it_is else make
+    DistributedTraining().train_distributed(
+        model, DATA, nodes=1, batch_size=120, shuffle=False, optimizer=given, simulate=True
+    )
+
+    torch.testing.assert_close(model.weight, alone.weight)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": [INPUTS]}, "pair of tensors"),
+        ({"data": [INPUTS, LABELS, LABELS]}, "pair of tensors"),
+        ({"data": (INPUTS, LABELS[:5])}, "equally many rows"),
+        ({"data": (INPUTS.numpy(), LABELS.numpy())}, "torch.from_numpy"),
+        ({"data": [{"x": INPUTS[0], "y": LABELS[0]}]}, r"a pair, \(input, target\), not a dict"),
+        ({"data": [(INPUTS[0], {"y": LABELS[0]})] * 2}, "without loss"),
+        ({"optimizer": "adam"}, "such as torch.optim.SGD, not 'adam'"),
+        ({"optimizer": list}, "this made a list"),
+        ({"loss": "mse"}, r"such as torch.nn.MSELoss\(\), not 'mse'"),
+        ({"loss": nn.CrossEntropyLoss}, "such as torch.nn.MSELoss"),
+        ({"loss": nn.CrossEntropyLoss(reduction="none")}, r"of shape \[64\], not one number"),
+        ({"loss": lambda output, target: 0.5}, "is a float, not one number"),
+    ],
+)
+def test_what_cannot_be_given(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        DistributedTraining().train_distributed(**{"model": Net(), "data": DATA, "nodes": 1, "simulate": True} | given)
+
+
+def test_a_simulation_has_its_own_servers() -> None:
+    with pytest.raises(InvalidRequestError, match="leave out ps='h:1'"):
+        DistributedTraining(ps="h:1").train_distributed(Net(), DATA, simulate=True)
+
+
+def broken_factory() -> nn.Module:
+    raise AttributeError("of its own")
+
+
+def test_an_error_of_the_factory_is_its_own() -> None:
+    with pytest.raises(AttributeError, match="of its own"):
+        DistributedTraining().train_distributed(f"{__name__}:broken_factory", DATA)
+
+
+@pytest.mark.parametrize("model", ["", ":make", "module:", "module"])
+def test_a_text_that_names_no_factory(model: str) -> None:
+    with pytest.raises(InvalidRequestError, match="one of them is missing"):
+        DistributedTraining().train_distributed(model, DATA)
 
 
 @pytest.mark.parametrize("model", ["no_such_module:make", f"{__name__}:nothing", f"{__name__}:children"])

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 from pscommon.core.errors import InvalidRequestError, QuarantinedError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
+from psworker.batches import map_style
 from psworker.job import Job
 from psworker.local import LocalClient
 from psworker.optimizer import ServerOptimizer
@@ -287,6 +288,20 @@ def test_what_is_neither_map_style_nor_a_stream_cannot_be_shared_out(dataset: An
 
     with pytest.raises(InvalidRequestError, match=r"map-style.*stream"):
         job.batches(dataset, 4)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ((), "this has none"),
+        ((np.zeros(3), torch.zeros(3)), r"this has ndarray.*torch\.from_numpy"),
+        ((torch.zeros(3), torch.zeros(4)), r"equally many rows, and have shapes \[\[3\], \[4\]\]"),
+        ((torch.zeros(()), torch.zeros(4)), "equally many rows"),
+    ],
+)
+def test_a_tuple_that_has_no_rows_of_tensors(dataset: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        map_style(dataset)
 
 
 def test_nonsense_and_a_missing_optimizer_are_refused() -> None:
