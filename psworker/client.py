@@ -45,9 +45,9 @@ class Client:
     end as they like, but neither use this Client nor make one: gRPC does not survive a fork.
 
     Any call may raise UnreachableError, WaitTimeoutError (both name whom it waited for), FencedError once the job went
-    on without this worker (`rejoin` brings it back), MismatchError for servers that are not one job's complete set or
-    run another job, DrainedError for a worker that was asked to leave and would have to wait long for others, and
-    InvalidRequestError for bad arguments.
+    on without this worker (`rejoin` brings it back, but for a QuarantinedError), MismatchError for servers that are not
+    one job's complete set or run another job, DrainedError for a worker that was asked to leave and would have to wait
+    long for others, and InvalidRequestError for bad arguments.
     """
 
     def __init__(
@@ -310,10 +310,12 @@ class Client:
         """Comes back after a FencedError: a new worker of the same job, with the model that was registered.
 
         What the old one had not pushed is lost, and what it had leased went back. Pull before computing on.
-        MismatchError if the servers run another job or model now, FencedError if they have lost the job's weights.
+        MismatchError if the servers run another job or model now, FencedError if they have lost the job's weights,
+        QuarantinedError again for a worker whose gradients were bad too often (--quarantine-after).
         """
         with self._model.turn:
             self._model.check_idle()
+            self._connection.place.check_curable()
             self._model.come_back(COMES_BACK)
 
     def retire(self, reason: str = "") -> None:

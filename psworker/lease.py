@@ -11,6 +11,7 @@ from pscommon.core.errors import (
     MismatchError,
     NonFiniteError,
     PSError,
+    QuarantinedError,
     SnapshotError,
     TooFewWorkersError,
 )
@@ -75,6 +76,11 @@ class Place:
         ended the job."""
         if self._lost is not None:
             raise type(self._lost)(str(self._lost), self._lost.reason)
+
+    def check_curable(self) -> None:
+        """Raises what a new place would not cure: QuarantinedError."""
+        if isinstance(self._lost, QuarantinedError):
+            self.check()
 
     def beat(self, lane: Lane, timeout: float, drain: Drain) -> str:
         """One heartbeat; why nobody has answered, or empty. Silence is no loss."""

@@ -6,7 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pscommon.core.errors import FencedError, InvalidRequestError, LayoutError, MismatchError, PSError, error_for
+from pscommon.core.errors import (
+    FencedError,
+    InvalidRequestError,
+    LayoutError,
+    MismatchError,
+    PSError,
+    QuarantinedError,
+    error_for,
+)
 from pscommon.core.log import BatchKey
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
@@ -233,8 +241,10 @@ class SharedModel:
         header.base = base
         try:
             result = self._exchange(move, header, repeats)
-        except BaseException:
+        except BaseException as error:
             pushes.fail(digest_of(move, content))
+            if isinstance(error, QuarantinedError):
+                self._connection.place.lose(error)
             raise
         pushes.close()
         return result

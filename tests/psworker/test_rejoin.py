@@ -246,12 +246,16 @@ def test_servers_that_start_again_are_waited_for(cluster: FakeCluster) -> None:
         assert client.push(gradient()).status == "applied"
 
 
-def test_a_quarantined_push_raises_what_it_is(cluster: FakeCluster) -> None:
+def test_a_quarantined_push_raises_what_it_is_and_its_worker_does_not_come_back(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         bad = ps.ExchangeResult(outcome=ps.OUTCOME_REJECTED, reason="QUARANTINED", detail="3 bad gradients in a row")
         cluster.outcome = lambda key: bad  # type: ignore[method-assign]
         with pytest.raises(QuarantinedError, match="3 bad gradients"):
             client.push(gradient())
+
+        with pytest.raises(QuarantinedError, match="3 bad gradients"):
+            client.rejoin()
+        assert cluster.calls["Join"] == 1
 
 
 def test_who_retires_looks_on_and_reports(cluster: FakeCluster) -> None:
