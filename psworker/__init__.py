@@ -5,7 +5,7 @@ neither torch nor gRPC: each comes with the first use of what needs it.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from pscommon.core.errors import (
     FencedError,
@@ -65,19 +65,29 @@ _LAZY = {
 }
 
 
-def OptimizerSpec(name: str, **hyper: Scalar) -> _OptimizerSpec:
+class OptimizerSpec(_OptimizerSpec):
     """An optimizer for `Client.register`: OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99)).
 
     name: sgd, adam, adamw, adagrad or rmsprop. What is left out is torch's default. Checked by `Client.register`.
     """
-    return _OptimizerSpec(name, (hyper,))
+
+    def __init__(self, name: str, **hyper: Scalar | SupportsFloat) -> None:
+        super().__init__(name, ({key: _plain(value) for key, value in hyper.items()},))
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value.item() if hasattr(value, "item") else value
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+if not TYPE_CHECKING:  # there, the names are imported above, and others are errors
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_LAZY[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})

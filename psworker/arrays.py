@@ -11,6 +11,7 @@ from pscommon.core.tape import Plan
 
 Array = NDArray[np.generic]
 Arrays = Mapping[str, Array]
+Gradients = Mapping[str, Array | None]
 
 DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "float64": np.dtype("<f8"),
@@ -29,9 +30,11 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
 
 def spec_of(params: Arrays, buffers: Arrays, frozen: Arrays, optimizer: OptimizerSpec) -> ModelSpec:
     """The model that these arrays make, in this order. InvalidRequestError for a dtype or name that cannot be."""
+    if not isinstance(optimizer, OptimizerSpec):
+        raise InvalidRequestError(f'optimizer is psworker.OptimizerSpec("sgd", lr=...), say, not {optimizer!r}')
     groups: tuple[tuple[Role, Arrays], ...] = (("trainable", params), ("buffer", buffers), ("frozen", frozen))
     tensors = [
-        TensorSpec(name, np.asarray(array).shape, np.asarray(array).dtype.name, role)
+        TensorSpec(_text(name), (given := as_array(name, array)).shape, given.dtype.name, role)
         for role, arrays in groups
         for name, array in arrays.items()
     ]
@@ -39,6 +42,20 @@ def spec_of(params: Arrays, buffers: Arrays, frozen: Arrays, optimizer: Optimize
         return ModelSpec(tuple(tensors), optimizer)
     except InvalidModelError as error:
         raise InvalidRequestError(str(error)) from error
+
+
+def _text(name: object) -> str:
+    if isinstance(name, str):
+        return name
+    raise InvalidRequestError(f"tensors have names, texts, not {name!r}")
+
+
+def as_array(name: str, array: object) -> Array:
+    """What numpy makes of it. InvalidRequestError where it makes nothing, as of a torch tensor that requires grad."""
+    try:
+        return np.asarray(array)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequestError(f"tensor {name!r} is no numpy array, and cannot be made one: {error}") from error
 
 
 class ArrayTape:
@@ -59,7 +76,7 @@ class ArrayTape:
         for name, array in checked.items():
             self.tensors[name][...] = array
 
-    def write_gradients(self, grads: Mapping[str, Array | None], weights: "ArrayTape") -> list[int]:
+    def write_gradients(self, grads: Gradients, weights: "ArrayTape") -> list[int]:
         """What a push sends: gradients by name, and buffers, which are those of `weights` where not given.
 
         Returns the indices of trainable tensors without a gradient. InvalidRequestError as for `write`.
@@ -96,7 +113,7 @@ class ArrayTape:
         if tensor is None:
             known = ", ".join(sorted(self.tensors)[:20])
             raise InvalidRequestError(f"the model has no tensor {name!r}; it has {known}", "UNKNOWN_TENSOR")
-        array = np.asarray(array)
+        array = as_array(name, array)
         if array.dtype.newbyteorder("=") != tensor.dtype.newbyteorder("="):
             raise InvalidRequestError(f"tensor {name!r} is {tensor.dtype}, not {array.dtype}", "WRONG_DTYPE")
         if array.shape != tensor.shape:

@@ -4,17 +4,18 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
 from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.core.stream import Spec
 from pscommon.core.tape import Plan
-from pscommon.values import LANES, Lanes, seconds
+from pscommon.values import LANES, Lanes
 from psproto.v1 import coordinator_pb2 as co
 from psworker import forgotten
-from psworker.arrays import Array, Arrays, ArrayTape, spec_of
+from psworker.arguments import attempt_of, connect_timeout_of, rank_of, time_limit
+from psworker.arrays import Array, Arrays, ArrayTape, Gradients, spec_of
 from psworker.connection import Connection
 from psworker.discovery import addresses_of, discover
 from psworker.drain import DrainedError
@@ -27,7 +28,6 @@ from psworker.results import Lease, PushResult
 from psworker.share import DataShare
 from psworker.whole_flow import WholeFlow
 
-CONNECT_SECONDS = "60"
 COMES_BACK = "comes back as a new worker"
 
 
@@ -63,7 +63,8 @@ class Client:
         lane: Lane | None = None,
     ) -> None:
         environment = os.environ if servers is None and lane is None else {}
-        limits = Limits(connect_timeout or _connect_timeout(environment), wait_timeout)
+        limits = Limits(connect_timeout_of(connect_timeout, environment), time_limit("wait_timeout", wait_timeout))
+        rank = rank_of(rank, environment)
         self._connection = _connected(servers, lane, environment, limits)
         if not self._connection.lane.direct:  # else it has no threads to live on in
             forgotten.watch(self, self._connection)
@@ -75,17 +76,18 @@ class Client:
         self._gradients: ArrayTape | None = None
         self._leaves = False
         if not observe:
-            self._join(_rank(rank, environment), device)
+            self._join(rank, device)
 
     def _join(self, rank: int | None, device: str) -> None:
         try:
-            self._connection.join(rank, _attempt(os.environ), device)
+            self._connection.join(rank, attempt_of(os.environ), device)
         except BaseException:
             self._connection.close()
             raise
 
     @property
     def job(self) -> str:
+        """The id of the job that the servers run."""
         return self._connection.place.job
 
     @property
@@ -95,7 +97,7 @@ class Client:
 
     @property
     def policy(self) -> str:
-        """How the servers let pushes count, as the last heartbeat said; empty for an observer."""
+        """How the servers let pushes count, as the last heartbeat said: sync, async or ssp; empty for an observer."""
         return self._connection.place.policy
 
     @property
@@ -173,7 +175,7 @@ class Client:
             self.exchange(gradients=None, weights=tape.memory)
             return tape.read(out)
 
-    def push(self, grads: Arrays, samples: int = 1) -> PushResult:
+    def push(self, grads: Gradients, samples: int = 1) -> PushResult:
         """Sends gradients by name and waits until the policy has decided on them. Returns how it ended.
 
         A tensor that is missing or None got no gradient: its optimizer state stays as it is. Buffers may be among
@@ -185,7 +187,7 @@ class Client:
         """
         return self._push(grads, samples, pull=False)
 
-    def push_pull(self, grads: Arrays, out: Mapping[str, Array] | None = None, samples: int = 1) -> PushResult:
+    def push_pull(self, grads: Gradients, out: Mapping[str, Array] | None = None, samples: int = 1) -> PushResult:
         """As push, then pull, in one round trip. The weights come into `out`, or stay in `weights`."""
         with self._model.turn:
             self._known_weights().check_out(out or {})
@@ -199,7 +201,7 @@ class Client:
         """What was pulled last, by name, without a copy: the next pull changes it."""
         return dict(self._known_weights().tensors)
 
-    def _push(self, grads: Arrays, samples: int, pull: bool) -> PushResult:
+    def _push(self, grads: Gradients, samples: int, pull: bool) -> PushResult:
         with self._model.turn:
             weights = self._known_weights()
             if self._gradients is None:
@@ -286,7 +288,7 @@ class Client:
         """These will not be pushed: others may have them."""
         self._data.give_back(batches)
 
-    def report(self, **metrics: float) -> None:
+    def report(self, **metrics: SupportsFloat) -> None:
         """Values for the job's summary, metrics and logs."""
         values = {name: float(value) for name, value in metrics.items()}
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=values)
@@ -357,26 +359,9 @@ def _connected(
     return Connection(GrpcLane(cluster.addresses, given), limits, Place(job or cluster.job, 0))
 
 
-def _connect_timeout(environment: Mapping[str, str]) -> float:
-    try:
-        return seconds(environment.get("PS_CONNECT_TIMEOUT") or CONNECT_SECONDS)
-    except ValueError as error:
-        raise InvalidRequestError(f"PS_CONNECT_TIMEOUT: {error}") from error
-
-
 def _lanes(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
     lanes: Any = given or environment.get("PS_LANES") or "auto"
     if lanes not in LANES:
         raise InvalidRequestError(f"lanes {lanes!r} is not one of {', '.join(LANES)}")
     chosen: Lanes = lanes
     return chosen
-
-
-def _rank(rank: int | None, environment: Mapping[str, str]) -> int | None:
-    given = environment.get("PS_WORKER_RANK", "")
-    return int(given) if rank is None and given else rank
-
-
-def _attempt(environment: Mapping[str, str]) -> int:
-    """How often the launcher had started this process's rank before."""
-    return int(environment.get("PS_WORKER_ATTEMPT") or 0)

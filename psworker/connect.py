@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError
+from psworker.arguments import rank_of
 from psworker.environment import is_on
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def connect(
 
     Raises InvalidRequestError where the environment says nothing, UnreachableError, MismatchError.
     """
-    rank = _rank() if rank is None else rank
+    rank = rank_of(rank, os.environ)
     place = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)
     from psworker.job import Job
 
@@ -69,10 +70,3 @@ def choose_device(wanted: str, rank: int) -> "torch.device":
     if device.type == "cuda" and (device.index or 0) >= count:
         raise InvalidRequestError(f"device {wanted}: torch {torch.__version__} sees {count} GPUs on this machine")
     return device
-
-
-def _rank() -> int | None:
-    text = os.environ.get("PS_WORKER_RANK", "")
-    if text and not text.isdecimal():
-        raise InvalidRequestError(f"PS_WORKER_RANK must be 0, 1, 2 ..., not {text!r}")
-    return int(text) if text else None

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
@@ -189,7 +189,7 @@ class Job:
         if self._optimizer is not None:
             self._optimizer.wait()
 
-    def report(self, **values: float) -> None:
+    def report(self, **values: SupportsFloat) -> None:
         """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""
         numbers = {name: float(value) for name, value in values.items()}
         self.insist(lambda: self.client.report(**numbers))

@@ -22,6 +22,7 @@ from pscommon.values import Lanes
 from pscommon.wire import codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
+from psworker.arguments import whole
 from psworker.calls import Cancellation
 from psworker.connection import Connection
 from psworker.exchange import SLICE_SECONDS, Sent, ShardExchange, combined
@@ -169,10 +170,10 @@ class SharedModel:
         with self.turn:
             if gradients is None:
                 return self._exchange(move, ps.PushPullHeader(pull=pull))
-            if self._observes or samples < 1:
-                raise InvalidRequestError("an observer cannot push" if self._observes else f"samples={samples} < 1")
+            if self._observes:
+                raise InvalidRequestError("an observer cannot push")
             header = ps.PushPullHeader(
-                samples=samples,
+                samples=whole("samples", samples, 1),
                 batches=codec.batches_to_proto(batches),
                 absent=sorted(absent),
                 groups_json=groups_json,

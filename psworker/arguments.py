@@ -1,0 +1,56 @@
+"""What callers and their environment give, checked where it is given: InvalidRequestError says what would do."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.values import seconds
+
+CONNECT_SECONDS = "60"
+MOST_RANK = 2**32 - 1
+
+
+def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
+    """An integer of Python's, numpy's or torch's, as Python's."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise InvalidRequestError(f"{name}={value!r} is not a whole number from {least} to {most}")
+    return number
+
+
+def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
+    """The worker's place in a round's sum: as given, or PS_WORKER_RANK."""
+    return _from_environment("PS_WORKER_RANK", environment) if given is None else whole("rank", given, 0, MOST_RANK)
+
+
+def attempt_of(environment: Mapping[str, str]) -> int:
+    """How often the launcher had started this process's rank before."""
+    return _from_environment("PS_WORKER_ATTEMPT", environment) or 0
+
+
+def _from_environment(name: str, environment: Mapping[str, str]) -> int | None:
+    text = environment.get(name, "")
+    if text and not (text.isascii() and text.isdecimal() and int(text) <= MOST_RANK):
+        raise InvalidRequestError(f"{name} must be 0, 1, 2 ..., not {text!r}")
+    return int(text) if text else None
+
+
+def connect_timeout_of(given: float | None, environment: Mapping[str, str]) -> float:
+    """Seconds that servers may be silent: as given, or PS_CONNECT_TIMEOUT."""
+    if given is not None:
+        return time_limit("connect_timeout", given)
+    try:
+        return seconds(environment.get("PS_CONNECT_TIMEOUT") or CONNECT_SECONDS)
+    except ValueError as error:
+        raise InvalidRequestError(f"PS_CONNECT_TIMEOUT: {error}") from error
+
+
+def time_limit(name: str, given: float) -> float:
+    """Seconds, perhaps without end."""
+    if isinstance(given, int | float) and given > 0:
+        return given
+    raise InvalidRequestError(f"{name}={given!r} is not a positive number of seconds")
