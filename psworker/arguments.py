@@ -22,6 +22,11 @@ def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
     return number
 
 
+def seed_of(value: Any) -> int:
+    """Any 64-bit integer, as a signed one: of two that differ by 2**64 nobody can tell which it was."""
+    return (whole("seed", value, -(2**63), 2**64 - 1) + 2**63) % 2**64 - 2**63
+
+
 def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
     """The worker's place in a round's sum: as given, or PS_WORKER_RANK."""
     return _from_environment("PS_WORKER_RANK", environment) if given is None else whole("rank", given, 0, MOST_RANK)

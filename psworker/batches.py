@@ -5,12 +5,14 @@ ledger has some to give. When it has none, all that is in the loader is used up 
 out of rounds, until a lost worker's batches come back or the loop ends. Streams are read in psworker/streams.py.
 """
 
+import inspect
 import logging
+import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from psworker.job import Job
 
 FETCH, COMPUTE = 0, 1
+
+T = TypeVar("T")
 
 log = logging.getLogger("psworker")
 
@@ -273,6 +277,14 @@ class Batches:
             self._job.enter("data")
 
 
+def spec_made(kind: Callable[..., T], *fields: Any) -> T:
+    """The spec of a loop, or InvalidRequestError for numbers that make none."""
+    try:
+        return kind(*(value if isinstance(value, bool) else operator.index(value) for value in fields))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"a loop's batch_size, epochs and sources are whole numbers: {error}") from error
+
+
 def map_style(dataset: Any) -> Any:
     """A data set with a length and items by number, or InvalidRequestError. A tuple of tensors gives tuples of rows."""
     if isinstance(dataset, tuple):
@@ -283,6 +295,19 @@ def map_style(dataset: Any) -> Any:
             f"or one with read(source, offset), not {type(dataset).__name__}"
         )
     return dataset
+
+
+def check_options(loader: Mapping[str, Any]) -> None:
+    """InvalidRequestError for what is no option of DataLoader, or would choose the samples."""
+    known = inspect.signature(DataLoader).parameters
+    for name in loader:
+        if name in ("sampler", "batch_sampler"):
+            raise InvalidRequestError(
+                f"{name}=... cannot apply: the job deals the samples to its workers. To choose or to order them, give "
+                "torch.utils.data.Subset as the data set, with shuffle=False for its own order"
+            )
+        if name not in known or name == "dataset":
+            raise InvalidRequestError(f"{name}=... is known neither to job.batches nor to torch's DataLoader")
 
 
 def _rows(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

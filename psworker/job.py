@@ -15,7 +15,8 @@ from pscommon.core.errors import FencedError, InvalidRequestError, PSError, Quar
 from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import StreamSpec
 from psworker import metrics, streams
-from psworker.batches import Batches, Fetcher, Leases, MapStyle, Usage, map_style
+from psworker.arguments import seed_of
+from psworker.batches import Batches, Fetcher, Leases, MapStyle, Usage, check_options, map_style, spec_made
 from psworker.drain import DrainedError
 from psworker.environment import is_on
 from psworker.local import JobClient
@@ -154,13 +155,14 @@ class Job:
         the loop ends, the model holds the job's newest weights. Under torch.no_grad() a batch weighs nothing; as
         no step follows that counts it, one that was evaluated by a worker that leaves may be seen again by another.
         """
-        collate = collate_fn or default_collate
+        collate, seed = collate_fn or default_collate, seed_of(seed)
         if sources is not None or is_stream(dataset):
             streams.refuse(drop_last, loader)
-            stream = _made(StreamSpec, self._loops, 1 if sources is None else sources, batch_size, epochs)
+            stream = spec_made(StreamSpec, self._loops, 1 if sources is None else sources, batch_size, epochs)
             reader = Stream(stream, stream_of(dataset, stream.sources), collate, seed if reseed else None)
             self._loops += 1
             return Batches(self, stream, reader, reseed)
+        check_options(loader)
         data = map_style(dataset)
         spec = self._next_loop(len(data), batch_size, epochs, drop_last, shuffle, seed)
         return Batches(self, spec, MapStyle(spec, Fetcher(data, collate, reseed), loader), reseed)
@@ -169,7 +171,7 @@ class Job:
         self, size: int, batch_size: int, epochs: int, drop_last: bool, shuffle: bool, seed: int
     ) -> LoopSpec:
         before = self._epochs.get((size, seed), 0)
-        spec = _made(LoopSpec, self._loops, size, batch_size, epochs, drop_last, shuffle, seed, before)
+        spec = spec_made(LoopSpec, self._loops, size, batch_size, epochs, drop_last, shuffle, seed, before)
         self._loops += 1
         self._epochs[size, seed] = before + epochs
         return spec
@@ -385,11 +387,3 @@ class Job:
         except PSError as trouble:
             log.warning("could not leave the job: %s", trouble)  # `error` is what the user must see
         return None
-
-
-def _made(kind: Callable[..., T], *fields: Any) -> T:
-    """The spec of a loop, or InvalidRequestError for numbers that make none."""
-    try:
-        return kind(*fields)
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from error

@@ -5,6 +5,7 @@ batch whether the source ends there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from io import IOBase
 from itertools import islice
 from typing import Any, Protocol
 
@@ -45,6 +46,8 @@ def is_stream(dataset: Any) -> bool:
 def stream_of(dataset: Any, sources: int) -> StreamDataset:
     """InvalidRequestError for what is no stream, or no stream of so many sources."""
     if hasattr(dataset, "read"):
+        if isinstance(dataset, IOBase):
+            raise InvalidRequestError("an open file is no stream of samples: job.batches needs read(source, offset)")
         stream: StreamDataset = dataset
         return stream
     if sources != 1 or not isinstance(dataset, IterableDataset):

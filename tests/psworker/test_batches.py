@@ -304,6 +304,39 @@ def test_a_tuple_that_has_no_rows_of_tensors(dataset: Any, message: str) -> None
         map_style(dataset)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 2.0}, "whole numbers: 'float'"),
+        ({"batch_size": 2, "epochs": None}, "whole numbers: 'NoneType'"),
+        ({"batch_size": 2, "seed": None}, "seed=None is not a whole number"),
+        ({"batch_size": 2, "seed": 1.5}, "seed=1.5"),
+        ({"batch_size": 2, "seed": 2**64}, "seed=18446744073709551616"),
+        ({"batch_size": 2, "sampler": [0]}, "sampler=.*Subset"),
+        ({"batch_size": 2, "batch_sampler": [[0]]}, "batch_sampler=.*Subset"),
+        ({"batch_size": 2, "nun_workers": 1}, "nun_workers=... is known neither"),
+    ],
+)
+def test_what_a_loop_cannot_take_is_refused_at_the_call(given: dict[str, Any], message: str) -> None:
+    job, _ = started(Ledger())
+    with pytest.raises(InvalidRequestError, match=message):
+        job.batches(range(4), **given)
+    assert job.batches(range(4), batch_size=2).spec.loop == 0
+
+
+def test_a_seed_may_have_64_bits_and_numbers_be_numpys() -> None:
+    job, _ = started(Ledger())
+    spec = job.batches(range(4), batch_size=np.int64(2), epochs=np.int32(1), seed=2**64 - 1).spec
+    assert spec == LoopSpec(0, 4, 2, 1, seed=-1)
+    assert [type(value) for value in (spec.batch_size, spec.epochs)] == [int, int]
+
+
+def test_an_open_file_is_no_stream() -> None:
+    job, _ = started(Ledger())
+    with open(__file__) as file, pytest.raises(InvalidRequestError, match="an open file"):
+        job.batches(file, batch_size=2)
+
+
 def test_nonsense_and_a_missing_optimizer_are_refused() -> None:
     job, _ = started()
 
