@@ -30,7 +30,7 @@ MANY = 2048
 
 OWN = "with register_buffer(..., persistent=False) a buffer stays each worker's own, whatever becomes of it"
 
-_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRAD = attrgetter("grad")
 
 
 class Places:
@@ -238,11 +238,6 @@ def _call(work: Callable[[], Any]) -> Any:
 def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Those that are there."""
     return list(compress(grads, map(is_not, grads, repeat(None))))  # type: ignore[arg-type]
-
-
-def versions(grads: Sequence[Tensor]) -> list[int]:
-    """How often torch has changed each in place; the same number on the same tensor: the same values."""
-    return list(map(_VERSION, grads))
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

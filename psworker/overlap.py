@@ -2,8 +2,8 @@
 
 Gradients leave in buckets during backward, last layers first, and forward waits for new weights layer by layer
 (`arrivals`). Nothing of this changes a result: what left early is compared at step() with what the script has made of
-it, and goes again where it differs. The comparison is by identity and torch's count of changes in place. Changes that
-torch does not count (`parameter.grad.data.mul_`, writing through numpy) are not seen once a gradient has left.
+it, byte by byte, and goes again where it differs. Torch's count of changes in place would be cheaper, but is silent
+about some (GradScaler's unscaling, `parameter.grad.data.mul_`, writing through numpy).
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, repeat
-from operator import is_, is_not
+from operator import is_not
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pscommon.core.errors import FencedError, PSError
 from pscommon.core.tape import ALIGN, Range, piece_nbytes
 from psworker.arrivals import Arrivals, Enter, Healing
-from psworker.bridge import Bridge, present, versions
+from psworker.bridge import Bridge
 from psworker.courier import Courier, Push
 from psworker.local import Flow, JobClient
 from psworker.model_tape import Ready
@@ -34,22 +34,19 @@ PATIENCE = 100
 class Bucket:
     """The trainable tensors [first, last) in tape order, which leave together.
 
-    missing: how many of them still lack gradients in this step. sent: the gradients that have left, and their versions.
-    stays: for so many steps it leaves at step() only.
+    missing: how many of them still lack gradients in this step. sent: which of them had one when they left, None: they
+    have not. stays: for so many steps it leaves at step() only.
     """
 
     first: int
     last: int
     missing: int = 0
-    sent: tuple[list[Tensor | None], list[int]] | None = None
+    sent: list[bool] | None = None
     stays: int = 0
 
-    def holds(self, grads: list[Tensor | None]) -> bool:
-        """These very gradients, as they are now, have left."""
-        if self.sent is None:
-            return False
-        then, counted = self.sent
-        return all(map(is_, grads, then)) and versions(present(grads)) == counted
+    @property
+    def places(self) -> range:
+        return range(self.first, self.last)
 
 
 class Departures:
@@ -65,7 +62,7 @@ class Departures:
         self._flow: Flow | None = None
         self._extents = bridge.trainable.extents
         self.buckets = _buckets(self._extents)
-        self._bucket_of = [bucket for bucket in reversed(self.buckets) for _ in range(bucket.first, bucket.last)]
+        self._bucket_of = [bucket for bucket in reversed(self.buckets) for _ in bucket.places]
         self._expected = [1] * len(self._extents)
         self._leaving: deque[tuple[Ready, list[Range]]] = deque()
         self._renew(self._expected)
@@ -87,7 +84,7 @@ class Departures:
     def _leave(self, bucket: Bucket) -> None:
         grads = self._bridge.grads(bucket.first, bucket.last)
         self._bridge.write(bucket.first, grads)
-        bucket.sent = grads, versions(present(grads))
+        bucket.sent = _given(grads)
         spans = self._spans(bucket, grads)
         self._leaving.append((self._bridge.gradients.to_host(spans), spans))
         try:
@@ -114,7 +111,7 @@ class Departures:
 
     def _send_changed(self, flow: Flow, grads: list[Tensor | None]) -> list[Bucket]:
         """Returns the buckets that had left and have to leave again."""
-        changed = [bucket for bucket in self.buckets if not bucket.holds(grads[bucket.first : bucket.last])]
+        changed = self._changed(grads)
         for bucket in changed:
             self._bridge.write(bucket.first, grads[bucket.first : bucket.last])
         self._bridge.write_buffers()
@@ -123,10 +120,19 @@ class Departures:
         _send(flow, spans)
         return [bucket for bucket in changed if bucket.sent is not None]
 
+    def _changed(self, grads: list[Tensor | None]) -> list[Bucket]:
+        """Those that have not left with these very bytes."""
+        given, slots = _given(grads), self._bridge.trainable.gradients
+        left = [bucket for bucket in self.buckets if bucket.sent == given[bucket.first : bucket.last]]
+        pairs = [(place, grad) for bucket in left for place in bucket.places if (grad := grads[place]) is not None]
+        same = self._bridge.gradients.same([slots[place] for place, _ in pairs], [grad for _, grad in pairs])
+        differ = {place for (place, _), equal in zip(pairs, same, strict=True) if not equal}
+        return [bucket for bucket in self.buckets if bucket not in left or not differ.isdisjoint(bucket.places)]
+
     def _spans(self, bucket: Bucket, grads: list[Tensor | None]) -> list[Range]:
         """The fewest stretches of tape that hold the bucket's gradients; the padding between two goes along."""
         spans, first = [], bucket.first
-        for here, run in groupby(map(is_not, grads, repeat(None))):
+        for here, run in groupby(_given(grads)):
             last = first + len(list(run))
             if here:
                 spans.append(Range(self._extents[first].start, _padded(self._extents[last - 1].stop)))
@@ -174,6 +180,10 @@ def _buckets(extents: Sequence[Range]) -> list[Bucket]:
             found.append(Bucket(first, last))
             last = first
     return found
+
+
+def _given(grads: Sequence[Tensor | None]) -> list[bool]:
+    return list(map(is_not, grads, repeat(None)))
 
 
 def _send(flow: Flow, spans: Sequence[Range]) -> None:

@@ -157,6 +157,26 @@ def zeroed(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> N
     optimizer.zero_grad(set_to_none=False)
 
 
+def unscaled(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """What torch.amp.GradScaler does at step(): torch does not count the change."""
+    x, y = batch(number)
+    (1024 * F.mse_loss(model(x), y)).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor([1 / 1024]))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def behind(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Changes gradients by what torch does not count, and some of them by the sign of a zero alone."""
+    backward(model, number)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(-1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def evaluated(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     usual(model, optimizer, number)
     model.eval()
@@ -187,6 +207,8 @@ STEPS: dict[str, Step] = {
     "clipped": clipped,
     "replaced": replaced,
     "zeroed": zeroed,
+    "unscaled": unscaled,
+    "behind torch's back": behind,
     "evaluated": evaluated,
     "closure": closed,
     "unfrozen": unfrozen,

@@ -14,7 +14,7 @@ from psworker import overlap
 from psworker.bridge import Bridge
 from psworker.job import Job
 from psworker.local import LocalClient
-from psworker.model_tape import CudaTape, Landing, Ready, Tape, TwinTape
+from psworker.model_tape import CudaTape, Landing, Ready, Tape, TwinTape, same_on_device
 from psworker.results import PushResult
 from tests.psworker.late_client import LateClient, values
 from tests.psworker.overlap_cases import MODELS, Make, Step, accumulated, adam, clipped, normed, seeded, usual
@@ -172,6 +172,30 @@ def test_what_is_still_on_its_way_to_the_host_does_not_leave_it() -> None:
 
     assert before == [256]
     assert [start for start, _ in client.sent[0]] == [256, 0]
+
+
+@pytest.mark.parametrize("same", [Tape(memoryview(bytearray(64))).same, same_on_device], ids=["host", "device"])
+def test_tensors_are_the_same_where_their_bytes_are(same: Any) -> None:
+    nan, square = torch.tensor([torch.nan, 0.0]), torch.arange(6.0).view(2, 3)
+    pairs = {
+        "equal": (square, square.clone()),
+        "not a number": (nan, nan.clone()),
+        "sign of zero": (torch.zeros(2), -torch.zeros(2)),
+        "last byte": (torch.tensor([1, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8)),
+        "other strides": (square, square.t().contiguous().t()),
+        "other type": (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        "sparse": (torch.zeros(2), torch.zeros(2).to_sparse()),
+        "half": (torch.ones(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
+        "nothing": (torch.empty(0), torch.empty(0)),
+    }
+    views, tensors = zip(*pairs.values(), strict=True)
+
+    found = dict(zip(pairs, same(views, tensors), strict=True))
+
+    assert {name for name, equal in found.items() if equal} == {
+        "equal", "not a number", "other strides", "half", "nothing",
+    }  # fmt: skip
+    assert same([], []) == []
 
 
 class Event:
