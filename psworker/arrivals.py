@@ -1,4 +1,8 @@
-"""Weights that are used while others still arrive: each module waits for its own before it runs forward."""
+"""Weights that are used while others still arrive: whoever calls a module, or reads a tensor of it, waits for its own.
+
+Tensors that are reached in another way - through references kept from before, a traced module, a compiled function -
+are not waited for. That is found out when such a tensor gets a gradient, before anything of it counts.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -8,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.tape import ALIGN, Range
 from psworker.bridge import Bridge
 from psworker.local import Flow
@@ -17,6 +22,10 @@ Enter = Callable[[str], str]
 
 Healing = Callable[[], AbstractContextManager[None]]
 """A body that finds the job gone on without this worker is left, and the worker is back, with all weights here."""
+
+
+TENSORS = "_parameters", "_buffers"
+"""Where a module has them."""
 
 
 class Gate:
@@ -39,6 +48,29 @@ class OpenGate:
         """Nothing to do."""
 
 
+class Watched(dict[str, Any]):
+    """A module's parameters or buffers, for which is waited before somebody reads one. A copy is a plain dict."""
+
+    def __init__(self, tensors: dict[str, Any], gate: Callable[[], None]) -> None:
+        super().__init__(tensors)
+        self._gate = gate
+
+    def __getitem__(self, name: str) -> Any:
+        self._gate()
+        return super().__getitem__(name)
+
+    def values(self) -> Any:
+        self._gate()
+        return super().values()
+
+    def items(self) -> Any:
+        self._gate()
+        return super().items()
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self.items()),)
+
+
 def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
     """Before state_dict and load_state_dict of the model or any part of it: settle. Returns the handles."""
     gate = Gate(settle)
@@ -50,12 +82,11 @@ def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
 
 
 class Arrivals:
-    """Lets each module wait for its own weights and buffers before it runs forward.
+    """Lets each module wait for its own weights and buffers before it runs forward, or one of them is read.
 
-    A module may use weights of another one that is never called itself (MultiheadAttention does). So whatever no
-    forward has called since the last step is waited for first of all; and without gradients, where torch takes such
-    short cuts more often, everything is. enter, healing: see above; settle: what state_dict waits for, this object's
-    and more.
+    A module may keep references to weights of another one that is never called itself. So whatever no forward has
+    called since the last step is waited for first of all; and without gradients, where torch takes short cuts more
+    often, everything is. enter, healing: see above; settle: what state_dict waits for, this object's and more.
     """
 
     def __init__(
@@ -68,23 +99,39 @@ class Arrivals:
         modules = list(model.modules())
         extents = bridge.moving_extents()
         self._owned = {number: spans for number, spans in enumerate(_owned(modules, extents)) if spans}
+        place_of = {id(tensor): place for place, tensor in enumerate(bridge.trainable.tensors)}
+        self._places = [
+            {place_of[id(p)] for p in module.parameters(recurse=False) if id(p) in place_of} for module in modules
+        ]
         self._left: dict[int, list[Range]] = {}
+        self._unread: set[int] = set()
         self._called: set[int] = set()
         self._first: list[int] = []
         self._hooks = barriers(model, settle)
         for number, module in enumerate(modules):
             gate = Gate(partial(self.pass_through, number))
             self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
+        self._watched: list[nn.Module] = []
+        for number, module in enumerate(modules):
+            if not isinstance(module, torch.jit.ScriptModule):  # its tensors are not in dicts
+                self._watched.append(module)
+                for kind in TENSORS:
+                    module.__dict__[kind] = Watched(module.__dict__[kind], partial(self._read, number))
 
     def expect(self, flow: Flow) -> None:
         """The weights of this push are on their way."""
         self._flow, self._left = flow, self._owned.copy()
         self._first = sorted(self._owned.keys() - self._called)
         self._called = set()
+        self._unread = set().union(*self._places)
 
     def pass_through(self, number: int) -> None:
         """A module is about to run forward."""
         self._called.add(number)
+        self._read(number)
+
+    def _read(self, number: int) -> None:
+        self._unread -= self._places[number]
         if self._flow is not None:
             with self._healing():
                 self._wait_for(number)
@@ -94,14 +141,30 @@ class Arrivals:
             return self.settle()
         wanted = [*self._first, number]
         self._first = []
+        self._unread.difference_update(*(self._places[each] for each in wanted))
         if any(each in self._left for each in wanted):
             self._wait([span for each in wanted for span in self._left.pop(each, ())])
         if not self._left:
             self.settle()
         return None
 
+    def check(self, place: int) -> None:
+        """A trainable tensor has got a gradient: InvalidRequestError unless its weights were waited for before."""
+        if place in self._unread:
+            raise InvalidRequestError(
+                f"{self._bridge.trainable.names[place]} has got a gradient, but nobody had waited for its new weights, "
+                "so it may be one of old weights: the forward came before the last step, or did not reach them through "
+                "their module (a traced module, a compiled function, references kept from before). "
+                "Call job.wait() after optimizer.step(), or leave overlap off"
+            )
+
     def settle(self) -> None:
-        """All that is still on its way."""
+        """All that is still on its way, for whoever may read any of it."""
+        self.land()
+        self._unread.clear()
+
+    def land(self) -> None:
+        """All that is still on its way. What nobody has waited for stays unread."""
         if self._flow is None:
             return
         spans = [span for owned in self._left.values() for span in owned]
@@ -128,9 +191,12 @@ class Arrivals:
         self._bridge.weights.from_host(spans)
 
     def close(self) -> None:
-        """Forward is the model's own again."""
+        """The model is its own again."""
         for hook in self._hooks:
             hook.remove()
+        for module in self._watched:
+            for kind in TENSORS:
+                module.__dict__[kind] = dict(module.__dict__[kind])
 
 
 def _owned(modules: Sequence[nn.Module], extents: dict[int, Range]) -> Iterator[list[Range]]:

@@ -11,7 +11,7 @@ over them would cost more than moving their bytes. Loops stand only where someth
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, getitem, is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ MANY = 2048
 
 OWN = "with register_buffer(..., persistent=False) a buffer stays each worker's own, whatever becomes of it"
 
-_GRAD = attrgetter("grad")
+_GRAD, _BUFFERS = attrgetter("grad"), attrgetter("_buffers")
 
 
 class Places:
@@ -114,7 +114,7 @@ class Bridge:
             places.move_in()
         self._buffers = buffers
         modules = dict(self._model.named_modules())
-        self._owners = [modules[name.rpartition(".")[0]]._buffers for name in buffers.names]
+        self._owners = [modules[name.rpartition(".")[0]] for name in buffers.names]
         self._keys = [name.rpartition(".")[2] for name in buffers.names]
         self.buffer_range = plan.section("buffer")
         self.moving = Range(0, self.buffer_range.stop)
@@ -216,17 +216,18 @@ class Bridge:
             self._take_back(place, buffers.tensors[place])
 
     def _current_buffers(self) -> list[Tensor | None]:
+        owners = list(map(_BUFFERS, self._owners))
         try:
-            return list(map(getitem, self._owners, self._keys))
+            return list(map(getitem, owners, self._keys))
         except KeyError:  # the script has deleted one
-            return [owner.get(key) for owner, key in zip(self._owners, self._keys, strict=True)]
+            return [owner.get(key) for owner, key in zip(owners, self._keys, strict=True)]
 
     def _take_back(self, place: int, current: Tensor | None) -> None:
         assert current is not None
         tensor, weight = self._buffers.tensors[place], self._buffers.weights[place]
         weight.copy_(current.detach())
         tensor.data = weight
-        self._owners[place][self._keys[place]] = tensor
+        self._owners[place]._buffers[self._keys[place]] = tensor
 
 
 @torch.no_grad()

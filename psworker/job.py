@@ -94,10 +94,10 @@ class Job:
         of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
         weights into it later, or changing them in place, is lost with the next step: a warning says so.
         overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
-        the results are the same. None: if PS_OVERLAP is on in the environment. One thing is then the script's care:
-        after step(), call `job.wait()` before reading weights by hand, other than by calling modules or state_dict().
-        Gradients may be changed after backward in any way (clip_grad_norm_, GradScaler, `grad.data.mul_()`): what left
-        during backward is compared at step(), byte by byte.
+        the results are the same. None: if PS_OVERLAP is on in the environment. Modules that are called, and tensors
+        that are read through them (parameters(), state_dict(), deepcopy), are waited for. Whoever gets at them in other
+        ways (a traced module, references kept from before) calls `job.wait()` after step(), or backward raises
+        InvalidRequestError. Gradients may be changed after backward in any way, as by GradScaler or `grad.data.mul_()`.
         pipeline: in async and ssp, step() returns while its push is on its way; the next step() waits for it and brings
         its weights. So a gradient lacks the worker's own last push, and counts as that much staler. `job.last`, stale
         pushes and errors come one step later; `job.wait()` makes them come now. Instead of overlap. Without servers

@@ -53,12 +53,14 @@ class Departures:
     """Sends each bucket as soon as backward has made its gradients.
 
     A parameter is expected to get as many gradients as in the step before: so accumulation over several backwards
-    sends once, and a layer that is not used holds up nobody. `begin` opens a push.
+    sends once, and a layer that is not used holds up nobody. `begin` opens a push. check: told the place of each
+    gradient that comes, raises where it cannot be right.
     """
 
-    def __init__(self, bridge: Bridge, begin: Callable[[], Flow]) -> None:
+    def __init__(self, bridge: Bridge, begin: Callable[[], Flow], check: Callable[[int], None]) -> None:
         self._bridge = bridge
         self._begin = begin
+        self._check = check
         self._flow: Flow | None = None
         self._extents = bridge.trainable.extents
         self.buckets = _buckets(self._extents)
@@ -72,6 +74,7 @@ class Departures:
         bucket = self._bucket_of[place]
 
         def made(parameter: Tensor) -> None:
+            self._check(place)
             self._counts[place] = count = self._counts[place] + 1
             if count == self._expected[place]:
                 bucket.missing -= 1
@@ -218,11 +221,11 @@ class Overlap(Courier):
         """See Arrivals for enter, healing and settle."""
         super().__init__(bridge, client)
         self._arrivals = Arrivals(bridge, model, enter, healing, settle)
-        self._departures = Departures(bridge, self._begin)
+        self._departures = Departures(bridge, self._begin, self._arrivals.check)
 
     def _begin(self) -> Flow:
         """A client has one push at a time, so what the last one brings must be here first."""
-        self._arrivals.settle()
+        self._arrivals.land()
         return self._client.begin()
 
     def push(self, push: Push) -> PushResult:

@@ -1,0 +1,76 @@
+"""Weights that still come: whoever reads them through the model finds them; nobody else trains with old ones."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pscommon.core.errors import InvalidRequestError
+from psworker import overlap
+from tests.psworker.overlap_cases import batch, normed, perceptron, usual
+from tests.psworker.test_overlap import assert_equal, both
+
+READS: list[Callable[[Any], list[Tensor]]] = [
+    lambda model: list(model.parameters()),
+    lambda model: list(model[1].buffers()),
+    lambda model: [model[0].weight, model[1].running_mean],
+    lambda model: list(dict(model.named_parameters()).values()),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
+
+
+def test_a_copy_made_right_after_a_step_has_its_weights() -> None:
+    plain, (model, optimizer), _ = both(normed)
+    usual(*plain, 0)
+    usual(model, optimizer, 0)
+
+    twin = copy.deepcopy(model)
+
+    assert_equal(plain[0], twin)
+    assert type(twin[0]._parameters) is type(twin[1]._buffers) is dict
+
+
+def test_weights_and_buffers_are_there_for_whoever_reads_them_through_the_model() -> None:
+    plain, (model, optimizer), _ = both(normed)
+    for number, read in enumerate(READS):
+        usual(*plain, number)
+        usual(model, optimizer, number)
+        assert all(map(torch.equal, read(plain[0]), read(model)))
+
+
+def test_a_gradient_of_weights_that_nobody_waited_for_is_refused() -> None:
+    """Also where other layers' gradients, of weights that were waited for, have left before it comes."""
+    _, (model, optimizer), client = both(perceptron)
+    first, rest = model[0], model[1:]
+    weight, bias = first.weight, first.bias
+    for _ in range(2):
+        usual(model, optimizer, 0)
+
+    loss = rest(F.linear(batch(1)[0], weight, bias)).sum()
+    with pytest.raises(InvalidRequestError, match=r"0\.(weight|bias) has got a gradient, but .*Call job\.wait\(\)"):
+        loss.backward()
+
+    assert client.version == 2
+
+
+def test_weights_that_were_waited_for_by_hand_may_be_used_in_any_way() -> None:
+    plain, mine, _ = both(perceptron)
+
+    for model, optimizer in (plain, mine):
+        weight, bias = model[0].weight, model[0].bias
+        for number in range(3):
+            model[1:](F.linear(batch(number)[0], weight, bias)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if model is mine[0]:
+                optimizer.wait()
+
+    assert_equal(plain[0], mine[0])
