@@ -11,7 +11,7 @@ over them would cost more than moving their bytes. Loops stand only where someth
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, getitem, is_, is_not
 from typing import Any
 
 import torch

@@ -238,7 +238,7 @@ class ClientFlow:
                     part.expected()
             for shard, opening in enumerate(self._openings):
                 opening.close(header, move.sent(shard), move.outgoing(shard))
-        self._until(lambda: all(arrival.result is not None for arrival in self._arrivals))
+        self._until(lambda: self.decided)
         for part, arrival in zip(self._opened, self._arrivals, strict=True):
             if arrival.result is not None and not self.resent:
                 part.decide(arrival.result)
@@ -262,6 +262,7 @@ class ClientFlow:
                 if not opening.closed.is_set():
                     opening.give_up()
         interruptible.join(self._thread)
+        self._model.closed(self)
 
     def abandon(self) -> None:
         """Close without waiting for anybody: the client is being closed."""
@@ -294,6 +295,11 @@ class ClientFlow:
         header.CopyFrom(self.header)
         header.MergeFrom(closing)
         return replace(self._move, absent=frozenset(closing.absent)), header
+
+    @property
+    def decided(self) -> bool:
+        """Have all shards said how the push ended?"""
+        return all(arrival.result is not None for arrival in self._arrivals)
 
     @property
     def may_count(self) -> bool:

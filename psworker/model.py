@@ -194,6 +194,7 @@ class SharedModel:
             seq, _ = pushes.open()
             header = ps.PushPullHeader(seq=seq, base=self.version, pull=ps.PULL_STEP)
             self._flow = flow = ClientFlow(self, move, self._addressed(header))
+            self.tapes.hold()
             flow.start()
             return flow
 
@@ -205,9 +206,13 @@ class SharedModel:
             if flow.may_count:  # nobody knows what became of it; the same again cannot be told from another
                 self._connection.place.pushes.fail(b"")
             raise
-        finally:
-            self._flow = None
         self._took(move, parts)
+
+    def closed(self, flow: ClientFlow) -> None:
+        """The script has closed its flow. Harmless to repeat."""
+        if self._flow is flow:
+            self._flow = None
+            self.tapes.release()
 
     def _carried_open(self, flow: ClientFlow, move: Move) -> tuple[Move, Sequence[ShardExchange]]:
         """If there is another number of servers by now, everything goes to them once the script has finished it."""
@@ -215,6 +220,8 @@ class SharedModel:
             return move, self._carried(move, flow.header, flow.open_parts)
         except LayoutError as error:
             move, header = flow.closed()
+            if not flow.decided:  # so the script waits for all of this in finish
+                self.tapes.release()
             self._relocate(error)
             move = replace(move, plan=self.plan)
             move, flow.parts = self._carried_anywhere(move, header, Sent.CALL, flow.can_be_given_up)

@@ -18,6 +18,9 @@ class Tapes:
     """`gradients` and `weights`, writable, `nbytes` each, at one address for life.
 
     number: of the offer that stands, 0: none. shards: those that have attached it.
+
+    Memory is mapped anew by `offer` and `detach`, and what somebody writes meanwhile may be lost. So while another
+    thread moves bytes and the script's computes on, between `hold` and `release`, both leave the memory where it is.
     """
 
     def __init__(self, nbytes: int, lanes: Lanes) -> None:
@@ -26,6 +29,7 @@ class Tapes:
         self._lanes = lanes
         self._wanted = lanes != "grpc"
         self._offers = 0
+        self._held = self._detaches = False
         self._region = Region(2 * nbytes)
         self.gradients, self.weights = self._region.memory[:nbytes], self._region.memory[nbytes:]
 
@@ -35,7 +39,7 @@ class Tapes:
         So are all where one does not answer now; the next call offers again. InvalidRequestError where --lanes shm
         demands what cannot be; FencedError, MismatchError.
         """
-        if self.number or not self._wanted:
+        if self.number or not self._wanted or self._held:
             return
         try:
             reasons = self._offer(lane, place, timeout)
@@ -70,9 +74,24 @@ class Tapes:
                 _copy(inner.received(shard), move.received(shard))
 
     def detach(self) -> None:
-        """What servers still do to the memory that was offered no longer shows here, nor the other way."""
+        """What servers still do to the memory that was offered no longer shows here, nor the other way.
+
+        Where memory is held: from `release` on.
+        """
         self.number, self.shards = 0, frozenset()
-        self._region.detach()
+        self._detaches = self._held
+        if not self._held:
+            self._region.detach()
+
+    def hold(self) -> None:
+        """The script computes while another thread moves bytes."""
+        self._held = True
+
+    def release(self) -> None:
+        """The script's own thread waits, and no other moves bytes. Harmless to repeat."""
+        self._held = False
+        if self._detaches:
+            self.detach()
 
     def close(self) -> None:
         """Views that are still in use stay valid."""

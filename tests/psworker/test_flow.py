@@ -12,6 +12,7 @@ import pytest
 from pscommon.core.errors import FencedError, PSError, UnreachableError
 from pscommon.core.log import BatchKey
 from pscommon.core.model import OptimizerSpec
+from pscommon.shared_memory import Region
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client import Client
 from psworker.flow import ClientFlow
@@ -244,6 +245,26 @@ def test_finish_raises_when_nobody_answers_and_the_next_push_is_whole(cluster: F
         assert (numbers(client)[1] == 0).all()
         assert finished(begun(cluster, client), client) == "applied"
     assert cluster.counted == [(1, 2), (1, 3)]
+
+
+def test_memory_is_mapped_anew_by_the_script_s_thread_alone(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one would do it while the script computes, and lose what it writes meanwhile."""
+    threads: list[str] = []
+    monkeypatch.setattr(Region, "detach", lambda region: threads.append(threading.current_thread().name))
+    with connect(cluster, connect_timeout=0.3) as client:
+        flow = begun(cluster, client)
+        threads.clear()
+        cluster.incoming[1] = lambda number: lost()
+        with pytest.raises(UnreachableError):
+            flow.finish()
+        flow.close()
+        flow.close()
+        cluster.incoming.clear()
+
+    assert threads[:1] == [threading.current_thread().name]
+    assert set(threads) == set(threads[:1])
 
 
 def test_failure_before_the_end_comes_out_of_finish(cluster: FakeCluster) -> None:

@@ -100,6 +100,24 @@ def test_offer_that_stands_is_not_repeated_and_one_that_was_ended_is() -> None:
     assert (servers.tape(0, 0)[0], old[0], tapes.gradients[1]) == (3, ord("g"), ord("r"))
 
 
+def test_memory_that_is_held_is_mapped_anew_when_it_is_released() -> None:
+    """Another thread may find that an offer is over while the script writes: what it wrote would be lost."""
+    tapes, servers = offered()
+    tapes.hold()
+
+    tapes.detach()
+    tapes.offer(servers, PLACE, 5.0)
+
+    tapes.weights[0] = 7
+    assert (tapes.number, tapes.shards, len(servers.requests)) == (0, frozenset(), 2)
+    assert servers.tape(0, 1)[0] == 7, "it is where it was"
+    tapes.release()
+    tapes.weights[0] = 8
+    assert servers.tape(0, 1)[0] == 7
+    tapes.offer(servers, PLACE, 5.0)
+    assert (tapes.number, len(servers.requests)) == (2, 4)
+
+
 def test_gradients_that_lie_elsewhere_are_copied_for_the_servers_that_share() -> None:
     tapes, servers = offered(_1="no")
     elsewhere = memoryview(bytearray(range(256)) * (PLAN.nbytes // 256 + 1))[: PLAN.nbytes]
