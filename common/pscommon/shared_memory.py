@@ -17,8 +17,11 @@ gives up what the object itself holds, so a tensor that outlives it is safe.
 `sweep` removes the files that nobody has locked. Between creating a file and locking it sweep may win; the creator
 then sees that its file has no name any more and makes another. The lock belongs to the open file, so a fork of the
 creator (a DataLoader's worker) shares it: its end does not free the lock, and if the creator is killed before `hide`,
-sweep leaves the file until its forks have ended too. A fork never removes the creator's name. It sees the region's
-memory: a copy of what was private at the fork, and the very same bytes of what was shared.
+sweep leaves the file until its forks have ended too. A fork never removes the creator's name.
+
+**What a fork writes is its own.** What was shared is mapped privately in its place, page by page copied when the fork
+writes there; that costs no memory, however many forks there are (a DataLoader's workers). What the others write later
+still shows in the pages that a fork has not written to: one that reads for long, as to evaluate, needs a copy.
 
 **Who may attach.** The file is its creator's alone (mode 0600), and a file that another user owns or may use is
 refused. Processes of one user trust each other: one that truncates the file would end the others by SIGBUS.
@@ -48,12 +51,15 @@ TOKEN_BYTES = 32
 # the first page, which holds the token; a whole one, because the memory behind it starts on a page
 HEADER = mmap.PAGESIZE
 MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
+MAP_FIXED = 0x10
 MAP_FAILED = c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = c_void_p
 _libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]  # the last one is off_t
 _libc.munmap.argtypes = [c_void_p, c_size_t]
+
+_shared: dict[int, tuple[int, int]] = {}  # by address of a mapping that is shared: its length, a descriptor of its file
 
 
 class NoSharedMemoryError(Exception):
@@ -124,6 +130,7 @@ class Region:
             copy = _map(self._length)
             ctypes.memmove(copy + HEADER, self._address + HEADER, self.nbytes)
             _replace(self._address, copy, self._length)
+            _forget(self._address)
             self.shared = False
         self.hide()
 
@@ -143,7 +150,14 @@ class Region:
             os.posix_fallocate(file.descriptor, 0, self._length)
             _write(file.descriptor, token, 0)
             _write(file.descriptor, self.memory, HEADER)
-            _replace(self._address, _map(self._length, file.descriptor), self._length)
+            descriptor = os.dup(file.descriptor)
+            try:
+                _replace(self._address, _map(self._length, descriptor), self._length)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            _forget(self._address)
+            _shared[self._address] = self._length, descriptor
         except BaseException:
             file.remove()
             raise
@@ -272,10 +286,11 @@ def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         rest, offset = rest[done:], offset + done
 
 
-def _map(length: int, descriptor: int = -1) -> int:
-    """The address of new memory: the file's, its pages mapped at once, or private. Raises OSError."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if descriptor < 0 else mmap.MAP_SHARED | mmap.MAP_POPULATE
-    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+def _map(length: int, descriptor: int = -1, flags: int = mmap.MAP_SHARED | mmap.MAP_POPULATE, place: int = 0) -> int:
+    """The address of memory: a file's, by default shared, its pages mapped at once, or new and private. OSError."""
+    if descriptor < 0:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc.mmap(place or None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(address)
@@ -295,5 +310,27 @@ def _own(address: int, nbytes: int) -> "ctypes.Array[ctypes.c_ubyte]":
     """The bytes behind a mapping's header. All views of them refer to this object, and the mapping goes with it."""
     owner = (ctypes.c_ubyte * nbytes).from_address(address + HEADER)
     # not at exit: other threads may still read then, and the kernel unmaps in any case
-    weakref.finalize(owner, _libc.munmap, address, HEADER + nbytes).atexit = False
+    weakref.finalize(owner, _unmap, address, HEADER + nbytes).atexit = False
     return owner
+
+
+def _unmap(address: int, length: int) -> None:
+    _forget(address)
+    _libc.munmap(address, length)
+
+
+def _forget(address: int) -> None:
+    """What is mapped there is not shared, or not any more."""
+    if address in _shared:
+        os.close(_shared.pop(address)[1])
+
+
+def _part() -> None:
+    """In a fork: its memory is its own from now on."""
+    while _shared:
+        address, (length, descriptor) = _shared.popitem()
+        _map(length, descriptor, mmap.MAP_PRIVATE | MAP_FIXED, address)
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_part)

@@ -5,7 +5,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,6 +108,63 @@ def test_two_processes_see_each_other_until_detach(tmp_path: Path) -> None:
         region.memory[1] = 5
         assert other.ask("1") == "0"
     region.close()
+
+
+def in_fork(body: Callable[[], bool]) -> bool:
+    """What it returns in a fork of this process."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if body() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_a_fork_writes_is_its_own(tmp_path: Path, closed: bool) -> None:
+    region = Region(5000, tmp_path)
+    region.memory[:] = b"\7" * 5000
+    other = attach(region.share(), tmp_path)
+    region.hide()
+    memory = region.memory
+    if closed:
+        region.close()
+
+    def writes() -> bool:
+        was = memory[0]
+        memory[0] = 1
+        grandchild = in_fork(lambda: memory[0] == 1)
+        return grandchild and (was, memory[0], memory[4999]) == (7, 1, 7)
+
+    assert in_fork(writes)
+    assert memory[0] == other.memory[0] == 7
+    memory[1] = 8
+    assert other.memory[1] == 8, "it is shared as before"
+
+
+def test_forks_of_a_large_region_take_no_memory(tmp_path: Path) -> None:
+    region = Region(64 << 20, tmp_path)
+    region.share()
+    region.hide()
+
+    def own() -> int:
+        """Bytes that are this process's alone, in its mappings of files."""
+        rollup = Path("/proc/self/smaps_rollup").read_text()
+        return sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_Dirty:")) << 10
+
+    assert in_fork(lambda: bool(region.memory[1 << 20] == 0) and own() < 48 << 20)
+
+
+def test_descriptors_go_with_what_is_shared(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    region = Region(5000, tmp_path)
+    for _ in range(3):
+        region.share()
+        region.hide()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    region.detach()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_creator_killed_before_hide_leaves_a_file_for_sweep(tmp_path: Path) -> None:
