@@ -196,6 +196,12 @@ class Bridge:
         self.weights.from_host([self._everything if everything else self.moving])
         self.changes.came()
 
+    def news(self) -> list[Range]:
+        """What has come and is to be scattered while the model computes on: all but buffers that are as they left."""
+        came, left = self.weights.host, self.gradients.host
+        buffers = [each for each in self._buffers.extents if not torch.equal(came[slice(*each)], left[slice(*each)])]
+        return [Range(0, self.buffer_range.start), *buffers]
+
     def reattach(self) -> None:
         """Undoes what scripts and torch may do between steps: give a parameter or buffer other storage.
 

@@ -1,7 +1,7 @@
 """Steps that end while the next gradient is being computed."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from torch import nn
 
 from pscommon import interruptible
 from pscommon.core.errors import FencedError, PSError, UnreachableError
+from pscommon.core.tape import Range
 from psworker.arrivals import barriers
 from psworker.bridge import Bridge
 from psworker.courier import Courier, Push
@@ -31,9 +32,11 @@ class Flight:
 class Pipeline(Courier):
     """Hands each push to a thread and gets its end at the next one.
 
-    The weights that a push brings reach the model when the next gradient has been computed, from those before. decided:
-    told how each push ended, once; may raise. A push that fails on its way stays and is tried again, so that it counts
-    once. settle: what state_dict waits for. Where the job's policy has become sync, each push waits for its end.
+    The weights that a push brings reach the model when the next gradient has been computed, from those before. A buffer
+    that comes back as it left keeps what the model has made of it since; one that others have changed is taken over.
+    decided: told how each push ended, once; may raise. A push that fails on its way stays and is tried again, so that
+    it counts once. settle: what state_dict waits for. Where the job's policy has become sync, each push waits for its
+    end.
     """
 
     def __init__(
@@ -52,9 +55,10 @@ class Pipeline(Courier):
 
     def push(self, push: Push) -> None:
         base, result = self._version, self._land()
+        news = self._bridge.news()
         absent = self._bridge.gather()  # before the weights come: with them come the buffers
         if result is not None:
-            self._unload(result)
+            self._unload(result, news)
         self._start(Flight(push, absent, base))
         if self._client.policy == "sync":
             self.settle()
@@ -67,7 +71,7 @@ class Pipeline(Courier):
     def settle(self) -> None:
         if (result := self._land()) is not None:
             self._bridge.reattach()
-            self._unload(result)
+            self._unload(result, self._bridge.news())
 
     def drop(self, error: PSError) -> None:
         """A push that is on its way counts if it has ended; else its batches went back with the place."""
@@ -101,10 +105,10 @@ class Pipeline(Courier):
             self._flight.future = None
         return future.result()
 
-    def _unload(self, result: PushResult) -> None:
+    def _unload(self, result: PushResult, news: Sequence[Range]) -> None:
         flight, self._flight = self._flight, None
         assert flight is not None
-        self._bridge.scatter()
+        self._bridge.weights.from_host(news)
         self._version = result.version
         self._decided(flight.push, result)
 

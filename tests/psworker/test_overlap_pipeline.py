@@ -74,14 +74,14 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 
 def delayed(steps: int) -> dict[str, Tensor]:
-    """Plain torch, but each gradient is of weights that lack the step before; buffers come with the weights."""
+    """Plain torch, but each gradient is of weights that lack the step before. Buffers are those of plain torch."""
     model, seen = net(), net()
     optimizer = sgd(model)
     for number in range(steps):
         backward(seen, number)
         pushed = {name: buffer.clone() for name, buffer in seen.named_buffers()}
         if number:
-            seen.load_state_dict(values(model))
+            seen.load_state_dict(dict(model.named_parameters()), strict=False)
         for mine, theirs in zip(model.parameters(), seen.parameters(), strict=True):
             mine.grad, theirs.grad = theirs.grad, None
         for name, buffer in model.named_buffers():
@@ -99,6 +99,35 @@ def test_each_gradient_is_one_step_late_and_none_is_lost() -> None:
 
     expected = delayed(6)
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
+
+
+class Crowded(Held):
+    """Another worker's push changes the running mean right after each of this one."""
+
+    def exchange(self, **call: Any) -> PushResult:
+        result = super().exchange(**call)
+        if call["gradients"] is not None and call["weights"] is not None:
+            names = [spec.name for spec in self.plan.spec.tensors]
+            extent = self.plan.extent(names.index("1.running_mean"))
+            torch.frombuffer(call["weights"], dtype=torch.uint8)[extent.start : extent.stop].view(torch.float32).fill_(
+                7
+            )
+        return result
+
+
+def test_a_buffer_that_others_have_changed_is_taken_over_and_the_rest_goes_on() -> None:
+    _, model, optimizer = started(Crowded())
+    plain = net()
+
+    for number in range(3):
+        step(model, optimizer, number)
+        backward(plain, number)
+
+    assert (model[1].running_mean == 7).all()
+    assert model[1].num_batches_tracked == plain[1].num_batches_tracked == 3
+    optimizer.wait()
+    assert (model[1].running_mean == 7).all()
+    assert model[1].num_batches_tracked == 3
 
 
 def test_a_step_returns_while_its_push_is_on_its_way() -> None:
