@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import Any, Never, Self, SupportsFloat
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
@@ -335,6 +335,12 @@ class Client:
         self._model.abandon()
         self._connection.close()
         self._model.close()
+
+    def __reduce__(self) -> Never:
+        raise InvalidRequestError(
+            "a Client is its process's connection and cannot be pickled or copied: give another process the servers' "
+            "addresses, and let it make a Client of its own"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -163,10 +163,12 @@ class Connection:
         """Leaves, ends the threads, closes the channels. Harmless to repeat, and in a forked process."""
         if self._closed or self._pid != os.getpid():
             return
-        self.leave(reason)
         self._closed = True
-        self._crew.close()
-        self.lane.close()
+        try:
+            self.leave(reason)
+        finally:
+            self._crew.close()
+            self.lane.close()
 
     def _watched(self, *checks: Callable[[], None]) -> Limits:
         place, drain = self.place, self.drain

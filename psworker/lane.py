@@ -290,7 +290,7 @@ class GrpcLane:
     def _line(self, address: str, tensors: bool = False) -> "Line":
         with self._lock:
             if self._closed:
-                raise InvalidRequestError("this connection is closed")
+                raise InvalidRequestError("this Client is closed")
             line = self._lines.get((address, tensors))
             if line is None or line.closed:
                 line = self._lines[address, tensors] = Line(address, tensors)

@@ -253,6 +253,8 @@ class SharedModel:
             pushes.fail(digest_of(move, content))
             if isinstance(error, QuarantinedError):
                 self._connection.place.lose(error)
+            if isinstance(error, FencedError):
+                self._connection.check()  # where another thread has closed the Client meanwhile, that is why
             raise
         pushes.close()
         return result

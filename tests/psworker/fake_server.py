@@ -371,6 +371,7 @@ class FakeServer(CoordinatorServiceServicer):
         with answering(context), self.cluster.changed:
             self._enter("Leave", request)
             self.cluster.left[request.worker] = request.reason
+            self.cluster.fenced.add(request.worker)
             self.cluster.changed.notify_all()
             return co.LeaveResponse()
 

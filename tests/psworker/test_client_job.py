@@ -1,5 +1,6 @@
 """The Client's part in a job, against servers in memory: joining, leaving, heartbeats, data."""
 
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -203,3 +204,26 @@ def test_lost_answer_with_batches_is_asked_for_again(cluster: FakeCluster) -> No
         assert client.next_batches(LOOP).numbers == (4,)
 
     assert [asked.received for asked in cluster.asked] == [0, 0]
+
+
+def test_a_client_is_not_pickled_and_says_what_to_do(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="make a Client of its own"):
+        pickle.dumps(client)
+
+
+def test_a_push_ends_when_another_thread_closes_the_client_and_says_so(client: Client, cluster: FakeCluster) -> None:
+    cluster.waits_for = "worker 2"
+    errors: list[BaseException] = []
+
+    def push() -> None:
+        try:
+            client.push(gradient())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    cluster.wait_until(lambda: any(header.seq for header in cluster.received))
+    client.close()
+    thread.join(10)
+    assert [(type(error), str(error)) for error in errors] == [(InvalidRequestError, "this Client is closed")]
