@@ -48,7 +48,7 @@ LOGGING = (
 )
 
 JOB_NAME = Option(
-    "--job", section=JOB, type=TEXT, metavar="NAME", help="The job's name [default: servers make one up]."
+    "--job", section=JOB, type=TEXT, metavar="NAME", help="The job's name; servers make one up, workers take it."
 )
 
 THREADS = Option(
