@@ -60,9 +60,7 @@ class Link:
         self._term = 0  # the highest of the coordinators that were heard
         self.told_to_end = self._leaves = self._connected = False
         self._waiting_for = "shard 0"
-        self._heard = self._said = (
-            0.0  # when the coordinator last was there, and people were told that it is not
-        )
+        self._heard = self._said = 0.0  # when the coordinator last was there, and people were told that it is not
         self._news = threading.Event()
         self._outbox: deque[pb.LinkShardRequest] = deque()  # of the line of now
         self._saying = threading.Lock()

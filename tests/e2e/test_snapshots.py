@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscommon.core.errors import MismatchError, SnapshotError
+from pscommon.core.errors import SnapshotError
 from pscommon.snapshot import Snapshots, TapeReader
 from pscommon.snapshot.files import Files
 from pscommon.values import SnapshotEvery
@@ -377,28 +377,3 @@ def test_a_version_that_is_not_there_is_refused(cluster: Make, tmp_path: Path) -
         cluster(1, data_dir=tmp_path, resume=4)
 
     assert (caught.value.exit_code, caught.value.reason) == (12, "NO_SNAPSHOT")
-
-
-def test_servers_that_come_to_another_job_are_refused_and_lose_nothing(cluster: Make, tmp_path: Path) -> None:
-    """Be it that its shard 0 has the address of theirs by now: each is bound to its job, also by its data directory."""
-    otter, stoat = tmp_path / "otter", tmp_path / "stoat"
-    servers = cluster(2, data_dir=otter)
-    with counter(servers.address) as client:
-        count(client, 3)
-    servers.stop()
-    others = cluster(0)
-    others.add(0, 2, data_dir=stoat)
-    for settings in ({"data_dir": otter}, {"job": "otter"}):
-        stray = others.add(1, 2, **settings)
-        assert stray.ended.wait(10)
-        assert isinstance(stray.failure, MismatchError)
-        assert stray.failure.reason == "JOB_MISMATCH"
-        others.servers.pop().close()
-
-    others.add(1, 2, data_dir=stoat)
-    with counter(others.address) as client:
-        count(client, 5)
-    others.stop()
-
-    assert (Snapshots(otter).versions(), Snapshots(stoat).versions()) == ([3], [5])
-    assert Snapshots(otter).verify(3) == Snapshots(stoat).verify(5) == []

@@ -53,8 +53,7 @@ class FakeCluster:
         self.incoming: dict[int, Callable[[int], None]] = {}
         self.outgoing: dict[int, Callable[[int], None]] = {}
         self.control: dict[str, deque[Hook]] = defaultdict(deque)
-        self.waits_for = ""
-        self.stopping = False
+        self.waits_for, self.stopping = "", False
         self.calls: Counter[str] = Counter()
         self.received: list[ps.PushPullHeader] = []
         self.joins: list[co.JoinRequest] = []
