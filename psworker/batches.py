@@ -247,6 +247,8 @@ class Batches:
 
     def _run(self) -> Iterator[Any]:
         leases = Leases(self._job, self.spec)
+        if not self._job.leases:  # what was used in loops before this one
+            self._void(0)
         steps, samples = self._job.stats.steps, self._job.usage.samples
         with self._job.looping(leases):
             source = self._source.open(leases)
@@ -260,12 +262,20 @@ class Batches:
                 self._job.enter("wait")
                 more = leases.wait()
             self._job.enter("compute")
-        if self._job.stats.steps == steps and (unused := self._job.usage.samples - samples) > 0:
+        if self._job.stats.steps == steps and (unused := self._void(samples)):
             log.warning(
                 "no optimizer.step() in this loop: for the job its %d samples are unused; call step() of what "
                 "job.optimizer returned, or, to evaluate, go through them under torch.no_grad()",
                 unused,
             )
+
+    def _void(self, samples: int) -> int:
+        """Samples beyond so many weigh nothing in the next step where no parameter has a gradient: they were evaluated,
+        or the script has thrown theirs away. Returns how many."""
+        usage = self._job.usage
+        unused = 0 if self._job.has_gradients else max(0, usage.samples - samples)
+        usage.samples -= unused
+        return unused
 
     def _timed(self, source: Iterable[tuple[Wanted | Found, Any]]) -> Iterator[tuple[Wanted | Found, Any]]:
         self._job.enter("data")

@@ -258,6 +258,11 @@ class Job:
             if self.client.draining and reason is not None:
                 self._retire(reason)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Is there anything that a step would push?"""
+        return self._optimizer is not None and self._optimizer.has_gradients
+
     def passed(self, loop: int) -> None:
         """This loop has ended: all its batches have counted."""
         self._passed.add(loop)

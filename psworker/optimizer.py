@@ -169,6 +169,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._job.stats.rejected += 1
         log.warning("step is skipped (--bad-gradients skip): %s", why)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Has any parameter one?"""
+        return any(grad is not None for grad in self._bridge.grads())
+
     @torch.no_grad()
     def pull(self) -> None:
         """The job's newest weights and buffers into the model, without a step."""
