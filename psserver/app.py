@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Never
 
@@ -254,9 +255,7 @@ class Server:
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self.config.port_file is not None:
-            temporary = self.config.port_file.with_suffix(".tmp")
-            temporary.write_text(self.address.rpartition(":")[2] + "\n")
-            temporary.replace(self.config.port_file)
+            _write_whole(self.config.port_file, self.address.rpartition(":")[2] + "\n")
         log.info(
             "listening", extra={"address": self.address, "shards": self.identity.shards, "policy": self.config.policy}
         )
@@ -346,6 +345,13 @@ def serve(server: Server) -> int:
     if server.failure is not None:
         raise server.failure
     return signals.exit_code(server.job_is_over)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Nobody sees half of it, and no file of anybody else is in the way."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 class _Signals:

@@ -64,6 +64,12 @@ def test_a_wrong_shard(shard: str, text: str, capsys: pytest.CaptureFixture[str]
     assert text in capsys.readouterr().err
 
 
+def test_a_port_file_where_there_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert server_command.main(["--port-file", str(tmp_path / "none" / "port")]) == 2
+
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
     servers = cluster(2)
     until(lambda: status(servers.address)["state"] == "waiting for a model", "two servers")

@@ -118,11 +118,14 @@ def test_join_timeout(serve: Serve) -> None:
 
 @seen("port_file")
 def test_port_file(serve: Serve, tmp_path: Path) -> None:
-    server = serve("--port-file", tmp_path / "port")
+    mine = tmp_path / "port.tmp"
+    mine.write_text("something else")
+    server = serve("--port-file", tmp_path / "port.0")
 
-    assert (tmp_path / "port").read_text() == server.address.rpartition(":")[2] + "\n"
+    assert (tmp_path / "port.0").read_text() == server.address.rpartition(":")[2] + "\n"
     server.close()
-    assert not (tmp_path / "port").exists()
+    assert list(tmp_path.iterdir()) == [mine]
+    assert mine.read_text() == "something else"
 
 
 # ---- job ------------------------------------------------------------------------------------------------------------
