@@ -33,7 +33,7 @@ small = st.integers(0, 2**32 - 1)
 signed = st.integers(-(2**63), 2**63 - 1)
 batches = st.builds(BatchKey, small, whole, small, st.booleans())
 staged = st.builds(Staged, keys, whole, whole, st.lists(batches).map(tuple), st.text())
-scales = st.floats(0.0, 1.0, exclude_min=True)
+scales = st.floats(0.0, 1.0)
 contributions = st.lists(st.builds(Contribution, keys, whole, whole, scales)).map(tuple)
 entries = st.one_of(
     st.builds(Begin, whole, whole),

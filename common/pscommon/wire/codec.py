@@ -164,7 +164,7 @@ def _apply_to_proto(entry: Apply) -> co.Apply:
             key=key_to_proto(part.key),
             samples=part.samples,
             base=part.base,
-            scale=0.0 if part.scale == 1.0 else part.scale,
+            scale=None if part.scale == 1.0 else part.scale,
         )
         for part in entry.contributions
     ]
@@ -185,7 +185,9 @@ _ENTRIES: Mapping[str, Callable[[int, Any], Entry]] = {
         index,
         body.version,
         tuple(
-            Contribution(key_from_proto(part.key), part.samples, part.base, part.scale or 1.0)
+            Contribution(
+                key_from_proto(part.key), part.samples, part.base, part.scale if part.HasField("scale") else 1.0
+            )
             for part in body.contributions
         ),
     ),

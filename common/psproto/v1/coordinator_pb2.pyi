@@ -1180,7 +1180,7 @@ class Contribution(google.protobuf.message.Message):
     samples: builtins.int
     base: builtins.int
     scale: builtins.float
-    """the gradient counts this many times; 0 means once"""
+    """the gradient is multiplied with this, which may be 0; absent: it counts as it is"""
     @property
     def key(self) -> global___PushKey: ...
     def __init__(
@@ -1189,10 +1189,11 @@ class Contribution(google.protobuf.message.Message):
         key: global___PushKey | None = ...,
         samples: builtins.int = ...,
         base: builtins.int = ...,
-        scale: builtins.float = ...,
+        scale: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "key", b"key", "samples", b"samples", "scale", b"scale"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_scale", b"_scale", "key", b"key", "scale", b"scale"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_scale", b"_scale", "base", b"base", "key", b"key", "samples", b"samples", "scale", b"scale"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_scale", b"_scale"]) -> typing.Literal["scale"] | None: ...
 
 global___Contribution = Contribution
 
