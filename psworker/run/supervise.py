@@ -84,7 +84,7 @@ class Supervisor:
     @property
     def is_ending(self) -> bool:
         """Nothing is trained any more."""
-        return self.phase is not Phase.RUNNING
+        return self.phase not in (Phase.RUNNING, Phase.DRAINING)
 
     @property
     def may_restart_servers(self) -> bool:

@@ -312,6 +312,18 @@ def test_the_outcome_names_the_first_failure_and_what_came_before() -> None:
     )
 
 
+@pytest.mark.parametrize(("last", "ending"), [("exit s0 0", False), ("signal 2", True), ("exit w0 1", True)])
+def test_a_run_whose_workers_go_on_is_not_ending(last: str, ending: bool) -> None:
+    machine = Supervisor(1, 2, max_restarts=0, durable=False, grace=5.0)
+    machine.start(0.0)
+    machine.step(Bound("s0"), 0.0)
+    assert not machine.is_ending
+
+    machine.step(event(last), 0.0)
+
+    assert machine.is_ending == ending
+
+
 def play(transcript: str, *, durable: bool) -> Outcome | None:
     """Feeds the events on the left; the actions must be those on the right. Returns the outcome, if it came to one."""
     machine = Supervisor(2, 2, max_restarts=2, durable=durable, grace=5.0)
