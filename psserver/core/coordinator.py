@@ -181,10 +181,7 @@ class Coordinator(Moves):
         if not self.all_here():
             return None
         units = self._units(spec)
-        try:
-            loop = self.ledger.open(worker, spec, first_open)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from error
+        loop = self.ledger.open(worker, spec, first_open)
         if loop.ended:
             return Batches(end=True)
         if loop.is_late(worker, received):

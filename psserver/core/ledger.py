@@ -8,6 +8,7 @@ asks, so faster workers take more.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pscommon.core.errors import MismatchError
 from pscommon.core.log import BatchKey
 from pscommon.core.stream import Spec, StreamSpec, spec_from_dict
 from psserver.core.batch_ledger import Loop
@@ -30,13 +31,17 @@ class Ledger:
         return number
 
     def open(self, worker: int, spec: Spec, first_open: int | None = None) -> Loop | Stream:
-        """The loop that a worker is at; ValueError if others described it differently. first_open: it has left those
+        """The loop that a worker is at; MismatchError if others described it differently. first_open: it has left those
         before this one; None: those before the loop that it is at."""
         if spec.loop not in self.loops:
             self.loops[spec.loop] = self._made(spec)
         loop = self.loops[spec.loop]
         if loop.spec != spec:
-            raise ValueError(f"loop {spec.loop} is {loop.spec}; this worker asks for {spec}")
+            raise MismatchError(
+                f"every worker makes the same job.batches calls in the same order, but in call {spec.loop + 1} "
+                f"{_differences(loop.spec, spec)}",
+                "LOOP_MISMATCH",
+            )
         here = spec.loop if first_open is None else min(first_open, spec.loop)
         if self._whereabouts.get(worker) != here:
             self._come(worker, here)
@@ -109,3 +114,13 @@ class Ledger:
         spec = spec_from_dict(state["spec"])
         loop = self.loops[spec.loop] = self._made(spec)
         return loop
+
+
+def _differences(others: Spec, mine: Spec) -> str:
+    """Field by field; a stream has other fields than a loop over samples by number."""
+    theirs, ours = others.as_dict(), mine.as_dict()
+    return "; ".join(
+        f"{name} is {ours.get(name, 'not there')} here and {theirs.get(name, 'not there')} for the others"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    )

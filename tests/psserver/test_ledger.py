@@ -2,6 +2,7 @@
 
 import pytest
 
+from pscommon.core.errors import MismatchError
 from pscommon.core.loop import LoopSpec
 from psserver.core.batch_ledger import Loop
 from psserver.core.ledger import Ledger
@@ -127,7 +128,7 @@ def test_workers_that_describe_a_loop_differently_are_told() -> None:
     ledger = Ledger()
     ledger.open(1, LoopSpec(0, size=3, batch_size=1))
 
-    with pytest.raises(ValueError, match=r"batch_size=1.*batch_size=2"):
+    with pytest.raises(MismatchError, match="call 1 batch_size is 2 here and 1 for the others"):
         ledger.open(2, LoopSpec(0, size=3, batch_size=2))
 
 

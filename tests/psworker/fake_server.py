@@ -103,8 +103,8 @@ class FakeCluster:
         """What the next requests for data get, one after another: a batch each, or None for the loop's end."""
         with self.changed:
             for number in answers:
-                numbers = [] if number is None else [number]
-                self.batches.append(co.NextBatchResponse(numbers=numbers, end=number is None, version=self.version))
+                numbers, end = ([], True) if number is None else ([number], False)
+                self.batches.append(co.NextBatchResponse(numbers=numbers, end=end, version=self.version))
 
     def release(self) -> None:
         """Decide on what was waiting."""

@@ -31,7 +31,7 @@ class TakenError(PSError):
 
 
 class MismatchError(PSError):
-    """Two sides disagree on shard, job, model or optimizer; the message shows the difference."""
+    """Two sides disagree on shard, job, model, optimizer or data; the message shows the difference."""
 
     exit_code = 11
 
@@ -112,6 +112,7 @@ REASONS: dict[str, Row] = {
     "SHARD_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "not one complete set of servers"),
     "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "another job: by --job, or a --data-dir's"),
     "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must train the same model"),
+    "LOOP_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must make the same job.batches calls"),
     "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker; start it again"),
     "QUARANTINED": Row(
         QuarantinedError, "FAILED_PRECONDITION", False, "too many bad gradients in a row; look at its data and device"
