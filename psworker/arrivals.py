@@ -75,10 +75,18 @@ def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
     """Before state_dict and load_state_dict of the model or any part of it: settle. Returns the handles."""
     gate = Gate(settle)
     handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
-        handles.append(module.register_load_state_dict_pre_hook(gate))  # type: ignore[no-untyped-call]
+    for name, module in model.named_modules():
+        _refuse_scripted(name or "the model", module)
+        handles.append(module.register_state_dict_pre_hook(gate))
+        handles.append(module.register_load_state_dict_pre_hook(gate))
     return handles
+
+
+def _refuse_scripted(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InvalidRequestError(
+            f"{name} was scripted or traced, so nobody sees when it is used: leave overlap and pipeline off"
+        )
 
 
 class Arrivals:
@@ -111,12 +119,9 @@ class Arrivals:
         for number, module in enumerate(modules):
             gate = Gate(partial(self.pass_through, number))
             self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
-        self._watched: list[nn.Module] = []
-        for number, module in enumerate(modules):
-            if not isinstance(module, torch.jit.ScriptModule):  # its tensors are not in dicts
-                self._watched.append(module)
-                for kind in TENSORS:
-                    module.__dict__[kind] = Watched(module.__dict__[kind], partial(self._read, number))
+            for kind in TENSORS:
+                module.__dict__[kind] = Watched(module.__dict__[kind], partial(self._read, number))
+        self._modules = modules
 
     def expect(self, flow: Flow) -> None:
         """The weights of this push are on their way."""
@@ -194,7 +199,7 @@ class Arrivals:
         """The model is its own again."""
         for hook in self._hooks:
             hook.remove()
-        for module in self._watched:
+        for module in self._modules:
             for kind in TENSORS:
                 module.__dict__[kind] = dict(module.__dict__[kind])
 

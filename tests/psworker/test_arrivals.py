@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pscommon.core.errors import InvalidRequestError
 from psworker import overlap
+from psworker.job import Job
+from tests.psworker.late_client import LateClient
 from tests.psworker.overlap_cases import batch, normed, perceptron, usual
 from tests.psworker.test_overlap import assert_equal, both
 
@@ -74,3 +76,11 @@ def test_weights_that_were_waited_for_by_hand_may_be_used_in_any_way() -> None:
                 optimizer.wait()
 
     assert_equal(plain[0], mine[0])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused_in_words() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 2)))
+
+    with pytest.raises(InvalidRequestError, match=r"0 was scripted or traced, .*: leave overlap"):
+        Job(LateClient()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
