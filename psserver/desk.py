@@ -52,6 +52,11 @@ class Desk:
     def coordinator(self) -> Coordinator:
         return self._recorder.coordinator
 
+    @property
+    def ending(self) -> bool:
+        """The job, or this server, ends."""
+        return self._ending()
+
     def lead(self, recorder: Recorder) -> None:
         """Another machine from now on."""
         with self.changed:

@@ -29,6 +29,8 @@ class Snapshots:
         if wanted is None:
             raise UnreachableError(f"nothing to save yet: {self._fleet.missing or 'no weights have come'}", "NOT_READY")
         version = self._written(wanted, seconds)
+        if version is None and self._desk.ending:
+            raise UnreachableError("the servers are stopping, with a last snapshot where there can be one", "STOPPING")
         if version is None:
             raise WaitTimeoutError(f"no snapshot after {seconds:.0f} s: {self._archive.problem or 'still writing'}")
         return version

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from pscommon.core.errors import NonFiniteError
+from pscommon.core.errors import NonFiniteError, UnreachableError
 from pscommon.snapshot import Snapshots
 from psworker.ctl.cli import main as ps_ctl
 from tests.e2e.conftest import Cluster
@@ -175,6 +175,19 @@ def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Pa
         count(client)
         assert counted(client.pull()) == 4
         assert not second.ended.is_set()
+
+
+def test_who_asks_for_a_snapshot_while_the_servers_stop_is_told_so(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(1, data_dir=tmp_path)
+    hub = servers.servers[0].hub
+    assert hub is not None
+    with counter(servers.address) as client:
+        count(client)
+        hub.stop_reason = "asked to"
+        with pytest.raises(UnreachableError, match="the servers are stopping") as caught:
+            hub.snapshots.save(300.0)
+        hub.stop_reason = None
+    assert caught.value.reason == "STOPPING"
 
 
 def test_servers_that_are_told_to_end_together(cluster: Make, tmp_path: Path) -> None:
