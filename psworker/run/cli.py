@@ -125,6 +125,10 @@ def log_folder(settings: dict[str, Any], folder: Path) -> Path:
         wanted.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequestError(f"--log-dir {wanted}: {error.strerror}") from error
+    counts = {"s": settings["servers"], "w": settings["workers"]}
+    for name in (f"{kind}{number}.log" for kind, count in counts.items() for number in range(count)):
+        if (wanted / name).is_dir():
+            raise InvalidRequestError(f"--log-dir {wanted}: {name} is a folder, where a log file is to go")
     return wanted
 
 

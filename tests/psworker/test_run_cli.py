@@ -299,6 +299,7 @@ USAGE = {
     "summary below a file": (["--summary", "train.py/where.json", "train.py"], "--summary train.py/where.json"),
     "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
     "no ports for all": (["--metrics-bind", "127.0.0.1:65535", "train.py"], "the last process would need 65536"),
+    "log file that is a folder": (["--log-dir", ".", "--workers", "2", "train.py"], "w1.log is a folder"),
     "unknown flag": (["--polcy", "sync", "train.py"], "--policy"),
 }
 
@@ -306,6 +307,7 @@ USAGE = {
 @pytest.mark.parametrize(("args", "text"), USAGE.values(), ids=USAGE.keys())
 def test_bad_usage_is_said_before_anything_starts(bench: Bench, args: list[str], text: str) -> None:
     bench.script(GOOD)
+    (bench.folder / "w1.log").mkdir()
 
     result = bench.run(*args)
 
