@@ -90,8 +90,8 @@ def begun(config: ServerConfig, lease: PrimaryLease | None, address: str) -> Ten
     if tenure is None:
         raise TakenError(
             f"shard {config.shard} has a standby that is in sync and may be primary by now: start this server with "
-            f"--standby-of and its address, or, if it is gone for good, remove shard-{config.shard} in "
-            f"{config.failover_lock}"
+            f"--standby-of and its address; if it is gone for good, remove shard-{config.shard} in "
+            f"{config.failover_lock}; if it is of another job, give each job a --failover-lock of its own"
         )
     return tenure
 
@@ -113,6 +113,6 @@ def _check_holder(config: ServerConfig, lease: PrimaryLease | None, address: str
                 return
     raise TakenError(
         f"{found.holder} is primary of shard {config.shard}, in term {found.term}: start this server with "
-        f"--standby-of {found.holder}",
+        f"--standby-of {found.holder}; if that is of another job, give each job a --failover-lock of its own",
         "DEPOSED",
     )

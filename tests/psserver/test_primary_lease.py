@@ -103,7 +103,7 @@ def test_who_is_started_as_primary_waits_for_no_standby(tmp_path: Path, in_sync:
     FolderLease(tmp_path, 0).swap(None, Tenure(1, f"127.0.0.1:{dead}", in_sync))
 
     if term is None:
-        with pytest.raises(TakenError, match="start this server with --standby-of"):
+        with pytest.raises(TakenError, match=r"start this server with --standby-of .*a --failover-lock of its own"):
             begun(config, lease_of(config), "here:1")
     else:
         assert begun(config, lease_of(config), "here:1") == Tenure(term, "here:1")
