@@ -123,12 +123,12 @@ class Arrivals:
                 module.__dict__[kind] = Watched(module.__dict__[kind], partial(self._read, number))
         self._modules = modules
 
-    def expect(self, flow: Flow) -> None:
-        """The weights of this push are on their way."""
+    def expect(self, flow: Flow, stepped: set[int]) -> None:
+        """The weights of this push are on their way; stepped: which trainable tensors it had gradients for."""
         self._flow, self._left = flow, self._owned.copy()
         self._first = sorted(self._owned.keys() - self._called)
         self._called = set()
-        self._unread = set().union(*self._places)
+        self._unread = stepped
 
     def pass_through(self, number: int) -> None:
         """A module is about to run forward."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import compress, groupby, repeat
 from operator import is_not
 from typing import Any
 
@@ -97,8 +97,8 @@ class Departures:
         while self._leaving and self._leaving[0][0].query():
             _send(flow, self._leaving.popleft()[1])
 
-    def finish(self, push: Push) -> tuple[Flow, PushResult]:
-        """Sends all that has not left as it is now, and waits for the decision."""
+    def finish(self, push: Push) -> tuple[Flow, PushResult, set[int]]:
+        """Sends all that has not left as it is now, and waits for the decision. Returns also who had a gradient."""
         self._bridge.reattach()
         self._flow = flow = self._flow or self._begin()
         for ready, spans in self._leaving:
@@ -110,7 +110,7 @@ class Departures:
         result = flow.finish(absent=absent, samples=push.samples, batches=push.batches, groups_json=push.groups_json)
         self._learn(again)
         self._flow = None
-        return flow, result
+        return flow, result, set(compress(range(len(grads)), _given(grads)))
 
     def _send_changed(self, flow: Flow, grads: list[Tensor | None]) -> list[Bucket]:
         """Returns the buckets that had left and have to leave again."""
@@ -231,11 +231,11 @@ class Overlap(Courier):
     def push(self, push: Push) -> PushResult:
         self._arrivals.settle()
         try:
-            flow, result = self._departures.finish(push)
+            flow, result, stepped = self._departures.finish(push)
         except BaseException:
             self._departures.give_up()
             raise
-        self._arrivals.expect(flow)
+        self._arrivals.expect(flow, stepped)
         return result
 
     def pull(self) -> None:

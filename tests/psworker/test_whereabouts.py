@@ -122,7 +122,7 @@ def test_who_looks_around_bears_a_line_that_another_thread_closes() -> None:
     with closing(GrpcLane([f"127.0.0.1:{free_port()}"])) as lane:
         assert not lane.look_around("job", 0.1)
         for line in lane._lines.values():
-            line.channel.close()
+            line.close()
         assert not lane.look_around("job", 0.1)
 
 
