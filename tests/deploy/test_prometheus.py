@@ -48,7 +48,7 @@ class Job:
         for outcome in ("applied", "duplicate", "stale", "rejected"):
             self.shard.pushed(outcome, staleness=1)
         self.shard.version(self.steps)
-        self.shard.worker(1, clock=self.steps)
+        self.shard.worker(1, clock=self.steps, pushed=True)
         self.shard.applied(0.01, contributors=1)
         self.shard.waited(0.01)
         self.shard.moved(received=10, sent=10)

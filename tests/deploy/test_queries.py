@@ -32,7 +32,7 @@ def server() -> CollectorRegistry:
     metrics = ServerMetrics(registry, shard=0)
     metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
     metrics.workers({"active": 1})
-    metrics.worker(1, clock=1)
+    metrics.worker(1, clock=1, pushed=True)
     metrics.rpc("Exchange", "OK", 0.1)
     return registry
 
