@@ -12,8 +12,11 @@ from torch import Tensor
 
 from pscommon.core.tape import Range
 
-SAMPLE = 1 << 12
+SAMPLE = 1 << 9
 """So many words of 8 bytes are compared with each step: all of a small model, in a large one some of each part."""
+
+COUNTED = 1 << 9
+"""Of so many tensors torch's count of changes is looked at: of all in most models, else of some of each part."""
 
 NAMED = 3
 
@@ -25,8 +28,8 @@ log = logging.getLogger("psworker")
 class Changes:
     """Warns, once a job, of trainable tensors that the script has changed in place: nobody else gets to know of it.
 
-    torch counts changes in place, so those are found exactly. It does not count what goes through `.data` or numpy:
-    for that a sample of the bytes is compared.
+    torch counts changes in place, so those are found exactly, unless there are thousands of tensors. It does not count
+    what goes through `.data` or numpy: for that a sample of the bytes is compared.
 
     indices: of the tensors, into the model's spec. tape: the bytes of all of them, at `extents`.
     """
@@ -39,7 +42,10 @@ class Changes:
         extents: Sequence[Range],
         tape: Tensor,
     ) -> None:
-        self._names, self._indices, self._tensors = names, indices, tensors
+        self._names = names
+        self._counted_places = range(0, len(tensors), len(tensors) // COUNTED + 1)
+        self._indices = [indices[place] for place in self._counted_places]
+        self._tensors = [tensors[place] for place in self._counted_places]
         self._starts = [extent.start for extent in extents]
         words = tape.view(torch.int64)
         # an odd stride meets each column of a matrix
@@ -70,7 +76,8 @@ class Changes:
         if self._told:
             return
         counted = self._counted()
-        places = sorted({*replaced, *np.flatnonzero(counted != self._expected).tolist(), *self._differing()})
+        changed = [self._counted_places[place] for place in np.flatnonzero(counted != self._expected)]
+        places = sorted({*replaced, *changed, *self._differing()})
         self._expected, self._kept = counted, None
         if places:
             self._told = True
