@@ -121,11 +121,18 @@ def staleness_is_bounded(evidence: Evidence) -> Iterator[str]:
         if evidence.policy == "sync":
             bound = min(bound, 0)
         elif evidence.policy == "ssp" and evidence.staleness is not None and push.staleness > evidence.staleness:
-            around = {o.worker for o in pushes if o.end >= push.begin and o.begin <= push.end} - {push.worker}
+            since = _based(evidence, push)
+            around = {o.worker for o in pushes if o.end >= since and o.begin <= push.end} - {push.worker}
             # from S behind to S ahead of it, and the step of its own that this push is
             bound = min(bound, len(around) * (2 * evidence.staleness + 1))
         if push.staleness > bound:
             yield f"worker {push.worker}, push {push.seq} counted, stale by {push.staleness} (at most {bound:g})"
+
+
+def _based(evidence: Evidence, push: Operation) -> float:
+    """When its worker asked for the weights that the gradient was computed from: their answer may have come late."""
+    asked = [o.begin for o in evidence.operations if o.worker == push.worker and o.after == push.before]
+    return max((begin for begin in asked if begin < push.begin), default=push.begin)
 
 
 def batches_count_once(evidence: Evidence) -> Iterator[str]:

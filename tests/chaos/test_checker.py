@@ -55,6 +55,17 @@ def test_a_job_that_was_told_to_end_need_not_be_through_its_data() -> None:
     assert check(evidence({4: {"batches": ()}}, told_to_end=7.0)) == []
 
 
+def test_who_was_at_work_while_an_answer_was_late_may_have_come_ahead() -> None:
+    """Worker 1's weights of version 1 were on their way while worker 2 made three steps; ssp 2 lets it."""
+    late = push(0, 1, end=5.0)
+    others = [push(1, step, begin=1.0 + step, end=1.5 + step, before=step, after=step + 1) for step in (1, 2, 3)]
+    stale = push(0, 2, begin=5.1, end=5.2, before=1, after=5, staleness=3)
+
+    found = asynchronous(operations=[late, *others, stale], policy="ssp", staleness=2)
+
+    assert "staleness is bounded" not in fired(found)
+
+
 def asynchronous(**terms: object) -> Evidence:
     """One worker alone: every push is an update."""
     operations = [operation for operation in run() if operation.worker == 1 and operation.kind == "push"]
