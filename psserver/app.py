@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Never
 
@@ -23,6 +22,7 @@ from pscommon.exits import Exit
 from pscommon.malloc import tune_malloc
 from pscommon.monitor import Monitor, new_registry
 from pscommon.snapshot import DataDirLock
+from pscommon.whole_file import write_whole
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
 from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
@@ -255,7 +255,7 @@ class Server:
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self.config.port_file is not None:
-            _write_whole(self.config.port_file, self.address.rpartition(":")[2] + "\n")
+            write_whole(self.config.port_file, self.address.rpartition(":")[2] + "\n")
         log.info(
             "listening", extra={"address": self.address, "shards": self.identity.shards, "policy": self.config.policy}
         )
@@ -345,13 +345,6 @@ def serve(server: Server) -> int:
     if server.failure is not None:
         raise server.failure
     return signals.exit_code(server.job_is_over)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Nobody sees half of it, and no file of anybody else is in the way."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 class _Signals:

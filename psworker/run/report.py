@@ -1,12 +1,12 @@
 """What a run came to, for people and programs: the summary as JSON and as a table, and the box about a failure."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pscommon import strict_json
 from pscommon.exits import EXPLANATIONS, Exit
+from pscommon.whole_file import write_whole
 from psworker.run.ending import Outcome
 from psworker.run.watch import Result
 
@@ -51,13 +51,7 @@ def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     if is_special(path):
         path.write_text(text, encoding="utf-8")
         return
-    target = path.resolve()  # a link stays one
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path.resolve(), text)  # a link stays one
 
 
 def table(content: Mapping[str, Any]) -> str:
