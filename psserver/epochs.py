@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
@@ -17,7 +16,9 @@ from pscommon.snapshot import Manifest
 from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
+from psserver.core.policy import policy
 from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.rules import Rules
 from psserver.desk import Desk
 from psserver.engine import Engine
 from psserver.fleet import Fleet
@@ -36,7 +37,7 @@ EPOCH_BITS = 62
 class Epochs:
     """Begins logs on shard 0. lead: takes the machine that is in charge from now on, with nobody else looking.
 
-    fail: told why the job has to end. expected: asked how many workers will come back.
+    fail: told why the job has to end.
     """
 
     def __init__(
@@ -53,23 +54,27 @@ class Epochs:
         self._config, self._identity, self._engine, self._archive = config, identity, engine, archive
         self._fleet, self._metrics, self._fail = fleet, metrics, fail
         self._turning = threading.RLock()
-        self._epoch: int | None = None  # of now
+        self._leading: Coordinator | None = None  # now
         self._recovered = False  # it was begun by another process
-        self.rules = config.rules()  # for the machines that are made from now on
+        self._rules = config.rules()
         self.lead: Callable[[Recorder], None] = lambda recorder: None
-        self.expected: Callable[[], int] = lambda: 0
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
         disk = disk_log(config, "log-job", metrics.log_failed)
         self.durable = disk is not None  # everything is written down
         self.journal = JobJournal(Records(Source.JOB, disk, line))
 
     def new_recorder(
-        self, epoch: int | None = None, generation: int | None = None, shards: int | None = None
+        self,
+        epoch: int | None = None,
+        generation: int | None = None,
+        shards: int | None = None,
+        rules: Rules | None = None,
     ) -> Recorder:
-        """A machine that knows nothing. epoch, generation, shards: of a log that is to be done again; None: as now."""
+        """A machine that knows nothing. epoch, generation, shards, rules: of a log that is to be done again; None: as
+        now."""
         number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
         start = self._archive.generation if generation is None else generation
-        coordinator = Coordinator(shards or self._fleet.shards, self.rules, start, number)
+        coordinator = Coordinator(shards or self._fleet.shards, rules or self._rules, start, number)
         return Recorder(coordinator, self.journal)
 
     # ---- starting ---------------------------------------------------------------------------------------------------
@@ -94,7 +99,6 @@ class Epochs:
         first, self.newest = mirror.snapshots
         self._fleet.form(coordinator.members)
         self._fleet.new_log(first)
-        self.rules = replace(self.rules, policy=coordinator.policy)
         self._archive.next_generation(mirror.hello["generation"] + 1)
         recorder = Recorder(coordinator, self.journal)
         self._begin_journal(coordinator, coordinator.version, coordinator.whole())
@@ -124,6 +128,8 @@ class Epochs:
         """A job without a past."""
         self._recovered = False
         recorder = self.new_recorder()
+        if self._leading is not None:
+            recorder.coordinator.policy = self._leading.policy
         self._fleet.form(self._fleet.shards)
         self._fleet.new_log(None)
         self._begin_journal(recorder.coordinator, 0)
@@ -132,13 +138,19 @@ class Epochs:
         self._engine.report()
 
     def _take_over(self, recorder: Recorder) -> None:
-        self._epoch = recorder.coordinator.epoch
+        self._leading = recorder.coordinator
         self.lead(recorder)
 
     def _begin_journal(self, coordinator: Coordinator, version: int, state: dict[str, Any] | None = None) -> None:
         self.journal.clear()
-        first = {"epoch": coordinator.epoch, "version": version, "generation": self._archive.generation}
-        self.journal.begin(version, self._labelled(state or first))
+        state = state or {
+            "epoch": coordinator.epoch,
+            "version": version,
+            "generation": self._archive.generation,
+            "policy": [*coordinator.policy_args()],
+            "rules": coordinator.rules.as_json(),
+        }
+        self.journal.begin(version, self._labelled(state))
 
     def resume(self, manifest: Manifest) -> None:
         """Take a snapshot as the state of the job, with workers yet to come; the shards are told to load it."""
@@ -147,8 +159,7 @@ class Epochs:
             self._archive.goes_on_from(manifest)
             self._recovered = False
             recorder = self.new_recorder()
-            state, now, expected = dict(manifest.coordinator), time.monotonic(), self.expected()
-            recorder.coordinator.restore(state, manifest.model, now, expected)
+            recorder.coordinator.restore(manifest.coordinator, manifest.model, time.monotonic(), self._leading)
             self._fleet.form(self._fleet.shards)
             self._fleet.new_log(manifest)
             self.newest = manifest
@@ -187,7 +198,7 @@ class Epochs:
         Another shard may have said so before, and this epoch be over.
         """
         with self._turning:
-            if epoch != self._epoch:
+            if self._leading is None or epoch != self._leading.epoch:
                 return
             manifest = self._archive.newest()
             if manifest is None and self._recovered:
@@ -208,7 +219,7 @@ class Epochs:
         """Make a snapshot of the parts that are there, unless their history is over. False: there is none."""
         with self._turning:
             finished, model = coordinator.cuts.finished, coordinator.model
-            if coordinator.epoch == self._epoch and finished is not None and model is not None:
+            if coordinator is self._leading and finished is not None and model is not None:
                 manifest = self._archive.commit(finished, self._identity.job, model)
                 if manifest is not None:
                     self._written(manifest)
@@ -248,11 +259,11 @@ class Epochs:
         self._fleet.new_log(manifest)
         self._learn(None)  # as many as there are
         self.newest = manifest
-        self.rules = replace(self.rules, policy=coordinator.policy)
         self._take_over(recorder)
         self._recovered = True
         self.journal.begin(coordinator.version, self._labelled(coordinator.whole()))
         recorder.recovered(time.monotonic(), self._archive.generation)
+        recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
         log.info("went on where the log ends", extra={"version": coordinator.version})
         return True
 
@@ -282,7 +293,9 @@ class Epochs:
     def _from_base(self, note: dict[str, Any] | Command, manifest: Manifest | None) -> Recorder:
         check_begins(note, manifest)
         assert not isinstance(note, Command)
-        recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"])
+        rules = Rules.from_json(note["rules"])
+        recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"], rules)
+        recorder.coordinator.policy = policy(*note["policy"])
         if "log" in note:
             assert manifest is not None
             recorder.coordinator.become(note, manifest.model, time.monotonic(), manifest.index)

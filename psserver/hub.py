@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
@@ -65,7 +64,6 @@ class Hub:
             self._fail, self._broken,
         )  # fmt: skip
         self._epochs.lead = self._desk.lead
-        self._epochs.expected = lambda: self._coordinator.expected
         self.snapshots = Snapshots(self._desk, self._epochs, archive, self.fleet)
         self.reshards = Reshards(self._desk, self.fleet, engine, archive, identity, config)
         self._gathering = Gathering(config.join_timeout, lambda: self.waiting_for)
@@ -178,7 +176,6 @@ class Hub:
         """Another policy from the next update on."""
         row = self.config.row(name, staleness, max_staleness)
         self._desk.step(lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight))
-        self._epochs.rules = replace(self._epochs.rules, policy=row)
         self._desk.do("set_policy", row=(name, staleness, max_staleness, row.backup))
         log.info("policy changed", extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness})
 

@@ -1,7 +1,6 @@
 """What a standby holds: the shard, and of shard 0 the coordinator, as far as its primary's records go."""
 
 import json
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import MismatchError, PSError
@@ -112,7 +111,7 @@ class Inherited(NamedTuple):
 def settings(config: ServerConfig) -> dict[str, Any]:
     """What a primary and its standby must have in common, JSON-ready."""
     common = {"bad_gradients": config.bad_gradients, "max_norm": config.max_norm}
-    found = asdict(config.rules()) if config.shard == 0 else common
+    found = config.rules().as_json() if config.shard == 0 else common
     return dict(json.loads(json.dumps(found)))
 
 

@@ -51,7 +51,6 @@ class Coordinator(Moves):
 
     def __init__(self, shards: int, rules: Rules, generation: int = 0, epoch: int | None = None) -> None:
         super().__init__(shards, rules, generation, epoch)
-        self.global_batch = rules.global_batch
         self.metrics: dict[str, tuple[int, float]] = {}
         self._resumed = False
 
@@ -160,6 +159,15 @@ class Coordinator(Moves):
             member.clock = highest
         self.advance(now)
 
+    def go_by(self, rules: Rules, now: float) -> None:
+        """The operator's settings from now on. A policy that a command set stays, unless they name another one now."""
+        before, self.rules = self.rules, rules
+        self.roster.lease, self.cuts.every = rules.lease, rules.every
+        if rules.min_workers != before.min_workers:
+            self.min_workers = rules.min_workers
+        if rules.policy != before.policy:
+            self.set_policy(rules.policy, now)
+
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def next_batches(
@@ -209,17 +217,18 @@ class Coordinator(Moves):
 
     def _units(self, spec: Spec) -> int | None:
         """How many batches make an update; None: one of each worker."""
-        if self.global_batch is None or not self.policy.barrier:
+        global_batch = self.rules.global_batch
+        if global_batch is None or not self.policy.barrier:
             return None
         if isinstance(spec, StreamSpec):
             raise InvalidRequestError(
-                f"--global-batch {self.global_batch} needs data with a length: how much a stream holds, and so what an "
+                f"--global-batch {global_batch} needs data with a length: how much a stream holds, and so what an "
                 "update would take, is not known beforehand; start the servers without it"
             )
-        units, rest = divmod(self.global_batch, spec.batch_size)
+        units, rest = divmod(global_batch, spec.batch_size)
         if rest or not units:
             raise InvalidRequestError(
-                f"--global-batch {self.global_batch} is not a multiple of the script's batch_size {spec.batch_size}: "
+                f"--global-batch {global_batch} is not a multiple of the script's batch_size {spec.batch_size}: "
                 "an update takes whole batches, so choose a batch_size that divides it, or another --global-batch"
             )
         return units
@@ -266,6 +275,7 @@ class Coordinator(Moves):
             "samples": self.samples,
             "counts": dict(self.counts),
             "policy": [*self.policy_args()],
+            "rules": self.rules.as_json(),
             "started": self.started,
             "min_workers": self.min_workers,
             "cutting": self.cuts.busy,
@@ -300,14 +310,22 @@ class Coordinator(Moves):
         row = self.policy
         return row.name, row.bound if row.name == "ssp" else None, row.max_staleness, row.backup
 
-    def restore(self, state: Mapping[str, Any], model: ModelSpec, now: float, expected: int = 0) -> None:
+    def restore(
+        self, state: Mapping[str, Any], model: ModelSpec, now: float, before: "Coordinator | None" = None
+    ) -> None:
         """Go on from a snapshot, with workers yet to come: what they had not pushed then is dealt anew.
 
-        expected: how many the job had just now, 0 where it was not running: more than these will not come back.
+        before: who led the job just now, under what policy, with how many workers: more than these will not come back.
+        None: it was not running; the policy that it had stays, unless the settings name another than they did then.
         """
         self._take_numbers(state, model)
         self._resumed = True
-        self.min_workers = max(1, min(self.min_workers, state["registered"], expected or self.min_workers))
+        expected = before.expected if before is not None else self.min_workers
+        self.min_workers = max(1, min(self.min_workers, state["registered"], expected))
+        if before is not None:
+            self.policy = before.policy
+        elif Rules.from_json(state["rules"]).policy == self.rules.policy:
+            self.policy = policy(*state["policy"])
         self.ledger.restore(state["loops"])
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(self.version, now)

@@ -21,6 +21,7 @@ from psserver.core.cuts import PartReport
 from psserver.core.pending import staged_from_json, staged_to_json
 from psserver.core.policy import policy
 from psserver.core.roster import Member
+from psserver.core.rules import Rules
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.3, 1.0
 """Seconds between ticks from which on this process counts as having been stopped itself: a fifth of a lease, if that is
@@ -204,6 +205,7 @@ _PERFORM: Mapping[str, Action] = {
             "reshard", "moved", "settle", "reborn",
         )
     },
+    "go_by": lambda c, now, args: c.go_by(Rules.from_json(args["rules"]), now),
     "set_policy": lambda c, now, args: c.set_policy(policy(*args["row"]), now),
     "part": lambda c, now, args: c.cuts.part(args["shard"], args["part"]),
     "shard_lost": lambda c, now, args: c.shard_lost(args["shard"]),

@@ -1,7 +1,8 @@
 """What the operator decides about a job: the coordinator's settings, as one value."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from psserver.core.cuts import Every
 from psserver.core.policy import Policy
@@ -42,6 +43,15 @@ class Rules:
     max_norm: float | None = None
     quarantine_after: int | None = None
     global_batch: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready; `from_json` is the way back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> "Rules":
+        parts = {"policy": Policy(**raw["policy"]), "every": Every(**raw["every"]), "on_loss": OnLoss(**raw["on_loss"])}
+        return Rules(**{**raw, **parts})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,84 @@
+"""Servers that are started again on their data: with the policy that an operator set meanwhile, or with other flags."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psworker import Client, QuarantinedError
+from psworker.ctl.servers import Servers
+from tests.e2e.conftest import Cluster
+from tests.e2e.workers import ONES, count, counted, counter, status, weights_of
+
+Make = Callable[..., Cluster]
+both = pytest.mark.parametrize("durability", ["snapshot", "log"])
+
+
+def saved(servers: Cluster, client: Client, more: int) -> None:
+    """Two pushes, a snapshot of them, and so many pushes after it."""
+    count(client, 2)
+    with Servers([servers.address], 10.0) as asked:
+        asked.save(10.0)
+    count(client, more)
+
+
+def set_policy(servers: Cluster, name: str, staleness: int | None = None) -> None:
+    with Servers([servers.address], 10.0) as asked:
+        asked.set_policy(name, staleness, None)
+
+
+@both
+def test_the_policy_that_was_set_is_that_of_the_next_start(cluster: Make, tmp_path: Path, durability: str) -> None:
+    settings = {"data_dir": tmp_path, "durability": durability, "policy": "async"}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        set_policy(servers, "ssp", 3)
+        saved(servers, client, 1)
+    servers.close()
+
+    for _ in range(2):
+        again = cluster(2, **settings)
+        assert status(again.address)["policy"] == "ssp"
+        with counter(again.address) as client:
+            assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
+        again.close()
+
+
+@both
+def test_another_policy_on_the_command_line_counts_more(cluster: Make, tmp_path: Path, durability: str) -> None:
+    settings = {"data_dir": tmp_path, "durability": durability}
+    servers = cluster(2, **settings, policy="sync")
+    with counter(servers.address) as client:
+        set_policy(servers, "ssp", 3)
+        saved(servers, client, 1)
+    servers.close()
+
+    for _ in range(2):
+        again = cluster(2, **settings, policy="async", max_staleness=7)
+        assert (status(again.address)["policy"], status(again.address)["max_staleness"]) == ("async", 7)
+        with counter(again.address) as client:
+            assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
+        again.close()
+
+
+def test_what_is_in_the_log_was_decided_by_the_settings_of_then(cluster: Make, tmp_path: Path) -> None:
+    """Else the log of shard 0 would say something else than those of the others, and nobody could go on with them."""
+    settings = {"data_dir": tmp_path, "durability": "log", "bad_gradients": "skip"}
+    bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        count(client, 2)
+        assert client.push(bad).status == "rejected"
+        count(client, 2)
+    servers.close()
+
+    again = cluster(2, **settings, quarantine_after=1)
+    with counter(again.address) as client:
+        assert counted(client.pull()) == 4
+        count(client)
+        with pytest.raises(QuarantinedError):
+            client.push(bad)
+    again.close()
+
+    assert counted(weights_of(cluster(2, **settings).address)) == 5
