@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.contenders.bare import answer, bare_server
+from benchmarks.contenders.bare import answer, bare_channel, bare_server
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
 from pscommon.malloc import tune_malloc
@@ -43,8 +43,9 @@ def server(nbytes: int) -> None:
     answer(grpc.stream_stream_rpc_method_handler(swap))
 
 
-def main(setup: Setup) -> None:
-    with bare_server("benchmarks.contenders.grpc_stream", setup) as channel:
+def client(setup: Setup, address: str) -> None:
+    """The client's life: a contender's."""
+    with bare_channel(address) as channel:
         stub: Any = channel.stream_stream("/bare.Bare/Call")
         out, into = np.ones(setup.nbytes, np.uint8).data, np.zeros(setup.nbytes, np.uint8).data
 
@@ -57,6 +58,11 @@ def main(setup: Setup) -> None:
         serve({"go": turn}, WARM_UP)
         if into != out:
             raise RuntimeError("other bytes came back")
+
+
+def main(setup: Setup) -> None:
+    with bare_server("benchmarks.contenders.grpc_stream", setup) as (_, address):
+        client(setup, address)
 
 
 if __name__ == "__main__":

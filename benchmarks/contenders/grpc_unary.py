@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.contenders.bare import answer, bare_server
+from benchmarks.contenders.bare import answer, bare_channel, bare_server
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
 from pscommon.malloc import tune_malloc
@@ -16,7 +16,7 @@ WARM_UP = 3
 
 
 def main(setup: Setup) -> None:
-    with bare_server("benchmarks.contenders.grpc_unary", setup) as channel:
+    with bare_server("benchmarks.contenders.grpc_unary", setup) as (_, address), bare_channel(address) as channel:
         stub: Any = channel.unary_unary("/bare.Bare/Call")
 
         def calls(message: bytes) -> Callable[[], Measurements]:

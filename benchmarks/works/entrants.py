@@ -23,7 +23,12 @@ def ours(lane: str, what: str = "") -> str:
 
 def team(lane: str, workers: int) -> str:
     """Our name where the number of workers matters."""
-    return ours(lane, f"{workers} worker" + "s" * (workers > 1))
+    return crew(ours(lane), workers)
+
+
+def crew(name: str, workers: int) -> str:
+    """Anybody's."""
+    return f"{name}, {workers} worker" + "s" * (workers > 1)
 
 
 def job(name: str, setup: Setup, kind: str = "exchange") -> Entry:

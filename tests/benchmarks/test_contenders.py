@@ -98,6 +98,14 @@ def test_bare_call() -> None:
     assert empty["seconds"] > 0
 
 
+def test_bare_streams_of_several() -> None:
+    """The server's CPU has a grain of 10 ms: with so few bytes it may be none."""
+    measured = turn(peer("peer", "stream_crowd", Setup(NBYTES, workers=2, pieces=2)))
+
+    assert measured["loopback"] > 2 * 2 * NBYTES
+    assert measured["server_cpu"] >= 0
+
+
 @pytest.mark.parametrize("kind", ["reduce", "adam"])
 def test_gloo(kind: str) -> None:
     """Between two processes a sum moves every byte twice."""
