@@ -1,5 +1,6 @@
 """The failover lock: of many who swap at once one wins, and nobody waits for one that was stopped in the middle."""
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +86,37 @@ def test_one_who_thought_for_long_does_not_win(
 
     assert not lease.swap(FIRST, Tenure(2, "late"))
     assert lease.read() == Tenure(3, "c")
+
+
+def test_a_tenure_is_on_the_disk_before_anybody_sees_it(
+    lease: FolderLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut may leave an empty file under its name, which no server could begin with."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    link = os.link
+
+    def checked(source: Path, target: Path) -> None:
+        assert synced == [source.stat().st_size] != [0]
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", checked)
+
+    assert lease.swap(None, FIRST)
+    assert len(list((tmp_path / "shard-0").iterdir())) == 1
+
+
+def test_a_disk_that_is_full_keeps_nothing_half_written(
+    lease: FolderLease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.raises(OSError, match="no space"):
+        lease.swap(None, FIRST)
+    assert not list((tmp_path / "shard-0").iterdir())
 
 
 def test_it_stays_small(lease: FolderLease, tmp_path: Path) -> None:
