@@ -160,8 +160,11 @@ class Coordinator(Moves):
         self.advance(now)
 
     def go_by(self, rules: Rules, now: float) -> None:
-        """The operator's settings from now on. A policy that a command set stays, unless they name another one now."""
-        before, self.rules = self.rules, rules
+        """The operator's settings from now on. A policy that a command set stays, unless they name another one now.
+
+        Why the job had to end is over, too: who starts its servers again wants it to go on.
+        """
+        before, self.rules, self.failure = self.rules, rules, None
         self.roster.lease, self.cuts.every = rules.lease, rules.every
         if rules.min_workers != before.min_workers:
             self.min_workers = rules.min_workers

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pscommon.core.errors import NonFiniteError
 from psworker import Client, QuarantinedError
 from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
@@ -82,3 +83,23 @@ def test_what_is_in_the_log_was_decided_by_the_settings_of_then(cluster: Make, t
     again.close()
 
     assert counted(weights_of(cluster(2, **settings).address)) == 5
+
+
+def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(cluster: Make, tmp_path: Path) -> None:
+    """Also where its last snapshot is from before it failed, so that the log says why it did."""
+    settings = {"data_dir": tmp_path, "durability": "log"}
+    bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        saved(servers, client, 0)
+        assert client.push(bad).status == "rejected"
+    assert servers.servers[0].ended.wait(10.0)
+    assert isinstance(servers.servers[0].failure, NonFiniteError)
+    servers.close()
+
+    for start in range(2):
+        again = cluster(2, **settings)
+        with counter(again.address) as client:
+            assert counted(client.pull()) == 2 + start
+            count(client)
+        again.close()
