@@ -28,6 +28,7 @@ from psserver.core.following import Way
 from psserver.core.shard import NO_LOG
 from psserver.fleet import Server, Told
 from psserver.hub import Hub
+from psserver.listening import when_ended
 
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
 LINK_BEAT = 1.0
@@ -181,7 +182,7 @@ class Coordinator(CoordinatorServiceServicer):
             followed, term = first.report.epoch != NO_LOG, max(1, first.term)
             server, line = self._hub.shard_up(first.shard, first.shards, first.address, first.instance, followed, term)
             # at once, not when _follow looks again: a shard that was restarted may be at the door
-            context.add_callback(lambda: self._hub.shard_down(server, line))
+            when_ended(context, lambda: self._hub.shard_down(server, line))
             try:
                 yield from self._follow(server, line, first, requests, context)
             finally:

@@ -1,7 +1,8 @@
-"""A server's socket."""
+"""A server's socket, and what its calls have in common."""
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -36,3 +37,12 @@ def listen(
                     "machine's; choose another --bind (port 0 picks a free one)"
                 ) from error
         time.sleep(PAUSE)
+
+
+def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> None:
+    """Once this call has ended: the action, in a thread of its own.
+
+    gRPC would have it in the one thread that serves the socket: if that waited for a lock, nobody would be heard any
+    more, not even whom the lock's holder waits for.
+    """
+    context.add_callback(lambda: threading.Thread(target=action, name="ended-call", daemon=True).start())

@@ -12,6 +12,7 @@ from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceServicer
 from psserver.identity import Identity
+from psserver.listening import when_ended
 from psserver.shipper import Shipper
 
 STEP_DOWN = 3.0
@@ -38,7 +39,7 @@ class StandbyServicer(StandbyServiceServicer):
                 return
             self._checked(hello)
             line = shipper.attach(hello)
-            context.add_callback(lambda: shipper.lost(line))
+            when_ended(context, lambda: shipper.lost(line))
             listener = threading.Thread(target=_listen, args=(shipper, line, requests), name="acks", daemon=True)
             listener.start()
             try:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import pytest
 
 from pscommon.core.errors import PSError
 from pscommon.wire.channel import open_channel
+from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.mirror import Mirror
 from psserver.primary_lease import FolderLease
@@ -21,7 +23,7 @@ from psworker import Client, OptimizerSpec
 from psworker.discovery import describe
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
-from tests.e2e.standbys import Following
+from tests.e2e.standbys import Following, silent_standby
 from tests.e2e.test_reshard import pushing, reshard
 from tests.e2e.workers import ONES, connected, count, counter, status, until
 from tests.ports import free_ports
@@ -242,3 +244,32 @@ def test_a_standby_that_dies_holds_nobody_up_for_long(cluster: Make) -> None:
         began = time.monotonic()
         count(client)
         assert time.monotonic() - began < 3.0
+
+
+def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_holds_nobody_up(cluster: Make) -> None:
+    """gRPC tells of that end in the thread that also hears the standby."""
+    server, over = cluster(policy="async").servers[0], threading.Event()
+
+    def words() -> Iterator[co.LinkShardRequest]:
+        yield co.LinkShardRequest(shard=1, shards=2, address="nowhere:1", instance="candidate")
+        over.wait()
+
+    with (
+        counter(server.address) as client,
+        silent_standby(server) as speaking,
+        closing(open_channel(server.address)) as channel,
+    ):
+        line = CoordinatorServiceStub(channel).LinkShard(words())
+        next(line)
+        pushing = threading.Thread(target=count, args=(client,))
+        pushing.start()
+        until(lambda: server.shipper.behind, "a record that the standby does not acknowledge")
+        line.cancel()
+
+        for _ in range(20):
+            assert describe(server.address, 1.0).shard == 0
+
+        speaking.set()
+        pushing.join(10)
+        over.set()
+    assert server.shipper.term == 1
