@@ -39,7 +39,7 @@ def servers(setup: Setup) -> Iterator[LocalServers]:
             os.environ |= {"PS_DURABILITY": setup.durability, "PS_LOG_FSYNC": setup.fsync}
         os.environ["PS_SHIPPING"] = setup.shipping or "sync"
         with (
-            LocalServers(setup.servers, setup.workers, setup.policy, None) as servers,
+            LocalServers(setup.servers, setup.workers, setup.policy, None, os.environ) as servers,
             standby(servers.address, setup) if setup.shipping else nullcontext(),
         ):
             yield servers

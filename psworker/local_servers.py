@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,14 +21,17 @@ TAIL = 2000
 
 
 class LocalServers:
-    """`count` shards on free ports of 127.0.0.1. address: of shard 0, inside the `with`.
+    """`count` shards on free ports of 127.0.0.1. address: of shard 0, inside the `with`. environ: what they inherit.
 
     Raises UnreachableError, with the end of the server's log, where one does not come up.
     """
 
-    def __init__(self, count: int, min_workers: int, policy: str, staleness: int | None) -> None:
+    def __init__(
+        self, count: int, min_workers: int, policy: str, staleness: int | None, environ: Mapping[str, str]
+    ) -> None:
         self.address = ""
         self._count = count
+        self._environ = environ
         self._flags = ["--policy", policy, "--min-workers", str(min_workers), "--log-format", "text"]
         if staleness is not None:
             self._flags += ["--staleness", str(staleness)]
@@ -60,7 +64,8 @@ class LocalServers:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=self._environ,
+                start_new_session=True,
             )  # fmt: skip
         self._processes.append(process)
         deadline = time.monotonic() + START_SECONDS

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.optimizers import SUPPORTED
 from psworker.client import Client
 from psworker.connect import choose_device
+from psworker.environment import without_settings
 from psworker.job import Job
 from psworker.local_servers import LocalServers
 
@@ -76,9 +78,10 @@ class DistributedTraining:
         data: a map-style dataset of (input, target), or a pair of tensors. An input or target may be a dict, list or
         tuple of tensors; the model is called with the whole input. Every sample is used once an epoch, by one
         of the `nodes` workers; batch_size is per worker. Each worker is a thread of this process with a copy of the
-        model and connections of its own; the servers are processes. loss(output, target): by default cross entropy for
-        integer targets, mean squared error for others. optimizer: makes one from parameters, or is one whose settings
-        are taken over; by default Adam. final_loss: mean over the workers' last batches, NaN where there was none.
+        model and connections of its own; the servers are processes, and no PS_<FLAG> in the environment is meant for
+        them. loss(output, target): by default cross entropy for integer targets, mean squared error for others.
+        optimizer: makes one from parameters, or is one whose settings are taken over; by default Adam. final_loss: mean
+        over the workers' last batches, NaN where there was none.
         use_gpus: workers compute on CUDA devices in turn; InvalidRequestError where there is none.
 
         simulate: the same workers, servers and policies one step at a time in this process, the same every time.
@@ -113,7 +116,9 @@ class DistributedTraining:
         if self.ps is not None:
             yield Cluster(lambda node: Client(self.ps, rank=node))
             return
-        with LocalServers(self.servers, nodes, self.policy, self.staleness) as servers:
+        # a folder or port that is meant for another job is not for these
+        environ = without_settings(os.environ)
+        with LocalServers(self.servers, nodes, self.policy, self.staleness, environ) as servers:
             yield Cluster(lambda node: Client(servers.address, rank=node))
 
     @contextlib.contextmanager

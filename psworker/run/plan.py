@@ -9,6 +9,7 @@ from typing import Any
 from pscommon import options
 from pscommon.config import Option
 from pscommon.values import host_and_port
+from psworker.environment import without_settings
 from psworker.script import TRACEBACK_FILE, Script
 
 HOST = "127.0.0.1"
@@ -77,8 +78,7 @@ class Plan:
 
         attempt: how often it was started before.
         """
-        known = {variable for table in options.TABLES.values() for option in table for variable in option.variables}
-        result = {key: value for key, value in self.environ.items() if key not in known | {"PS_CONFIG"}}
+        result = without_settings(self.environ)
         result["PYTHONUNBUFFERED"] = "1"  # or prints would only show when a block of them is full
         threads = self.threads(name)
         if threads is not None:

@@ -74,6 +74,17 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
     assert threading.active_count() <= threads
 
 
+def test_its_servers_take_nothing_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of what another job is told there; with a data directory the second training would be the end of the first."""
+    for name, value in {"PS_DATA_DIR": str(tmp_path), "PS_STALENESS": "3", "PS_STANDBY_OF": "127.0.0.1:1"}.items():
+        monkeypatch.setenv(name, value)
+
+    runs = [DistributedTraining().train_distributed(Net(), DATA, nodes=1, batch_size=40) for _ in range(2)]
+
+    assert [run["steps"] for run in runs] == [3, 3]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("row", [{}, {"policy": "async"}, {"policy": "ssp", "staleness": 2}])
 def test_a_simulated_run_is_the_same_every_time(row: dict[str, object]) -> None:
     """Dropout included; and on any number of servers."""
