@@ -171,6 +171,43 @@ def test_a_group_may_hold_what_the_script_likes(own: Any) -> None:
     assert optimizer.result.version == 2
 
 
+def emptied(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"] = []
+
+
+def moved(optimizer: torch.optim.Optimizer) -> None:
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first.append(second.pop())
+
+
+def removed(optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.param_groups[1]
+
+
+def replaced(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups = [group | {"lr": 1.0} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("change", [emptied, moved, removed, replaced])
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_groups_that_are_others_than_the_job_s_are_refused_with_the_remedy(
+    change: Callable[[torch.optim.Optimizer], None], handed_over: bool
+) -> None:
+    """By whichever of the two optimizers that share them; the settings of a group may change, and do nothing else."""
+    model = perceptron()
+    plain = torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1)
+    optimizer = Job(LocalClient()).optimizer(plain, model)
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.step()
+    change(plain if handed_over else optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    with pytest.raises(InvalidRequestError, match=r"not those that the job was made with.*requires_grad"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 @pytest.mark.parametrize("samples", [0, -3, 2.5, True, "2"])
 def test_a_gradient_weighs_a_whole_number_of_samples(samples: Any) -> None:
     model = perceptron()
