@@ -93,8 +93,10 @@ class Arrivals:
     """Lets each module wait for its own weights and buffers before it runs forward, or one of them is read.
 
     A module may keep references to weights of another one that is never called itself. So whatever no forward has
-    called since the last step is waited for first of all; and without gradients, where torch takes short cuts more
-    often, everything is. enter, healing: see above; settle: what state_dict waits for, this object's and more.
+    called since the last step is waited for first of all, and so are recurrent layers: their flatten_parameters(),
+    which scripts call in the forward of a module around them, copies the weights past the module. Without gradients,
+    where torch takes short cuts more often, everything is waited for. enter, healing: see above; settle: what
+    state_dict waits for, this object's and more.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Arrivals:
         self._places = [
             {place_of[id(p)] for p in module.parameters(recurse=False) if id(p) in place_of} for module in modules
         ]
+        self._recurrent = {number for number, module in enumerate(modules) if isinstance(module, nn.RNNBase)}
         self._left: dict[int, list[Range]] = {}
         self._unread: set[int] = set()
         self._called: set[int] = set()
@@ -126,7 +129,7 @@ class Arrivals:
     def expect(self, flow: Flow, stepped: set[int]) -> None:
         """The weights of this push are on their way; stepped: which trainable tensors it had gradients for."""
         self._flow, self._left = flow, self._owned.copy()
-        self._first = sorted(self._owned.keys() - self._called)
+        self._first = sorted(self._owned.keys() - self._called | self._recurrent)
         self._called = set()
         self._unread = stepped
 

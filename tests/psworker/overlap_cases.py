@@ -114,6 +114,25 @@ class Recurrent(nn.Module):
         return out
 
 
+class Flat(nn.LSTM):
+    """Does on the CPU what cuDNN does: all weights into other memory, by references that it keeps."""
+
+    def flatten_parameters(self) -> None:
+        for weight in getattr(self, "_flat_weights", ()):
+            weight.data = weight.data.clone()
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.lstm, self.output = nn.Linear(4, 4), Flat(2, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lstm.flatten_parameters()
+        out: Tensor = self.output(self.lstm(self.into(x).view(-1, 2, 2))[0][:, -1])
+        return out
+
+
 def hooked_norm() -> nn.Module:
     """Its own hook makes weight from two parameters before forward."""
     layer = nn.Linear(4, 2)
@@ -137,6 +156,7 @@ MODELS: dict[str, Make] = {
     "checkpoint": lambda: Checkpointed(reentrant=False),
     "reentrant checkpoint": lambda: Checkpointed(reentrant=True),
     "recurrent, parametrized": Recurrent,
+    "flattening": Flattening,
     "weight norm by hooks": hooked_norm,
     "half frozen": half_frozen,
 }
