@@ -210,7 +210,9 @@ class Bridge:
         self.weights.rest()
         moved = self.trainable.elsewhere()
         tensors, weights = self.trainable.tensors, self.trainable.weights
-        self.changes.check(place for place in moved if not torch.equal(tensors[place], weights[place]))
+        self.changes.check(differ := [place for place in moved if not torch.equal(tensors[place], weights[place])])
+        for place in differ:  # what the step does not bring stays as the script has it, as with changes in place
+            weights[place].copy_(tensors[place].detach())
         for place in moved:
             tensors[place].data = weights[place]
         buffers = self._buffers

@@ -219,6 +219,25 @@ def test_a_parameter_without_a_gradient_is_left_alone(used: Callable[[int, int],
     assert_alike(distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute))
 
 
+def test_weights_that_were_put_back_count_also_where_they_have_no_gradient() -> None:
+    """Sharpness-aware minimisation: the gradient of weights near by, and then the weights of before, as other tensors.
+
+    Servers send only what a step has changed."""
+
+    def compute(model: nn.Module, rank: int, number: int) -> None:
+        assert isinstance(model, Branches)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        model.used = number % 2
+        backward(model, rank, number)
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.data = value
+
+    assert_alike(distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute))
+
+
 def test_batch_norm_s_statistics_are_averaged_and_the_same_everywhere_after_each_step() -> None:
     runs = distributed(normed)
 
