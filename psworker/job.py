@@ -206,6 +206,11 @@ class Job:
         scheduler that is stepped with every step. Under async and ssp a version is one step of one worker, so divide
         by the number of workers; for a scheduler stepped once an epoch give the epochs. A new job's version is 0.
         """
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise InvalidRequestError(
+                "ReduceLROnPlateau goes by what was measured, which a job does not keep: save its state_dict() in a "
+                "file of the script's own, and load that instead"
+            )
         with warnings.catch_warnings():
             # torch misses the optimizer's steps, which earlier workers have made
             warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")

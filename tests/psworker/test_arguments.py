@@ -5,10 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import OptimizerSpec
 from psworker.client import Client
+from psworker.job import Job
+from psworker.local import LocalClient
 from tests.psworker.fake_server import FakeCluster
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
@@ -78,3 +82,14 @@ def test_an_environment_that_has_no_number(cluster: FakeCluster, name: str, monk
     monkeypatch.setenv(name, "x")
     with pytest.raises(InvalidRequestError, match=f"{name} must be 0, 1, 2"):
         Client()
+
+
+@pytest.mark.parametrize("steps", [None, 0, 3])
+def test_a_scheduler_that_goes_by_what_was_measured_cannot_be_resumed(steps: int | None) -> None:
+    """Not in a new job either, where there is nothing to do yet: the script would fail when it is started again."""
+    job, model = Job(LocalClient()), nn.Linear(2, 1)
+    optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    with pytest.raises(InvalidRequestError, match=r"what was measured.*state_dict\(\)"):
+        job.resume(scheduler, steps)
