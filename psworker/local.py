@@ -119,7 +119,7 @@ class LocalClient:
     def tapes(self) -> tuple[memoryview, memoryview]:
         """Memory for gradients and weights, of plan.nbytes bytes each."""
         self._gradients, self._received = (
-            torch.zeros(self.plan.nbytes, dtype=torch.uint8).numpy().data for _ in range(2)
+            torch.zeros(self.plan.nbytes, dtype=torch.uint8, device="cpu").numpy().data for _ in range(2)
         )
         return self._gradients, self._received
 

@@ -120,7 +120,7 @@ class CudaTape(Tape):
     def __init__(self, memory: memoryview, device: torch.device) -> None:
         super().__init__(memory)
         self.near = torch.zeros(memory.nbytes, dtype=torch.uint8, device=device)
-        self._pinned = torch.zeros(memory.nbytes, dtype=torch.uint8, pin_memory=True)
+        self._pinned = torch.zeros(memory.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._taken: Ready = _Now()
 
@@ -174,8 +174,12 @@ def same_on_device(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[b
 
 def tensor_of(memory: memoryview) -> Tensor:
     """The bytes themselves, not a copy of them."""
-    # frombuffer refuses empty memory
-    return torch.frombuffer(memory, dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
+    # frombuffer refuses empty memory; the device is said because the script may have set another default
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8)
+        if memory.nbytes
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _dtype(name: str) -> torch.dtype:

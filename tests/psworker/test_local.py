@@ -7,6 +7,8 @@ from torch.nn import functional as F
 
 import psworker
 from pscommon.core.loop import LoopSpec
+from psworker.job import Job
+from psworker.local import LocalClient
 
 
 def net() -> nn.Module:
@@ -67,3 +69,21 @@ def test_overlap_without_servers_is_plain_training(monkeypatch: pytest.MonkeyPat
         runs.append(list(model.parameters()))
 
     assert all(torch.equal(mine, other) for mine, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("size", [0, 2])
+def test_the_device_where_a_script_makes_its_tensors_is_its_own_affair(overlap: bool, size: int) -> None:
+    """torch.set_default_device("cuda") is usual. This one would give tensors without bytes."""
+    model = nn.ParameterList(torch.ones(size) for _ in range(3))
+    plain = torch.optim.SGD([{"params": model.parameters()}], lr=0.5, momentum=0.9)
+
+    with torch.device("meta"), Job(LocalClient()) as job:
+        optimizer = job.optimizer(plain, model, overlap=overlap)
+        for _ in range(2):
+            for parameter in model:
+                parameter.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert all(parameter.tolist() == pytest.approx([-0.45] * size) for parameter in model)
