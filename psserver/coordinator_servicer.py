@@ -104,7 +104,7 @@ class Coordinator(CoordinatorServiceServicer):
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
             self._hub.check_job(request.job)
-            self._hub.leave(request.worker, request.reason)
+            self._hub.leave(request.worker, request.reason, request.version)
             return pb.LeaveResponse()
 
     def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:

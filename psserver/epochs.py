@@ -18,6 +18,7 @@ from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
 from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.roster import GENERATION
 from psserver.core.rules import Rules
 from psserver.desk import Desk
 from psserver.engine import Engine
@@ -56,6 +57,7 @@ class Epochs:
         self._turning = threading.RLock()
         self._leading: Coordinator | None = None  # now
         self._recovered = False  # it was begun by another process
+        self._accounted: int | None = None  # what became of the updates up to here has been told; None: none is lost
         self._rules = config.rules()
         self.lead: Callable[[Recorder], None] = lambda recorder: None
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
@@ -90,6 +92,7 @@ class Epochs:
             self.begin()
         else:
             self._learn(manifest.job)
+            self._accounted = manifest.version
             self.resume(manifest)
 
     def inherit(self, inherited: Inherited) -> None:
@@ -189,6 +192,8 @@ class Epochs:
         with self._turning:
             manifest = self._archive.exactly(version)
             log.warning("going back to a snapshot, as asked", extra={"version": version})
+            if self._leading is not None:
+                self._accounted = self._leading.version  # given up on purpose
             self.resume(manifest)
 
     def go_back(self, why: str, epoch: int, version: int) -> None:
@@ -213,7 +218,23 @@ class Epochs:
                 self._metrics.updates_lost(lost)
                 extra = {"why": why, "version": manifest.version, "updates_lost": lost}
                 log.error("rolling back to a snapshot", extra=extra)
+                self._accounted = version
                 self.resume(manifest)
+
+    def had(self, worker: int, version: int) -> None:
+        """A worker leaves, which knows of this version: if it is one of before the servers went back, what is lost.
+
+        A coordinator that was itself started again does not know it otherwise.
+        """
+        with self._turning:
+            if self._accounted is None or worker > self._archive.generation * GENERATION:
+                return
+            lost = version - self._accounted
+            if lost > 0:
+                self._accounted = version
+                self._metrics.updates_lost(lost)
+                extra = {"worker": worker, "version": version, "updates_lost": lost}
+                log.error("updates are lost that a worker had had", extra=extra)
 
     def file(self, coordinator: Coordinator) -> bool:
         """Make a snapshot of the parts that are there, unless their history is over. False: there is none."""

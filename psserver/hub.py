@@ -162,8 +162,10 @@ class Hub:
         """Bytes of these workers have moved through a shard, so many seconds ago."""
         self._desk.step(lambda recorder, now: recorder.coordinator.alive(ago, now), quiet=True)
 
-    def leave(self, worker: int, reason: str) -> None:
+    def leave(self, worker: int, reason: str, version: int) -> None:
+        """version: the newest that it knows of."""
         self._desk.do("leave", worker=worker, reason=reason)
+        self._epochs.had(worker, version)
         self.metrics.gone(worker)
         log.info("worker left", extra={"worker": worker, "reason": reason or "done"})
 

@@ -153,7 +153,7 @@ class Connection:
         self._say_goodbye(self.place, reason)
 
     def _say_goodbye(self, place: Place, reason: str) -> None:
-        request = co.LeaveRequest(job=place.job, worker=place.worker, reason=reason)
+        request = co.LeaveRequest(job=place.job, worker=place.worker, reason=reason, version=place.at_least)
         try:
             self.lane.leave(request, LEAVE_SECONDS)
         except PSError as error:

@@ -265,18 +265,24 @@ class LeaveRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     WORKER_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     reason: builtins.str
     """empty: done; else why it leaves before the end"""
+    version: builtins.int
+    """the newest version that this worker knows of: where the servers have gone back to an older one, what came after that
+    is lost
+    """
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         worker: builtins.int = ...,
         reason: builtins.str = ...,
+        version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "reason", b"reason", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "reason", b"reason", "version", b"version", "worker", b"worker"]) -> None: ...
 
 global___LeaveRequest = LeaveRequest
 
