@@ -14,7 +14,7 @@ from pscommon.monitor import SECONDS, new_registry
 MAX_WORKERS = 256  # series per worker-labelled metric; whoever comes after shares the label "other"
 OTHER = "other"
 OUTCOMES = ("applied", "duplicate", "stale", "rejected")
-WORKER_STATES = ("joined", "active", "idle", "lost", "left")
+WORKER_STATES = ("joined", "active", "idle", "lost", "left", "past")
 # errno names, and "incomplete": another shard's part did not come
 SNAPSHOT_FAILURES = ("ENOSPC", "EDQUOT", "EIO", "EACCES", "EROFS", "incomplete", OTHER)
 

@@ -8,6 +8,7 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import StreamSpec
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
+from psserver.core.roster import Member, State
 from psserver.engine import Engine
 from psserver.records import Line
 from psserver.watch import health
@@ -112,7 +113,7 @@ def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
     found = health(coordinator, now)
     return [
         {
-            "worker": m.worker, "rank": m.rank, "host": m.host, "pid": m.pid, "device": m.device,
+            "worker": m.worker, **_who(m),
             "state": str(m.state), "clock": m.clock, "steps": m.steps, "step_seconds": m.step_seconds,
             "samples_per_second": m.samples_per_second, "phase": m.phase,
             "silent_seconds": round(now - m.heard_at, 3) if m.alive else None, "reason": m.reason,
@@ -121,6 +122,13 @@ def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
         }
         for m in coordinator.roster
     ]  # fmt: skip
+
+
+def _who(member: Member) -> dict[str, Any]:
+    """Of those of before a restart nobody knows more than their numbers."""
+    known = member.state is not State.PAST
+    names = ("rank", "host", "pid", "device")
+    return {name: getattr(member, name) if known else None for name in names}
 
 
 def data(coordinator: Coordinator) -> list[dict[str, Any]]:

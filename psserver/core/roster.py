@@ -16,6 +16,7 @@ class State(StrEnum):
     IDLE = "idle"  # waits for data: rounds and the bound go on without it
     LOST = "lost"
     LEFT = "left"
+    PAST = "past"  # of before the servers went back to a snapshot: no fault of its own, and it may come back as new
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Member:
 
     @property
     def alive(self) -> bool:
-        return self.state not in (State.LOST, State.LEFT)
+        return self.state not in (State.LOST, State.LEFT, State.PAST)
 
     @property
     def registered(self) -> bool:
@@ -112,9 +113,9 @@ class Roster:
     def restore(self, pushes: dict[int, int]) -> None:
         """Workers of before a restart, with their newest decided push: they are out, and may come back as new."""
         for worker, seq in pushes.items():
-            gone = Member(worker, worker, "", 0, "", 0.0, State.LOST, seq=seq, reason="the job was restarted")
+            gone = Member(worker, worker, "", 0, "", 0.0, State.PAST, seq=seq, reason="the job was restarted")
             self.members[worker] = gone
-        self._gone[State.LOST] += len(pushes)
+        self._gone[State.PAST] += len(pushes)
 
     def state(self) -> dict[str, Any]:
         """All members with all that was decided about them, JSON-ready; `recover` is the way back."""

@@ -196,7 +196,7 @@ def panel(status: Status) -> RenderableType:
 
 
 def _present(status: Status) -> list[Mapping[str, Any]]:
-    return [worker for worker in status.get("workers", []) if worker.get("state") not in ("lost", "left")]
+    return [worker for worker in status.get("workers", []) if worker.get("state") not in ("lost", "left", "past")]
 
 
 def _rate(status: Status) -> float:

@@ -181,10 +181,10 @@ def _nothing_yet(status: Status) -> str:
 def _undone(status: Status, highest: int) -> str:
     """What the servers have lost since the workers were done, if anything: nobody is there who would do it again.
 
-    They went back if they hold all workers that they know for lost; to the end of the training, if no data was left.
+    They went back if all workers that they know are of before that; to the end of the training, if no data was left.
     """
     workers, version = status.get("workers", ()), status.get("version", 0)
-    went_back = all(worker.get("state") == "lost" for worker in workers)
+    went_back = all(worker.get("state") == "past" for worker in workers)
     whole = version >= highest and all(loop.get("ended", True) for loop in status.get("data", ()))
     if not went_back or whole:
         return ""

@@ -6,19 +6,24 @@ from pathlib import Path
 import pytest
 
 from pscommon.values import SnapshotEvery
+from psworker.ctl.cli import main
 from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
-from tests.e2e.workers import count, counted, counter, snapshots, until
+from tests.e2e.workers import count, counted, counter, snapshots, status, until
 
 Make = Callable[..., Cluster]
 STEPS = SnapshotEvery(steps=5)
 
 
-def lost(servers: Cluster) -> float:
+def metrics(servers: Cluster) -> Metrics:
     monitor = servers.servers[0].monitor
     assert monitor is not None
-    return Metrics(monitor.address)("ps_updates_lost_total")
+    return Metrics(monitor.address)
+
+
+def lost(servers: Cluster) -> float:
+    return metrics(servers)("ps_updates_lost_total")
 
 
 def test_a_coordinator_that_is_started_again_tells_and_counts_what_is_lost(
@@ -55,3 +60,24 @@ def test_what_was_given_up_on_purpose_is_not_told_as_lost(cluster: Make, tmp_pat
         assert counted(client.pull()) == 5
 
     assert lost(servers) == 0
+
+
+def test_workers_of_before_a_restart_are_not_lost(
+    cluster: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody has to be told of them, and nothing is known but their numbers."""
+    first = cluster(1, data_dir=tmp_path)
+    with counter(first.address, rank=7) as client:
+        count(client)
+        first.stop()
+        again = cluster(1, data_dir=tmp_path, bind=client.addresses[0], metrics_bind="127.0.0.1:0")
+        client.rejoin()
+        until(lambda: "ps_workers" in metrics(again).names, "a look at the workers")
+
+    found = metrics(again)
+    assert [found("ps_workers", state=state) for state in ("past", "lost")] == [1, 0]
+    (past,) = [row for row in status(again.address)["workers"] if row["state"] == "past"]
+    assert (past["rank"], past["host"], past["health"]) == (None, None, "past")
+    assert main(["--ps", again.address, "workers"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "restarted" in line]
+    assert line.split() == ["1", "past", "past", "0", "0", "0", "s", "0", "the", "job", "was", "restarted"]

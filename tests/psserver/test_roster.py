@@ -114,6 +114,7 @@ def test_workers_of_before_a_restart_are_out() -> None:
     roster.restore({1: 12, 2: 13})
 
     assert [(m.worker, m.seq, m.alive) for m in roster] == [(1, 12, False), (2, 13, False)]
+    assert roster.counts() == {State.PAST: 2}  # nobody was lost
     assert joined(roster).worker == GENERATION + 1
 
 

@@ -213,9 +213,9 @@ def test_watch_hands_out_the_result_and_stops_the_job() -> None:
     assert ask(Observer()) == (Result(STATUS, "f" * 64, ""), "")
 
 
-def gone_back(version: int, ended: bool, state: str = "lost") -> dict[str, Any]:
+def gone_back(version: int, ended: bool, state: str = "past") -> dict[str, Any]:
     """A status of servers that hold their workers for this, and have come so far with their data."""
-    return {"version": version, "workers": [{"state": state}, {"state": "lost"}], "data": [{"ended": ended}]}
+    return {"version": version, "workers": [{"state": state}, {"state": "past"}], "data": [{"ended": ended}]}
 
 
 @pytest.mark.parametrize(
