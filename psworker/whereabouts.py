@@ -58,7 +58,8 @@ class Whereabouts:
                 return set()
             self._terms[shard] = term
             if term == known or (not known and (term == 1 or address == current)):
-                self._others[shard] = standby or self._others[shard]
+                # who is asked now because the primary did not answer is not to take that one's place
+                self._others[shard] = standby if standby not in ("", current) else self._others[shard]
                 return set()
             return self._move(shard, address, standby)
 

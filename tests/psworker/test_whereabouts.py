@@ -32,6 +32,19 @@ def test_who_is_silent_is_asked_in_turn_with_its_standby(places: Whereabouts) ->
     assert places.addresses == ("a", "b")
 
 
+def test_the_primary_is_not_forgotten_while_its_standby_is_asked(places: Whereabouts) -> None:
+    """It was away for a moment, and is primary still: heartbeats say so, and where its standby is."""
+    places.failed(0, "a")
+    assert places.told(0, "a", 1, "c") == set()
+    assert places.addresses == ("c", "b")
+
+    places.failed(0, "c")
+
+    assert places.addresses == ("a", "b")
+    places.failed(0, "a")
+    assert places.addresses == ("c", "b")
+
+
 def test_without_a_standby_there_is_nobody_else(places: Whereabouts) -> None:
     places.failed(1, "b")
 
