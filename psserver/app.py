@@ -148,7 +148,7 @@ class Server:
             name.note(job)  # one that is made up stays, also where shard 0 dies before there is a snapshot
         coordinator = config.join or hello.get("coordinator", "")
         identity = Identity(config.shard, layout.shards, address, coordinator, job, bound, name)
-        identity.standbys = hello.get("standbys", ())
+        identity.standbys, identity.hint = hello.get("standbys", ()), hello.get("coordinator", "")
         identity.term = self.shipper.term
         return identity
 

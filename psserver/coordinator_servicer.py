@@ -98,7 +98,7 @@ class Coordinator(CoordinatorServiceServicer):
             fleet = self._hub.fleet
             return pb.HeartbeatResponse(
                 version=self._hub.version, stopping=stopping, draining=draining,
-                addresses=fleet.addresses, terms=fleet.terms, standbys=fleet.standbys, policy=self._hub.policy,
+                addresses=fleet.served, terms=fleet.terms, standbys=fleet.standbys, policy=self._hub.policy,
             )  # fmt: skip
 
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:

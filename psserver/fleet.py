@@ -124,6 +124,11 @@ class Fleet:
         return [server.address for server in self._servers[: self.shards]]
 
     @property
+    def served(self) -> list[str]:
+        """As addresses, empty where nobody is now: workers tell who comes there where shard 0 is."""
+        return [server.address if server.connected else "" for server in self._servers[: self.shards]]
+
+    @property
     def missing(self) -> str:
         """Whom training has to wait for, in words; empty when all are there and ready."""
         absent = [f"shard {s.shard}" for s in self._servers if not s.connected]

@@ -38,7 +38,7 @@ class Identity:
         self.coordinator = address if shard == 0 else coordinator
         self.term = 1  # as the shard's primary
         self.standbys: Sequence[str] = ()  # by shard, empty where there is none
-        self.hint = ""  # where shard 0 may be besides, as a worker of the job says
+        self.hint = ""  # where shard 0 may be besides, as a worker of the job says, or said who was primary here before
         self._addresses = [address if index == shard else "" for index in range(shards)]
         self._changed = threading.Condition()
 
@@ -77,7 +77,7 @@ class Identity:
         """A worker, one of this job if it names it, says where shard 0 is. MismatchError from a stranger if this server
         follows another one."""
         with self._changed:
-            if job and job == self.job:
+            if job and job in (self.job, self.bound):
                 self.hint = coordinator
                 return
             if self.coordinator not in ("", coordinator):

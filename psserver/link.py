@@ -106,7 +106,6 @@ class Link:
             try:
                 if self._talk(address):
                     self._heard = self._said = time.monotonic()
-                    self._identity.find(address)
             except (MismatchError, TakenError) as error:
                 self._fail(error)
                 return
@@ -158,6 +157,7 @@ class Link:
                         raise UnreachableError(f"shard 0 at {address} is not primary any more", "NOT_PRIMARY")
                     connected = self._connected = True
                     self._term = response.term
+                    self._identity.find(address)  # for whoever asks this shard, and its standby
                     self._hear(response)
             except grpc.RpcError as failure:
                 self._lost(error_from(failure, f"shard 0 at {address}"), address, connected)

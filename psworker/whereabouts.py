@@ -42,6 +42,8 @@ class Whereabouts:
         """As `learn`, from shard 0, which also knows of a primary that was started again elsewhere in the same term."""
         with self._lock:
             known, before = self._terms[shard], self._told[shard]
+            if not address and term == known:
+                self._remember(shard, standby)
             if not address or term < known:
                 return set()
             self._told[shard] = address
@@ -58,10 +60,14 @@ class Whereabouts:
                 return set()
             self._terms[shard] = term
             if term == known or (not known and (term == 1 or address == current)):
-                # who is asked now because the primary did not answer is not to take that one's place
-                self._others[shard] = standby if standby not in ("", current) else self._others[shard]
+                self._remember(shard, standby)
                 return set()
             return self._move(shard, address, standby)
+
+    def _remember(self, shard: int, standby: str) -> None:
+        """The other one to ask. Who is asked now, since the primary did not answer, is not to take that one's place."""
+        if standby not in ("", self.addresses[shard]):
+            self._others[shard] = standby
 
     def _move(self, shard: int, address: str, standby: str) -> set[str]:
         void = {self.addresses[shard], self._others[shard]} - {address, standby, ""}

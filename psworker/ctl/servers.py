@@ -92,9 +92,10 @@ class Servers:
 
 
 def _find_coordinator(addresses: Sequence[str], timeout: float) -> tuple[str, Described]:
-    """Where shard 0 is, by the first of these servers that knows, and what that one said."""
+    """Where shard 0 is, by its own word: at one of these addresses, or where one of these servers says that it is."""
     problems: list[str] = []
-    for address in addresses:
+    places = list(addresses)
+    for address in places:
         try:
             described = describe(address, timeout)
         except UnreachableError as error:
@@ -102,7 +103,9 @@ def _find_coordinator(addresses: Sequence[str], timeout: float) -> tuple[str, De
             continue
         if described.shard == 0:
             return address, described
-        if described.coordinator:
-            return described.coordinator, described
-        problems.append(f"{address} is shard {described.shard} and does not know yet where shard 0 is")
+        hint = described.hints().get(0, "")
+        if hint not in ("", *places):
+            places.append(hint)
+        if not hint:
+            problems.append(f"{address} is shard {described.shard} and does not know yet where shard 0 is")
     raise UnreachableError("; ".join(problems), "UNREACHABLE")

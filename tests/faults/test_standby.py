@@ -140,6 +140,33 @@ def test_the_old_primary_comes_back_as_standby_and_takes_over_again(tmp_path: Pa
         finish(job, "sync")
 
 
+def test_one_shard_after_the_other_is_followed(tmp_path: Path) -> None:
+    """The second one's standby was there before it could hear where shard 0 would be."""
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, pushes=10**6) as job:
+        running(job, 1)
+        job.start("b0")
+        awaited(job, lambda: job.in_sync(0), "in sync")
+        for shard in (0, 1):
+            job.lives[f"s{shard}"].kill()
+            goes_on(job, time.monotonic())
+        finish(job, "async")
+
+
+def test_after_a_failover_of_shard_0_the_others_say_where_it_is(tmp_path: Path) -> None:
+    """To ps-ctl; and one that is started again, with the command line of before, hears it from the workers."""
+    data = ("--data-dir", tmp_path / "data", "--durability", "log")
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
+        running(job, 0)
+        job.lives["s0"].kill()
+        goes_on(job, time.monotonic())
+        assert terms(job.found(job.address.split(",")[1])) == {0: 2, 1: 1}
+
+        job.lives["s1"].kill()
+        job.start("s1")
+        goes_on(job, time.monotonic(), 15.0)
+        finish(job, "async")
+
+
 @pytest.mark.parametrize("lock", [True, False], ids=["lock", "no lock"])
 @pytest.mark.parametrize("shard", [1, 0])
 def test_promote_is_a_planned_switch(tmp_path: Path, shard: int, lock: bool) -> None:

@@ -111,6 +111,16 @@ def test_shard_0_is_also_looked_for_where_a_worker_of_the_job_says() -> None:
     assert [link._other("there:1"), link._other("b0:1")] == ["b0:1", "there:1"]
 
 
+def test_one_that_was_started_again_hears_it_too() -> None:
+    """Its command line says where shard 0 was; that it is of this job, its data directory says."""
+    link = make_link()
+    link._identity.bound = "j"
+
+    link._identity.introduce("b0:1", "j")
+
+    assert [link._other("there:1"), link._other("b0:1")] == ["b0:1", "there:1"]
+
+
 @pytest.mark.parametrize("job", ["", "another"])
 def test_a_stranger_cannot_send_a_shard_elsewhere(job: str) -> None:
     link = make_link()

@@ -169,6 +169,16 @@ def test_one_address_that_answers_is_enough(cluster: Cluster) -> None:
     assert main(["--ps", f"127.0.0.1:1,{cluster.address}", "status"]) == 0
 
 
+def test_one_that_knows_where_shard_0_was_is_not_the_last_to_be_asked(cluster: Cluster, capsys: Output) -> None:
+    """Its standby may have taken over just now."""
+    with serving(Cluster(shard=1, coordinator="127.0.0.1:1")) as behind:
+        assert main(["--ps", f"{behind.address},{cluster.address}", "status"]) == 0
+        capsys.readouterr()
+        assert main(["--ps", behind.address, "status"]) == 20
+
+    assert "the server at 127.0.0.1:1 does not answer" in capsys.readouterr().err
+
+
 def test_a_shard_that_knows_no_shard_0_is_not_enough(capsys: Output) -> None:
     with serving(Cluster(shard=1)) as lonely:
         assert main(["--ps", lonely.address, "status"]) == 20

@@ -45,6 +45,15 @@ def test_the_primary_is_not_forgotten_while_its_standby_is_asked(places: Whereab
     assert places.addresses == ("c", "b")
 
 
+def test_where_nobody_serves_a_shard_its_standby_is_heard_of(places: Whereabouts) -> None:
+    assert places.learn(1, "b", 1) == set()
+    assert places.told(1, "", 1, "e") == set()
+
+    places.failed(1, "b")
+
+    assert places.addresses == ("a", "e")
+
+
 def test_without_a_standby_there_is_nobody_else(places: Whereabouts) -> None:
     places.failed(1, "b")
 
