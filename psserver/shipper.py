@@ -124,20 +124,19 @@ class Shipper:
         return self._machine.line, number
 
     def settle(self, sent: tuple[int, int]) -> None:
-        machine = self._machine
         with self._changed:
             while not self._may_tell(*sent):
                 self._check()
                 self._changed.wait(TICK)
-        if machine.deposed:
-            self._deposed(machine.deposed)
+        self._check()
 
     def _may_tell(self, line: int, number: int) -> bool:
         return self._guarded(lambda: self._machine.may_tell(line, number, time.monotonic()), False)
 
     def _check(self) -> None:
+        """Whoever has handed over may find out that it is not primary any more before it is told: that was planned."""
         if self._machine.deposed:
-            self._deposed(self._machine.deposed)
+            self._deposed("" if self._machine.handed_over else self._machine.deposed)
 
     def _guarded(self, action: Callable[[], T], otherwise: T) -> T:
         """A lock that cannot be read or written is as good as lost."""

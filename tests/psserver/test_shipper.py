@@ -84,6 +84,19 @@ def test_who_finds_another_one_in_its_place_ends(lease: BrokenLease) -> None:
         primary.settle(sent)
 
 
+def test_who_has_handed_over_ends_as_planned_however_it_learns_that_it_is_not_primary(lease: BrokenLease) -> None:
+    """The standby's swap may be seen before the answer to its request is through."""
+    primary = shipper(lease)
+    line, _ = primary.last
+    primary.step_down("s", 1.0)
+    lease.tenure = Tenure(2, "s:1")
+
+    with pytest.raises(DeposedError) as ended:
+        primary.lost(line)
+
+    assert not str(ended.value)
+
+
 def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
     """Nobody knows then who is primary."""
     primary = shipper(lease)
