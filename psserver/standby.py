@@ -260,8 +260,8 @@ class Standby:
                 tenure = self._succession.take_over()
                 if tenure is None:
                     raise MismatchError(
-                        "the failover lock says that the primary may have gone on without this standby; if the primary "
-                        "is gone for good, remove the lock's folder, and promote again",
+                        f"the failover lock says that {self.primary} may have gone on without this standby, and have "
+                        "told others what is not here: start that server again, or all from a snapshot",
                         "NOT_IN_SYNC",
                     )
                 self._promoted = tenure

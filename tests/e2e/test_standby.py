@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscommon.core.errors import PSError
+from pscommon.core.errors import MismatchError, PSError
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
@@ -215,6 +215,16 @@ def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
         following.in_sync()
         with counter(server.address) as client:
             count(client)
+
+
+def test_one_that_the_lock_keeps_back_says_who_has_more(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = cluster().servers[0]
+    with Following(server) as following:
+        following.in_sync()
+        monkeypatch.setattr(following.standby, "_agreed", lambda: "nobody answers")
+        monkeypatch.setattr(following.standby._succession, "take_over", lambda: None)
+        with pytest.raises(MismatchError, match=f"{server.address} may have gone on.*start that server again"):
+            following.standby.promote(1.0)
 
 
 def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
