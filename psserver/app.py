@@ -330,7 +330,8 @@ def successor(config: ServerConfig, address: str, inherited: Inherited) -> Serve
     except TakenError as error:
         if config.data_dir is None:
             raise
-        log.error("going on without --data-dir, whose holder still lives", extra={"problem": str(error)})
+        then = "then start a standby of this server, and promote it: that one writes there again"
+        log.error("going on without --data-dir, whose holder still lives", extra={"problem": f"{error}; {then}"})
     return Server(replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited)
 
 

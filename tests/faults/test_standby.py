@@ -118,6 +118,28 @@ def test_stopped_primary_is_followed_and_ends_when_it_wakes(tmp_path: Path, shar
         finish(job, "async")
 
 
+def test_the_data_directory_of_one_that_was_stopped_is_written_to_again_after_a_switch(tmp_path: Path) -> None:
+    """As the log says: as long as it is stopped nobody else may write there, and so there are no snapshots."""
+    data = ("--data-dir", tmp_path / "data", "--snapshot-every", "50steps", "--durability", "log")
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
+        running(job, 1)
+        old = job.lives["s1"]
+        old.send(signal.SIGSTOP)
+        goes_on(job, time.monotonic())
+        assert "then start a standby of this server, and promote it" in job.lives["b1"].log.read_text()
+        old.send(signal.SIGCONT)
+        until(lambda: old.ended is not None, "the end of the old primary")
+
+        job.followed.add(1)
+        job.start("s1")
+        until(lambda: job.in_sync(1), "in sync")
+        promoted(job.address.split(",")[1])
+        goes_on(job, time.monotonic())
+        reached = status(job.address)["version"]
+        awaited(job, lambda: max(snapshots(job.address), default=0) > reached, "another snapshot")
+        finish(job, "async")
+
+
 @pytest.mark.parametrize("shard", [1, 0])
 def test_the_old_primary_comes_back_as_standby_and_takes_over_again(tmp_path: Path, shard: int) -> None:
     """Started as before, by whoever watches it, it must not: it has nothing."""
