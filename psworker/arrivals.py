@@ -4,9 +4,10 @@ Tensors that are reached in another way - through references kept from before, a
 are not waited for. That is found out when such a tensor gets a gradient, before anything of it counts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ Enter = Callable[[str], str]
 Healing = Callable[[], AbstractContextManager[None]]
 """A body that finds the job gone on without this worker is left, and the worker is back, with all weights here."""
 
+
+Owners = tuple[int, ...]
+"""The numbers of the modules that have a tensor, ascending: several where it is tied."""
 
 TENSORS = "_parameters", "_buffers"
 """Where a module has them."""
@@ -108,13 +112,13 @@ class Arrivals:
         self._flow: Flow | None = None
         modules = list(model.modules())
         extents = bridge.moving_extents()
-        self._owned = {number: spans for number, spans in enumerate(_owned(modules, extents)) if spans}
+        self._owned, self._parts = _parts(modules, extents)
         place_of = {id(tensor): place for place, tensor in enumerate(bridge.trainable.tensors)}
         self._places = [
             {place_of[id(p)] for p in module.parameters(recurse=False) if id(p) in place_of} for module in modules
         ]
         self._recurrent = {number for number, module in enumerate(modules) if isinstance(module, nn.RNNBase)}
-        self._left: dict[int, list[Range]] = {}
+        self._left: dict[Owners, list[Range]] = {}
         self._unread: set[int] = set()
         self._called: set[int] = set()
         self._first: list[int] = []
@@ -129,7 +133,7 @@ class Arrivals:
     def expect(self, flow: Flow, stepped: set[int]) -> None:
         """The weights of this push are on their way; stepped: which trainable tensors it had gradients for."""
         self._flow, self._left = flow, self._owned.copy()
-        self._first = sorted(self._owned.keys() - self._called | self._recurrent)
+        self._first = sorted(self._parts.keys() - self._called | self._recurrent)
         self._called = set()
         self._unread = stepped
 
@@ -143,6 +147,7 @@ class Arrivals:
         if self._flow is not None:
             with self._healing():
                 self._wait_for(number)
+        self._bridge.weights.join()
 
     def _wait_for(self, number: int) -> None:
         if not torch.is_grad_enabled():
@@ -150,8 +155,9 @@ class Arrivals:
         wanted = [*self._first, number]
         self._first = []
         self._unread.difference_update(*(self._places[each] for each in wanted))
-        if any(each in self._left for each in wanted):
-            self._wait([span for each in wanted for span in self._left.pop(each, ())])
+        parts = [part for each in wanted for part in self._parts.get(each, ())]
+        if any(part in self._left for part in parts):
+            self._wait([span for part in parts for span in self._left.pop(part, ())])
         if not self._left:
             self.settle()
         return None
@@ -169,6 +175,7 @@ class Arrivals:
     def settle(self) -> None:
         """All that is still on its way, for whoever may read any of it."""
         self.land()
+        self._bridge.weights.join()
         self._unread.clear()
 
     def land(self) -> None:
@@ -207,11 +214,28 @@ class Arrivals:
                 module.__dict__[kind] = dict(module.__dict__[kind])
 
 
-def _owned(modules: Sequence[nn.Module], extents: dict[int, Range]) -> Iterator[list[Range]]:
-    """By module, where its own parameters and buffers lie. extents: by id of the tensor."""
-    for module in modules:
-        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        yield _merged(sorted(extents[id(tensor)] for tensor in tensors if id(tensor) in extents))
+def _parts(
+    modules: Sequence[nn.Module], extents: dict[int, Range]
+) -> tuple[dict[Owners, list[Range]], dict[int, list[Owners]]]:
+    """Where tensors lie, by the modules that have them; and of each module all parts. extents: by id of the tensor.
+
+    What several modules have is a part of its own, so that it comes once: a buffer that the first of them has gone on
+    with must not be overwritten when the second is called.
+    """
+    owners: dict[int, list[int]] = {}
+    for number, module in enumerate(modules):
+        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            if id(tensor) in extents:
+                owners.setdefault(id(tensor), []).append(number)
+    owned: dict[Owners, list[Range]] = {}
+    for tensor_id, numbers in owners.items():
+        owned.setdefault(tuple(numbers), []).append(extents[tensor_id])
+    merged = {part: spans for part, places in owned.items() if (spans := _merged(sorted(places)))}
+    parts: dict[int, list[Owners]] = {}
+    for part in merged:
+        for number in part:
+            parts.setdefault(number, []).append(part)
+    return merged, parts
 
 
 def _merged(extents: Sequence[Range]) -> list[Range]:

@@ -61,6 +61,9 @@ class Tape:
     def from_host(self, spans: Sequence[Range]) -> None:
         """These bytes to the model: what it computes next sees them. Not twice the same ones without `rest` between."""
 
+    def join(self) -> None:
+        """What the model computes next sees all that `from_host` was given, also where it computes elsewhere now."""
+
     def rest(self) -> None:
         """Waits until what `from_host` was given last has been taken."""
 
@@ -132,6 +135,11 @@ class CudaTape(Tape):
             self._pinned[start:stop].copy_(self.host[start:stop])
         self._taken = self._copy(self.near, self._pinned, spans)
         torch.cuda.current_stream(self.near.device).wait_stream(self._stream)
+
+    def join(self) -> None:
+        # from_host only lets the stream wait that is current there, and a script may have several
+        if not self._taken.query():
+            torch.cuda.current_stream(self.near.device).wait_event(self._taken)  # type: ignore[arg-type]
 
     def rest(self) -> None:
         self._taken.synchronize()
