@@ -4,7 +4,7 @@ Tensors that are reached in another way - through references kept from before, a
 are not waited for. That is found out when such a tensor gets a gradient, before anything of it counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -30,6 +30,9 @@ Owners = tuple[int, ...]
 
 TENSORS = "_parameters", "_buffers"
 """Where a module has them."""
+
+FLAT = "_flat_weights"
+"""Where a recurrent layer has its parameters a second time."""
 
 
 class Gate:
@@ -75,6 +78,23 @@ class Watched(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
+class WatchedList(list[Any]):
+    """As Watched, of a recurrent layer's list of its parameters: on a GPU flatten_parameters(), which scripts call
+    before the layer, copies from there, and the layer then computes with the copies.
+    """
+
+    def __init__(self, tensors: list[Any], gate: Callable[[], None]) -> None:
+        super().__init__(tensors)
+        self._gate = gate
+
+    def __iter__(self) -> Iterator[Any]:
+        self._gate()
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[type, tuple[list[Any]]]:
+        return list, (list(self),)
+
+
 def barriers(model: nn.Module, settle: Callable[[], None]) -> list[Any]:
     """Before state_dict and load_state_dict of the model or any part of it: settle. Returns the handles."""
     gate = Gate(settle)
@@ -97,10 +117,8 @@ class Arrivals:
     """Lets each module wait for its own weights and buffers before it runs forward, or one of them is read.
 
     A module may keep references to weights of another one that is never called itself. So whatever no forward has
-    called since the last step is waited for first of all, and so are recurrent layers: their flatten_parameters(),
-    which scripts call in the forward of a module around them, copies the weights past the module. Without gradients,
-    where torch takes short cuts more often, everything is waited for. enter, healing: see above; settle: what
-    state_dict waits for, this object's and more.
+    called since the last step is waited for first of all; and without gradients, where torch takes short cuts more
+    often, everything is. enter, healing: see above; settle: what state_dict waits for, this object's and more.
     """
 
     def __init__(
@@ -117,7 +135,6 @@ class Arrivals:
         self._places = [
             {place_of[id(p)] for p in module.parameters(recurse=False) if id(p) in place_of} for module in modules
         ]
-        self._recurrent = {number for number, module in enumerate(modules) if isinstance(module, nn.RNNBase)}
         self._left: dict[Owners, list[Range]] = {}
         self._unread: set[int] = set()
         self._called: set[int] = set()
@@ -128,12 +145,14 @@ class Arrivals:
             self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
             for kind in TENSORS:
                 module.__dict__[kind] = Watched(module.__dict__[kind], partial(self._read, number))
+            if isinstance(module, nn.RNNBase):
+                module.__dict__[FLAT] = WatchedList(module.__dict__[FLAT], partial(self._read, number))
         self._modules = modules
 
     def expect(self, flow: Flow, stepped: set[int]) -> None:
         """The weights of this push are on their way; stepped: which trainable tensors it had gradients for."""
         self._flow, self._left = flow, self._owned.copy()
-        self._first = sorted(self._parts.keys() - self._called | self._recurrent)
+        self._first = sorted(self._parts.keys() - self._called)
         self._called = set()
         self._unread = stepped
 
@@ -212,6 +231,8 @@ class Arrivals:
         for module in self._modules:
             for kind in TENSORS:
                 module.__dict__[kind] = dict(module.__dict__[kind])
+            if isinstance(module, nn.RNNBase):
+                module.__dict__[FLAT] = list(module.__dict__[FLAT])
 
 
 def _parts(

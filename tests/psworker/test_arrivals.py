@@ -13,7 +13,7 @@ from pscommon.core.errors import InvalidRequestError
 from psworker import overlap
 from psworker.job import Job
 from tests.psworker.late_client import LateClient
-from tests.psworker.overlap_cases import batch, normed, perceptron, usual
+from tests.psworker.overlap_cases import Flattening, batch, normed, perceptron, usual
 from tests.psworker.test_overlap import assert_equal, both
 
 READS: list[Callable[[Any], list[Tensor]]] = [
@@ -76,6 +76,31 @@ def test_weights_that_were_waited_for_by_hand_may_be_used_in_any_way() -> None:
                 optimizer.wait()
 
     assert_equal(plain[0], mine[0])
+
+
+def test_recurrent_layers_may_be_flattened_between_step_and_forward() -> None:
+    plain, (model, optimizer), _ = both(Flattening)
+
+    for number in range(3):
+        usual(*plain, number)
+        usual(model, optimizer, number)
+        model.lstm.flatten_parameters()
+
+    assert_equal(plain[0], model)
+    assert type(copy.deepcopy(model).lstm._flat_weights) is list
+    optimizer.close()
+    assert type(model.lstm._flat_weights) is list
+
+
+def test_a_layer_before_a_recurrent_one_does_not_wait_for_it() -> None:
+    _, (model, optimizer), client = both(Flattening)
+    for number in range(2):
+        usual(model, optimizer, number)
+
+    model.into(torch.ones(1, 4))
+
+    assert client.open is not None
+    assert client.open.missing >= sum(weight.nbytes for weight in list.__iter__(model.lstm._flat_weights))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
