@@ -99,11 +99,12 @@ class Departures:
 
     def finish(self, push: Push) -> tuple[Flow, PushResult, set[int]]:
         """Sends all that has not left as it is now, and waits for the decision. Returns also who had a gradient."""
-        self._bridge.reattach()
         self._flow = flow = self._flow or self._begin()
         for ready, spans in self._leaving:
             ready.synchronize()
             _send(flow, spans)
+        # not before: it waits for all that a GPU has been given to compute, and what has left backward need not
+        self._bridge.reattach()
         grads = self._bridge.grads()
         absent, again = self._bridge.absent(grads), self._send_changed(flow, grads)
         self._bridge.changes.step(absent)

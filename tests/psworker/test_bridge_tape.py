@@ -1,7 +1,7 @@
 """Where the tape lies, what a step costs with thousands of tensors, and copies to a GPU that take their time."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from pscommon.core.tape import Range
 from psworker import overlap
 from psworker.bridge import Bridge
+from psworker.changes import Changes
 from psworker.job import Job
 from psworker.local import LocalClient
 from psworker.model_tape import CudaTape, Landing, Ready, Tape, TwinTape, same_on_device
@@ -172,6 +173,26 @@ def test_what_is_still_on_its_way_to_the_host_does_not_leave_it() -> None:
 
     assert before == [256]
     assert [start for start, _ in client.sent[0]] == [256, 0]
+
+
+@pytest.mark.usefixtures("_two_memories")
+def test_what_left_backward_goes_before_the_weights_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at them a GPU has to be done with all that it was given."""
+    client, model, sent = LateClient(), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), []
+    check = Changes.check
+
+    def noted(changes: Changes, replaced: Iterable[int]) -> None:
+        sent.append([start for start, _ in client.sent[-1]])
+        check(changes, replaced)
+
+    optimizer = Job(client).optimizer(adam(model), model, overlap=True)
+    monkeypatch.setattr(Changes, "check", noted)
+    for _ in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert sent == [[256, 0], [256, 0]]
 
 
 @pytest.mark.parametrize("same", [Tape(memoryview(bytearray(64))).same, same_on_device], ids=["host", "device"])
