@@ -25,7 +25,9 @@ def connect(
     """Joins the job that the servers run; the script's first call.
 
     servers: "HOST:PORT,..." of any of the servers; default PS_SERVERS. rank: default PS_WORKER_RANK. device: auto, cpu,
-    cuda or cuda:K; default PS_DEVICE, then auto. ps-worker and ps-run set all three.
+    cuda or cuda:K; default PS_DEVICE, then auto. cuda spreads workers over the GPUs of this machine by their rank, and
+    who has none takes the first; auto does so too, or takes the CPU where there is no GPU. ps-worker and ps-run set all
+    three.
     connect_timeout: seconds that servers may be silent; default PS_CONNECT_TIMEOUT, then 60. wait_timeout: seconds that
     a step or a request for data may wait for other workers.
 
@@ -55,18 +57,22 @@ def connect(
 
 
 def choose_device(wanted: str, rank: int) -> "torch.device":
-    """The torch device of that name; "auto" spreads workers over the GPUs, or is the CPU where there are none."""
+    """The torch device of that name; "auto" and "cuda" spread workers over the GPUs; where there is none "auto" is the
+    CPU. The device of a GPU has its number: torch's current device is not the same in all threads.
+    """
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto":
-        return torch.device("cuda", rank % count) if count else torch.device("cpu")
     try:
-        device = torch.device(wanted)
+        device = torch.device("cuda" if wanted == "auto" else wanted)
     except RuntimeError:
         raise InvalidRequestError(f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type == "cpu":  # not even asked for a GPU: once torch was, forks of this process cannot use it
+        return device
+    if device.type != "cuda":
         raise InvalidRequestError(f"device {wanted!r} is not one of auto, cpu, cuda, cuda:K")
-    if device.type == "cuda" and (device.index or 0) >= count:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto" and not count:
+        return torch.device("cpu")
+    if (device.index or 0) >= count:
         raise InvalidRequestError(f"device {wanted}: torch {torch.__version__} sees {count} GPUs on this machine")
-    return device
+    return torch.device("cuda", rank % count) if device.index is None else device

@@ -309,7 +309,7 @@ DEVICE = Option(
     type=Value("auto|cpu|cuda[:K]", values.device),
     default="auto",
     show_default=True,
-    help="What the script computes on; auto takes a GPU where there is one.",
+    help="What the script computes on; cuda: the GPU by the worker's rank; auto: so too, or the CPU.",
 )
 
 WORKER_RANK = Option(

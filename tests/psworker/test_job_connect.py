@@ -64,16 +64,24 @@ def test_a_rank_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         psworker.connect()
 
 
-def test_auto_spreads_workers_over_gpus_and_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_spread_over_gpus_and_auto_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [str(choose_device("cuda", rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert choose_device("cuda:1", 0) == torch.device("cuda:1")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", 0) == torch.device("cpu")
     with pytest.raises(psworker.InvalidRequestError, match=r"cuda:1.*sees 0 GPUs"):
         choose_device("cuda:1", 0)
+
+
+def test_who_computes_on_the_cpu_asks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch uses no GPU in a fork of a process that has asked."""
+    monkeypatch.delattr(torch.cuda, "is_available")
+
+    assert choose_device("cpu", 0) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x"])
