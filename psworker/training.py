@@ -222,10 +222,10 @@ def _node(
 def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
     """A worker's whole life: what a user's script would say."""
     optimizer = job.optimizer(task.make_optimizer(model.parameters()), model)
-    told = time.monotonic()
+    loss_of, told = _placed(task.loss, job.device), time.monotonic()
     for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
         inputs, target = _moved(_pair(batch), job.device)
-        loss, samples = task.loss(model(inputs), target), job.usage.samples
+        loss, samples = loss_of(model(inputs), target), job.usage.samples
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise InvalidRequestError(f'loss(output, target) is {shape}, not one number, as with reduction="mean"')
@@ -256,6 +256,11 @@ def _pair(batch: Any) -> Any:
         return batch
     size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise InvalidRequestError(f"a sample of data is a pair, (input, target), not a {type(batch).__name__}{size}")
+
+
+def _placed(loss: Loss, device: torch.device) -> Loss:
+    """Where a loss has tensors (class weights), on the device; the user's own stays where it is."""
+    return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) and device.type != "cpu" else loss
 
 
 def _moved(item: Any, device: torch.device) -> Any:

@@ -6,6 +6,8 @@ import pytest
 
 # one thread per process: threads that wait for a core by spinning slow all of them
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# on a GPU recurrent layers only give the same bytes again with this
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks

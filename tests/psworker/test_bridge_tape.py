@@ -270,6 +270,7 @@ def test_a_cuda_tape_copies_in_order_of_what_the_model_computes() -> None:
 @pytest.mark.parametrize("step", [usual, accumulated, clipped])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 def test_overlap_on_a_gpu_gives_the_bytes_of_no_overlap(make: Make, step: Step) -> None:
     runs = []
     for overlaps in (False, True):
