@@ -27,7 +27,7 @@ def connect(
     servers: "HOST:PORT,..." of any of the servers; default PS_SERVERS. rank: default PS_WORKER_RANK. device: auto, cpu,
     cuda or cuda:K; default PS_DEVICE, then auto. cuda spreads workers over the GPUs of this machine by their rank, and
     who has none takes the first; auto does so too, or takes the CPU where there is no GPU. ps-worker and ps-run set all
-    three.
+    three. For `tensor.cuda()` and pinned memory to mean the worker's GPU call `torch.cuda.set_device(job.device)`.
     connect_timeout: seconds that servers may be silent; default PS_CONNECT_TIMEOUT, then 60. wait_timeout: seconds that
     a step or a request for data may wait for other workers.
 

@@ -37,8 +37,7 @@ class Job:
     """Made by `psworker.connect`. Use it as a context manager, or call `close` at the end.
 
     client: the connection underneath. rank: 0, 1, ... among the workers that started together, for logs and tests.
-    device: where the operator wants this worker to compute; `model.to(job.device)` before `job.optimizer`, and so with
-    each batch. For `tensor.cuda()` and pinned memory to mean that GPU call `torch.cuda.set_device(job.device)`.
+    device: where the operator wants this worker to compute: `model.to(job.device)` before `job.optimizer`, batches too.
     stats: where the time of the steps goes.
     """
 
