@@ -36,7 +36,8 @@ _GRAD, _BUFFERS = attrgetter("grad"), attrgetter("_buffers")
 class Places:
     """The tensors of one role in tape order, as lists that are passed over together.
 
-    extents: where each lies. weights, gradients: views of the two tapes. indices: into the model's spec.
+    extents: where each lies. weights, gradients: views of the two tapes; only what trains has gradients. indices: into
+    the model's spec.
     """
 
     def __init__(self, plan: Plan, role: Role, tensors: Mapping[str, Tensor], weights: Tape, gradients: Tape) -> None:
@@ -49,7 +50,7 @@ class Places:
         self._specs = [specs[index] for index in self.indices]
         self._tape = weights
         self.weights = list(map(weights.view, self.extents, self._specs))
-        self.gradients = list(map(gradients.view, self.extents, self._specs))
+        self.gradients = list(map(gradients.view, self.extents, self._specs)) if role == "trainable" else []
         self.pointers = list(map(Tensor.data_ptr, self.weights))
 
     def move_in(self) -> None:
@@ -105,6 +106,9 @@ class Bridge:
         memory: the client's, of plan.nbytes bytes each, for gradients and weights.
         apart: the model's weights do not lie in it, so that it may change while the model computes.
         """
+        self.buffer_range = plan.section("buffer")
+        self.moving = Range(0, self.buffer_range.stop)
+        self._everything = Range(0, plan.nbytes)
         self.gradients, self.weights = self._tapes(memory, apart)
         self.trainable, buffers, frozen = (
             Places(plan, role, self._tensors, self.weights, self.gradients)
@@ -116,9 +120,6 @@ class Bridge:
         modules = dict(self._model.named_modules())
         self._owners = [modules[name.rpartition(".")[0]] for name in buffers.names]
         self._keys = [name.rpartition(".")[2] for name in buffers.names]
-        self.buffer_range = plan.section("buffer")
-        self.moving = Range(0, self.buffer_range.stop)
-        self._everything = Range(0, plan.nbytes)
         self.weights.to_host([self._everything]).synchronize()
         tape = self.weights.near[: plan.section("trainable").stop]
         trainable = self.trainable
@@ -126,7 +127,8 @@ class Bridge:
 
     def _tapes(self, memory: tuple[memoryview, memoryview], apart: bool) -> tuple[Tape, Tape]:
         if self.device.type == "cuda":
-            return CudaTape(memory[0], self.device), CudaTape(memory[1], self.device)
+            # frozen tensors lie at the end: of a large model of which little trains they would fill the GPU once more
+            return CudaTape(memory[0], self.device, self.moving.stop), CudaTape(memory[1], self.device)
         return Tape(memory[0]), TwinTape(memory[1]) if apart else Tape(memory[1])
 
     def gather(self) -> frozenset[int]:

@@ -120,10 +120,12 @@ class CudaTape(Tape):
     it needs the bytes, and the model computes on meanwhile.
     """
 
-    def __init__(self, memory: memoryview, device: torch.device) -> None:
+    def __init__(self, memory: memoryview, device: torch.device, stop: int | None = None) -> None:
+        """stop: the GPU has no bytes from here on; None: it has all of them."""
         super().__init__(memory)
-        self.near = torch.zeros(memory.nbytes, dtype=torch.uint8, device=device)
-        self._pinned = torch.zeros(memory.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        nbytes = memory.nbytes if stop is None else stop
+        self.near = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._pinned = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._taken: Ready = _Now()
 

@@ -13,6 +13,7 @@ the tapes is watched, not that of gradients and activations.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Literal
 
 import pytest
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psworker.bridge import Bridge
-from psworker.model_tape import CudaTape, Tape, tensor_of
+from psworker import bridge
+from psworker.model_tape import CudaTape, tensor_of
 from psworker.results import PushResult
 from tests.psworker.late_client import LateClient, LateFlow
 
@@ -112,6 +113,10 @@ class Order(TorchDispatchMode):
     def watch(self, name: str, kind: Kind, memory: Tensor) -> None:
         """From now on what is done to these bytes counts."""
         self._regions.append(Region(name, kind, memory.data_ptr(), memory.nbytes))
+
+    def nbytes(self, name: str) -> int:
+        """How much of it there is."""
+        return next(region.nbytes for region in self._regions if region.name == name)
 
     def another_stream(self) -> Stream:
         return Stream(self, f"stream {len(self.clocks)}")
@@ -263,24 +268,24 @@ class OrderedFlow(LateFlow):
 def fake_gpu(quick: bool, tape: type[CudaTape] = CudaTape) -> Iterator[Order]:
     """In here models of the CPU lie on CudaTapes, and torch.cuda has streams."""
     order = Order(quick)
+    zeros, names = torch.zeros, cycle(("gradients", "weights"))
 
-    def tapes(self: Bridge, memory: tuple[memoryview, memoryview], apart: bool) -> tuple[Tape, Tape]:
-        made = [tape(each, torch.device("cpu")) for each in memory]
-        for name, each in zip(("gradients", "weights"), made, strict=True):
-            order.watch(f"{name} on the GPU", "device", each.near)
-            order.watch(f"pinned {name}", "pinned", each._pinned)
-        return made[0], made[1]
+    class Watched(tape):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            name = next(names)
+            order.watch(f"{name} on the GPU", "device", self.near)
+            order.watch(f"pinned {name}", "pinned", self._pinned)
 
-    zeros = torch.zeros
-
-    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+    def on_cpu(*args: Any, pin_memory: bool = False, device: object = None, **options: Any) -> Tensor:
         return zeros(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "zeros", unpinned)
+        patch.setattr(torch, "zeros", on_cpu)
         patch.setattr(torch.cuda, "Stream", lambda device=None: order.another_stream())
         patch.setattr(torch.cuda, "current_stream", lambda device=None: order.stream)
         patch.setattr(torch.cuda, "stream", order.on)
-        patch.setattr(Bridge, "_tapes", tapes)
+        patch.setattr(bridge, "_only_device", lambda tensors: torch.device("cuda"))
+        patch.setattr(bridge, "CudaTape", Watched)
         with order:
             yield order

@@ -76,6 +76,18 @@ def test_steps_of_a_pipeline_are_in_order(make: Make, step: Step) -> None:
     assert client.version == 4
 
 
+def test_frozen_tensors_take_no_room_for_gradients_on_a_gpu() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1000))
+    with fake_gpu(quick=False) as order:
+        optimizer = Job(OrderedClient(order)).optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        gradients, weights = (order.nbytes(f"{name} on the GPU") for name in ("gradients", "weights"))
+
+    assert gradients < 200
+    assert weights > 20_000
+
+
 class Counting(nn.Module):
     """Changes a buffer, which others have too, whenever it is called."""
 
