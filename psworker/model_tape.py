@@ -139,8 +139,9 @@ class CudaTape(Tape):
         torch.cuda.current_stream(self.near.device).wait_stream(self._stream)
 
     def join(self) -> None:
-        # from_host only lets the stream wait that is current there, and a script may have several
-        if not self._taken.query():
+        # from_host only lets the stream wait that is current there, and a script may have several; one that is captured
+        # into a graph may ask for no event of before
+        if not torch.cuda.is_current_stream_capturing() and not self._taken.query():
             torch.cuda.current_stream(self.near.device).wait_event(self._taken)  # type: ignore[arg-type]
 
     def rest(self) -> None:

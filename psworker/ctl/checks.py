@@ -63,7 +63,14 @@ def devices() -> Finding:
     if not framework.cuda.is_available():
         built = framework.version.cuda is not None
         return Finding("devices", "ok", "no GPU in use: " + ("none is visible" if built else "torch is built for CPU"))
-    names = [f"cuda:{index} {framework.cuda.get_device_name(index)}" for index in range(framework.cuda.device_count())]
+    cuda = framework.cuda
+    try:
+        names = [f"cuda:{index} {cuda.get_device_name(index)}" for index in range(cuda.device_count())]
+    except RuntimeError as error:  # another process has it for itself, say, or it has failed
+        reason = str(error).partition("\n")[0]
+        return Finding(
+            "devices", "problem", f"torch cannot use its GPU: {reason}", "see nvidia-smi, or use --device cpu"
+        )
     return Finding("devices", "ok", ", ".join(names))
 
 

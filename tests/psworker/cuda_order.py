@@ -285,6 +285,7 @@ def fake_gpu(quick: bool, tape: type[CudaTape] = CudaTape) -> Iterator[Order]:
         patch.setattr(torch.cuda, "Stream", lambda device=None: order.another_stream())
         patch.setattr(torch.cuda, "current_stream", lambda device=None: order.stream)
         patch.setattr(torch.cuda, "stream", order.on)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(bridge, "_only_device", lambda tensors: torch.device("cuda"))
         patch.setattr(bridge, "CudaTape", Watched)
         with order:

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from psworker.ctl import checks, loopback
 from psworker.ctl.cli import main
@@ -122,6 +123,20 @@ def test_a_torch_that_does_not_load_is_a_problem(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(checks.sys.modules, "torch", None)
 
     assert [checks.torch().state, checks.devices().state] == ["problem", "problem"]
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(index: int) -> str:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", busy)
+    finding = checks.devices()
+
+    assert (finding.state, finding.text.count("\n")) == ("problem", 0)
+    assert "busy or unavailable" in finding.text
+    assert "--device cpu" in finding.remedy
 
 
 def test_the_loopback_leaves_no_port_open(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
