@@ -162,7 +162,10 @@ class Departures:
             bucket.sent = None
 
     def give_up(self) -> None:
-        """Nothing has left; the next step starts anew."""
+        """Nothing has left; the next step starts anew.
+
+        A GPU may be copying what had: that copy is read by nobody, and the next one of these bytes comes after it.
+        """
         flow, self._flow = self._flow, None
         self._renew(self._expected)
         if flow is not None:
