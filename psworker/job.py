@@ -97,8 +97,9 @@ class Job:
         overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
         the results are the same. None: if PS_OVERLAP is on in the environment. Modules that are called, and tensors
         that are read through them (parameters(), state_dict(), deepcopy), are waited for. Whoever gets at them in other
-        ways (a traced module, references kept from before) calls `job.wait()` after step(), or backward raises
-        InvalidRequestError. Gradients may be changed after backward in any way, as by GradScaler or `grad.data.mul_()`.
+        ways calls `job.wait()` after step(). Who computes with them (a traced module) gets an InvalidRequestError in
+        backward otherwise; who only looks (an EMA over a list of parameters kept from before) finds old weights.
+        Gradients may be changed after backward in any way, as by GradScaler or `grad.data.mul_()`.
         pipeline: in async and ssp, step() returns while its push is on its way; the next step() waits for it and brings
         its weights. So a gradient lacks the worker's own last push, and counts as that much staler. `job.last`, stale
         pushes and errors come one step later; `job.wait()` makes them come now. Instead of overlap. Without servers
@@ -208,8 +209,7 @@ class Job:
         """
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise InvalidRequestError(
-                "ReduceLROnPlateau goes by what was measured, which a job does not keep: save its state_dict() in a "
-                "file of the script's own, and load that instead"
+                "ReduceLROnPlateau goes by what was measured, which no job keeps: save and load its state_dict()"
             )
         with warnings.catch_warnings():
             # torch misses the optimizer's steps, which earlier workers have made
