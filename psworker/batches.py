@@ -59,8 +59,9 @@ class Usage:
     def _check_whole(self) -> None:
         if self._ended:
             raise InvalidRequestError(
-                "--global-batch decides how many batches make an update, so call optimizer.step() after each batch; "
-                "where there is nothing to train, go through job.batches under torch.no_grad()"
+                "--global-batch decides how many batches make an update, so call optimizer.step() after each batch: "
+                "with gradients that are None for one to be left out, as where GradScaler has lowered its scale and "
+                "made no step; where there is nothing to train, go through job.batches under torch.no_grad()"
             )
 
     def lose(self, error: PSError) -> None:
