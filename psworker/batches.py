@@ -194,6 +194,19 @@ class Fetcher(Dataset[Any]):
         return wanted, self._collate(samples)
 
 
+class Loaded:
+    """What a loader loads. It begins on its generator's device, wherever the script makes its tensors: it draws a seed,
+    which is an error for a generator of another device (torch.set_default_device).
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[tuple[Wanted, Any]]:
+        with torch.device(self._loader.generator.device):
+            return iter(self._loader)
+
+
 class MapStyle:
     """A data set with items by number. loader: options of torch's DataLoader."""
 
@@ -202,13 +215,13 @@ class MapStyle:
         self._fetcher = fetcher
         self._options = loader
 
-    def open(self, leases: Leases) -> DataLoader[Any]:
+    def open(self, leases: Leases) -> Loaded:
         # a generator of its own: the loader would draw its workers' seeds from the script's
-        generator = torch.Generator().manual_seed(self._spec.seed)
-        options = {"generator": generator, "persistent_workers": self._options.get("num_workers", 0) > 0}
-        options |= self._options
+        generator = self._options.get("generator") or torch.Generator().manual_seed(self._spec.seed)
+        options = {"persistent_workers": self._options.get("num_workers", 0) > 0}
+        options |= self._options | {"generator": generator}
         sampler = Sampler(self._spec, leases)
-        return DataLoader(self._fetcher, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
+        return Loaded(DataLoader(self._fetcher, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options))
 
 
 class Sampler:

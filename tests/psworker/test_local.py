@@ -87,3 +87,19 @@ def test_the_device_where_a_script_makes_its_tensors_is_its_own_affair(overlap: 
             optimizer.zero_grad()
 
     assert all(parameter.tolist() == pytest.approx([-0.45] * size) for parameter in model)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_come_wherever_a_script_makes_its_tensors(num_workers: int) -> None:
+    """Those are made as the script wants them, in its own process."""
+    model, rows = nn.Linear(2, 1), torch.arange(10.0).view(5, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    with torch.device("meta"), Job(LocalClient()) as job:
+        job.optimizer(plain, model)
+        made = [
+            (batch.tolist(), torch.empty(1).device.type)
+            for batch in job.batches(rows, 2, epochs=2, shuffle=False, num_workers=num_workers)
+        ]
+
+    assert made == [(rows[first : first + 2].tolist(), "meta") for first in (0, 2, 4)] * 2
