@@ -130,8 +130,7 @@ class Leases:
     def _ask(self, idle: bool) -> None:
         """Gets nothing if the job had gone on without this worker, which is then back."""
         with self._job.healing():
-            first_open = min(open.loop for open in self._job.leases)  # a loop may run inside another, or beside it
-            lease = self._job.client.next_batches(self._spec, idle=idle, first_open=first_open)
+            lease = self._job.client.next_batches(self._spec, idle=idle, first_open=self._job.loops.first)
             self._job.prospers()
             self._ready.extend(lease.numbers)
             self._held.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
@@ -170,6 +169,37 @@ class Leases:
         self._ready.clear()
         if held:
             self._job.client.return_batches([BatchKey(self._spec.loop, number) for number in held])
+
+
+class Loops:
+    """The loops that a script is in (`open`) or has made and may still begin: by their numbers, the first of these.
+
+    One that is made may begin inside a later one: `rows = iter(job.batches(a))`, and `next(rows)` in a loop over b. But
+    where two loops that are in no other have begun since it was made, the script keeps it for later, and has left what
+    lies between.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[Leases] = []
+        self._made: set[int] = set()
+        self._last = -1
+
+    @property
+    def first(self) -> int:
+        return min([*self._made, *(leases.loop for leases in self.open)])
+
+    def make(self, loop: int) -> None:
+        self._made.add(loop)
+
+    def begin(self, leases: Leases) -> None:
+        self._made.discard(leases.loop)
+        if not self.open:  # it is in no other
+            self._made = {loop for loop in self._made if loop > self._last}
+            self._last = leases.loop
+        self.open.append(leases)
+
+    def end(self, leases: Leases) -> None:
+        self.open.remove(leases)
 
 
 class Source(Protocol):
@@ -249,6 +279,7 @@ class Batches:
     def __init__(self, job: "Job", spec: Spec, source: Source, reseed: bool) -> None:
         self.spec = spec
         self._job = job
+        job.loops.make(spec.loop)
         self._source = source
         self._reseed = reseed
         self._begun = False
@@ -261,7 +292,7 @@ class Batches:
 
     def _run(self) -> Iterator[Any]:
         leases = Leases(self._job, self.spec)
-        if not self._job.leases:  # what was used in loops before this one
+        if not self._job.loops.open:  # what was used in loops before this one
             self._void(0)
         steps, samples = self._job.stats.steps, self._job.usage.samples
         with self._job.looping(leases):

@@ -16,7 +16,7 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import StreamSpec
 from psworker import metrics, streams
 from psworker.arguments import seed_of
-from psworker.batches import Batches, Fetcher, Leases, MapStyle, Usage, check_options, map_style, spec_made
+from psworker.batches import Batches, Fetcher, Leases, Loops, MapStyle, Usage, check_options, map_style, spec_made
 from psworker.drain import DrainedError
 from psworker.environment import is_on
 from psworker.local import JobClient
@@ -51,7 +51,7 @@ class Job:
         self._optimizer: ServerOptimizer | None = None
         self._loops = 0
         self._passed: set[int] = set()
-        self.leases: list[Leases] = []
+        self.loops = Loops()
         self._retired = False
         self._returns = 0
         self._epochs: dict[tuple[int, int], int] = {}
@@ -248,7 +248,7 @@ class Job:
         """While a loop runs. What it still holds when it ends goes back; a worker that is to leave has left then."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer before going through job.batches")
-        self.leases.append(leases)
+        self.loops.begin(leases)
         reason = None
         try:
             yield
@@ -260,7 +260,7 @@ class Job:
             # whoever cannot reach the job, or is out of it, holds nothing any more
             with suppress(PSError):
                 leases.give_back()
-            self.leases.remove(leases)
+            self.loops.end(leases)
             if self.client.draining and reason is not None:
                 self._retire(reason)
 
@@ -324,7 +324,7 @@ class Job:
         """Nothing of the old place is used any more."""
         if self._optimizer is not None:
             self._optimizer.drop(error)
-        for leases in self.leases:
+        for leases in self.loops.open:
             leases.forget()
         if self.usage.batches:
             self.usage.lose(error)

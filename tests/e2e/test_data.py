@@ -132,6 +132,44 @@ def test_two_loops_side_by_side_give_all_they_have(name: str) -> None:
     assert sorted(second for _, second in pairs) == sorted(others)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_loop_that_was_made_before_the_one_around_it_is_shared_as_any_other(workers: int) -> None:
+    """Its iterator is kept while the next epoch's is made, and then left with batches that nobody has had."""
+
+    def pairing(job: Job) -> list[tuple[Batch, Batch]]:
+        model, optimizer = started(job)
+        pairs = []
+        for _ in range(2):
+            others = batches(job, 4, seed=9)
+            for one in batches(job, 1):
+                pairs.append((compute(model, one), compute(model, next(others))))
+                optimizer.step()
+        return pairs
+
+    others = [tuple(LoopSpec(0, SIZE, BATCH, 8, seed=9).indices(n).tolist()) for n in range(40)]
+    for rank, pairs in enumerate(simulated(workers, pairing)):
+        mine = range(rank, 5, workers)
+        assert pairs == [(ALL[n], others[n]) for n in mine] + [(ALL[5 + n], others[20 + n]) for n in mine]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_loop_that_is_kept_for_the_end_holds_up_nobody(cluster: Make, name: str) -> None:
+    def script(job: Job) -> list[int]:
+        model, optimizer = started(job)
+        kept, _ = batches(job, 1, seed=11), batches(job, 1, seed=12)
+        for epoch in range(3):
+            for step, batch in enumerate(batches(job, 1)):
+                compute(model, batch)
+                if (step + epoch) % 2:  # else there may be a rest, which is dropped at the next loop
+                    optimizer.step()
+        with torch.no_grad():
+            return [index for batch in kept for index in batch.tolist()]
+
+    one, other = real(cluster(min_workers=2, **POLICIES[name]).address, 2, script)
+
+    assert {*one, *other} == {*range(SIZE)}
+
+
 def test_orders_differ_by_epoch_and_seed_and_do_not_depend_on_how_often_a_script_asks() -> None:
     def orders(job: Job) -> list[Batch]:
         model, optimizer = started(job)
