@@ -109,7 +109,7 @@ class Archive:
         self._set_aside(manifest.version)
         self.kept = [version for version in self.kept if version <= manifest.version]
         self.newest_version = manifest.version
-        self.newest_time = datetime.fromisoformat(manifest.created).timestamp()
+        self.newest_time = _written_at(manifest)
 
     def _set_aside(self, version: int) -> None:
         assert self._snapshots is not None
@@ -143,7 +143,7 @@ class Archive:
             engine.restore(epoch, manifest, self._reader(manifest, shards), shards)
         except SnapshotError as error:
             return str(error)
-        self.newest_version = manifest.version
+        self._found(manifest)
         return ""
 
     def _reader(self, manifest: Manifest, shards: int) -> TapeReader:
@@ -163,8 +163,16 @@ class Archive:
             engine.recover(epoch, manifest, partial(self._reader, manifest) if manifest else None, shards)
         except (LogUnfitError, SnapshotError) as error:
             return str(error)
-        self.newest_version = manifest.version if manifest else None
+        self.newest_version = None
+        if manifest is not None:
+            self._found(manifest)
         return ""
+
+    def _found(self, manifest: Manifest) -> None:
+        """This shard goes on from there: its newest part is as old as that."""
+        self.newest_version = manifest.version
+        own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
+        self._metrics.snapshot_found(_written_at(manifest), own)
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -274,6 +282,10 @@ class Archive:
 def groups_of(store: Store | None) -> str:
     """The hyper-parameters as they stand, as JSON; empty before there are any."""
     return groups_to_json(store.groups()) if store is not None else ""
+
+
+def _written_at(manifest: Manifest) -> float:
+    return datetime.fromisoformat(manifest.created).timestamp()
 
 
 def _counted_up(path: Path, least: int, files: Files) -> int:

@@ -113,6 +113,11 @@ class ServerMetrics:
         self._snapshot_bytes.set(nbytes)
         self._snapshot_success.set_to_current_time()
 
+    def snapshot_found(self, at: float, nbytes: int) -> None:
+        """This shard goes on from a snapshot of this time, in which its part has so many bytes; 0: it has none."""
+        self._snapshot_bytes.set(nbytes)
+        self._snapshot_success.set(at)
+
     def snapshot_failed(self, reason: str) -> None:
         """One of SNAPSHOT_FAILURES, such as an errno's name; any other reason counts as "other"."""
         known = reason if reason in SNAPSHOT_FAILURES else OTHER

@@ -148,6 +148,24 @@ def test_a_snapshot_that_fails_is_counted_by_its_cause_and_training_goes_on(
     assert seen("ps_snapshot_last_success_timestamp_seconds") == 0
 
 
+@pytest.mark.parametrize("durability", ["snapshot", "log"])
+def test_a_snapshot_is_as_old_after_a_restart_as_before(cluster: Make, tmp_path: Path, durability: str) -> None:
+    settings = {"data_dir": tmp_path, "durability": durability, "metrics_bind": LOOPBACK}
+    first = cluster(2, **settings)
+    with counter(first.address) as client:
+        count(client)
+    first.stop()
+    written = time.time()
+    again = cluster(2, **settings)
+    until(lambda: status(again.address)["version"] == 1, "what was done before")
+
+    for server in again.servers:
+        until(lambda: scrape(server)("ps_version") == 1, "the weights")  # noqa: B023
+        seen = scrape(server)
+        assert written - 60 < seen("ps_snapshot_last_success_timestamp_seconds") <= written
+        assert seen("ps_snapshot_bytes") > 0
+
+
 def test_probes(cluster: Make) -> None:
     """Alive from the start; ready once there are weights to train on, and until then it says what is missing."""
     servers = cluster(2, metrics_bind=LOOPBACK)

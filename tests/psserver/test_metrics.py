@@ -161,6 +161,12 @@ def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert value(registry, "ps_snapshot_failures_total", reason="ENOSPC") == 1
     assert value(registry, "ps_snapshot_failures_total", reason="other") == 1
 
+    metrics.snapshot_found(17.0, nbytes=2048)
+
+    assert value(registry, "ps_snapshot_last_success_timestamp_seconds") == 17.0
+    assert value(registry, "ps_snapshot_bytes") == 2048
+    assert value(registry, "ps_snapshot_duration_seconds_count") == 1
+
 
 def test_shards_in_one_process_do_not_mix() -> None:
     """A registry each; the same object never holds two shards."""
