@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a server's and a worker's metrics and answers every query that deploy/ ships."""
+"""A real Prometheus scrapes a server, its standby and a worker, and answers every query that deploy/ ships."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pscommon.monitor import Monitor, new_registry
-from psserver.metrics import ServerMetrics
+from psserver.metrics import ServerMetrics, standby_metrics
 from psworker.metrics import WorkerMetrics
 from tests.deploy import queries
 
@@ -27,18 +27,20 @@ CONFIG = """
 global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 1s}}
 rule_files: ["{rules}"]
 scrape_configs:
-  - {{job_name: servers, static_configs: [{{targets: ["{server}"]}}]}}
+  - {{job_name: servers, static_configs: [{{targets: ["{server}", "{standby}"]}}]}}
   - {{job_name: workers, static_configs: [{{targets: ["{worker}"]}}]}}
 """
 
 
 class Job:
-    """One shard and one worker to which everything keeps happening."""
+    """One shard, its standby and one worker to which everything keeps happening."""
 
     def __init__(self) -> None:
         servers, workers = new_registry(), new_registry()
         self.shard, self.worker, self.steps = ServerMetrics(servers, shard=0), WorkerMetrics(workers), 0
         self.server_monitor = Monitor("127.0.0.1:0", servers, lambda: (True, ""))
+        standby = standby_metrics(0, lambda: self.steps)
+        self.standby_monitor = Monitor("127.0.0.1:0", standby, lambda: (True, ""))
         self.worker_monitor = Monitor("127.0.0.1:0", workers, lambda: (True, ""))
         self.shard.about = lambda: {"shards": "1", "job": "otter", "policy": "ssp"}
         self.shard.workers({"active": 1})
@@ -62,6 +64,7 @@ class Job:
 
     def close(self) -> None:
         self.server_monitor.close()
+        self.standby_monitor.close()
         self.worker_monitor.close()
 
 
@@ -70,9 +73,12 @@ class Prometheus:
 
     def __init__(self, folder: Path, job: Job) -> None:
         config = folder / "prometheus.yml"
-        config.write_text(
-            CONFIG.format(rules=queries.ALERTS, server=job.server_monitor.address, worker=job.worker_monitor.address)
-        )
+        addresses = {
+            "server": job.server_monitor.address,
+            "standby": job.standby_monitor.address,
+            "worker": job.worker_monitor.address,
+        }
+        config.write_text(CONFIG.format(rules=queries.ALERTS, **addresses))
         command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
         command += ["--web.listen-address=127.0.0.1:0", "--log.level=info"]
         self.log = folder / "log"
