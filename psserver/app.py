@@ -256,9 +256,8 @@ class Server:
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self.config.port_file is not None:
             write_whole(self.config.port_file, self.address.rpartition(":")[2] + "\n")
-        log.info(
-            "listening", extra={"address": self.address, "shards": self.identity.shards, "policy": self.config.policy}
-        )
+        policy = {} if self.hub is None else {"policy": self.hub.policy}  # shard 0 knows it, whatever flags say
+        log.info("listening", extra={"address": self.address, "shards": self.identity.shards, **policy})
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: can workers train here?"""

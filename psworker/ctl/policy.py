@@ -32,8 +32,8 @@ Examples:
 def set_(settings: Settings, name: str, staleness: int | None, max_staleness: int | None) -> None:
     """Give a running job another policy from its next update on.
 
-    All workers start level: what the old policy let some of them be ahead does not count. The servers' --policy holds
-    again when they are started anew from a snapshot.
+    All workers start level: what the old policy let some of them be ahead does not count. It stays when the servers go
+    back to a snapshot or are started again on one that was taken since, unless their --policy is another then.
     """
     if (name == "ssp") != (staleness is not None):
         raise click.UsageError("--staleness S goes with ssp, and ssp needs it: policy set ssp --staleness 3")

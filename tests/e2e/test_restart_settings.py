@@ -30,7 +30,9 @@ def set_policy(servers: Cluster, name: str, staleness: int | None = None) -> Non
 
 
 @both
-def test_the_policy_that_was_set_is_that_of_the_next_start(cluster: Make, tmp_path: Path, durability: str) -> None:
+def test_the_policy_that_was_set_is_that_of_the_next_start(
+    cluster: Make, tmp_path: Path, durability: str, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = {"data_dir": tmp_path, "durability": durability, "policy": "async"}
     servers = cluster(2, **settings)
     with counter(servers.address) as client:
@@ -38,9 +40,13 @@ def test_the_policy_that_was_set_is_that_of_the_next_start(cluster: Make, tmp_pa
         saved(servers, client, 1)
     servers.close()
 
+    caplog.set_level("INFO", "psserver")
     for _ in range(2):
+        caplog.clear()
         again = cluster(2, **settings)
         assert status(again.address)["policy"] == "ssp"
+        told = [record.__dict__.get("policy") for record in caplog.records if record.message == "listening"]
+        assert told == ["ssp", None]  # only shard 0 knows
         with counter(again.address) as client:
             assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
         again.close()
