@@ -95,7 +95,7 @@ def stop(settings: Settings, reason: str) -> None:
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 drain 3")
-@click.argument("worker", type=COUNT)
+@click.argument("worker", metavar="WORKER", type=COUNT)
 @shared
 @pass_settings
 def drain(settings: Settings, worker: int) -> None:

@@ -47,7 +47,7 @@ def save(settings: Settings, wait: float) -> None:
 
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot restore 1200")
-@click.argument("version", type=VERSION)
+@click.argument("version", metavar="VERSION", type=VERSION)
 @click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
 @shared
 @pass_settings

@@ -242,11 +242,18 @@ def test_bad_usage_is_exit_code_2_with_a_message(args: list[str], capsys: Output
 @pytest.mark.parametrize(
     "command", ["", "status", "workers", "plan", "config", "stop", "doctor", "explain", "snapshot",
                 "snapshot save", "snapshot list", "snapshot verify", "snapshot export", "snapshot restore", "drain",
-                "policy", "policy set"],
+                "policy", "policy set", "promote", "reshard"],
 )  # fmt: skip
 def test_help_shows_examples(command: str, capsys: Output) -> None:
     assert main([*command.split(), "--help"]) == 0
     assert f"ps-ctl {'--ps' if not command else ''}" in capsys.readouterr().out.partition("Example")[2]
+
+
+@pytest.mark.parametrize(("command", "named"), [("drain", "WORKER"), ("snapshot restore", "VERSION")])
+def test_what_is_missing_is_called_as_the_help_does(command: str, named: str, capsys: Output) -> None:
+    assert main(command.split()) == 2
+    assert f"[OPTIONS] {named}\n" in (said := capsys.readouterr().err)
+    assert f"Missing argument '{named}'" in said
 
 
 def test_config_shows_each_value_and_its_source(
