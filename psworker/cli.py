@@ -74,7 +74,8 @@ def start(ctx: click.Context) -> int:
             "--ps HOST:PORT is missing: the address of any server (or set PS_LOCAL=1 to train without)"
         )
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
-    logs.set_up(settings["log_level"], settings["log_format"], worker=settings["worker_rank"], job=settings["job"])
+    # not worker=: that is the number which the servers give it, in their logs and metrics
+    logs.set_up(settings["log_level"], settings["log_format"], rank=settings["worker_rank"], job=settings["job"])
     if settings["malloc"] == "tuned":
         tune_malloc()
     _import_first(settings["threads"])

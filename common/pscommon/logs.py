@@ -29,7 +29,7 @@ _EXTRA = structlog.stdlib.ExtraAdder()
 def set_up(
     level: str = "info", log_format: Format = "auto", stream: TextIO | io.TextIOBase | None = None, **fields: Any
 ) -> None:
-    """Sends everything that is logged to `stream` (stderr); `fields` (shard=, worker=) go with every event.
+    """Sends everything that is logged to `stream` (stderr); `fields` (shard=, rank=) go with every event.
 
     May be called again: the last call counts. "auto" is text on a terminal and JSON elsewhere; text is coloured on a
     terminal unless NO_COLOR is set, and elsewhere only if FORCE_COLOR is.

@@ -99,6 +99,15 @@ def test_no_servers_is_bad_usage(ran: list[Script], capsys: pytest.CaptureFixtur
     assert ran == []
 
 
+def test_logs_tell_its_rank_and_not_a_worker_number(ran: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are given by the servers, and differ."""
+    fields: dict[str, object] = {}
+    monkeypatch.setattr("pscommon.logs.set_up", lambda *_, **told: fields.update(told))
+
+    assert cli.main(["--ps", "a:1", "--worker-rank", "3", "train.py"]) == 0
+    assert fields == {"rank": 3, "job": None}
+
+
 def test_training_without_servers_needs_none(ran: list[Script]) -> None:
     os.environ["PS_LOCAL"] = "1"
 
