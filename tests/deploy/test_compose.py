@@ -3,12 +3,18 @@
 What needs an engine is deploy/test-compose; this needs none.
 """
 
+import json
+import os
 import re
+import subprocess
+import sys
+from contextlib import closing
 from importlib.util import find_spec
 
 import click
 import pytest
 
+from pscommon.monitor import Monitor, new_registry
 from psserver.cli import COMMAND as SERVER
 from psserver.config import ServerConfig
 from psworker.cli import COMMAND as WORKER
@@ -71,6 +77,21 @@ def test_prometheus_scrapes_every_container() -> None:
 
     assert targets == [(name, bind[1]) for name in ("server-0", "server-1", "worker-0", "worker-1")]
     assert f"http://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
+
+
+@pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
+def test_health_is_asked_for_past_a_proxy(ready: bool, code: int) -> None:
+    """Docker gives containers the proxy of its own settings."""
+    command = re.search(r"HEALTHCHECK .* CMD (\[.*?\])$", DOCKERFILE.replace("\\\n", ""), re.M)
+    assert command
+    name, *arguments = json.loads(command[1])
+    assert name == "python"
+    away = {"http_proxy": "http://127.0.0.1:9"}
+    with closing(Monitor("127.0.0.1:0", new_registry(), lambda: (ready, ""))) as monitor:
+        here = [text.replace("127.0.0.1:9464", monitor.address) for text in arguments]
+        done = subprocess.run([sys.executable, *here], env=os.environ | away, stderr=subprocess.DEVNULL, timeout=60)
+
+    assert done.returncode == code
 
 
 def test_shared_memory_is_laid_over_all_four_services() -> None:
