@@ -263,7 +263,7 @@ class Server:
         """For /readyz: can workers train here?"""
         if self.hub is not None:
             waiting = self.hub.waiting_for if not self.hub.begun else ""
-            return not waiting, waiting or f"version {self.engine.version}"
+            return not waiting, f"waiting for {waiting}" if waiting else f"version {self.engine.version}"
         return self.engine.begun, f"version {self.engine.version}" if self.engine.begun else "no weights yet"
 
     @property

@@ -92,8 +92,14 @@ class _Handler(MetricsHandler):
     ready: Ready
     timeout = 10.0  # a peer that connects and says nothing is dropped
 
+    def do_HEAD(self) -> None:
+        """How `wget --spider` and many load balancers probe: the same answers without their text."""
+        self.do_GET()
+
     def do_GET(self) -> None:
         match urlsplit(self.path).path:
+            case "/metrics" if self.command == "HEAD":
+                self._answer(HTTPStatus.OK, "")
             case "/metrics":
                 super().do_GET()
             case "/livez":
@@ -110,7 +116,8 @@ class _Handler(MetricsHandler):
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 def _split(bind: str) -> tuple[str, int]:

@@ -172,7 +172,7 @@ def test_probes(cluster: Make) -> None:
     leader, other = (server.monitor.address for server in servers.servers)
     assert get(leader, "/livez") == get(other, "/livez") == (200, "alive\n")
     until(lambda: "a worker to register a model" in get(leader, "/readyz").text, "all servers are there")
-    assert get(leader, "/readyz") == (503, "a worker to register a model\n")
+    assert get(leader, "/readyz") == (503, "waiting for a worker to register a model\n")
     assert get(other, "/readyz") == (503, "no weights yet\n")
 
     with counter(servers.address) as client:

@@ -19,9 +19,9 @@ class Answer(NamedTuple):
     body: str
 
 
-def get(address: str, path: str, accept: str = "text/plain") -> Answer:
+def get(address: str, path: str, accept: str = "text/plain", method: str = "GET") -> Answer:
     with closing(HTTPConnection(address, timeout=5)) as connection:
-        connection.request("GET", path, headers={"Accept": accept})
+        connection.request(method, path, headers={"Accept": accept})
         response = connection.getresponse()
         return Answer(response.status, response.headers["Content-Type"], response.read().decode())
 
@@ -83,6 +83,14 @@ def test_readiness_says_why_in_one_line(probe: Probe) -> None:
     probe.state = (False, "waiting for\n  shard 1 of 2")
 
     assert probe.get("/readyz")[::2] == (503, "waiting for shard 1 of 2\n")
+
+
+def test_a_probe_may_ask_for_the_head_alone(probe: Probe) -> None:
+    probe.state = (False, "waiting for shard 1 of 2")
+
+    statuses = [get(probe.monitor.address, path, method="HEAD")[::2] for path in ("/livez", "/readyz", "/metrics", "/")]
+
+    assert statuses == [(200, ""), (503, ""), (200, ""), (404, "")]
 
 
 def test_other_paths_are_not_found(probe: Probe) -> None:
