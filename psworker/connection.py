@@ -10,6 +10,7 @@ from typing import TypeVar
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError
 from psproto.v1 import coordinator_pb2 as co
+from psworker import metrics
 from psworker.calls import Cancellation
 from psworker.crew import Crew
 from psworker.drain import Drain
@@ -84,6 +85,7 @@ class Connection:
         lane.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
         self.place, self._left = Place(answer.job, answer.worker, answer.open_loop, answer.policy), False
         self.bad_gradients = answer.bad_gradients
+        metrics.in_job(True)
         if not lane.direct:
             self._heartbeat = Heartbeat(self.place, lane, answer.lease_ms / 1000, self.drain, self._waits)
 
@@ -147,6 +149,7 @@ class Connection:
         if self._left or self._pid != os.getpid():
             return
         self._left = True
+        metrics.in_job(False)
         self.drain.closes()
         if self._heartbeat is not None:
             self._heartbeat.stop()

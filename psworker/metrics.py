@@ -25,12 +25,17 @@ class WorkerMetrics:
             self._phases.labels(phase)
         self._steps = Counter("ps_worker_steps_total", "Steps that this worker has finished", registry=registry)
         self._samples = Counter("ps_worker_samples_total", "Samples that this worker has used", registry=registry)
+        self._in_job = Gauge("ps_worker_in_job", "1: this worker has a place in a job", registry=registry)
         self._loss = Gauge("ps_worker_loss", "The loss that the script reported last", registry=registry)
         self._loss.set(float("nan"))  # until it reports one: 0 would look like a perfect model
         self._reported = Gauge(
             "ps_worker_reported", "Values that the script reported last", ("name",), registry=registry
         )
         self._names: set[str] = set()
+
+    def in_job(self, is_in: bool) -> None:
+        """Has this worker a place in a job, whether or not its servers answer?"""
+        self._in_job.set(is_in)
 
     def step(self, phases: Mapping[str, float], samples: int) -> None:
         """One finished step: seconds by phase (of PHASES), and its number of samples."""
@@ -81,6 +86,12 @@ def close() -> None:
         serving, _serving = _serving, None
     if serving is not None:
         serving.monitor.close()
+
+
+def in_job(is_in: bool) -> None:
+    """WorkerMetrics.in_job, where anybody serves."""
+    if _serving is not None:
+        _serving.metrics.in_job(is_in)
 
 
 def step(phases: Mapping[str, float], samples: int) -> None:

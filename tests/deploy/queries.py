@@ -53,7 +53,7 @@ def names(expr: str) -> set[str]:
 def labels(expr: str) -> set[str]:
     """Label names that a query selects or groups by."""
     selected = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expr)
-    grouped = [label.strip() for group in _GROUPING.findall(expr) for label in group.split(",")]
+    grouped = [label.strip() for group in _GROUPING.findall(expr) for label in group.split(",") if label]
     return {*selected, *grouped}
 
 

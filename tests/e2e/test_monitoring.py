@@ -11,6 +11,7 @@ import pytest
 
 from pscommon.values import SnapshotEvery
 from psserver.app import Server
+from psworker import Job
 from psworker import metrics as worker_metrics
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics, get
@@ -220,12 +221,21 @@ def test_a_standby_with_nothing_is_not_ready(cluster: Make) -> None:
 def test_a_worker_counts_its_steps_and_where_their_time_goes(cluster: Make) -> None:
     address = cluster(1).address
     served = worker_metrics.serve(LOOPBACK)
+    in_job = lambda: Metrics(served)("ps_worker_in_job")  # noqa: E731
+    places = [in_job()]
+
+    def look(job: Job) -> None:
+        job.report(loss=0.25, accuracy=0.5)
+        places.append(in_job())
+
     try:
-        train(address, workers=1, each=lambda job: job.report(loss=0.25, accuracy=0.5))
+        train(address, workers=1, each=look)
         seen = Metrics(served)
+        places.append(in_job())
     finally:
         worker_metrics.close()
 
+    assert places == [0, *[1] * VERSIONS, 0]
     assert seen("ps_worker_steps_total") == VERSIONS
     assert seen("ps_worker_samples_total") == 8 * VERSIONS
     assert seen("ps_worker_loss") == 0.25
