@@ -1,5 +1,6 @@
 """What ps-ctl prints: tables for people, drawn on a terminal and plain when piped, or one JSON document."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pscommon import strict_json
+from pscommon.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from rich.table import Table as Drawing
@@ -26,15 +28,22 @@ class Table:
 def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> None:
     """Prints the tables, or the document when `form` is "json". Empty tables and empty columns are left out.
 
-    tables: makes them; not called for JSON, which needs nothing of what a table does.
+    tables: makes them; not called for JSON, which needs nothing of what a table does. InvalidRequestError where stdout
+    takes nothing.
     """
+    if sys.stdout is None:
+        raise InvalidRequestError("the result cannot be printed: stdout is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # in a locale that lacks some letter of a name
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if form == "json":
             print(strict_json.dumps(document, indent=2, default=str), flush=True)
         else:
             _show([_without_empty_columns(table) for table in tables() if table.rows])
-    except BrokenPipeError:  # `ps-ctl status | head`: nobody reads on, and Python must not try again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try again at exit
+        if not isinstance(error, BrokenPipeError):  # `ps-ctl status | head`: nobody reads on
+            raise InvalidRequestError(f"the result cannot be printed: {error.strerror or error}") from error
 
 
 def size(nbytes: float | None) -> str:

@@ -1,4 +1,8 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and results that cannot be printed."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +36,35 @@ def test_duration(seconds: float | None, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(None, ""), (12345678, "12345678"), (0.123456, "0.1235"), (128.0, "128")])
 def test_number(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+PRINTS = """
+import sys, click
+from pscommon.config import run_command
+from psworker.ctl.output import Table, show
+table = Table("", (), [("für",)])
+command = click.Command("ps-ctl", callback=lambda: show(sys.argv[1], {"for": "für"}, lambda: [table]))
+sys.exit(run_command(command, lambda ctx: 0, []))
+"""
+
+
+def prints(form: str, where: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """What becomes of a result that a command of ps-ctl prints, with stdout as the shell is told."""
+    line = ["sh", "-c", f'exec "$@" {where}', "sh", sys.executable, "-c", PRINTS, form]
+    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+@pytest.mark.parametrize(("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "stdout is closed")])
+def test_a_result_that_cannot_be_printed_is_said_so(form: str, where: str, why: str) -> None:
+    done = prints(form, where)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"ps-ctl: INVALID_REQUEST: the result cannot be printed: {why} (")
+    assert done.stderr.count("\n") == 1
+
+
+def test_letters_that_a_locale_lacks_are_written_otherwise() -> None:
+    done = prints("table", PYTHONIOENCODING="ascii")
+
+    assert (done.returncode, done.stdout) == (0, "f\\xfcr\n")
