@@ -147,6 +147,7 @@ def run_command(
     """
     name = command.name or "ps"
     ctx: Any = None
+    _open_standard_streams()
     try:
         ctx = command.main(args=args, prog_name=name, standalone_mode=False)
         return start(ctx) if isinstance(ctx, click.Context) else int(ctx or 0)
@@ -159,6 +160,17 @@ def run_command(
         debug = isinstance(ctx, click.Context) and ctx.params.get("log_level") == "debug"
         tell(name, error, debug)
         return error.exit_code
+
+
+def _open_standard_streams() -> None:
+    """Those that were closed (`2>&-`): else a file or socket of ours gets the number to which libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def tell(name: str, error: PSError, debug: bool = False) -> None:
