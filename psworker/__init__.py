@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from psworker.streams import StreamDataset
     from psworker.training import DistributedTraining
 
+    __version__: str
+
 __all__ = [
     "Client",
     "DistributedTraining",
@@ -85,9 +87,13 @@ def _plain(value: Any) -> Any:
 if not TYPE_CHECKING:  # there, the names are imported above, and others are errors
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from pscommon.installed import installed  # imports what takes as long as all the rest
+
+            return installed("paramserver")
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_LAZY[name]), name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LAZY})
+        return sorted({*globals(), *_LAZY, "__version__"})

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -103,7 +104,8 @@ def test_the_public_names_are_there() -> None:
     assert psworker.Job is Job
     assert psworker.PushResult is PushResult
     assert callable(psworker.connect)
-    assert set(psworker.__all__) <= set(dir(psworker))
+    assert {*psworker.__all__, "__version__"} <= set(dir(psworker))
+    assert psworker.__version__ == version("paramserver")
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = psworker.Nothing
 
