@@ -204,8 +204,8 @@ class ServerConfig:
 
     @property
     def fitness(self) -> Fitness:
-        """What a shard looks at in gradients."""
-        return Fitness(self.bad_gradients, self.max_norm is not None)
+        """What shards look at in gradients; shard 0 tells the others."""
+        return Fitness(self.bad_gradients == "clip", self.max_norm is not None)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ServerConfig":

@@ -233,6 +233,8 @@ class Coordinator(CoordinatorServiceServicer):
             layout=news.fleet.layout,
             move=news.move,
             policy=hub.policy,
+            mends=hub.config.fitness.mends,
+            norms=hub.config.fitness.norms,
         )
         response.recover, response.begin = news.way is Way.RECOVER, news.way is Way.BEGIN
         if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):

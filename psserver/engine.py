@@ -79,7 +79,7 @@ class Engine:
         self._cut = cut
         self._team = Team(threads)
         self._log = log or ShardLog(Records(Source.SHARD), shards)
-        self._fitness = fitness
+        self.fitness = fitness
         self._logging = threading.Lock()  # a push is written and staged, or a new segment begun: never both at once
         self._machine = Shard(shard)
         self._changed = Changes()
@@ -261,7 +261,7 @@ class Engine:
         if store is None or not store.owns(staging):
             self.places.give(staging)
             raise UnreachableError(f"shard {self.shard} holds another part of the model now", "NOT_READY")
-        staged = examined(staged, staging, store, self._fitness)
+        staged = examined(staged, staging, store, self.fitness)
         with self._logging:
             decided, fresh = self._keep(staged, staging)
         self.traffic.received(staging.nbytes)

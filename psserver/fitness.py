@@ -11,9 +11,9 @@ from psserver.store import Store
 def examined(staged: Staged, staging: Staging, store: Store, fitness: Fitness) -> Staged:
     """What is to be reported of a push; where the operator wants it, NaN and Inf in it are zeros afterwards."""
     tensor = store.find_non_finite(staging)
-    if tensor and fitness.bad == "clip" and not staging.initial:
+    if tensor and fitness.mends and not staging.initial:
         store.mend(staging)
         staged, tensor = replace(staged, mended=tensor), store.find_non_finite(staging)  # buffers cannot be mended
     if tensor:
         return replace(staged, problem=f"NON_FINITE: tensor {tensor}")
-    return replace(staged, square_norm=store.square_norm(staging)) if fitness.norm and not staging.initial else staged
+    return replace(staged, square_norm=store.square_norm(staging)) if fitness.norms and not staging.initial else staged

@@ -19,6 +19,7 @@ from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.archive import Archive
 from psserver.core.cuts import PartReport
+from psserver.core.rules import Fitness
 from psserver.engine import Engine
 from psserver.handover import move_in
 from psserver.identity import Identity
@@ -229,6 +230,7 @@ class Link:
     def _follow(self, response: pb.LinkShardResponse) -> None:
         self._identity.learn(response.job, response.addresses, response.layout)
         self._identity.policy = response.policy
+        self._engine.fitness = Fitness(response.mends, response.norms)
         if response.recover or response.HasField("restore"):
             self._restore(response)
         elif response.begin:

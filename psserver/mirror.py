@@ -109,10 +109,8 @@ class Inherited(NamedTuple):
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:
-    """What a primary and its standby must have in common, JSON-ready."""
-    common = {"bad_gradients": config.bad_gradients, "max_norm": config.max_norm}
-    found = config.rules().as_json() if config.shard == 0 else common
-    return dict(json.loads(json.dumps(found)))
+    """What a primary and its standby must have in common, JSON-ready. Shard 0 decides; it tells the others."""
+    return dict(json.loads(json.dumps(config.rules().as_json()))) if config.shard == 0 else {}
 
 
 def check_settings(config: ServerConfig, hello: dict[str, Any]) -> None:

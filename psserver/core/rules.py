@@ -56,10 +56,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """bad: what happens to a gradient with NaN or Inf (see Rules.bad_gradients). norm: the coordinator wants norms."""
+    """What each shard looks at in its part of a gradient. mends: NaN and Inf become zeros (see Rules.bad_gradients).
+    norms: the coordinator wants norms. Shard 0 tells the others: a norm is that of all parts."""
 
-    bad: Literal["skip", "abort", "clip"] = "skip"
-    norm: bool = False
+    mends: bool = False
+    norms: bool = False
 
 
 ANY = Fitness()

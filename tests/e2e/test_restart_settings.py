@@ -109,3 +109,27 @@ def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(cluste
             assert counted(client.pull()) == 2 + start
             count(client)
         again.close()
+
+
+def test_all_shards_look_at_gradients_as_shard_0_was_told_to(cluster: Make, tmp_path: Path) -> None:
+    """Else a norm would be that of the parts on those servers alone that were started with the same flags."""
+    settings = {"data_dir": tmp_path, "durability": "log"}
+    bad = {**ONES, "b": np.where(np.arange(100) == 99, np.nan, ONES["b"])}
+    norm = float(np.sqrt(sum(one.size for one in ONES.values())))
+    servers = cluster(0)
+    servers.add(0, 2, **settings, bad_gradients="clip", max_norm=1.0)
+    servers.add(1, 2, **settings)
+    with counter(servers.address) as client:
+        count(client)
+        for weights in client.pull().values():
+            np.testing.assert_allclose(weights, -1.0 / norm, rtol=1e-6)
+        assert client.push(bad).status == "applied"
+    servers.close()
+
+    again = cluster(2, **settings)
+    with counter(again.address) as client:
+        before = client.pull()
+        count(client)
+        for name, weights in client.pull().items():
+            np.testing.assert_allclose(weights, before[name] - 1.0, rtol=1e-6)
+        assert client.push(bad).status == "rejected"

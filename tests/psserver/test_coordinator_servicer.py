@@ -12,6 +12,7 @@ import pytest
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator_servicer import SILENCE, Coordinator, _Listener
 from psserver.core.following import Way
+from psserver.core.rules import Fitness
 from psserver.fleet import News, Picture, Server, Told
 
 BEFORE = Picture(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
@@ -21,6 +22,7 @@ class HubThatMoves:
     """Once it has said what is new, a move to one shard ends."""
 
     job, waiting_for, over, policy = "j", "", False, "ssp"
+    config = SimpleNamespace(fitness=Fitness())
 
     def __init__(self) -> None:
         self.server = Server(1, "s1:1", connected=True, line=1)

@@ -985,6 +985,8 @@ class LinkShardResponse(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     MOVE_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    MENDS_FIELD_NUMBER: builtins.int
+    NORMS_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -1004,6 +1006,9 @@ class LinkShardResponse(google.protobuf.message.Message):
     layout: builtins.int
     policy: builtins.str
     """the policy of the moment, for people"""
+    mends: builtins.bool
+    """what shard 0 was told to do with gradients: NaN and Inf become zeros; it has to know their norms"""
+    norms: builtins.bool
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1047,9 +1052,11 @@ class LinkShardResponse(google.protobuf.message.Message):
         layout: builtins.int = ...,
         move: global___Move | None = ...,
         policy: builtins.str = ...,
+        mends: builtins.bool = ...,
+        norms: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "model", b"model", "move", b"move", "policy", b"policy", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
 
