@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pscommon.core.errors import PSError, SnapshotError, UnreachableError
+from pscommon.core.errors import InvalidRequestError, PSError, SnapshotError, UnreachableError
 from pscommon.core.model import model_to_json
 from pscommon.record_log import LogDamagedError
 from pscommon.snapshot import Manifest
@@ -23,6 +23,7 @@ from psserver.core.rules import Rules
 from psserver.desk import Desk
 from psserver.engine import Engine
 from psserver.fleet import Fleet
+from psserver.guarded_log import GuardedLog
 from psserver.identity import Identity
 from psserver.job_journal import JobJournal
 from psserver.metrics import ServerMetrics
@@ -33,6 +34,9 @@ from psserver.replica import LogUnfitError
 log = logging.getLogger("psserver")
 
 EPOCH_BITS = 62
+
+LOG = "log-job"
+"""Where the coordinator writes things down, in the data directory."""
 
 
 class Epochs:
@@ -61,7 +65,7 @@ class Epochs:
         self._rules = config.rules()
         self.lead: Callable[[Recorder], None] = lambda recorder: None
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
-        disk = disk_log(config, "log-job", metrics.log_failed)
+        disk = disk_log(config, LOG, metrics.log_failed)
         self.durable = disk is not None  # everything is written down
         self.journal = JobJournal(Records(Source.JOB, disk, line))
 
@@ -86,6 +90,8 @@ class Epochs:
         manifest = self._archive.to_resume(self._config.resume)
         if self.durable and self._config.resume == "auto" and self._recover(manifest):
             return
+        if not self.durable:
+            self._leave_log(manifest)
         if manifest is None:
             self._fleet.layout.forget()
             self._learn(None)
@@ -260,7 +266,7 @@ class Epochs:
         try:
             recorder = self._replayed(self.journal.since(manifest.version if manifest else None), manifest)
             if recorder is not None:
-                self._take_layout(recorder.coordinator)
+                self._take_layout(recorder.coordinator, manifest)
         except LogUnfitError as error:
             log.error("the log cannot be used", extra={"problem": str(error)})
             return False
@@ -288,12 +294,36 @@ class Epochs:
         log.info("went on where the log ends", extra={"version": coordinator.version})
         return True
 
-    def _take_layout(self, coordinator: Coordinator) -> None:
+    def _take_layout(self, coordinator: Coordinator, manifest: Manifest | None) -> None:
         """The log knows best how many shards there are, if it may have been what this server was started for."""
-        layout = self._fleet.layout
-        if coordinator.shards not in (layout.shards, layout.given, *layout.past):
-            raise LogUnfitError(f"{coordinator.shards} servers wrote it, and there are {layout.shards} now")
-        layout.change(coordinator.shards)
+        layout, wrote = self._fleet.layout, coordinator.shards
+        if wrote not in (layout.shards, layout.given, *layout.past):
+            remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
+            check_nothing_more(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
+            raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")
+        layout.change(wrote)
+
+    def _leave_log(self, manifest: Manifest | None) -> None:
+        """Nothing is written down from now on; what another start wrote down here has to be in a snapshot by now."""
+        if self._config.data_dir is None:
+            return
+        past = JobJournal(Records(Source.JOB, GuardedLog(self._config.data_dir / LOG, "no", self._metrics.log_failed)))
+        try:
+            if self._config.resume == "auto":
+                self._check_left(past, manifest)
+            past.clear()
+        finally:
+            past.close()
+
+    def _check_left(self, past: JobJournal, manifest: Manifest | None) -> None:
+        try:
+            recorder = self._replayed(past.since(manifest.version if manifest else None), manifest)
+        except LogUnfitError as error:
+            log.error("the log cannot be used", extra={"problem": str(error)})
+            return
+        if recorder is not None:
+            remedy = "start the servers with --durability log; ps-ctl stop ends them with a snapshot of all"
+            check_nothing_more(recorder.coordinator.version, manifest, "the log of before", remedy)
 
     def _replayed(self, notes: Iterator[dict[str, Any] | Command], manifest: Manifest | None) -> Recorder | None:
         recorder: Recorder | None = None
@@ -341,6 +371,16 @@ def _is_before(note: Mapping[str, Any] | Command, manifest: Manifest) -> bool:
     return isinstance(note, Command) or (
         note["version"] == manifest.version and note.get("index", manifest.index) < manifest.index
     )
+
+
+def check_nothing_more(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
+    """A log that cannot be gone on from, which goes to this version, must not hold updates that no snapshot does."""
+    saved = manifest.version if manifest else 0
+    if version > saved:
+        raise InvalidRequestError(
+            f"updates {saved + 1} to {version} are in no snapshot, but in {where}: {remedy}; "
+            f"or give these updates up with --resume {saved if manifest else 'never'}"
+        )
 
 
 def check_begins(note: Mapping[str, Any] | Command, manifest: Manifest | None) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscommon.core.errors import NonFiniteError
+from pscommon.core.errors import InvalidRequestError, NonFiniteError
 from psworker import Client, QuarantinedError
 from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
@@ -133,3 +133,45 @@ def test_all_shards_look_at_gradients_as_shard_0_was_told_to(cluster: Make, tmp_
         for name, weights in client.pull().items():
             np.testing.assert_allclose(weights, before[name] - 1.0, rtol=1e-6)
         assert client.push(bad).status == "rejected"
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+@pytest.mark.parametrize(
+    ("shards", "durability", "remedy"),
+    [(2, "snapshot", "start the servers with --durability log"), (3, "log", "start 2 servers, and then use ps-ctl")],
+)
+def test_what_only_the_log_holds_is_not_left_behind_unasked(
+    cluster: Make, tmp_path: Path, shards: int, durability: str, remedy: str, snapshot: bool
+) -> None:
+    servers = cluster(2, data_dir=tmp_path, durability="log")
+    with counter(servers.address) as client:
+        if snapshot:
+            saved(servers, client, 3)
+        else:
+            count(client, 5)
+    servers.close()
+    other = {"data_dir": tmp_path, "durability": durability}
+
+    with pytest.raises(InvalidRequestError, match=f"updates {3 if snapshot else 1} to 5 .* {remedy}"):
+        cluster(shards, **other)
+
+    again = cluster(2, data_dir=tmp_path, durability="log")
+    assert counted(weights_of(again.address)) == 5
+    again.close()
+    given_up = cluster(shards, **other, resume=2 if snapshot else "never")
+    with counter(given_up.address) as client:
+        assert counted(client.pull()) == (2 if snapshot else 0)
+        count(client)
+    given_up.close()
+    if snapshot and durability == "snapshot":  # the log that was given up is not gone on from later
+        assert counted(weights_of(cluster(shards, data_dir=tmp_path, durability="log").address)) == 2
+
+
+def test_after_a_snapshot_of_all_servers_need_no_log(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(2, data_dir=tmp_path, durability="log")
+    with counter(servers.address) as client:
+        count(client, 5)
+    servers.stop()
+
+    again = cluster(3, data_dir=tmp_path)
+    assert counted(weights_of(again.address)) == 5
