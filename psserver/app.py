@@ -217,6 +217,8 @@ class Server:
 
     def _make_hub(self, layout: Layout) -> Hub:
         if self._inherited is None:
+            if self.config.resume != "never":
+                self.archive.check_place()
             self.archive.next_generation()
         hub = Hub(self.config, layout, self.identity, self.engine, self.archive, self.metrics, self.shipper)
         self.archive.on_part = lambda part: hub.snapshot_part(0, part)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from pscommon.core.errors import SnapshotError
+from pscommon.core.errors import MismatchError, SnapshotError
 from pscommon.core.log import Cut
 from pscommon.core.model import ROLES, ModelSpec
 from pscommon.core.tape import Plan
@@ -28,6 +28,9 @@ from psserver.engine import Engine
 from psserver.metrics import ServerMetrics
 from psserver.replica import LogUnfitError
 from psserver.store import Store
+
+GENERATION = "generation"
+"""File that counts the starts of the job: there is one wherever a shard 0 was."""
 
 NICE = 10
 """How far the writing thread steps back: to a tenth of what another one gets where all cores are busy."""
@@ -68,11 +71,23 @@ class Archive:
         if self._data_dir is None:
             self.generation = max(least, self.generation + 1)
             return
-        path = self._data_dir / "generation"
+        path = self._data_dir / GENERATION
         try:
             self.generation = _counted_up(path, least, Files())
         except (OSError, ValueError) as error:
             raise SnapshotError(f"cannot count this start of the job in {path}: {error}") from error
+
+    def check_place(self) -> None:
+        """Shard 0 begins no job where other shards have numbers and it was never started: that is the data directory of
+        one of them, and those of shard 0 lie elsewhere. MismatchError."""
+        if self._data_dir is None or (self._data_dir / GENERATION).exists():
+            return
+        if found := [*self._data_dir.glob("log-shard-*"), *self._data_dir.glob("snapshots/*/shard-*")]:
+            raise MismatchError(
+                f"{found[0]} is of a job whose shard 0 had another data directory than {self._data_dir}: start each "
+                "server with the one that it had; --resume never begins a new job here",
+                "SHARD_MISMATCH",
+            )
 
     def to_resume(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
         """The snapshot to start from. SnapshotError where one was asked for, or lies there, and none is valid."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscommon.core.errors import InvalidRequestError, NonFiniteError
+from pscommon.core.errors import InvalidRequestError, MismatchError, NonFiniteError
 from psworker import Client, QuarantinedError
 from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
@@ -175,3 +175,26 @@ def test_after_a_snapshot_of_all_servers_need_no_log(cluster: Make, tmp_path: Pa
 
     again = cluster(3, data_dir=tmp_path)
     assert counted(weights_of(again.address)) == 5
+
+
+@both
+def test_a_shard_0_that_gets_the_disk_of_another_shard_begins_no_job_there(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = {"durability": durability}
+    servers = cluster(0)
+    servers.add(0, 2, data_dir=first, **settings)
+    servers.add(1, 2, data_dir=second, **settings)
+    with counter(servers.address) as client:
+        saved(servers, client, 0)
+    servers.close()
+
+    with pytest.raises(MismatchError, match="start each server with the one that it had") as caught:
+        cluster(2, data_dir=second, **settings)
+
+    assert caught.value.exit_code == 11
+    servers.add(0, 2, data_dir=first, **settings)
+    servers.add(1, 2, data_dir=second, **settings)
+    assert counted(weights_of(servers.address)) == 2
+    assert status(cluster(1, data_dir=second, **settings, resume="never").address)["version"] == 0
