@@ -218,6 +218,14 @@ class Coordinator(Moves):
         self.advance(now)
         return Batches(end=True) if loop.ended else None
 
+    def waits(self, worker: int, spec: Spec) -> tuple[Any, ...] | None:
+        """What a request for data of this loop can change, where its worker has asked before and waits; else None."""
+        member = self.roster.members.get(worker)
+        if member is None or (self.started and member.waiting != spec.loop):
+            return None
+        here = [(m.worker, m.state, m.waiting, m.clock) for m in self.roster.here()]
+        return self.started, self.log.index, here, self.ledger.place(worker, spec.loop)
+
     def _units(self, spec: Spec) -> int | None:
         """How many batches make an update; None: one of each worker."""
         global_batch = self.rules.global_batch

@@ -47,6 +47,10 @@ class Ledger:
             self._come(worker, here)
         return loop
 
+    def place(self, worker: int, loop: int) -> tuple[Any, ...]:
+        """The first loop that the worker is still in, and what is dealt of this one."""
+        return self._whereabouts.get(worker), self.loops[loop].dealt() if loop in self.loops else None
+
     def _made(self, spec: Spec) -> Loop | Stream:
         if isinstance(spec, StreamSpec):
             return Stream(spec, self._whereabouts)

@@ -47,6 +47,10 @@ class LoopLedger(ABC):
     def done(self) -> bool:
         """Every batch has counted."""
 
+    def dealt(self) -> tuple[Any, ...]:
+        """Another value wherever something has been dealt, sent, or counted, or has come."""
+        return self.ended, self.committed, self._leases.state()
+
     def holds(self, worker: int) -> bool:
         """Has this worker got batches that have not counted yet?"""
         return len(self._leases.held(worker)) > len(self._leases.ready(worker))

@@ -3,12 +3,14 @@
 Theory of operation. A Coordinator depends on nothing but the requests that it gets and their order. So the recorder
 carries each request out, has it written before anybody learns what came of it, and after a crash carries the same
 requests out again on the state that the last snapshot holds. Reading its mind is all that may go by it: heartbeats,
-status, and the question whose lease has ended - the answer to that is a request again ("lose"), with its time.
+status, and the question whose lease has ended - the answer to that is a request again ("lose"), with its time. So may a
+request for data that is asked again and still has no answer, if it has changed nothing.
 
 A snapshot's Cut is the last thing in a stretch of requests; the next stretch begins with the state at the cut.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from pscommon.core.errors import PSError
@@ -80,12 +82,20 @@ class Recorder:
         self._last_tick: float | None = None
 
     def do(self, name: str, now: float, **args: Any) -> Any:
-        """The answer of the coordinator; whatever is raised, the command is written."""
-        command = Command(name, now, args)
+        """The answer of the coordinator; whatever is raised, the command is written.
+
+        But not where a worker that waits for data has asked once more, for nothing: it asks several times a second.
+        """
+        command, idle = Command(name, now, args), False
+        asks = partial(self.coordinator.waits, args["worker"], args["spec"]) if name == "next_batches" else None
+        before = asks() if asks else None
         try:
-            return perform(self.coordinator, command)
+            answer = perform(self.coordinator, command)
+            idle = answer is None and asks is not None and before is not None and asks() == before
+            return answer
         finally:
-            self.journal.write(command)
+            if not idle:
+                self.journal.write(command)
             self._cut_if_due(now)
 
     def report(self, report: Report, now: float) -> None:

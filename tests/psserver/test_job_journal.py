@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pscommon.core.log import BatchKey, PushKey, Report, Staged
+from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from psserver.core.coordinator import Coordinator
+from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.policy import policy
 from psserver.core.recorder import Command, Recorder, replay
 from psserver.core.rules import Rules
@@ -103,3 +105,38 @@ def test_who_joins_after_a_recovery_gets_no_number_of_before() -> None:
     join(recorder, 3.0)
 
     assert sorted(recorder.coordinator.roster.members) == [1, 30_001]
+
+
+def test_who_waits_for_data_writes_one_line_however_often_it_asks(journal: JobJournal) -> None:
+    """They ask several times a second, perhaps for days; what the lines lead to is the same."""
+    rules = Rules(policy("async"), 2)
+    recorder = Recorder(Coordinator(1, rules, generation=0, epoch=5), journal)
+
+    def ask(worker: int, count: int = 1) -> Batches | None:
+        asked = {"worker": worker, "spec": LoopSpec(0, 2, 1), "received": 0, "count": count, "idle": True}
+        answer: Batches | None = recorder.do("next_batches", 3.0, **asked)
+        return answer
+
+    def commands() -> list[Command]:
+        return [note for note in journal.since(None) if isinstance(note, Command)]
+
+    def asks_in_vain(worker: int, lines: int) -> None:
+        before = len(commands())
+        assert [ask(worker) for _ in range(9)] == [None] * 9
+        assert len(commands()) - before == lines
+
+    join(recorder, 1.0)
+    recorder.do("register", 1.0, worker=1, spec=MODEL)
+    recorder.do("report", 1.0, report=Report(0, 5, 0, (Staged(PushKey(1, 0), 0, 0),)))
+    recorder.do("register", 1.0, worker=1, spec=MODEL)
+    asks_in_vain(1, lines=0)  # there are to be two workers
+    join(recorder, 2.0)
+    recorder.do("register", 2.0, worker=2, spec=MODEL)
+    assert ask(1, count=2) == Batches((0, 1))
+    asks_in_vain(2, lines=1)
+    recorder.do("return_batches", 4.0, worker=1, batches=[BatchKey(0, 1)])
+    assert ask(2) == Batches((1,))
+
+    again = Coordinator(1, rules, generation=0, epoch=5)
+    replay(again, commands())
+    assert again.state() == recorder.coordinator.state()
