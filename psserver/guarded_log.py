@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from pscommon.record_log import Fsync, Record, RecordLog
+from pscommon.core.errors import SnapshotError
+from pscommon.record_log import Fsync, LogDamagedError, Record, RecordLog
 
 EVERY = 10.0
 """Seconds between two ERRORs about the same trouble."""
@@ -29,7 +30,10 @@ class GuardedLog:
     """
 
     def __init__(self, folder: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
-        self._log = RecordLog(folder, fsync)
+        try:
+            self._log = RecordLog(folder, fsync)
+        except OSError as error:
+            raise SnapshotError(f"cannot read the log in {folder}: {error.strerror}") from error
         self._folder = folder
         self._on_failure = on_failure
         self._told = -EVERY
@@ -88,7 +92,16 @@ class GuardedLog:
             at_version = [name for name in names if name.startswith(f"{version:012d}-")]
             names = names[max(0, len(at_version) - 1) :]
         for name in names:
-            yield from self._log.read(name)
+            yield from self._some(name)
+
+    def _some(self, name: str) -> Iterator[Record]:
+        """The records of a segment, which is never without any: they are on the disk before it gets its name."""
+        empty = True
+        for record in self._log.read(name):
+            empty = False
+            yield record
+        if empty:
+            raise LogDamagedError(self._folder / name, 0, "there is no whole record in it")
 
     def retire(self, version: int) -> None:
         """There is a snapshot of this version: what was written before it is not needed any more."""

@@ -1,5 +1,6 @@
 """Any changed byte and any lost end of any file of a snapshot is found, and the snapshot before it is taken."""
 
+import errno
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -150,3 +151,15 @@ def test_a_large_snapshot_is_sound(tmp_path: Path) -> None:
     save(snapshots, 5, MIXED, 3, {"weight": tape_of(MIXED, 1), "exp_avg": tape_of(MIXED, 2)})
 
     assert Snapshots(tmp_path).verify(5) == []
+
+
+def test_folders_that_cannot_be_read_are_told(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another user, say."""
+
+    def refused(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    with pytest.raises(SnapshotError, match=r"cannot read .*: Permission denied") as caught:
+        snapshots.newest_valid()
+    assert caught.value.exit_code == 12

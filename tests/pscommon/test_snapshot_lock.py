@@ -1,5 +1,6 @@
 """One process per shard and directory; the others are told who it is."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -56,6 +57,20 @@ def test_nothing_is_left_and_it_can_be_taken_again(tmp_path: Path) -> None:
         with lock:
             assert lock.path.exists()
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_has_to_stay_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of another user."""
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(LookupError), DataDirLock(tmp_path, 0):
+            raise LookupError
+    with DataDirLock(tmp_path, 0):
+        pass
 
 
 def test_a_holder_that_leaves_while_another_one_waits_does_not_let_two_in(

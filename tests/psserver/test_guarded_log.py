@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.record_log import LogFiles
+from pscommon.core.errors import SnapshotError
+from pscommon.record_log import LogDamagedError, LogFiles
 from psserver.guarded_log import GuardedLog
 from tests.faults.operations import Operations, failing
 
@@ -190,3 +191,21 @@ def test_after_close_nothing_is_written(tmp_path: Path, log: GuardedLog, told: T
     log.begin(1, [(1, b"late", ())])
 
     assert (kinds(log), told) == ([1], [])
+
+
+def test_a_segment_without_a_record_is_damaged(tmp_path: Path, log: GuardedLog, told: Told) -> None:
+    """Its first ones were on the disk before it got its name: what reads as no log at all was one."""
+    log.begin(5, [(1, b"base", ())])
+    log.close()
+    path = tmp_path / "log" / "000000000005-0000.log"
+    path.write_bytes(path.read_bytes()[:30])
+
+    with pytest.raises(LogDamagedError, match="no whole record"):
+        kinds(log, 5)
+
+
+def test_a_log_that_cannot_be_read_is_told(tmp_path: Path, told: Told) -> None:
+    (tmp_path / "log").write_text("no folder")
+
+    with pytest.raises(SnapshotError, match=r"cannot read the log in .*: Not a directory"):
+        GuardedLog(tmp_path / "log", "no", told.append)

@@ -1,5 +1,6 @@
 """One server per shard and data directory."""
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -36,7 +37,8 @@ class DataDirLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # still locked: whoever has opened this file meanwhile will see that it is not the one at the path any more
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # one that must stay, in a folder that is not ours, locks nothing
+            self.path.unlink(missing_ok=True)
         self._close()
 
     def _try(self) -> int:

@@ -51,7 +51,8 @@ class Snapshots:
 
     def versions(self) -> list[int]:
         """Versions that have a manifest, valid or not, ascending."""
-        return [version for version in self._folders() if (self.path(version) / MANIFEST).is_file()]
+        with reading(self.folder):
+            return [version for version in self._folders() if (self.path(version) / MANIFEST).is_file()]
 
     def manifest(self, version: int) -> Manifest:
         """The checked manifest of a version; its parts are not looked at."""
