@@ -79,8 +79,10 @@ class Archive:
 
     def check_place(self) -> None:
         """Shard 0 begins no job where other shards have numbers and it was never started: that is the data directory of
-        one of them, and those of shard 0 lie elsewhere. MismatchError."""
-        if self._data_dir is None or (self._data_dir / GENERATION).exists():
+        one of them, and those of shard 0 lie elsewhere. MismatchError. Snapshots that were copied here are no such."""
+        if self._data_dir is None or self._snapshots is None:
+            return
+        if (self._data_dir / GENERATION).exists() or self._snapshots.versions():
             return
         if found := [*self._data_dir.glob("log-shard-*"), *self._data_dir.glob("snapshots/*/shard-*")]:
             raise MismatchError(

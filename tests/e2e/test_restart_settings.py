@@ -1,5 +1,6 @@
 """Servers that are started again on their data: with the policy that an operator set meanwhile, or with other flags."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,3 +199,12 @@ def test_a_shard_0_that_gets_the_disk_of_another_shard_begins_no_job_there(
     servers.add(1, 2, data_dir=second, **settings)
     assert counted(weights_of(servers.address)) == 2
     assert status(cluster(1, data_dir=second, **settings, resume="never").address)["version"] == 0
+
+
+def test_a_job_begins_from_snapshots_that_were_copied_elsewhere(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(2, data_dir=tmp_path / "one")
+    with counter(servers.address) as client:
+        saved(servers, client, 1)
+    shutil.copytree(tmp_path / "one" / "snapshots", tmp_path / "other" / "snapshots")
+
+    assert counted(weights_of(cluster(2, data_dir=tmp_path / "other").address)) == 2
