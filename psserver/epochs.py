@@ -1,6 +1,5 @@
 """How a job's log begins: anew, from a snapshot, or as it was before the coordinator died. And how all go back."""
 
-import json
 import logging
 import secrets
 import threading
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pscommon.core.errors import InvalidRequestError, PSError, SnapshotError, UnreachableError
+from pscommon.core.errors import PSError, SnapshotError, UnreachableError
 from pscommon.core.model import model_to_json
 from pscommon.record_log import LogDamagedError
 from pscommon.snapshot import Manifest
@@ -25,7 +24,7 @@ from psserver.engine import Engine
 from psserver.fleet import Fleet
 from psserver.guarded_log import GuardedLog
 from psserver.identity import Identity
-from psserver.job_journal import JobJournal
+from psserver.job_journal import JobJournal, check_begins, check_goes_on, check_nothing_more, is_before
 from psserver.metrics import ServerMetrics
 from psserver.mirror import Inherited
 from psserver.records import Line, Records, Source, disk_log
@@ -329,7 +328,7 @@ class Epochs:
         recorder: Recorder | None = None
         try:
             for note in notes:
-                if recorder is None and manifest is not None and _is_before(note, manifest):
+                if recorder is None and manifest is not None and is_before(note, manifest):
                     continue
                 if recorder is None:
                     recorder = self._from_base(note, manifest)
@@ -364,38 +363,3 @@ class Epochs:
 
     def close(self) -> None:
         self.journal.close()
-
-
-def _is_before(note: Mapping[str, Any] | Command, manifest: Manifest) -> bool:
-    """Was it written before the snapshot was cut, at the same version? So it is when a move ended with the cut."""
-    return isinstance(note, Command) or (
-        note["version"] == manifest.version and note.get("index", manifest.index) < manifest.index
-    )
-
-
-def check_nothing_more(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
-    """A log that cannot be gone on from, which goes to this version, must not hold updates that no snapshot does."""
-    saved = manifest.version if manifest else 0
-    if version > saved:
-        raise InvalidRequestError(
-            f"updates {saved + 1} to {version} are in no snapshot, but in {where}: {remedy}; "
-            f"or give these updates up with --resume {saved if manifest else 'never'}"
-        )
-
-
-def check_begins(note: Mapping[str, Any] | Command, manifest: Manifest | None) -> None:
-    """The first segment that is read has to go on from the snapshot, or from nothing."""
-    if isinstance(note, Command):
-        raise LogUnfitError("it does not begin with a state")
-    version = manifest.version if manifest else 0
-    if note["version"] != version:
-        raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
-    if "log" in note and manifest is None:
-        raise LogUnfitError("it goes on from a state of which there is no snapshot")
-
-
-def check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:
-    """A segment has to begin where the commands before it have led; else some of them were not written."""
-    state = json.loads(json.dumps(coordinator.state()))
-    if differing := [key for key in state if note.get(key) != state[key]]:
-        raise LogUnfitError(f"commands before version {note.get('version')} are missing: {', '.join(differing)}")

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any
 
+from pscommon.core.errors import InvalidRequestError
+from pscommon.snapshot import Manifest
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Command
 from psserver.records import Records
+from psserver.replica import LogUnfitError
 
 
 class Kind(IntEnum):
@@ -56,3 +59,38 @@ class JobJournal:
 
     def close(self) -> None:
         self._log.close()
+
+
+def is_before(note: Mapping[str, Any] | Command, manifest: Manifest) -> bool:
+    """Was it written before the snapshot was cut, at the same version? So it is when a move ended with the cut."""
+    return isinstance(note, Command) or (
+        note["version"] == manifest.version and note.get("index", manifest.index) < manifest.index
+    )
+
+
+def check_nothing_more(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
+    """A log that cannot be gone on from, which goes to this version, must not hold updates that no snapshot does."""
+    saved = manifest.version if manifest else 0
+    if version > saved:
+        raise InvalidRequestError(
+            f"updates {saved + 1} to {version} are in no snapshot, but in {where}: {remedy}; "
+            f"or give these updates up with --resume {saved if manifest else 'never'}"
+        )
+
+
+def check_begins(note: Mapping[str, Any] | Command, manifest: Manifest | None) -> None:
+    """The first segment that is read has to go on from the snapshot, or from nothing."""
+    if isinstance(note, Command):
+        raise LogUnfitError("it does not begin with a state")
+    version = manifest.version if manifest else 0
+    if note["version"] != version:
+        raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
+    if "log" in note and manifest is None:
+        raise LogUnfitError("it goes on from a state of which there is no snapshot")
+
+
+def check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:
+    """A segment has to begin where the commands before it have led; else some of them were not written."""
+    state = json.loads(json.dumps(coordinator.state()))
+    if differing := [key for key in state if note.get(key) != state[key]]:
+        raise LogUnfitError(f"commands before version {note.get('version')} are missing: {', '.join(differing)}")

@@ -13,9 +13,8 @@ from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.policy import policy
 from psserver.core.recorder import Command, Recorder, replay
 from psserver.core.rules import Rules
-from psserver.epochs import check_begins, check_goes_on
 from psserver.guarded_log import GuardedLog
-from psserver.job_journal import JobJournal
+from psserver.job_journal import JobJournal, check_begins, check_goes_on
 from psserver.records import Records, Source
 from psserver.replica import LogUnfitError
 from tests.faults.operations import Operations, failing
