@@ -160,6 +160,11 @@ class Bridge:
         """What the trainable tensors [first, last) in tape order have as .grad now."""
         return list(map(_GRAD, self.trainable.tensors[first:last]))
 
+    @property
+    def has_gradients(self) -> bool:
+        """Is there any? As a rule the first tensor that is looked at has one."""
+        return any(map(is_not, map(_GRAD, self.trainable.tensors), repeat(None)))
+
     def write(self, first: int, grads: Sequence[Tensor | None]) -> None:
         """Gradients of consecutive trainable tensors from `first` on to their places beside the model."""
         slots, given = self.trainable.gradients[first : first + len(grads)], present(grads)

@@ -85,7 +85,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         closure: as in torch, evaluates the model and returns the loss, which is returned. samples: the weight of this
         gradient in a round's average; by default the number of samples in the batches that were used since the last
         step, or 1 without `job.batches`. A parameter whose grad is None is left alone, on all its servers.
-        Where a step is a part of an update (see `pending`), zero_grad() follows it as any other.
+        Where a step is a part of an update (see `pending`), zero_grad() follows it as any other. In a script that goes
+        through `job.batches`, a step with neither a gradient nor a batch since the last one does nothing, as in torch.
 
         With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with `ps-server
         --bad-gradients skip` a warning, and `result` says "rejected".
@@ -104,8 +105,10 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def _push(self, samples: int | None) -> None:
         job, groups = self._job, self._settings.groups_json(self.param_groups)
-        self._check_leaving()
         weight = max(1, job.usage.samples) if samples is None else _checked_weight(samples)
+        if job.is_empty_handed:
+            return self._courier.skip()
+        self._check_leaving()
         self.pending = job.usage.following > 0 and job.usage.lost is None
         if self.pending:
             return self._add_up(weight)
@@ -172,7 +175,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     @property
     def has_gradients(self) -> bool:
         """Has any parameter one?"""
-        return any(grad is not None for grad in self._bridge.grads())
+        return self._bridge.has_gradients
 
     @torch.no_grad()
     def pull(self) -> None:

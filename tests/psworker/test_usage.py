@@ -77,3 +77,28 @@ def test_a_rest_whose_gradient_is_thrown_away_weighs_nothing() -> None:
         optimizer.zero_grad()
 
     assert client.weights == [8, 8]
+
+
+def test_a_step_with_neither_a_gradient_nor_a_batch_is_none() -> None:
+    """As after a loop whose batches filled up all steps; a batch alone is reason enough for one."""
+    job, client, model, optimizer = started()
+
+    for _ in range(2):
+        for batch in job.batches(NUMBERS, 5):
+            backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.step()
+    for _ in job.batches(NUMBERS, 10):
+        optimizer.step()
+
+    assert client.weights == [5, 5, 5, 5, 10]
+    assert job.stats.steps == len(client.weights)
+
+
+def test_without_batches_of_the_job_every_step_is_one() -> None:
+    _, client, _, optimizer = started()
+
+    optimizer.step()
+
+    assert client.weights == [1]
