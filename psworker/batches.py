@@ -11,6 +11,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -344,6 +345,11 @@ def map_style(dataset: Any) -> Any:
     """A data set with a length and items by number, or InvalidRequestError. A tuple of tensors gives tuples of rows."""
     if isinstance(dataset, tuple):
         dataset = TensorDataset(*_rows(dataset))
+    if isinstance(dataset, DataLoader):
+        raise InvalidRequestError(
+            "a DataLoader deals its samples to one process: give the data set that it has (loader.dataset), and what "
+            "it was told, such as batch_size, as arguments of this call"
+        )
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InvalidRequestError(
             f"job.batches needs a map-style data set, with len() and items by number, or a stream, an IterableDataset "
@@ -385,6 +391,19 @@ def reseed(*entropy: int) -> None:
     torch.manual_seed(int(words[0]) << 32 | int(words[1]))
     np.random.seed(words)
     random.seed(int(words[2]) << 32 | int(words[3]))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """What `reseed` does within is undone: torch, numpy and random go on where they were."""
+    of_numpy, of_random = np.random.get_state(), random.getstate()
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # a look at their state would begin to use them
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()):
+        try:
+            yield
+        finally:
+            np.random.set_state(of_numpy)
+            random.setstate(of_random)
 
 
 def _as_it_is(item: Any) -> Any:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError
 from pscommon.optimizers import SUPPORTED
+from psworker.arguments import whole
+from psworker.batches import generators_kept
 from psworker.client import Client
 from psworker.connect import choose_device
 from psworker.environment import without_settings
@@ -74,20 +76,21 @@ class DistributedTraining:
     ) -> dict[str, Any]:
         """Trains, and returns model_name, nodes_used, device, status, steps, samples, seconds, final_loss, state_dict.
 
-        model: a module, which ends up with the trained weights, or "package.module:function" that makes one.
+        model: a module, which ends up with the trained weights, or "package.module:function" that makes one. It trains
+        in the mode, train() or eval(), in which it comes.
         data: a map-style dataset of (input, target), or a pair of tensors. An input or target may be a dict, list or
         tuple of tensors; the model is called with the whole input. Every sample is used once an epoch, by one
         of the `nodes` workers; batch_size is per worker. Each worker is a thread of this process with a copy of the
         model and connections of its own; the servers are processes, and no PS_<FLAG> in the environment is meant for
         them. loss(output, target): by default cross entropy for integer targets, mean squared error for others.
-        optimizer: makes one from parameters, or is one whose settings are taken over; by default Adam. final_loss: mean
-        over the workers' last batches, NaN where there was none.
+        A loss that uses the given model's parameters, which no node trains, is refused. optimizer: makes one from
+        parameters, or is one whose settings are taken over; by default Adam. final_loss: mean over the workers' last
+        batches, NaN where there was none.
         use_gpus: workers compute on CUDA devices in turn; InvalidRequestError where there is none.
 
         simulate: the same workers, servers and policies one step at a time in this process, the same every time.
         """
-        if nodes < 1:
-            raise InvalidRequestError(f"nodes={nodes}: at least one worker has to train")
+        nodes = whole("nodes", nodes, 1)
         if simulate and self.ps is not None:
             raise InvalidRequestError(f"simulate=True has servers of its own: leave out ps={self.ps!r}")
         module = _make(model)
@@ -96,8 +99,14 @@ class DistributedTraining:
         devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
         began = time.monotonic()
         run = self._simulated if simulate else self._real
-        with run(nodes) as cluster:
+        with run(nodes) as cluster, generators_kept(), _copies_train(module):
             results = _train_all(cluster, task, module, devices)
+        if self.ps is not None and not any(node.steps for node in results):
+            log.warning(
+                "nothing was trained, and the model has the weights of the job at %s: it had been through its data "
+                "before; a job is one training, so for another one start other servers",
+                self.ps,
+            )
         module.load_state_dict(results[0].state)
         return {
             "model_name": type(module).__name__,
@@ -217,6 +226,25 @@ def _node(
         ending.begin(error)
     finally:
         cluster.leave(number)
+
+
+@contextlib.contextmanager
+def _copies_train(given: nn.Module) -> Iterator[None]:
+    """A loss that uses parameters of the module itself, in a penalty say, is refused: it would train nothing."""
+    trainable = [p for p in given.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
+    hooks = [parameter.register_hook(_refuse_gradient) for parameter in trainable]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise InvalidRequestError(
+        "loss(output, target) uses parameters of the model that was given, but each node trains a copy of it: let the "
+        "model return what the loss needs, and penalize weights with the optimizer's weight_decay"
+    )
 
 
 def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import random
 import signal
 import threading
 import time
@@ -10,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from psworker import DistributedTraining, InvalidRequestError, NonFiniteError
+from psworker.batches import reseed
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import descendants, gone, programs_in
 from tests.e2e.test_policies import POLICIES
@@ -205,6 +209,9 @@ def test_what_an_optimizer_reads_from_its_constructor_counts(as_it_is: bool) -> 
         ({"data": [(INPUTS[0], {"y": LABELS[0]})] * 2}, "without loss"),
         ({"optimizer": "adam"}, "such as torch.optim.SGD, not 'adam'"),
         ({"optimizer": list}, "this made a list"),
+        ({"nodes": 2.5}, "nodes=2.5 is not a whole number"),
+        ({"nodes": "3"}, "nodes='3' is not a whole number"),
+        ({"data": DataLoader(TensorDataset(*DATA))}, "give the data set that it has"),
         ({"loss": "mse"}, r"such as torch.nn.MSELoss\(\), not 'mse'"),
         ({"loss": nn.CrossEntropyLoss}, "such as torch.nn.MSELoss"),
         ({"loss": nn.CrossEntropyLoss(reduction="none")}, r"of shape \[64\], not one number"),
@@ -214,6 +221,34 @@ def test_what_an_optimizer_reads_from_its_constructor_counts(as_it_is: bool) -> 
 def test_what_cannot_be_given(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         DistributedTraining().train_distributed(**{"model": Net(), "data": DATA, "nodes": 1, "simulate": True} | given)
+
+
+def test_a_loss_over_the_model_that_was_given_is_refused() -> None:
+    """Its gradients would lie with the module itself, while copies of it train without them."""
+    model = nn.Linear(6, 2)
+
+    def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) + model.weight.square().sum()
+
+    with pytest.raises(InvalidRequestError, match="each node trains a copy"):
+        DistributedTraining().train_distributed(model, DATA, loss=penalized, simulate=True)
+    penalized(model(INPUTS), LABELS).backward()
+
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_the_caller_s_random_numbers_go_on_where_they_were(simulate: bool) -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+    model = Net()
+    reseed(5)
+    expected = draw()
+    reseed(5)
+    DistributedTraining().train_distributed(model, DATA, nodes=2, batch_size=40, simulate=simulate)
+
+    assert draw() == expected
 
 
 def test_a_simulation_has_its_own_servers() -> None:
@@ -342,7 +377,10 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
-def test_servers_that_run_already_can_be_used_and_go_on(row: dict[str, Any], cluster: Callable[..., Cluster]) -> None:
+def test_servers_that_run_already_can_be_used_and_go_on(
+    row: dict[str, Any], cluster: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job is one training: who comes to it when it is over gets its weights, and is told."""
     address = cluster(2, min_workers=2, **row).address
     model = Net()
 
@@ -355,3 +393,8 @@ def test_servers_that_run_already_can_be_used_and_go_on(row: dict[str, Any], clu
     assert (seen["state"], seen["finished"]) == ("running", 2)
     weights = weights_of(address)
     assert all(torch.equal(tensor, torch.from_numpy(weights[name])) for name, tensor in model.state_dict().items())
+
+    caplog.clear()
+    late = DistributedTraining(ps=address).train_distributed(Net(), DATA, 2, False, 2, 10, optimizer=adam)
+    assert (late["steps"], "nothing was trained" in caplog.text) == (0, True)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in late["state_dict"].items())
