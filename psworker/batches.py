@@ -65,6 +65,10 @@ class Usage:
                 "made no step; where there is nothing to train, go through job.batches under torch.no_grad()"
             )
 
+    def begin(self) -> None:
+        """A loop begins: the end of an update at which the one before it was left needs no step any more."""
+        self._ended = False
+
     def lose(self, error: PSError) -> None:
         """The batches so far went back to the pool; those that are still to come are this worker's."""
         self.batches, self.following, self._ended, self.lost = (), 0, False, error
@@ -295,6 +299,7 @@ class Batches:
         leases = Leases(self._job, self.spec)
         if not self._job.loops.open:  # what was used in loops before this one
             self._void(0)
+            self._job.usage.begin()
         steps, samples = self._job.stats.steps, self._job.usage.samples
         with self._job.looping(leases):
             source = self._source.open(leases)

@@ -160,6 +160,30 @@ def test_a_batch_that_gradscaler_leaves_out_may_be_any_of_an_update(
     torch.testing.assert_close(before - moved, parameter.detach())
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loop_may_be_broken_off_with_the_last_batch_of_an_update_in_hand(first: bool) -> None:
+    """As by `if step == most: break`; what had been added up is part of the next update. first: zero_grad() comes
+    before backward(), so that gradients lie there which were pushed."""
+    job, optimizer, model = started(client := Groups([2]))
+
+    def train(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        (model(batch) ** 2).mean().backward()
+        optimizer.step()
+        if not first:
+            optimizer.zero_grad()
+
+    for number, batch in enumerate(job.batches(DATA, 4, shuffle=False)):
+        if number == 1:
+            break
+        train(batch)
+    for batch in job.batches(DATA, 6, shuffle=False):
+        train(batch)
+
+    ((batches, _),) = client.pushed
+    assert batches == (0, 1, 0, 1)
+
+
 def test_an_evaluation_needs_no_steps_and_leaves_the_updates_after_it_alone() -> None:
     job, optimizer, model = started(client := Groups([2]))
     with torch.no_grad():
