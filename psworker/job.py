@@ -139,7 +139,7 @@ class Job:
 
         All workers together see each sample once an epoch (drop_last leaves the remainder out), shuffled by
         (seed, epoch); epochs go on counting over the calls of a script, so calling with epochs=1 again and again
-        shuffles anew each time. Every worker makes the same calls in the same order.
+        shuffles anew each time. All workers make the same calls in the same order, also in a job that is resumed.
 
         dataset: map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
         Or a stream, read in its own order: torch's IterableDataset, or what has read(source, offset), see

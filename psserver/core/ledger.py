@@ -31,15 +31,16 @@ class Ledger:
         return number
 
     def open(self, worker: int, spec: Spec, first_open: int | None = None) -> Loop | Stream:
-        """The loop that a worker is at; MismatchError if others described it differently. first_open: it has left those
+        """The loop that a worker is at; MismatchError if the job knows it as another. first_open: it has left those
         before this one; None: those before the loop that it is at."""
         if spec.loop not in self.loops:
             self.loops[spec.loop] = self._made(spec)
         loop = self.loops[spec.loop]
         if loop.spec != spec:
             raise MismatchError(
-                f"every worker makes the same job.batches calls in the same order, but in call {spec.loop + 1} "
-                f"{_differences(loop.spec, spec)}",
+                "every worker makes the same job.batches calls in the same order, and a job that goes on from a "
+                "snapshot those of before (more epochs are another call; ps-server --resume never begins anew), but in "
+                f"call {spec.loop + 1} {_differences(loop.spec, spec)}",
                 "LOOP_MISMATCH",
             )
         here = spec.loop if first_open is None else min(first_open, spec.loop)
@@ -124,7 +125,7 @@ def _differences(others: Spec, mine: Spec) -> str:
     """Field by field; a stream has other fields than a loop over samples by number."""
     theirs, ours = others.as_dict(), mine.as_dict()
     return "; ".join(
-        f"{name} is {ours.get(name, 'not there')} here and {theirs.get(name, 'not there')} for the others"
+        f"{name} is {ours.get(name, 'not there')} here and {theirs.get(name, 'not there')} in the job"
         for name in {**ours, **theirs}
         if ours.get(name) != theirs.get(name)
     )
