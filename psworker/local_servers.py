@@ -6,7 +6,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -36,27 +35,26 @@ class LocalServers:
         if staleness is not None:
             self._flags += ["--staleness", str(staleness)]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._resources = ExitStack()
 
     def __enter__(self) -> "LocalServers":
-        self._folder = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="paramserver-")))
-        self._resources.callback(self._stop)
         try:
-            for shard in range(self._count):
-                address = self._start(shard)
-                self.address = self.address or address
+            # only for the start: whatever ends this process later, SIGTERM say, leaves no folder
+            with tempfile.TemporaryDirectory(prefix="paramserver-") as folder:
+                for shard in range(self._count):
+                    address = self._start(shard, Path(folder))
+                    self.address = self.address or address
         except BaseException:
-            self._resources.close()
+            self._stop()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._resources.close()
+        self._stop()
 
-    def _start(self, shard: int) -> str:
-        port_file, log = self._folder / f"{shard}.port", self._folder / f"{shard}.log"
+    def _start(self, shard: int, folder: Path) -> str:
+        port_file, log = folder / f"{shard}.port", folder / f"{shard}.log"
         command = [sys.executable, "-P", "-m", "psserver", "--shard", f"{shard}/{self._count}"]
         command += ["--bind", "127.0.0.1:0", "--port-file", str(port_file), *self._flags]
         if shard > 0:

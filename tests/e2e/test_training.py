@@ -365,6 +365,7 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
         programs.script(ENDLESS)
         script = programs.start("python", "train.py", PYTHONPATH=f"{root}:{root / 'common'}")
         script.wait_for("trains")
+        assert list(programs.temporary.iterdir()) == []  # nor will there be anything, however it ends
         servers = descendants(script.pid)
 
         script.send_beside_main(signal.SIGINT)
@@ -373,7 +374,6 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
         assert script.err.count("KeyboardInterrupt") == 1
         assert len(servers) >= 2
         assert all(gone(pid) for pid in servers)
-        assert list(programs.temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
