@@ -271,8 +271,8 @@ class Job:
 
     @property
     def is_empty_handed(self) -> bool:
-        """Would a step push nothing at all, of a script whose rounds go by the data that the job deals?"""
-        return self._loops > 0 and not self.usage.batches and self.usage.lost is None and not self.has_gradients
+        """Is there nothing to train on in a step, of a script whose rounds go by the data that the job deals?"""
+        return self._loops > 0 and not self.usage.samples and self.usage.lost is None and not self.has_gradients
 
     def passed(self, loop: int) -> None:
         """This loop has ended: all its batches have counted."""

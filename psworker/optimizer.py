@@ -86,7 +86,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         gradient in a round's average; by default the number of samples in the batches that were used since the last
         step, or 1 without `job.batches`. A parameter whose grad is None is left alone, on all its servers.
         Where a step is a part of an update (see `pending`), zero_grad() follows it as any other. In a script that goes
-        through `job.batches`, a step with neither a gradient nor a batch since the last one does nothing, as in torch.
+        through `job.batches`, a step with neither a gradient nor a batch to train on since the last one does nothing.
 
         With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with `ps-server
         --bad-gradients skip` a warning, and `result` says "rejected".

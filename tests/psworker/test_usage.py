@@ -88,6 +88,8 @@ def test_a_step_with_neither_a_gradient_nor_a_batch_is_none() -> None:
             backward(model, batch)
             optimizer.step()
             optimizer.zero_grad()
+        with torch.no_grad():
+            assert len(list(job.batches(NUMBERS, 5))) == 2
         optimizer.step()
     for _ in job.batches(NUMBERS, 10):
         optimizer.step()
