@@ -153,9 +153,9 @@ class Job:
         random from (seed, epoch, place in the epoch), so that augmentation and dropout are the same whoever computes
         the batch.
 
-        A batch counts as done with the next `optimizer.step()`. Leaving the loop early gives unused batches back. When
-        the loop ends, the model holds the job's newest weights. Under torch.no_grad() a batch weighs nothing; as
-        no step follows that counts it, one that was evaluated by a worker that leaves may be seen again by another.
+        A batch counts as done with the next `optimizer.step()`. Leaving the loop early gives unused batches back; one
+        that all have left for a later loop is over. When the loop ends, the model holds the job's newest weights. Under
+        torch.no_grad() a batch weighs nothing; as no step counts it, another worker may see it when this one leaves.
         """
         collate, seed = collate_fn or default_collate, seed_of(seed)
         if sources is not None or is_stream(dataset):

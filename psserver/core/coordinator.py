@@ -192,7 +192,7 @@ class Coordinator(Moves):
         if not self.all_here():
             return None
         units = self._units(spec)
-        loop = self.ledger.open(worker, spec, first_open)
+        loop = self.ledger.open(worker, spec, first_open, [member.worker for member in self.roster.registered()])
         if loop.ended:
             return Batches(end=True)
         if loop.is_late(worker, received):

@@ -30,9 +30,11 @@ class Ledger:
             number += 1
         return number
 
-    def open(self, worker: int, spec: Spec, first_open: int | None = None) -> Loop | Stream:
+    def open(
+        self, worker: int, spec: Spec, first_open: int | None = None, workers: Iterable[int] = ()
+    ) -> Loop | Stream:
         """The loop that a worker is at; MismatchError if the job knows it as another. first_open: it has left those
-        before this one; None: those before the loop that it is at."""
+        before this one; None: those before the loop that it is at. workers: all that are registered."""
         if spec.loop not in self.loops:
             self.loops[spec.loop] = self._made(spec)
         loop = self.loops[spec.loop]
@@ -46,6 +48,7 @@ class Ledger:
         here = spec.loop if first_open is None else min(first_open, spec.loop)
         if self._whereabouts.get(worker) != here:
             self._come(worker, here)
+            self._end_left(workers)
         return loop
 
     def place(self, worker: int, loop: int) -> tuple[Any, ...]:
@@ -62,6 +65,13 @@ class Ledger:
         for number, earlier in self.loops.items():
             if number < loop:
                 earlier.leave(worker)
+
+    def _end_left(self, workers: Iterable[int]) -> None:
+        """Loops that all of these have left, broken off perhaps, are over: whoever comes to them later finds nothing
+        there, instead of training alone on what the others did not want."""
+        first = min((self._whereabouts.get(worker, 0) for worker in workers), default=0)
+        for number, loop in self.loops.items():
+            loop.ended = loop.ended or number < first
 
     def commit(self, worker: int, batches: Iterable[BatchKey]) -> None:
         """The push that used these counts."""

@@ -109,6 +109,24 @@ def test_what_was_dealt_and_not_sent_is_free_when_its_worker_goes_on() -> None:
     assert first.take(1, 2, 9, [1]) == [1, 3]
 
 
+def test_a_loop_that_all_workers_have_left_is_over() -> None:
+    """What is left of one that was broken off is nothing for who comes later: a successor, or a run that is resumed."""
+    ledger, next_one = Ledger(), LoopSpec(1, size=3, batch_size=1)
+    first = ledger.open(1, LoopSpec(0, size=4, batch_size=1), None, [1, 2])
+    first.take(1, 0, 1, [1, 2])
+    ledger.open(1, next_one, None, [1, 2])
+    assert not first.ended  # worker 2 may not have begun
+
+    ledger.open(2, next_one, 0, [1, 2])
+    assert not first.ended  # its loop 1 is inside loop 0
+    ledger.open(2, next_one, 1, [1, 2])
+
+    assert (first.ended, first.done, ledger.open_loop) == (True, False, 1)
+    again = Ledger()
+    again.restore(ledger.state())
+    assert again.loops[0].ended
+
+
 def test_a_loop_inside_another_leaves_that_one_as_it_is() -> None:
     ledger = Ledger()
     outer = ledger.open(1, LoopSpec(0, size=6, batch_size=1))
