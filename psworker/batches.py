@@ -8,14 +8,11 @@ out of rounds, until a lost worker's batches come back or the loop ends. Streams
 import inspect
 import logging
 import operator
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -23,6 +20,7 @@ from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import Spec
+from psworker.generators import reseed
 
 if TYPE_CHECKING:
     from psworker.job import Job
@@ -39,6 +37,7 @@ class Usage:
 
     samples: since the last step. following: how many more batches belong to that push (--global-batch).
     lost: why that step must not count, because it uses gradients of a place that this worker has lost.
+    dealt: the script has begun with a loop.
     """
 
     batches: tuple[BatchKey, ...]
@@ -47,7 +46,13 @@ class Usage:
     lost: PSError | None
 
     def __init__(self) -> None:
+        self.dealt = False
         self.clear()
+
+    @property
+    def nothing(self) -> bool:
+        """Was nothing handed out to train on, in a script whose rounds go by the data that it is dealt?"""
+        return self.dealt and not self.samples and self.lost is None
 
     def add(self, key: BatchKey, samples: int, following: int | None) -> None:
         """following: None where each batch may be a push of its own. A batch without samples is not trained on."""
@@ -67,7 +72,7 @@ class Usage:
 
     def begin(self) -> None:
         """A loop begins: the end of an update at which the one before it was left needs no step any more."""
-        self._ended = False
+        self._ended, self.dealt = False, True
 
     def lose(self, error: PSError) -> None:
         """The batches so far went back to the pool; those that are still to come are this worker's."""
@@ -388,27 +393,6 @@ def _rows(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         raise InvalidRequestError(f"the tensors of a data set need equally many rows, and have shapes {shapes}")
     return tensors
-
-
-def reseed(*entropy: int) -> None:
-    """Sets the global generators of torch, numpy and random, as a pure function of numbers that are not negative."""
-    words = np.random.SeedSequence(entropy).generate_state(4)
-    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
-    np.random.seed(words)
-    random.seed(int(words[2]) << 32 | int(words[3]))
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """What `reseed` does within is undone: torch, numpy and random go on where they were."""
-    of_numpy, of_random = np.random.get_state(), random.getstate()
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # a look at their state would begin to use them
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()):
-        try:
-            yield
-        finally:
-            np.random.set_state(of_numpy)
-            random.setstate(of_random)
 
 
 def _as_it_is(item: Any) -> Any:

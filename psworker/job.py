@@ -269,11 +269,6 @@ class Job:
         """Is there anything that a step would push?"""
         return self._optimizer is not None and self._optimizer.has_gradients
 
-    @property
-    def is_empty_handed(self) -> bool:
-        """Is there nothing to train on in a step, of a script whose rounds go by the data that the job deals?"""
-        return self._loops > 0 and not self.usage.samples and self.usage.lost is None and not self.has_gradients
-
     def passed(self, loop: int) -> None:
         """This loop has ended: all its batches have counted."""
         self._passed.add(loop)

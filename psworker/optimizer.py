@@ -106,7 +106,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def _push(self, samples: int | None) -> None:
         job, groups = self._job, self._settings.groups_json(self.param_groups)
         weight = max(1, job.usage.samples) if samples is None else _checked_weight(samples)
-        if job.is_empty_handed:
+        if job.usage.nothing and not self.has_gradients:
             return self._courier.skip()
         self._check_leaving()
         self.pending = job.usage.following > 0 and job.usage.lost is None

@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
 from pscommon.core.stream import StreamSpec
-from psworker.batches import FETCH, Found, Leases, reseed
+from psworker.batches import FETCH, Found, Leases
+from psworker.generators import reseed
 
 END = object()
 

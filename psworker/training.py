@@ -18,10 +18,10 @@ from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError
 from pscommon.optimizers import SUPPORTED
 from psworker.arguments import whole
-from psworker.batches import generators_kept
 from psworker.client import Client
 from psworker.connect import choose_device
 from psworker.environment import without_settings
+from psworker.generators import generators_kept
 from psworker.job import Job
 from psworker.local_servers import LocalServers
 

@@ -372,32 +372,6 @@ def test_accumulated_batches_end_cleanly_when_they_do_not_add_up(cluster: Make, 
         assert sum(map(len, shares)) == status(address)["data"][0]["committed"] == len(ALL) - 1
 
 
-def test_a_last_step_with_nothing_left_leaves_the_rounds_alone() -> None:
-    """Two batches a step and 9 an epoch: the worker that has used up its own steps once more all the same."""
-
-    def trained(always: bool) -> list[tuple[list[int], bytes]]:
-        def script(job: Job) -> tuple[list[int], bytes]:
-            model, optimizer = started(job)
-            versions = []
-            for _ in range(3):
-                number = -1
-                for number, batch in enumerate(job.batches(torch.arange(36), 4, shuffle=False)):
-                    compute(model, batch)
-                    if number % 2:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        versions.append(job.version)
-                if always or number % 2 == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            return versions, torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
-
-        torch.manual_seed(0)
-        return simulated(2, script, policy="sync")
-
-    assert trained(always=True) == trained(always=False)
-
-
 # ---- torch's loaders -------------------------------------------------------------------------------------------------
 
 LOADERS = """

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from psworker import DistributedTraining, InvalidRequestError, NonFiniteError
-from psworker.batches import reseed
+from psworker.generators import reseed
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import descendants, gone, programs_in
 from tests.e2e.test_policies import POLICIES
