@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
@@ -16,6 +16,10 @@ from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psserver.config import ServerConfig
 from psserver.core.succession import begin_tenure
 from psserver.core.tenure import PrimaryLease, Tenure
+
+GONE = "standby-is-gone"
+"""A file with which an operator says that the standby which may take over will not. The term stays, and grows: a server
+that began again with the first one would be refused by all who know of later ones."""
 
 ANSWERS = 3.0
 """Seconds that the holder of a tenure gets to say that it still is primary; one that is stopped says nothing."""
@@ -59,6 +63,14 @@ class FolderLease:
         (self._path(number) if won else self._path(number + 1)).unlink(missing_ok=True)
         return won
 
+    def let_go(self) -> None:
+        """Nobody is in sync, if an operator says so."""
+        said, found = self._folder / GONE, self.read()
+        if said.exists():
+            if found is not None:
+                self.swap(found, replace(found, in_sync=""))
+            said.unlink(missing_ok=True)
+
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:09d}.json"
 
@@ -78,7 +90,7 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def lease_of(config: ServerConfig) -> PrimaryLease | None:
+def lease_of(config: ServerConfig) -> FolderLease | None:
     """The lock that a server goes by. TakenError where it cannot be used."""
     if config.failover_lock is None:
         return None
@@ -88,18 +100,21 @@ def lease_of(config: ServerConfig) -> PrimaryLease | None:
         raise TakenError(f"--failover-lock {config.failover_lock} cannot be used: {error}") from error
 
 
-def begun(config: ServerConfig, lease: PrimaryLease | None, address: str) -> Tenure:
+def begun(config: ServerConfig, lease: FolderLease | None, address: str) -> Tenure:
     """What a server that was started as primary, here, is primary by. TakenError where it must not be."""
     try:
         _check_holder(config, lease, address)
+        if lease is not None:
+            lease.let_go()
         tenure = begin_tenure(lease, address)
     except (OSError, ValueError, TypeError) as error:
         raise TakenError(f"--failover-lock {config.failover_lock} cannot be used: {error}") from error
     if tenure is None:
         raise TakenError(
             f"shard {config.shard} has a standby that is in sync and may be primary by now: start this server with "
-            f"--standby-of and its address; if it is gone for good, remove shard-{config.shard} in "
-            f"{config.failover_lock}; if it is of another job, give each job a --failover-lock of its own"
+            f"--standby-of and its address; if it is gone for good, say so with touch "
+            f"{config.failover_lock}/shard-{config.shard}/{GONE}; if it is of another job, give each job a "
+            "--failover-lock of its own"
         )
     return tenure
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,21 @@ def test_who_is_started_as_primary_waits_for_no_standby(tmp_path: Path, in_sync:
             begun(config, lease_of(config), "here:1")
     else:
         assert begun(config, lease_of(config), "here:1") == Tenure(term, "here:1")
+
+
+def test_an_operator_may_say_that_the_standby_is_gone_as_the_error_does(tmp_path: Path) -> None:
+    """The term grows: others know of it. It is said of one standby, not of those that come later."""
+    config = ServerConfig(failover_lock=tmp_path)
+    lease, (dead,) = FolderLease(tmp_path, 0), free_ports(1)
+    lease.swap(None, Tenure(3, f"127.0.0.1:{dead}", "s"))
+    with pytest.raises(TakenError) as refused:
+        begun(config, lease_of(config), "here:1")
+    found = re.search(r"say so with touch (\S+);", str(refused.value))
+    assert found is not None
+
+    Path(found[1]).touch()
+
+    assert begun(config, lease_of(config), "here:1") == Tenure(4, "here:1")
+    lease.swap(Tenure(4, "here:1"), Tenure(4, "here:1", "t"))
+    with pytest.raises(TakenError):
+        begun(config, lease_of(config), "here:1")
