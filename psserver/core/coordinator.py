@@ -194,7 +194,7 @@ class Coordinator(Moves):
         units = self._units(spec)
         loop = self.ledger.open(worker, spec, first_open, [member.worker for member in self.roster.registered()])
         if loop.ended:
-            return Batches(end=True)
+            return _end(member)
         if loop.is_late(worker, received):
             return Batches()
         loop.units = units
@@ -209,14 +209,14 @@ class Coordinator(Moves):
         if numbers or not idle:
             return Batches(tuple(numbers), following=tuple(loop.following(worker, numbers)))
         if loop.holds(worker):  # a rest that is too small for its script to push, or that it pushes after the loop
-            return Batches(end=True)
+            return _end(member)
         member.waiting = spec.loop
         if member.state is State.ACTIVE:
             member.state = State.IDLE
             member.pace.pause()
         self.end_loops()
         self.advance(now)
-        return Batches(end=True) if loop.ended else None
+        return _end(member) if loop.ended else None
 
     def waits(self, worker: int, spec: Spec) -> tuple[Any, ...] | None:
         """What a request for data of this loop can change, where its worker has asked before and waits; else None."""
@@ -383,3 +383,9 @@ class Coordinator(Moves):
         self.version, self.samples = state["version"], state["samples"]
         self.counts = dict(state["counts"])
         self.log.start(state["index"])
+
+
+def _end(member: Member) -> Batches:
+    """There is no more data for this worker, whether or not it has had any."""
+    member.ended = True
+    return Batches(end=True)

@@ -26,10 +26,10 @@ class Member:
     ranked: its launcher gave it its rank; attempt: how often that had started it before.
     seq: its newest push that was decided; steps: pushes that counted; clock: steps for the gate; waiting: the loop that
     it has no batch of and waits for; bad: pushes in a row that were no good.
-    missing_since: its lease has ended and its place is kept; draining: it was asked to leave. By the clock of this
-    process: joined_at; last_seen, when it last asked the coordinator for something; last_moved, when bytes of its push,
-    or of weights for it, last did. step_seconds: as the worker says, waiting for others included; pace: as its pushes
-    show.
+    missing_since: its lease has ended and its place is kept; draining: it was asked to leave; ended: it has heard that
+    a loop has no more data. By the clock of this process: joined_at; last_seen, when it last asked the coordinator for
+    something; last_moved, when bytes of its push, or of weights for it, last did. step_seconds: as the worker says,
+    waiting for others included; pace: as its pushes show.
     """
 
     worker: int
@@ -49,6 +49,7 @@ class Member:
     reason: str = ""
     missing_since: float | None = None
     draining: bool = False
+    ended: bool = False
     joined_at: float = 0.0
     last_moved: float = 0.0
     step_seconds: float = 0.0
@@ -228,8 +229,9 @@ class Roster:
 
     @property
     def finished(self) -> int:
-        """Workers that took part and have left, done."""
-        return sum(m.state is State.LEFT and not m.reason and m.steps > 0 for m in self.members.values())
+        """Workers that took part, be it that there was no data left for them, and have left, done."""
+        done = (m for m in self.members.values() if m.state is State.LEFT and not m.reason)
+        return sum(m.steps > 0 or m.ended for m in done)
 
     def all_done(self, least: int) -> bool:
         """At least so many have finished, and nobody is there any more."""
