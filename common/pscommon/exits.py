@@ -41,7 +41,11 @@ EXPLANATIONS: dict[Exit, tuple[str, str]] = {
         "the servers were unreachable for too long, or went on without this worker",
         "start them or check --ps; then run again",
     ),
-    Exit.TOO_FEW_WORKERS: ("too few workers", "start as many as --min-workers asks for, or lower it"),
+    Exit.TOO_FEW_WORKERS: (
+        "too few workers",
+        "start as many as --min-workers asks for, or lower it; where one was lost under --on-worker-loss abort, find "
+        "out why and start the job again, or choose shrink or wait:SECONDS",
+    ),
     Exit.INTERRUPTED: ("interrupted (Ctrl-C)", "nothing"),
     Exit.TERMINATED: ("terminated (SIGTERM)", "nothing"),
 }

@@ -89,3 +89,10 @@ def test_people_get_a_table(capsys: Output) -> None:
 def test_anything_else_is_bad_usage(word: str, capsys: Output) -> None:
     assert main(["explain", "--", word]) == 2
     assert "they are 0, 1, 2, 10" in (error := capsys.readouterr().err) or "reasons are INTERNAL" in error
+
+
+def test_too_few_workers_are_explained_whatever_made_them_few(capsys: Output) -> None:
+    assert main(["explain", "21"]) == 0
+    said = capsys.readouterr().out
+    assert "--min-workers" in said
+    assert "--on-worker-loss abort" in said

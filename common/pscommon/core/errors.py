@@ -86,7 +86,7 @@ class WaitTimeoutError(UnreachableError):
 
 
 class TooFewWorkersError(PSError):
-    """The job did not get its --min-workers in time."""
+    """The job did not get its --min-workers in time, or has lost one under --on-worker-loss abort."""
 
     exit_code = 21
 
