@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.workers import status, until
+from tests.e2e.workers import until
 from tests.faults.proxied import heard, lines, longest_silence, more
 from tests.faults.pushing import LINE, NOTICED, RESUMED, Jobs, finish, workers
 
@@ -67,9 +67,13 @@ def test_a_call_of_a_worker_that_vanished_is_given_up(jobs: Jobs) -> None:
 
 
 def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
-    """Both say so within 4 s; workers say whom they wait for; then it goes on by itself, from where it was."""
+    """Both say so within 4 s; workers say whom they wait for; then it goes on by itself, from where it was.
+
+    Workers keep their connections to shard 0, and would tell shard 1 that way: nobody new gets through there.
+    """
     job = jobs("async", "60s")
     began = time.time()
+    job.proxies[0].refuse()
     job.link.half_open()
     heard(job.lives["s0"], "lost the line to a shard", seconds=NOTICED)
     heard(job.lives["s1"], "lost the line to the coordinator", seconds=NOTICED - (time.time() - began))
@@ -77,12 +81,25 @@ def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
     for life in workers(job):
         heard(life, "waits for shard ", seconds=LINE - noticed)
     until(lambda: time.time() - began > LINK_CUT, "the end of the cut")
-    stood = status(job.address)["version"]
+    stood = job.metrics(0)("ps_version")
     job.link.heal()
     resumed = more(workers(job), "pushed", times=2)
+    job.proxies[0].heal()
     print(f"\na line between servers: noticed after {noticed:.1f} s, training {resumed:.1f} s after the healing")
 
     assert resumed <= RESUMED
     assert longest_silence(job.lives["s1"], "shard 0 at", began, began + LINK_CUT) < LINE
     assert not lines(job.lives["s0"], "rolling back")
     assert finish(job) > stood
+
+
+def test_a_shard_that_lost_its_line_takes_the_way_that_workers_have(jobs: Jobs) -> None:
+    """It may have tried the old one once more before a heartbeat tells the workers to speak to it."""
+    job = jobs("async", "60s")
+    job.link.half_open()
+    heard(job.lives["s1"], "lost the line to the coordinator", seconds=NOTICED)
+    resumed = more(workers(job), "pushed", times=2)
+
+    assert resumed <= NOTICED
+    assert len(lines(job.lives["s1"], "connected to the coordinator")) == 2
+    finish(job)
