@@ -279,8 +279,8 @@ class Client:
         """Up to `count` batches of a loop. idle: nothing is in hand, so wait for some or the loop's end.
 
         Waiting means to sit out of rounds meanwhile. Without `idle` it answers at once, perhaps with nothing.
-        first_open: number of the first loop that is still gone through; None: this one. What is left of those before is
-        others' then.
+        first_open: number of the first loop that is still gone through, or may yet be; None: this one. What is left of
+        those before is others' then, and nobody's once all workers are past them.
         """
         return self._data.take(loop, count, idle, loop.loop if first_open is None else first_open)
 

@@ -366,7 +366,9 @@ class NextBatchRequest(google.protobuf.message.Message):
     no data
     """
     first_open: builtins.int
-    """the first loop that the worker's script is still in, be it that another one runs inside it; it has left those before"""
+    """the first loop that the worker's script is still in, be it that another one runs inside it, or has made and may yet
+    begin; it has left those before
+    """
     @property
     def loop(self) -> global___LoopSpec: ...
     def __init__(
