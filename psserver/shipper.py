@@ -194,6 +194,8 @@ class Shipper:
         with self._changed:
             if self.open and machine.standby != hello.instance:
                 raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
+            if machine.hands_over:
+                raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
             self._lose(machine.line)  # it is here again: its line was cut
             self._check()
         self.whole(lambda records: self._begin(hello, records))

@@ -76,7 +76,7 @@ class Shipping:
 
     def append(self) -> int:
         """A record goes to the standby; its number, 0 where there is none."""
-        if self.phase is Phase.ALONE and self._frozen is None:
+        if self.phase is Phase.ALONE:
             return 0
         self.sent += 1
         return self.sent
@@ -97,10 +97,13 @@ class Shipping:
             self.phase = Phase.IN_SYNC
 
     def lose(self, line: int) -> None:
-        """The line is cut, or silent: go on alone, if nobody else is primary."""
+        """The line is cut, or silent: go on alone, if nobody else is primary. Who hands over never goes on: a standby
+        that hangs up then is about to be primary."""
         if line != self.line or self.phase is Phase.ALONE:
             return
-        if self.phase is not Phase.IN_SYNC or self._swap(""):
+        if self.hands_over:
+            self._compare()
+        elif self.phase is not Phase.IN_SYNC or self._swap(""):
             self.phase, self.standby = Phase.ALONE, ""
 
     def tick(self, now: float) -> None:
@@ -133,6 +136,11 @@ class Shipping:
         return self._frozen is not None
 
     @property
+    def hands_over(self) -> bool:
+        """The standby is to be primary: with this one it is over."""
+        return self._frozen is not None
+
+    @property
     def handed_over(self) -> bool:
         """The standby has all that was ever told."""
         return self._frozen is not None and self.acked >= self._frozen
@@ -148,9 +156,12 @@ class Shipping:
         return True
 
     def _look(self, now: float) -> None:
+        self._compare()
+        self._looked = now
+
+    def _compare(self) -> None:
         if self._lease is not None and self._lease.read() != self.tenure:
             self._depose()
-        self._looked = now
 
     def _depose(self) -> None:
         found = self._lease.read() if self._lease is not None else None

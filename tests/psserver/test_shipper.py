@@ -8,11 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import psserver.shipper as shipper_module
+from pscommon.core.errors import UnreachableError
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.shipping import OLDEST_LOOK, SILENCE, STALLED, Phase, Shipping
 from psserver.core.tenure import Tenure
 from psserver.metrics import ServerMetrics
-from psserver.records import Source
+from psserver.records import Records, Source
 from psserver.shipped import LineKind, Shipped
 from psserver.shipper import Shipper
 from tests.sim.succession import MemoryLease
@@ -50,7 +51,7 @@ def lease() -> BrokenLease:
     return lease
 
 
-def shipper(lease: BrokenLease, sync: bool = True) -> Shipper:
+def shipper(lease: BrokenLease | None, sync: bool = True) -> Shipper:
     """With a standby that is in sync."""
     machine = Shipping(FIRST, lease, sync, time.monotonic())
     made = Shipper(machine, ServerMetrics(CollectorRegistry(), shard=0), deposed)
@@ -95,6 +96,34 @@ def test_who_has_handed_over_ends_as_planned_however_it_learns_that_it_is_not_pr
         primary.lost(line)
 
     assert not str(ended.value)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_who_has_handed_over_tells_nothing_more_however_its_line_ends(sync: bool) -> None:
+    """Its standby hangs up a moment before this process ends: what comes then is not in the state of the new primary,
+    and shard 0 must not hear of it."""
+    primary = shipper(None, sync)
+    log, (line, _) = Records(Source.SHARD, line=primary), primary.last
+    primary.step_down("s", 1.0)
+
+    primary.lost(line)
+
+    assert not log.idle
+    sent = primary.send(Source.SHARD, 4, b"entry")
+    assert not primary._may_tell(*sent)
+    assert not primary._may_tell(*primary.last)
+
+
+def test_who_hands_over_begins_with_no_standby_anew() -> None:
+    """The records of another line would count from one again."""
+    primary = shipper(None)
+    line, _ = primary.last
+    primary.step_down("s", 1.0)
+    primary.lost(line)
+
+    with pytest.raises(UnreachableError, match="hands over") as refused:
+        primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
+    assert refused.value.reason == "NOT_PRIMARY"
 
 
 def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
