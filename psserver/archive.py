@@ -229,7 +229,7 @@ class Archive:
         log.error("snapshot failed; training goes on", extra=extra, exc_info=None if foreseen else error)
 
     def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest | None:
-        """All shards have written, or failed to: the manifest makes it a snapshot, older ones go. None: it failed."""
+        """All shards have written, or failed to: the manifest makes it a snapshot. None: it failed."""
         assert self._snapshots is not None
         if cutting.problem:
             self.problem = cutting.problem
@@ -244,15 +244,16 @@ class Archive:
         except SnapshotError as error:
             self._failed(error)
             return None
-        self._prune(self._snapshots)
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
         log.info("snapshot written", extra={"version": cutting.version})
         return manifest
 
-    def _prune(self, snapshots: Snapshots) -> None:
+    def prune(self) -> None:
+        """Older snapshots go, and shards may let go of what they noted down before the newest one."""
+        assert self._snapshots is not None
         try:
-            snapshots.prune(self._keep)
-            self.kept = snapshots.versions()
+            self._snapshots.prune(self._keep)
+            self.kept = self._snapshots.versions()
         except SnapshotError as error:  # tried again after the next snapshot
             log.warning("cannot remove old snapshots", extra={"problem": str(error)})
 

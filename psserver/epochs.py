@@ -56,7 +56,7 @@ class Epochs:
         line: Line | None = None,
     ) -> None:
         self._config, self._identity, self._engine, self._archive = config, identity, engine, archive
-        self._fleet, self._metrics, self._fail = fleet, metrics, fail
+        self._fleet, self._metrics, self._fail, self._line = fleet, metrics, fail, line
         self._turning = threading.RLock()
         self._leading: Coordinator | None = None  # now
         self._recovered = False  # it was begun by another process
@@ -241,20 +241,27 @@ class Epochs:
                 extra = {"worker": worker, "version": version, "updates_lost": lost}
                 log.error("updates are lost that a worker had had", extra=extra)
 
-    def file(self, coordinator: Coordinator) -> bool:
+    def file(self, coordinator: Coordinator, desk: Desk) -> bool:
         """Make a snapshot of the parts that are there, unless their history is over. False: there is none."""
         with self._turning:
             finished, model = coordinator.cuts.finished, coordinator.model
             if coordinator is self._leading and finished is not None and model is not None:
                 manifest = self._archive.commit(finished, self._identity.job, model)
                 if manifest is not None:
-                    self._written(manifest)
+                    self._written(manifest, desk)
                 return manifest is not None
         return False
 
-    def _written(self, manifest: Manifest) -> None:
-        """There is a new snapshot: what was noted down before it is not needed any more."""
-        self.newest = manifest
+    def _written(self, manifest: Manifest, desk: Desk) -> None:
+        """There is a new snapshot: what was noted down before it is not needed any more.
+
+        Whoever may take over knows of it before any shard lets go of that: it tells shards what to go on from.
+        """
+        with desk.changed:
+            self.newest = manifest
+            if self._line is not None:
+                self._line.snapshot(manifest.as_json())
+        self._archive.prune()
         self._engine.snapshot_written(manifest.version)
         self.journal.retire(manifest.version)
 

@@ -65,6 +65,8 @@ class Mirror:
                 self.loaded = True
             case LineKind.CHECKSUM:
                 self._compare(**json.loads(record.header))
+            case LineKind.SNAPSHOT:
+                self.hello["snapshots"][1] = record.header.decode()
 
     def _take_job(self, values: dict[str, Any], kind: JobKind) -> None:
         if kind is JobKind.BASE:

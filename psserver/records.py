@@ -65,6 +65,10 @@ class Line(Protocol):
         """The standby is to compare its numbers at this version. Called while nothing is applied."""
         ...
 
+    def snapshot(self, manifest: str) -> None:
+        """There is a new snapshot of the job. Returns when the standby knows it. Called as `send`."""
+        ...
+
 
 class Records:
     """One history. log: None where nothing is written down; line: None where there can be no standby."""

@@ -23,7 +23,7 @@ from psserver.stretch import raw
 class LineKind(IntEnum):
     """HELLO begins a whole state: JSON about the primary. NUMBERS: one flat tensor of Store.export, its key as header.
     OPTIMIZER: JSON, what goes with the numbers. LOADED ends the state. CHECKSUM: JSON, of the numbers at a version.
-    END: the job is over."""
+    SNAPSHOT: the manifest of a new one. END: the job is over."""
 
     HELLO = 1
     NUMBERS = 2
@@ -31,6 +31,7 @@ class LineKind(IntEnum):
     LOADED = 4
     CHECKSUM = 5
     END = 6
+    SNAPSHOT = 7
 
 
 class Shipped(NamedTuple):

@@ -160,6 +160,9 @@ class Shipper:
             with self._changed:
                 self._put(record)
 
+    def snapshot(self, manifest: str) -> None:
+        self.settle(self.send(Source.LINE, LineKind.SNAPSHOT, manifest.encode()))
+
     # ---- the line ---------------------------------------------------------------------------------------------------
 
     def replicate(self, line: int, alive: Callable[[], bool]) -> Iterator[pb.ReplicateResponse]:

@@ -72,7 +72,7 @@ class Snapshots:
         """Where all parts are there, the manifest makes them a snapshot; only then may the next one be cut."""
         coordinator = self._desk.coordinator
         if coordinator.cuts.finished is not None:
-            written = self._epochs.file(coordinator)
+            written = self._epochs.file(coordinator, self._desk)
             self._desk.do("filed")
             if coordinator.move is not None and (written or not self._epochs.durable):
                 self._desk.do("settle")  # without a log, the snapshot of before will do

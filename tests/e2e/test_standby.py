@@ -120,6 +120,21 @@ def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> 
         assert same(following)
 
 
+def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path: Path) -> None:
+    """Before any shard lets go of the log that came before it: who takes over tells them what to go on from."""
+    server = cluster(policy="async", data_dir=tmp_path, snapshot_keep=2).servers[0]
+    assert server.hub is not None
+    with Following(server) as following, counter(server.address) as client:
+        following.in_sync()
+        for version in (1, 2, 3):
+            count(client, 1)
+            assert server.hub.snapshots.save(20.0) == version
+            _, newest = mirror(following).snapshots
+            assert newest is not None
+            assert newest.version == version
+        until(lambda: server.archive.kept == [2, 3], "older ones to go")
+
+
 def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
     """Each loads anew once the move is over, with the command line of before; that of a server that leaves ends."""
     servers = cluster(2, policy="async")

@@ -322,3 +322,18 @@ def test_who_took_over_keeps_a_log(tmp_path: Path, shard: int) -> None:
         job.start(f"s{shard}")
         goes_on(job, time.monotonic(), 15.0)
         finish(job, "sync")
+
+
+def test_a_shard_that_dies_with_shard_0_goes_on_from_its_log(tmp_path: Path) -> None:
+    """Shard 0's standby tells it from which snapshot on: the newest, also if that was written after the standby had
+    loaded. Of the log before that one nothing is left."""
+    data = ("--data-dir", tmp_path / "data", "--snapshot-every", "50steps", "--durability", "log")
+    with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
+        running(job, 0)
+        first = max(snapshots(job.address), default=0)
+        awaited(job, lambda: max(snapshots(job.address), default=0) > first + 50, "more snapshots")
+        for shard in (0, 1):
+            job.lives[f"s{shard}"].kill()
+        job.start("s1")
+        goes_on(job, time.monotonic(), 15.0)
+        finish(job, "async")
