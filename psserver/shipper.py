@@ -195,29 +195,42 @@ class Shipper:
         if hello.term > machine.term:
             raise UnreachableError(f"this server is of term {machine.term}, not {hello.term}", "NOT_PRIMARY")
         with self._changed:
-            if self.open and machine.standby != hello.instance:
-                raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
-            if machine.hands_over:
-                raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
-            self._lose(machine.line)  # it is here again: its line was cut
-            self._check()
-        self.whole(lambda records: self._begin(hello, records))
+            self._make_way(hello)
+        line = 0
+
+        def begin(records: Iterable[Shipped]) -> None:
+            nonlocal line
+            line = self._begin(hello, records)
+
+        self.whole(begin)
         log.info("a standby loads", extra={"standby": hello.address, "term": machine.term})
         if hello.problem:
             log.error("the standby had to load anew", extra={"standby": hello.address, "problem": hello.problem})
             self._metrics.standby_diverged()
-        return machine.line
+        return line
 
-    def _begin(self, hello: pb.ReplicateRequest, records: Iterable[Shipped]) -> None:
+    def _make_way(self, hello: pb.ReplicateRequest) -> None:
+        """There is no line any more, if this standby may have one."""
+        machine = self._machine
+        if self.open and machine.standby != hello.instance:
+            raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
+        if machine.hands_over:
+            raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
+        self._lose(machine.line)  # it is here again: its line was cut
+        self._check()
+
+    def _begin(self, hello: pb.ReplicateRequest, records: Iterable[Shipped]) -> int:
         machine = self._machine
         state = list(records)
         with self._changed:
-            machine.attach(hello.instance, time.monotonic())
+            self._make_way(hello)  # another one may have been quicker while this one waited for its state
+            line = machine.attach(hello.instance, time.monotonic())
             self._address = hello.address
             for record in state:
                 self._put(record)
             machine.loaded()
             self._state_end, self._queued = machine.sent, 0
+        return line
 
     def acknowledged(self, line: int, number: int) -> None:
         machine = self._machine

@@ -1,14 +1,16 @@
 """When a primary ends: its tenure is gone, or the lock with it; and what it may tell until then."""
 
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Never
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 import psserver.shipper as shipper_module
-from pscommon.core.errors import UnreachableError
+from pscommon.core.errors import MismatchError, UnreachableError
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.shipping import OLDEST_LOOK, SILENCE, STALLED, Phase, Shipping
 from psserver.core.tenure import Tenure
@@ -16,9 +18,12 @@ from psserver.metrics import ServerMetrics
 from psserver.records import Records, Source
 from psserver.shipped import LineKind, Shipped
 from psserver.shipper import Shipper
+from psserver.standby_servicer import StandbyServicer
 from tests.sim.succession import MemoryLease
 
 FIRST = Tenure(1, "a:1")
+STATE = [Shipped(Source.LINE, LineKind.NUMBERS, b"x", [bytes(80)]), Shipped(Source.LINE, LineKind.LOADED, b"{}")]
+S, T = (pb.ReplicateRequest(instance=name, address=f"{name}:1") for name in "st")
 
 
 class DeposedError(Exception):
@@ -53,15 +58,26 @@ def lease() -> BrokenLease:
 
 def shipper(lease: BrokenLease | None, sync: bool = True) -> Shipper:
     """With a standby that is in sync."""
-    machine = Shipping(FIRST, lease, sync, time.monotonic())
-    made = Shipper(machine, ServerMetrics(CollectorRegistry(), shard=0), deposed)
-    made.whole = lambda begin: begin([])
-    line = made.attach(pb.ReplicateRequest(instance="s", address="s:1"))
-    number = machine.append()
-    machine.loaded()
-    made.acknowledged(line, number)
-    assert machine.phase is Phase.IN_SYNC
+    made = Shipper(Shipping(FIRST, lease, sync, time.monotonic()), ServerMetrics(CollectorRegistry(), shard=0), deposed)
+    made.whole = lambda begin: begin(STATE)
+    in_sync(made, made.attach(S))
     return made
+
+
+def in_sync(primary: Shipper, line: int) -> None:
+    primary.acknowledged(line, len(STATE))
+    assert primary._machine.phase is Phase.IN_SYNC
+
+
+def meanwhile(primary: Shipper, action: Callable[[], object]) -> None:
+    """Done while the next standby waits for the moment at which the whole state can be copied."""
+
+    def whole(begin: Callable[[Iterable[Shipped]], None]) -> None:
+        primary.whole = lambda begin: begin(STATE)
+        action()
+        begin(STATE)
+
+    primary.whole = whole
 
 
 def test_who_loses_its_standby_goes_on_if_the_lock_allows_it(lease: BrokenLease) -> None:
@@ -124,6 +140,77 @@ def test_who_hands_over_begins_with_no_standby_anew() -> None:
     with pytest.raises(UnreachableError, match="hands over") as refused:
         primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
     assert refused.value.reason == "NOT_PRIMARY"
+
+
+def test_what_no_record_says_is_not_done_once_there_is_a_hand_over(lease: BrokenLease) -> None:
+    """A new part of the model, or a snapshot that was loaded: the new primary has neither, and shard 0 must not hear of
+    them, be there other records or not."""
+    primary = shipper(lease)
+    line, _ = primary.last
+    primary.step_down("s", 1.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        dropping = pool.submit(primary.drop, "the model has moved")
+        with pytest.raises(TimeoutError):
+            dropping.result(0.3)
+        lease.tenure = Tenure(2, "s:1")
+        with pytest.raises(DeposedError):
+            primary.lost(line)
+
+        with pytest.raises(DeposedError) as ended:
+            dropping.result(10)
+    assert not str(ended.value)
+
+
+def test_of_two_standbys_that_come_at_a_time_the_first_stays() -> None:
+    """The other one came before the first had its state, and could copy its own only then."""
+    primary = shipper(None)
+    primary.drop("begin anew")
+    meanwhile(primary, lambda: primary.attach(S))
+
+    with pytest.raises(MismatchError, match="this shard has a standby at s:1"):
+        primary.attach(T)
+    in_sync(primary, primary.last[0])
+    assert primary.address == "s:1"
+
+
+def test_one_standby_that_comes_twice_at_a_time_has_one_line(lease: BrokenLease) -> None:
+    """It hung up, came again, and was quicker so: what waits is for the newest line, and from the beginning."""
+    primary = shipper(lease)
+    primary.drop("begin anew")
+    lines: list[int] = []
+    meanwhile(primary, lambda: lines.append(primary.attach(S)))
+    lines.append(primary.attach(S))
+
+    assert lines[1] == lines[0] + 1
+    assert [*primary.replicate(lines[0], lambda: True)] == []
+    sent = primary.replicate(lines[1], lambda: True)
+    assert [next(sent).number for _ in range(3)] == [1, 2, 0]
+    in_sync(primary, lines[1])
+
+
+def test_who_has_handed_over_while_a_standby_waits_gives_it_nothing() -> None:
+    """Its numbers would begin anew, and what was never to be told be told."""
+    primary = shipper(None)
+    primary.drop("begin anew")
+
+    def switch() -> None:
+        in_sync(primary, primary.attach(S))
+        primary.step_down("s", 1.0)
+
+    meanwhile(primary, switch)
+    with pytest.raises(UnreachableError, match="hands over"):
+        primary.attach(S)
+    assert not primary._may_tell(*primary.send(Source.SHARD, 4, b"entry"))
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_who_has_handed_over_ends_whether_or_not_anybody_hears_that(lease: BrokenLease, listens: bool) -> None:
+    context = Mock(add_callback=Mock(side_effect=lambda action: listens and (action() or True)))
+
+    with pytest.raises(DeposedError) as ended:
+        StandbyServicer(shipper(lease)).StepDown(pb.StepDownRequest(instance="s"), context)
+    assert not str(ended.value)
 
 
 def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
