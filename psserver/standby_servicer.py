@@ -51,7 +51,8 @@ class StandbyServicer(StandbyServiceServicer):
         with answering(context):
             shipper = self._primary()
             shipper.step_down(request.instance, STEP_DOWN)
-            context.add_callback(shipper.end)
+            if not context.add_callback(shipper.end):  # whoever asked has hung up, and may be primary all the same
+                shipper.end()
             return pb.StepDownResponse()
 
     def Promote(self, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteResponse:
