@@ -284,7 +284,7 @@ class _Listener(threading.Thread):
         if request.stats_json:
             self._server.stats = json.loads(request.stats_json)
         if request.HasField("restored"):
-            hub.restored(shard, request.restored.version, request.restored.problem)
+            hub.restored(self._server, self._line, request.restored.version, request.restored.problem)
         if request.HasField("snapshot_part"):
             part = request.snapshot_part
             named = (part.version, part.index, part.file, part.nbytes, part.sha256, part.problem)

@@ -247,8 +247,8 @@ class Hub:
         """
         with self._desk.changed:
             server, coordinator = server or self.fleet[report.shard], self._coordinator
-            if not self.fleet.is_member(server) or (line is not None and server.line != line):
-                return  # a candidate, one that leaves, or one whose place another one has taken
+            if not self._speaks_for(server, line):
+                return
             way = self.fleet.way(report, coordinator, self._epochs.durable)
             changed = way is not server.way or server.ready is not (way is Way.FOLLOW)
             server.ready, server.way = way is Way.FOLLOW, way
@@ -256,13 +256,18 @@ class Hub:
             if changed:
                 self._desk.wake()
         if way is Way.FOLLOW:
-            self._desk.step(lambda recorder, now: recorder.report(report, now))
+            # asked again at the desk: another primary may just have come, which may be behind what this one says
+            self._desk.step(lambda r, now: r.report(report, now) if self._speaks_for(server, line) else None)
             if is_full(self._coordinator, report.log_bytes):
                 self._desk.step(lambda recorder, now: recorder.cut(now))
         elif way is Way.BEGIN and changed:
             self._desk.do("shard_lost", shard=report.shard)
         elif way is Way.GO_BACK:
             self._epochs.go_back(f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version)
+
+    def _speaks_for(self, server: Server, line: int | None) -> bool:
+        """Not a candidate, one that leaves, nor one whose place another one has taken, or which came again itself."""
+        return self.fleet.is_member(server) and line in (None, server.line)
 
     def news(self, server: Server, told: Told) -> News | None:
         """What a shard that has been told so much does not know yet. None: it does not follow the log of now."""
@@ -296,15 +301,16 @@ class Hub:
     def snapshot_part(self, shard: int, part: PartReport) -> None:
         self._desk.do("part", shard=shard, part=part)
 
-    def restored(self, shard: int, version: int, problem: str) -> None:
-        """A shard has done what it was told, or could not."""
+    def restored(self, server: Server, line: int, version: int, problem: str) -> None:
+        """A shard has done what it was told over this line, or could not."""
         with self._desk.changed:
-            server = self.fleet[shard]
+            if not self._speaks_for(server, line):
+                return
             way, server.way = server.way, None
         if way is Way.RECOVER and problem:
-            log.error("a shard's log cannot be used", extra={"shard": shard, "problem": problem})
+            log.error("a shard's log cannot be used", extra={"shard": server.shard, "problem": problem})
         elif way is Way.RESTORE:
-            self._epochs.loaded(shard, version, problem)
+            self._epochs.loaded(server.shard, version, problem)
 
     def restore(self, version: int, seconds: float) -> None:
         """All shards go back to the snapshot of this version; workers join again by themselves."""

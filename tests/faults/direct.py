@@ -109,7 +109,7 @@ class DirectServer:
 
     def _answer(self, manifest: Manifest | None, problem: str) -> None:
         version = manifest.version if manifest else 0
-        self.outbox.append(lambda hub: hub.restored(self.shard, version, problem))
+        self.outbox.append(lambda hub: hub.restored(hub.fleet[self.shard], self.line, version, problem))
 
     def close(self) -> None:
         """Frees its files. What a dead one still has to write stays unwritten."""

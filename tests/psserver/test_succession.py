@@ -1,8 +1,14 @@
 """What shard 0 does when another process becomes primary of a shard."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from pscommon.core.errors import MismatchError, TakenError
+from psserver.core.following import Way
+from psserver.core.recorder import Recorder
 from psserver.core.shard import NO_LOG
 from psserver.hub import Hub
 from psworker.simulation import simulated
@@ -48,6 +54,45 @@ def test_what_the_old_one_still_says_is_void(hub: Hub) -> None:
 
     hub.report(report.__class__(1, NO_LOG, 0, ()), hub.fleet[1], hub.fleet[1].line)
     assert hub.fleet[1].way is not None
+
+
+def test_what_the_old_one_was_saying_when_the_new_one_came_is_void(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was heard, and found to be right, a moment before: the entries that it has no need of any more, say."""
+    old, before, step = hub.fleet[1], hub.fleet[1].line, hub._desk.step
+    heard: list[int] = []
+    monkeypatch.setattr(Recorder, "report", lambda recorder, report, now: heard.append(report.shard))
+    report = hub.engine.make_report()
+
+    def say() -> None:
+        hub.fleet[1].ready = True
+        hub.report(replace(report, shard=1), old, hub.fleet[1].line)
+
+    say()
+    assert heard == [1]
+
+    def late(action: Callable[[Recorder, float], Any], quiet: bool = False) -> Any:
+        monkeypatch.setattr(hub._desk, "step", step)
+        hub.shard_up(1, 2, "new:1", "new", term=2)
+        return step(action, quiet)
+
+    monkeypatch.setattr(hub._desk, "step", late)
+    say()
+
+    assert hub.fleet[1].line == before + 1
+    assert heard == [1]
+
+
+def test_what_the_old_one_was_told_to_load_says_nothing_of_the_new_one(hub: Hub) -> None:
+    """That one is still to read its log; asked no more whether it has, it would take all others back to a snapshot."""
+    server, old = hub.shard_up(1, 2, "old:1", "old", term=2)
+    server, line = hub.shard_up(1, 2, "new:1", "new", term=3)
+    server.way = Way.RECOVER
+
+    hub.restored(server, old, 7, "")
+    assert server.way is Way.RECOVER
+
+    hub.restored(server, line, 7, "")
+    assert server.way is None
 
 
 def test_a_snapshot_that_waits_for_the_old_one_is_given_up(hub: Hub) -> None:
