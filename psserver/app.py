@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pscommon import interruptible, shared_memory
-from pscommon.core.errors import PSError, TakenError
+from pscommon.core.errors import InvalidRequestError, PSError, SnapshotError, TakenError
 from pscommon.exits import Exit
 from pscommon.malloc import tune_malloc
 from pscommon.monitor import Monitor, new_registry
@@ -98,12 +98,12 @@ class Server:
             self._resources.enter_context(DataDirLock(config.data_dir, config.shard))
         self._registry = new_registry()
         self.metrics = ServerMetrics(self._registry, shard=config.shard)
+        self.archive = self._make_archive()
+        layout = self._make_layout()
         patience = PORT if self._inherited is not None else 0.0
         self._grpc, self.address = listen(config.bind, CALLS, [RpcTimer(self.metrics.rpc)], patience)
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.shipper = self._make_shipper()
-        self.archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
-        layout = self._make_layout()
         self.engine = Engine(
             config.shard,
             layout.shards,
@@ -127,6 +127,14 @@ class Server:
         if config.metrics_bind is not None:
             self.monitor = self._make_monitor(config.metrics_bind)
             self._resources.callback(self.monitor.close)
+
+    def _make_archive(self) -> Archive:
+        """Before there is a port, which a second attempt without this disk would find taken."""
+        config = self.config
+        archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
+        if self._inherited is not None and config.shard == 0:
+            archive.next_generation(self._inherited.mirror.hello["generation"] + 1)
+        return archive
 
     def _make_layout(self) -> Layout:
         """Shard 0 knows best; the others learn it from there."""
@@ -324,15 +332,17 @@ def run(config: ServerConfig) -> int:
 
 
 def successor(config: ServerConfig, address: str, inherited: Inherited) -> Server:
-    """The primary that a standby becomes, at the standby's address. Its predecessor may still hold their data."""
+    """The primary that a standby becomes, at the standby's address. Its predecessor may still hold their data, or the
+    disk be broken: nobody else has what is here, so it goes on without."""
     config = replace(config, bind=address, standby_of=None)
     try:
         return Server(config, inherited)
-    except TakenError as error:
+    except (TakenError, InvalidRequestError, SnapshotError) as error:
         if config.data_dir is None:
             raise
+        why = "whose holder still lives" if isinstance(error, TakenError) else "which cannot be used"
         then = "then start a standby of this server, and promote it: that one writes there again"
-        log.error("going on without --data-dir, whose holder still lives", extra={"problem": f"{error}; {then}"})
+        log.error(f"going on without --data-dir, {why}", extra={"problem": f"{error}; {then}"})
     return Server(replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited)
 
 

@@ -107,7 +107,6 @@ class Epochs:
         first, self.newest = mirror.snapshots
         self._fleet.form(coordinator.members)
         self._fleet.new_log(first)
-        self._archive.next_generation(mirror.hello["generation"] + 1)
         recorder = Recorder(coordinator, self.journal)
         self._begin_journal(coordinator, coordinator.version, coordinator.whole())
         self._take_over(recorder)

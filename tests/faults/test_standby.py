@@ -337,3 +337,18 @@ def test_a_shard_that_dies_with_shard_0_goes_on_from_its_log(tmp_path: Path) -> 
         job.start("s1")
         goes_on(job, time.monotonic(), 15.0)
         finish(job, "async")
+
+
+@pytest.mark.parametrize("broken", ["", "generation"])
+def test_who_takes_over_goes_on_without_a_disk_that_is_broken(tmp_path: Path, broken: str) -> None:
+    """Which it finds out only then: nobody else has what it has."""
+    data = tmp_path / "data"
+    flags = ("--data-dir", data, "--durability", "log")
+    with StandbyJob(tmp_path, 1, (*POLICIES["async"], *FLAGS, *flags), count, pushes=10**6) as job:
+        running(job, 0)
+        job.lives["s0"].kill()
+        (data / broken).rename(tmp_path / "away")
+        (data / broken).symlink_to("/dev/null")
+        goes_on(job, time.monotonic())
+        assert "going on without --data-dir, which cannot be used" in job.lives["b0"].log.read_text()
+        finish(job, "async")
