@@ -1,6 +1,7 @@
 """The torch optimizer that a script holds: it looks like any other, and its steps happen on the servers."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,12 +29,27 @@ log = logging.getLogger("psworker")
 MARK = "paramserver"
 
 
+class StateOnServers(defaultdict[Any, Any]):
+    """An optimizer's state that is there, but not here. Not false: torch.distributed.checkpoint makes state where it
+    finds none, by a step with gradients of zero, which the servers would count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
+
+
 class ServerOptimizer(torch.optim.Optimizer):
     """Takes the place of `optimizer`, whose class, hyper-parameters and parameter groups the servers carry out.
 
     Made by `Job.optimizer`, where overlap and pipeline are described. Groups and hooks are shared with `optimizer`, and
     LR schedulers work on either: what stands in the groups travels with the next step. Optimizer state (moments) lives
-    on the servers, `state` here stays empty.
+    on the servers, `state` here has no entries.
 
     result: PushResult of the last step that has been decided, None before the first. status "applied" or "duplicate":
     it counted; "stale": the policy found the gradient too old, or the job had gone on without this worker, which has
@@ -54,7 +70,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         _refuse_history(optimizer.state)
         self._bridge = Bridge(model, optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups
+        self.param_groups, self.state = optimizer.param_groups, StateOnServers()
         vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
         self.result: PushResult | None = None
         self.pending = False
@@ -239,7 +255,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         for mine, loaded in zip(shared, self.param_groups, strict=True):
             mine.update(loaded, params=mine["params"])
-        self.param_groups = shared
+        self.param_groups, self.state = shared, StateOnServers()
 
 
 class Settings:
