@@ -37,7 +37,7 @@ class Usage:
 
     samples: since the last step. following: how many more batches belong to that push (--global-batch).
     lost: why that step must not count, because it uses gradients of a place that this worker has lost.
-    dealt: the script has begun with a loop.
+    dealt: the script has begun with a loop. shared: the servers say which batches make an update (--global-batch).
     """
 
     batches: tuple[BatchKey, ...]
@@ -46,7 +46,7 @@ class Usage:
     lost: PSError | None
 
     def __init__(self) -> None:
-        self.dealt = False
+        self.dealt = self.shared = False
         self.clear()
 
     @property
@@ -58,6 +58,7 @@ class Usage:
         """following: None where each batch may be a push of its own. A batch without samples is not trained on."""
         self.batches = (*self.batches, key)
         self.samples += samples
+        self.shared = following is not None
         if samples and following is not None:
             self._check_whole()
             self.following, self._ended = following, following == 0
@@ -66,8 +67,8 @@ class Usage:
         if self._ended:
             raise InvalidRequestError(
                 "--global-batch decides how many batches make an update, so call optimizer.step() after each batch: "
-                "with gradients that are None for one to be left out, as where GradScaler has lowered its scale and "
-                "made no step; where there is nothing to train, go through job.batches under torch.no_grad()"
+                "with gradients that are None for one to be left out; where there is nothing to train, go through "
+                "job.batches under torch.no_grad()"
             )
 
     def begin(self) -> None:

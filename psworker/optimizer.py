@@ -5,11 +5,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import groupby
 from operator import index, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
 from pscommon.optimizers import groups_to_json, spec_of
@@ -59,6 +60,11 @@ class ServerOptimizer(torch.optim.Optimizer):
     of the update before, and pending is True: an LR scheduler that is stepped with every update is not stepped then.
     """
 
+    _step_supports_amp_scaling = True
+    """GradScaler calls step() in any case, and says in `found_inf` whether there is to be none."""
+
+    found_inf: Tensor | float = 0.0
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -95,6 +101,20 @@ class ServerOptimizer(torch.optim.Optimizer):
             return Overlap(bridge, job.client, model, job.change, self._healing_forward, self.wait)
         return Courier(bridge, job.client)
 
+    @property
+    def grad_scale(self) -> Tensor:
+        """What GradScaler has gradients divided by: that is done at once, so that hooks see them without it."""
+        raise AttributeError("grad_scale")
+
+    @grad_scale.setter
+    def grad_scale(self, scale: Tensor | None) -> None:
+        if scale is not None:
+            unscale([p.grad for group in self.param_groups for p in group["params"] if p.grad is not None], scale)
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        pass
+
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Sends the gradients, waits until the policy lets them count, and leaves the newest weights in the model.
 
@@ -102,7 +122,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         gradient in a round's average; by default the number of samples in the batches that were used since the last
         step, or 1 without `job.batches`. A parameter whose grad is None is left alone, on all its servers.
         Where a step is a part of an update (see `pending`), zero_grad() follows it as any other. In a script that goes
-        through `job.batches`, a step with neither a gradient nor a batch to train on since the last one does nothing.
+        through `job.batches`, a step with neither a gradient nor a batch to train on since the last one does nothing,
+        and the samples of a step that GradScaler leaves out weigh nothing later.
 
         With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with `ps-server
         --bad-gradients skip` a warning, and `result` says "rejected".
@@ -110,6 +131,23 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises also InvalidRequestError for a model that was moved or cast since it was handed over, DrainedError in the
         second step after this worker was asked to leave (`Job.stopping`), and what the connection may raise.
         """
+        if self.found_inf:
+            return self._leave_out()
+        return self._step(closure, samples=samples)
+
+    step.hooked = True  # type: ignore[attr-defined]  # by _step: torch shall not do it again
+
+    def _leave_out(self) -> None:
+        """GradScaler makes no step: what the gradients are of weighs nothing; in a --global-batch it counts as zero."""
+        if self._job.usage.shared:
+            self.zero_grad()
+            self._step()
+        else:
+            self._job.usage.samples = 0
+            self._courier.skip()
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -285,6 +323,18 @@ class Settings:
                 "which group is fixed: change a group's values where they stand (group['lr'] = ...), and switch "
                 "requires_grad, or set gradients to None, to leave weights out"
             )
+
+
+def unscale(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Divides them, with the very bits of GradScaler's own division."""
+    for _, group in groupby(sorted(gradients, key=_dtype), _dtype):
+        alike = list(group)
+        inverse = scale.double().reciprocal().float().to(alike[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, torch.zeros_like(inverse), inverse)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype)
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -4,12 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from psworker.job import Job
 from psworker.local import LocalClient
 from psworker.optimizer import ServerOptimizer
+from psworker.results import PushResult
 
 
 def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOptimizer, nn.Linear]:
@@ -22,8 +27,6 @@ def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOpti
 @pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}])
 def test_distributed_checkpoints_make_no_step(options: dict[str, Any]) -> None:
     """Where an optimizer has no state torch makes some, by a step with gradients of zero."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
     job, optimizer, model = started(LocalClient())
     for _ in range(2):
         saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
@@ -32,3 +35,77 @@ def test_distributed_checkpoints_make_no_step(options: dict[str, Any]) -> None:
 
     assert job.version == 0
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Watching(LocalClient):
+    """Remembers the samples and the gradient of each push."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pushed: list[tuple[int, float]] = []
+
+    def exchange(self, **call: Any) -> PushResult:
+        if call["gradients"] is not None:
+            self.pushed.append((call["samples"], call["gradients"][:4].cast("f")[0]))
+        return super().exchange(**call)
+
+
+class Infinite(nn.Module):
+    """A weight whose gradient is the batch's mean times 3, and infinite for negative ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.weight * 3.0 * batch.where(batch > 0, torch.inf)).mean()
+
+
+def gradient(model: Infinite) -> float:
+    assert model.weight.grad is not None
+    return model.weight.grad.item()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_what_gradscaler_leaves_out_weighs_nothing_later(first: bool, overlap: bool, unscaled: bool) -> None:
+    """first: zero_grad() comes before backward. Hooks run where there is a step, and see no scale in gradients."""
+    job, model = Job(client := Watching()), Infinite()
+    optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, overlap=overlap)
+    seen: list[float] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    for batch in job.batches(torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 2.0, 2.0, 4.0]), 2, shuffle=False):
+        if first:
+            optimizer.zero_grad()
+        scaler.scale(model(batch)).backward()  # type: ignore[no-untyped-call]
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if not first:
+            optimizer.zero_grad()
+    job.wait()
+
+    assert client.pushed == [(2, 3.0), (2, 6.0), (1, 12.0)]
+    assert seen == [3.0, 6.0, 12.0]
+    assert model.weight.item() == 1.0 - 0.5 * 21.0
+    assert scaler.get_scale() == 2.0**8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradscaler_divides_as_for_any_other_optimizer(dtype: torch.dtype) -> None:
+    """A scale that is no power of two shows the last bit."""
+    models = [nn.Linear(30, 20, dtype=dtype) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, ours = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    for model, optimizer in zip(models, (plain, Job(LocalClient()).optimizer(ours, models[1])), strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=3.7)
+        for step in range(3):
+            x = torch.randn(8, 30, dtype=dtype, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(x).square().mean()).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
