@@ -270,7 +270,7 @@ def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torc
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     buffers = {id(buffer) for buffer in model.buffers()}
     _check_all_known(optimizer, {id(tensor) for tensor in tensors.values()})
-    _refuse_max_norm(model, groups.keys())
+    _refuse_embeddings(model, groups.keys())
     specs = []
     for name, tensor in tensors.items():
         if nn.parameter.is_lazy(tensor):
@@ -300,13 +300,19 @@ def _check_all_known(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
                 )
 
 
-def _refuse_max_norm(model: nn.Module, trainable: Collection[int]) -> None:
+def _refuse_embeddings(model: nn.Module, trainable: Collection[int]) -> None:
     for name, module in model.named_modules():
-        bounded = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-        if bounded and id(module.weight) in trainable:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or id(module.weight) not in trainable:
+            continue
+        what = name or type(module).__name__
+        if module.max_norm is not None:
             raise InvalidRequestError(
-                f"{name or type(module).__name__} has max_norm, which changes its weights in place at each forward; "
+                f"{what} has max_norm, which changes its weights in place at each forward; "
                 "the job's are on the servers and would not change: make it without max_norm and bound what it returns"
+            )
+        if module.sparse and module.weight.requires_grad:
+            raise InvalidRequestError(
+                f"{what} makes sparse gradients, which servers do not take: make it with sparse=False"
             )
 
 

@@ -126,6 +126,17 @@ def test_a_model_without_servers_or_device_is_refused() -> None:
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
+@pytest.mark.parametrize("module", [nn.Embedding(4, 3, sparse=True), nn.EmbeddingBag(4, 3, sparse=True)])
+def test_a_layer_that_makes_sparse_gradients_is_refused_where_it_trains(module: nn.Module) -> None:
+    model = nn.ModuleDict({"words": module, "linear": nn.Linear(3, 1)})
+    with pytest.raises(InvalidRequestError, match=r"words makes sparse gradients.*: make it with sparse=False"):
+        Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+    Job(LocalClient()).optimizer(sgd(model["linear"].parameters()), model)
+    module.requires_grad_(False)
+    Job(LocalClient()).optimizer(sgd(model.parameters()), model)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
 def test_a_buffer_that_servers_cannot_keep_is_refused_with_the_remedy(dtype: torch.dtype) -> None:
     model = perceptron()
