@@ -35,7 +35,23 @@ FLAT = "_flat_weights"
 """Where a recurrent layer has its parameters a second time."""
 
 
-class Gate:
+class UnscriptableError(InvalidRequestError, AttributeError):
+    """A hook has no name, by which torch.jit.script asks first and nobody else counts on it."""
+
+
+class Hook:
+    """Of a module, in Python: torch.jit.script would have to compile it."""
+
+    @property
+    def __name__(self) -> str:
+        raise UnscriptableError(
+            "torch.jit.script cannot compile the hooks by which modules wait for weights with overlap, and copies of "
+            "such modules have some as well: script a new model that has loaded this one's state_dict(), or leave "
+            "overlap off"
+        )
+
+
+class Gate(Hook):
     """A hook before a module runs, or before its state is read or loaded. A copy of the module has an OpenGate."""
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -48,7 +64,7 @@ class Gate:
         return OpenGate, ()
 
 
-class OpenGate:
+class OpenGate(Hook):
     """The hook in a copy of the model, which has weights of its own and waits for nothing."""
 
     def __call__(self, *_: Any) -> None:

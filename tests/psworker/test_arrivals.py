@@ -104,6 +104,21 @@ def test_a_layer_before_a_recurrent_one_does_not_wait_for_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("copied", [False, True])
+def test_who_scripts_a_model_that_overlaps_is_told_what_to_do(copied: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    job = Job(LateClient())
+    job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+
+    with pytest.raises(InvalidRequestError, match=r"torch\.jit\.script .*: script a new model that has loaded"):
+        torch.jit.script(copy.deepcopy(model) if copied else model)
+
+    job.close()
+    torch.jit.script(model)
+    assert not any(hasattr(hook, "__name__") for hook in copy.deepcopy(model)._forward_pre_hooks.values())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_scripted_model_is_refused_in_words() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 2)))
 
