@@ -115,6 +115,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def grad_scale(self) -> None:
         pass
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiler would trace what the client does
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Sends the gradients, waits until the policy lets them count, and leaves the newest weights in the model.
 

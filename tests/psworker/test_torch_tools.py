@@ -109,3 +109,15 @@ def test_gradscaler_divides_as_for_any_other_optimizer(dtype: torch.dtype) -> No
             scaler.update()
 
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_compiled_function_may_make_steps(overlap: bool) -> None:
+    """As PyTorch's own recipe for optimizers has it; what happens in the step is not compiled."""
+    job, optimizer, model = started(LocalClient(), overlap)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        step()
+
+    assert job.version == 2
