@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Never, Self, SupportsFloat
 
@@ -13,7 +14,7 @@ from pscommon.core.stream import Spec
 from pscommon.core.tape import Plan
 from pscommon.values import LANES, Lanes
 from psproto.v1 import coordinator_pb2 as co
-from psworker import forgotten
+from psworker import forgotten, metrics
 from psworker.arguments import attempt_of, connect_timeout_of, rank_of, time_limit
 from psworker.arrays import Array, Arrays, ArrayTape, Gradients, spec_of
 from psworker.connection import Connection
@@ -26,6 +27,7 @@ from psworker.model import SharedModel
 from psworker.patience import Limits
 from psworker.results import Lease, PushResult
 from psworker.share import DataShare
+from psworker.stats import Stats
 from psworker.whole_flow import WholeFlow
 
 COMES_BACK = "comes back as a new worker"
@@ -75,6 +77,7 @@ class Client:
         self._weights: ArrayTape | None = None
         self._gradients: ArrayTape | None = None
         self._leaves = False
+        self._stats = Stats()  # of steps with arrays: who works on tapes keeps their own
         if not observe:
             self._join(rank, device)
 
@@ -163,6 +166,7 @@ class Client:
             weights.write(arrays)
             self.start(memory)
             self._weights, self._gradients = weights, ArrayTape(plan, gradients)
+            self._stats.enter("compute")
 
     def pull(self, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
         """The newest weights, buffers and frozen tensors by name, in new arrays or in those of `out`, which it returns.
@@ -172,7 +176,8 @@ class Client:
         with self._model.turn:
             tape = self._known_weights()
             tape.check_out(out or {})
-            self.exchange(gradients=None, weights=tape.memory)
+            with self._timed("pull"):
+                self.exchange(gradients=None, weights=tape.memory)
             return tape.read(out)
 
     def push(self, grads: Gradients, samples: int = 1) -> PushResult:
@@ -210,12 +215,24 @@ class Client:
                 raise DrainedError("this worker was asked to leave (client.stopping), and has made its last push")
             self._leaves = self.draining
             absent = self._gradients.write_gradients(grads, weights)
-            return self.exchange(
-                gradients=self._gradients.memory,
-                weights=weights.memory if pull else None,
-                absent=absent,
-                samples=samples,
-            )
+            with self._timed("push"):
+                result = self.exchange(
+                    gradients=self._gradients.memory,
+                    weights=weights.memory if pull else None,
+                    absent=absent,
+                    samples=samples,
+                )
+            self._stats.finish_step(samples, result.seconds)
+            metrics.step({phase: self._stats.last[phase] for phase in metrics.PHASES}, samples)
+            return result
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        self._stats.enter(phase)
+        try:
+            yield
+        finally:
+            self._stats.enter("compute")
 
     def _known_weights(self) -> ArrayTape:
         if self._weights is None and self._observes:
@@ -288,12 +305,14 @@ class Client:
         """These will not be pushed: others may have them."""
         self._data.give_back(batches)
 
-    def report(self, **metrics: SupportsFloat) -> None:
+    def report(self, **values: SupportsFloat) -> None:
         """Values for the job's summary, metrics and logs."""
-        values = {name: float(value) for name, value in metrics.items()}
-        request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=values)
+        numbers = {name: float(value) for name, value in values.items()}
+        request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
         connection = self._connection
         connection.call("reporting", lambda: connection.lane.report(request, connection.call_seconds))
+        for name, value in numbers.items():
+            metrics.reported(name, value)
 
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None:
         """What the next heartbeat tells people: steps made, seconds a step, and "compute", "push", "data" or "idle"."""

@@ -195,10 +195,7 @@ class Job:
 
     def report(self, **values: SupportsFloat) -> None:
         """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""
-        numbers = {name: float(value) for name, value in values.items()}
-        self.insist(lambda: self.client.report(**numbers))
-        for name, value in numbers.items():
-            metrics.reported(name, value)
+        self.insist(lambda: self.client.report(**values))
 
     def resume(self, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int | None = None) -> None:
         """Fast-forwards a fresh scheduler to where the job stood when this worker came.

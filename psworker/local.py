@@ -4,7 +4,7 @@ import heapq
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from pscommon.core.model import ModelSpec
 from pscommon.core.stream import Spec, StreamSpec
 from pscommon.core.tape import Plan
 from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, validate
+from psworker import metrics
 from psworker.model_tape import tensor_of
 from psworker.results import Lease, PushResult, Status
 from psworker.whole_flow import WholeFlow
@@ -81,7 +82,7 @@ class JobClient(Protocol):
     ) -> PushResult: ...
     def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease: ...
     def return_batches(self, batches: Sequence[BatchKey]) -> None: ...
-    def report(self, **metrics: float) -> None: ...
+    def report(self, **values: SupportsFloat) -> None: ...
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None: ...
     def rejoin(self) -> None: ...
     def retire(self, reason: str = "") -> None: ...
@@ -199,8 +200,11 @@ class LocalClient:
             else:
                 heapq.heappush(self._free[batch.loop], batch.number)
 
-    def report(self, **metrics: float) -> None:
-        self.metrics.update(metrics)
+    def report(self, **values: SupportsFloat) -> None:
+        numbers = {name: float(value) for name, value in values.items()}
+        self.metrics.update(numbers)
+        for name, value in numbers.items():
+            metrics.reported(name, value)
 
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None:
         """Nobody watches."""

@@ -7,12 +7,16 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pscommon.core.errors import TakenError
+from pscommon.core.model import OptimizerSpec
 from psworker import metrics
+from psworker.client import Client
 from psworker.metrics import MAX_REPORTED, WorkerMetrics
+from tests.psworker.fake_server import FakeCluster
 
 
 @pytest.fixture
@@ -92,6 +96,22 @@ def test_serving() -> None:
 
     assert {"ps_worker_samples_total 3.0", "ps_worker_loss 0.5"} <= set(lines)
     assert any(line.startswith("process_cpu_seconds_total ") for line in lines)
+
+
+def test_a_script_that_works_with_arrays_is_counted() -> None:
+    """Without a Job: the time of its pulls and pushes is known (these servers say: all waiting), the rest its own."""
+    address, arrays = metrics.serve("127.0.0.1:0"), {"w": np.ones(3, np.float32)}
+    with FakeCluster(shards=1) as cluster, Client(cluster.addresses) as client:
+        client.register(arrays, OptimizerSpec("sgd", ({"lr": 0.5},)))
+        client.pull()
+        client.push(arrays, samples=3)
+        client.push_pull(arrays)
+        client.report(loss=0.5)
+
+    lines = scrape(address)
+    assert {"ps_worker_steps_total 2.0", "ps_worker_samples_total 4.0", "ps_worker_loss 0.5"} <= set(lines)
+    spent = {name: float(seconds) for name, _, seconds in (line.rpartition(" ") for line in lines) if "_sum" in name}
+    assert all(spent[f'ps_worker_phase_seconds_sum{{phase="{phase}"}}'] > 0 for phase in ("pull", "wait", "compute"))
 
 
 def test_serving_is_once_per_process() -> None:
