@@ -257,13 +257,17 @@ def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Not by the keys of state_dict(), which a model may rename."""
+    """Not by the keys of state_dict(), which a model may rename. Each by its first name that is persistent."""
     local = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in local}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in local:
+            found.setdefault(id(buffer), (name, buffer))
+    return dict(found.values())
 
 
 def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> ModelSpec:

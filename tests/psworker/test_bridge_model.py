@@ -32,6 +32,17 @@ def test_only_persistent_buffers_belong_to_the_job() -> None:
     assert [t.name for t in client.plan.spec.tensors if t.role == "buffer"] == ["kept"]
 
 
+def test_a_buffer_that_is_persistent_under_any_of_its_names_belongs_to_the_job() -> None:
+    model, client, shared = perceptron(), LocalClient(), torch.zeros(2)
+    model.register_buffer("cache", shared, persistent=False)
+    model.register_buffer("kept", shared)
+    model.register_buffer("again", shared)
+
+    Job(client).optimizer(sgd(model.parameters()), model)
+
+    assert [t.name for t in client.plan.spec.tensors if t.role == "buffer"] == ["kept"]
+
+
 class Renaming(nn.Module):
     """What wraps it sees the inner names only, and asks in its own way."""
 
