@@ -269,6 +269,16 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._refusal.remove()
         self._courier.close()
 
+    @property
+    def _is_copy(self) -> bool:
+        """What deepcopy and pickle make: settings without a job, as deep copies of a scheduler need them."""
+        return "_job" not in vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._is_copy:
+            self.register_step_pre_hook(_refuse_copy)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before the model is handed over: the servers cannot take in more parameters later."""
         if hasattr(self, "_courier"):
@@ -279,6 +289,8 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters, and which job and version they belong to. The moments are in the servers' snapshots."""
+        if self._is_copy:
+            return super().state_dict()
         self.wait()
         return super().state_dict() | {MARK: {"job": self._job.client.job, "version": self._job.version}}
 
@@ -364,6 +376,13 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "this optimizer was handed over: call step() of the one that job.optimizer(...) returned, "
             "which takes its place"
         )
+
+
+def _refuse_copy(*_: Any) -> None:
+    raise InvalidRequestError(
+        "this is a copy of a job's optimizer, which has its settings but no place in the job: call step() of the one "
+        "that job.optimizer(...) returned"
+    )
 
 
 def _refuse_history(state: Mapping[Any, Any]) -> None:

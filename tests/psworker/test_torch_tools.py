@@ -1,5 +1,6 @@
 """Torch's own tools do with a job's optimizer what they do with any other."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from pscommon.core.errors import InvalidRequestError
 from psworker.job import Job
 from psworker.local import LocalClient
 from psworker.optimizer import ServerOptimizer
@@ -121,3 +123,22 @@ def test_a_compiled_function_may_make_steps(overlap: bool) -> None:
         step()
 
     assert job.version == 2
+
+
+@pytest.mark.filterwarnings("ignore:Seems like:UserWarning")
+def test_copies_of_a_scheduler_run_ahead_and_those_of_its_optimizer_make_no_steps() -> None:
+    job, optimizer, model = started(LocalClient())
+    scheduler = copy.deepcopy(torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+    copied = scheduler.optimizer
+    model(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(InvalidRequestError, match=r"a copy of a job's optimizer.*that job\.optimizer"):
+        copied.step()
+    scheduler.step()
+    scheduler.step()
+    assert job.version == 0
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+    optimizer.load_state_dict(copied.state_dict())
+    optimizer.step()
+    assert job.version == 1
+    assert optimizer.param_groups[0]["lr"] == 0.05
