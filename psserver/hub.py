@@ -126,7 +126,7 @@ class Hub:
 
     def _check_goes_on(self) -> None:
         if self.stop_reason is not None:
-            raise UnreachableError(f"the job is stopping: {self.stop_reason}", "STOPPING")
+            raise UnreachableError(f"shard 0 is stopping: {self.stop_reason}", "STOPPING")
 
     def check_job(self, job: str) -> None:
         if job and job != self.job:
@@ -182,11 +182,15 @@ class Hub:
         log.info("policy changed", extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness})
 
     def next_batches(self, seconds: float, **asked: Any) -> Batches | None:
-        """Data, or its end; None: not within `seconds`. A stopping job has none. asked: by whom, and for what."""
+        """Data, or its end; None: not within `seconds`. A job that is over has none; one whose server ends has, once
+        that is back. asked: by whom, and for what."""
         answer: Batches | None = self._desk.until(lambda r, now: r.do("next_batches", now, **asked), seconds)
-        if answer is None and self.stop_reason is None:
+        if answer is None and self.over:
+            return Batches(end=True)
+        if answer is None:
+            self._check_goes_on()
             self._gathering.check()
-        return Batches(end=True) if answer is None and self.stop_reason is not None else answer
+        return answer
 
     def return_batches(self, worker: int, batches: Iterable[BatchKey]) -> None:
         self._desk.do("return_batches", worker=worker, batches=list(batches))

@@ -17,7 +17,20 @@ from psworker.ctl.cli import main as ps_ctl
 from tests.e2e.conftest import Cluster
 from tests.e2e.disk import flip, stored
 from tests.e2e.programs import Programs, programs_in
-from tests.e2e.workers import ONES, count, counted, counter, network, status, together, train, until, weights_of
+from tests.e2e.workers import (
+    ONES,
+    VERSIONS,
+    count,
+    counted,
+    counter,
+    network,
+    status,
+    together,
+    train,
+    training,
+    until,
+    weights_of,
+)
 from tests.ports import free_port
 
 Make = Callable[..., Cluster]
@@ -175,6 +188,25 @@ def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Pa
         count(client)
         assert counted(client.pull()) == 4
         assert not second.ended.is_set()
+
+
+def test_who_waits_for_data_when_the_server_is_told_to_end_gets_it_when_that_is_back(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """Its loop is not over: it would go on without the others, or be done with nothing trained."""
+    settings = {"data_dir": tmp_path, "durability": "log", "min_workers": 2, "lease": 5.0}
+    servers = cluster(1, **settings)
+    (first,) = servers.servers
+
+    def comes_later() -> int:
+        until(lambda: [row["phase"] for row in status(first.address)["workers"]] == ["idle"], "a wait for data")
+        first.stop("SIGTERM")
+        assert first.ended.wait(30)
+        first.close()
+        servers.add(0, 1, bind=first.address, **settings)
+        return training(first.address, 1)
+
+    assert together(lambda: training(first.address, 0), comes_later) == [VERSIONS, VERSIONS]
 
 
 def test_who_asks_for_a_snapshot_while_the_servers_stop_is_told_so(cluster: Make, tmp_path: Path) -> None:

@@ -295,4 +295,4 @@ def test_a_job_that_ends_does_not_go_back(cluster: Make, capsys: Output, tmp_pat
         ctl(capsys, "--ps", servers.address, "stop", "--reason", "enough")
 
         assert ps_ctl(["--ps", servers.address, "snapshot", "restore", "1"]) == 20
-        assert "the job is stopping: enough" in capsys.readouterr().err
+        assert "shard 0 is stopping: enough" in capsys.readouterr().err
