@@ -7,8 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Never
 
@@ -22,7 +23,7 @@ from pscommon.exits import Exit
 from pscommon.malloc import tune_malloc
 from pscommon.monitor import Monitor, new_registry
 from pscommon.snapshot import DataDirLock
-from pscommon.whole_file import write_whole
+from pscommon.whole_file import is_special, remove_whole, write_whole
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
 from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
@@ -193,7 +194,7 @@ class Server:
         else:
             log.warning("another server is primary of this shard now, as planned")
         if self.config.port_file is not None:
-            self.config.port_file.unlink(missing_ok=True)
+            remove_whole(self.config.port_file)
         logging.shutdown()
         os._exit(Exit.TAKEN if why else Exit.DONE)
 
@@ -265,9 +266,20 @@ class Server:
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         if self.config.port_file is not None:
-            write_whole(self.config.port_file, self.address.rpartition(":")[2] + "\n")
+            self._tell_port(self.config.port_file)
         policy = {} if self.hub is None else {"policy": self.hub.policy}  # shard 0 knows it, whatever flags say
         log.info("listening", extra={"address": self.address, "shards": self.identity.shards, **policy})
+
+    def _tell_port(self, path: Path) -> None:
+        """InvalidRequestError where it cannot be written. A pipe may never find a reader: nobody waits for it."""
+        text = self.address.rpartition(":")[2] + "\n"
+        if is_special(path):
+            threading.Thread(target=_tell_reader, args=(path, text), name="port-file", daemon=True).start()
+            return
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            raise InvalidRequestError(f"--port-file {path}: {error.strerror}") from error
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: can workers train here?"""
@@ -310,7 +322,12 @@ class Server:
         self.shipper.close(over=self.job_is_over)
         self._resources.close()
         if self.config.port_file is not None:
-            self.config.port_file.unlink(missing_ok=True)
+            remove_whole(self.config.port_file)
+
+
+def _tell_reader(pipe: Path, text: str) -> None:
+    with suppress(OSError):  # one that has hung up does not need it
+        write_whole(pipe, text)
 
 
 def run(config: ServerConfig) -> int:

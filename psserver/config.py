@@ -158,7 +158,7 @@ class ServerConfig:
                 f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where others reach it"
             )
         self._check_sync()
-        if self.port_file is not None and not self.port_file.absolute().parent.is_dir():
+        if self.port_file is not None and not self.port_file.resolve().parent.is_dir():
             raise InvalidRequestError(f"--port-file {self.port_file}: there is no folder {self.port_file.parent}")
         if not self.data_dir and self.durability == "log":
             raise InvalidRequestError("--durability log needs --data-dir: that is where the log lies")

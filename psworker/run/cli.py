@@ -18,6 +18,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.exits import Exit
 from pscommon.team import cores
 from pscommon.values import check_policy, host_and_port
+from pscommon.whole_file import is_special
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
 from psworker.environment import is_on
 from psworker.run import plan, report
@@ -109,7 +110,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
 def check_summary(path: Path) -> None:
     """InvalidRequestError where it could not be written."""
     folder = path.resolve().parent
-    if report.is_special(path):
+    if is_special(path):
         if not os.access(path, os.W_OK):
             raise InvalidRequestError(f"--summary {path}: it cannot be written to")
     elif not folder.is_dir() or not os.access(folder, os.W_OK):

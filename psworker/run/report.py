@@ -40,18 +40,9 @@ def summary(
     return content
 
 
-def is_special(path: Path) -> bool:
-    """There is something that must not be replaced by a file."""
-    return path.exists() and not path.is_file()
-
-
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     """A file whole or not at all, whatever happens meanwhile; what is none (a pipe, /dev/null) is written to."""
-    text = strict_json.dumps(content, indent=2) + "\n"
-    if is_special(path):
-        path.write_text(text, encoding="utf-8")
-        return
-    write_whole(path.resolve(), text)  # a link stays one
+    write_whole(path, strict_json.dumps(content, indent=2) + "\n")
 
 
 def table(content: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Each setting of ps-server changes what a server does."""
 
 import json
+import os
 import platform
 import signal
 import threading
@@ -126,6 +127,23 @@ def test_port_file(serve: Serve, tmp_path: Path) -> None:
     server.close()
     assert list(tmp_path.iterdir()) == [mine]
     assert mine.read_text() == "something else"
+
+
+def test_a_port_file_that_is_a_pipe_stays_one_and_holds_nobody_up(serve: Serve, tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    server = serve("--port-file", path)
+
+    assert path.read_text() == server.address.rpartition(":")[2] + "\n"
+    server.close()
+    assert path.is_fifo()
+
+
+def test_a_port_file_that_cannot_be_written_ends_the_server(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/proc/none")
+
+    with pytest.raises(InvalidRequestError, match="link: No such file"):
+        serve("--port-file", tmp_path / "link")
 
 
 # ---- job ------------------------------------------------------------------------------------------------------------
