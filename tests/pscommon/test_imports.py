@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.imports import quick_imports
 
 
@@ -38,3 +39,15 @@ def test_whoever_has_switched_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["torch", "torch._C"])
+def test_a_package_that_cannot_be_loaded_is_named_with_what_to_do(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="torch cannot be imported: no libgomp"), quick_imports():
+        raise ImportError("no libgomp", name=name)
+
+
+@pytest.mark.parametrize("name", ["psserver.app", "pscommon"])
+def test_a_module_of_ours_that_cannot_be_loaded_is_a_bug(name: str) -> None:
+    with pytest.raises(ImportError, match="no such module"), quick_imports():
+        raise ImportError("no such module", name=name)
