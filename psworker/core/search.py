@@ -106,8 +106,10 @@ class Search:
                 self._hints[shard] = hint
 
     def failed(self, address: str, why: str) -> None:
-        """No answer from this address, this time."""
+        """No answer from this address, this time: whoever had answered there may be gone, and another one may come."""
         self._failures[address] = why
+        self._answers.pop(address, None)
+        self._places = {shard: place for shard, place in self._places.items() if place != address}
 
     def introductions(self) -> list[tuple[str, str]]:
         """(address of a shard that follows nobody, address of shard 0 to tell it), once every shard is known."""

@@ -125,6 +125,20 @@ def test_silent_address_might_be_the_missing_shard() -> None:
     assert str(error) == "no answer within 60 s from x:1: refused"
 
 
+def test_a_server_that_answered_and_is_gone_is_what_the_search_waited_for() -> None:
+    """Of another shard, which it did not know, nobody can say anything."""
+    search = Search(["s0:1"], 0.0, GRACE)
+    search.answered("s0:1", described(0, shards=2), 0.0)
+    search.failed("s0:1", "refused")
+    search.check(now=1000.0)
+
+    error = search.gave_up(60.0)
+    assert isinstance(error, UnreachableError)
+    assert str(error) == "no answer within 60 s from s0:1: refused"
+    search.answered("s0:1", described(0, shards=1, job="another"), 61.0)
+    assert search.cluster().job == "another"
+
+
 def test_shard_0_works_with_another_server() -> None:
     search = Search(["s0:1", "stray:1"], 0.0, GRACE)
     search.answered("s0:1", described(0, shards=2, knows={1: "s1:1"}), 0.0)
