@@ -1,5 +1,7 @@
 """ps-server: one shard of the parameters."""
 
+import logging
+import os
 from collections.abc import Sequence
 
 import click
@@ -7,7 +9,10 @@ import click
 from pscommon import logs, options
 from pscommon.config import run_command
 from pscommon.imports import quick_imports
+from pscommon.variables import unread
 from psserver.config import ServerConfig
+
+log = logging.getLogger("psserver")
 
 COMMAND = options.command(
     "server",
@@ -32,6 +37,8 @@ def start(ctx: click.Context) -> int:
     """Serves until the job ends; returns the exit code."""
     config = ServerConfig.from_settings(ctx.params)
     logs.set_up(config.log_level, config.log_format, shard=config.shard, job=config.job)
+    for sentence in unread(os.environ):
+        log.warning(sentence)
     with quick_imports():
         from psserver import app  # imports torch: not for --help, not for a bad flag
 

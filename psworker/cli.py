@@ -1,5 +1,6 @@
 """ps-worker: one worker, which runs a training script."""
 
+import logging
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -13,9 +14,12 @@ from pscommon.config import run_command
 from pscommon.core.errors import InvalidRequestError
 from pscommon.imports import quick_imports
 from pscommon.malloc import tune_malloc
+from pscommon.variables import unread
 from psworker.connect import choose_device
 from psworker.environment import is_on
 from psworker.script import Script, run
+
+log = logging.getLogger("psworker")
 
 MODULE = click.Option(["-m", "module"], is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 SCRIPT = click.Argument(["script"], metavar="(SCRIPT | -m MODULE)")
@@ -76,6 +80,8 @@ def start(ctx: click.Context) -> int:
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     # not worker=: that is the number which the servers give it, in their logs and metrics
     logs.set_up(settings["log_level"], settings["log_format"], rank=settings["worker_rank"], job=settings["job"])
+    for sentence in unread(os.environ) if "PS_WORKER_ATTEMPT" not in os.environ else ():  # ps-run has said it
+        log.warning(sentence)
     if settings["malloc"] == "tuned":
         tune_malloc()
     _import_first(settings["threads"])

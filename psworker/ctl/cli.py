@@ -1,5 +1,6 @@
 """ps-ctl: the commands."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import click
 from pscommon import options
 from pscommon.config import run_command
 from pscommon.options import COUNT, SECONDS, TEXT
+from pscommon.variables import unread
 from psworker.ctl import explain as explaining
 from psworker.ctl import views
 from psworker.ctl.doctor import doctor
@@ -44,6 +46,8 @@ The environment has PS_SERVERS (or PS_PS), PS_OUTPUT and PS_TIMEOUT for the opti
 @click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 def ps_ctl() -> None:
     """Look at a job, its servers, workers and snapshots, steer it and end it."""
+    for sentence in unread(os.environ):
+        click.echo(f"ps-ctl: {sentence}", err=True)
 
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 status --output json")

@@ -18,6 +18,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.exits import Exit
 from pscommon.team import cores
 from pscommon.values import check_policy, host_and_port
+from pscommon.variables import unread
 from pscommon.whole_file import is_special
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
 from psworker.environment import is_on
@@ -138,6 +139,8 @@ def launch(cluster: plan.Plan, folder: Path, connect: Connect, display: Display)
     # what the servers say is passed on as it is; our own view of them is only worth a line when it is in trouble
     level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
     logs.set_up(level, "text", stream=Spoken(display))
+    for sentence in unread(cluster.environ):
+        display.say(sentence)
     announce(display, cluster)
     run = Launch(cluster, folder, connect, display)
     with signals_to(run):
@@ -150,7 +153,9 @@ def announce(display: Display, cluster: plan.Plan) -> None:
     threads = (
         "threads as OMP_NUM_THREADS says" if None in shares else "threads: {} a server, {} a worker".format(*shares)
     )
-    display.say(f"{cluster.servers} servers, {cluster.workers} workers on {cluster.cores} cores; {threads}")
+    numbers = {"server": cluster.servers, "worker": cluster.workers, "core": cluster.cores}
+    servers, workers, on = (f"{number} {word}{'s' * (number != 1)}" for word, number in numbers.items())
+    display.say(f"{servers}, {workers} on {on}; {threads}")
 
 
 @contextmanager

@@ -83,7 +83,11 @@ class Plan:
         threads = self.threads(name)
         if threads is not None:
             result["OMP_NUM_THREADS"] = str(threads)
-        if not is_server(name):
+        if is_server(
+            name
+        ):  # which runs nothing of the user's, whose PS_MINE it would have to say that it does not read
+            result = {key: value for key, value in result.items() if not key.startswith("PS_")}
+        else:
             result["PS_WORKER_RANK"] = str(index_of(name))
             result["PS_WORKER_ATTEMPT"] = str(attempt)
             result[TRACEBACK_FILE] = str(self.traceback_file(name))

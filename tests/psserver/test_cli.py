@@ -161,6 +161,15 @@ def test_a_server_that_cannot_start_says_so_in_one_line(
     assert "127.0.0.1:50051 is in use" in line
 
 
+def test_a_variable_that_nobody_reads_is_named(
+    started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PS_MIN_WORKER", "3")
+
+    assert cli.main([]) == 0
+    assert "no setting is called PS_MIN_WORKER; did you mean PS_MIN_WORKERS?" in caplog.messages
+
+
 def test_the_exit_code_is_the_servers(started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psserver.app.run", lambda _: 143)
 

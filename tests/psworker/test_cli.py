@@ -108,6 +108,19 @@ def test_logs_tell_its_rank_and_not_a_worker_number(ran: list[Script], monkeypat
     assert fields == {"rank": 3, "job": None}
 
 
+@pytest.mark.parametrize("attempt", [None, "0"])
+def test_a_variable_that_nobody_reads_is_named_unless_ps_run_has_done_so(
+    attempt: str | None, ran: list[Script], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PS_DEVISE", "cpu")
+    if attempt is not None:
+        monkeypatch.setenv("PS_WORKER_ATTEMPT", attempt)
+
+    cli.main(["--ps", "a:1", "train.py"])
+
+    assert ("no setting is called PS_DEVISE; did you mean PS_DEVICE?" in caplog.messages) is (attempt is None)
+
+
 def test_training_without_servers_needs_none(ran: list[Script]) -> None:
     os.environ["PS_LOCAL"] = "1"
 

@@ -217,6 +217,17 @@ def test_the_environment_names_servers_and_a_flag_wins(
     assert main(["status", "--ps", cluster.address]) == 0
 
 
+def test_a_variable_that_nobody_reads_is_named_beside_the_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setenv("PS_OUTPT", "json")
+
+    assert main(["explain", "12"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "ps-ctl: no setting is called PS_OUTPT; did you mean PS_OUTPUT?\n"
+    assert "PS_" not in out
+
+
 def test_the_environment_chooses_output_and_timeout(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:

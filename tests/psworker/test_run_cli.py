@@ -92,6 +92,15 @@ def test_the_scripts_arguments_are_its_own(bench: Bench) -> None:
     assert "0/1 sync" in result.stdout
 
 
+def test_a_variable_that_nobody_reads_is_named_once(bench: Bench) -> None:
+    """Not again by each process. One of everything is not called by the plural."""
+    result = bench.run(bench.script(GOOD), PS_MIN_WORKER="3")
+
+    named = [line for line in result.stderr.splitlines() if "PS_MIN_WORKER" in line]
+    assert named == ["[run] no setting is called PS_MIN_WORKER; did you mean PS_MIN_WORKERS?"]
+    assert "[run] 1 server, 1 worker on " in result.stderr
+
+
 def test_a_module_runs_as_well(bench: Bench) -> None:
     bench.script(GOOD, "my_train.py")
 

@@ -157,11 +157,14 @@ def test_metrics_ports_stay_free_ones_if_asked_for() -> None:
 
 
 def test_settings_in_our_environment_travel_as_flags_only() -> None:
-    environ = {"PS_POLICY": "async", "PS_CONFIG": "x.toml", "PS_SERVERS": "2", "PATH": "/bin", "PS_LOCAL": "1"}
+    """What the script may have called PS_ of its own is for the script."""
+    environ = {"PS_POLICY": "async", "PS_CONFIG": "x.toml", "PS_SERVERS": "2", "PATH": "/bin", "PS_MINE": "1"}
+    cluster = plan(environ=environ)
 
-    environment = plan(environ=environ).environment("s0", 0)
-
-    assert environment == {"PATH": "/bin", "PS_LOCAL": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "8"}
+    assert cluster.environment("s0", 0) == {"PATH": "/bin", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "8"}
+    worker = cluster.environment("w0", 0)
+    assert worker["PS_MINE"] == "1"
+    assert not {"PS_POLICY", "PS_CONFIG", "PS_SERVERS"} & worker.keys()
 
 
 @pytest.mark.parametrize(("wanted", "passed"), [("auto", "text"), ("text", "text"), ("json", "json")])
