@@ -350,6 +350,7 @@ class Hub:
             found = health(self._coordinator, now)
             waits = self.fleet.missing or (roster.here() and self.waiting_for)
         self._watch.look(roster, found, now)
+        self.metrics.backup_workers(self._coordinator.policy.backup)
         self._watch.waits(self._coordinator, waits or "", now)
         self.snapshots.look()
         self.reshards.look()

@@ -88,6 +88,10 @@ class ServerMetrics:
         count.inc()
         duration.observe(seconds)
 
+    def backup_workers(self, count: int) -> None:
+        """So many a round need not wait for, under the policy of the moment."""
+        self._backup.set(count)
+
     def workers(self, counts: Mapping[str, int]) -> None:
         """The roster by state; a state that is not named counts none."""
         for state in dict.fromkeys((*WORKER_STATES, *counts)):
@@ -130,7 +134,9 @@ class ServerMetrics:
 
     def updates_lost(self, count: int) -> None:
         """The job went back to a snapshot, and so many updates are gone."""
-        self._lost.inc(count)
+        if count:
+            self._lost.inc(count)
+            self._lost_at.set_to_current_time()
 
     def standby(self, in_sync: bool, behind: int) -> None:
         """Has this shard a standby that could take over, and how many records are on their way to it?"""
@@ -203,6 +209,7 @@ class ServerMetrics:
 
     def _membership(self) -> None:
         self._workers = self._gauge("ps_workers", "Workers by state", "state")
+        self._backup = self._gauge("ps_backup_workers", "Workers that a round need not wait for").labels(self._shard)
         self._clock = self._gauge("ps_worker_clock", "Steps that a worker has finished", "worker")
         self._last_push = self._gauge("ps_worker_last_push_timestamp_seconds", "When it counted", "worker")
         self._pushed: set[str] = set()  # series of these have a time of the last push
@@ -223,6 +230,9 @@ class ServerMetrics:
             self._log_failures.labels(self._shard, reason)
         lost = self._counter("ps_updates_lost_total", "Updates lost when the job went back to a snapshot")
         self._lost = lost.labels(self._shard)
+        # a counter of the same height in a process that was started again, or in a standby's, shows no increase
+        lost_at = self._gauge("ps_updates_lost_timestamp_seconds", "When updates were last lost; 0: never")
+        self._lost_at = lost_at.labels(self._shard)
         in_sync = self._gauge("ps_standby_in_sync", "1: there is a standby that could take over")
         self._standby_in_sync = in_sync.labels(self._shard)
         behind = self._gauge("ps_standby_behind_records", "Records that the standby does not have yet")

@@ -21,6 +21,7 @@ from psserver.app import Server
 from psserver.config import ServerConfig
 from psserver.primary_lease import FolderLease
 from psworker import Client
+from tests.e2e.scrape import Metrics
 from tests.e2e.seen import Seen
 from tests.e2e.standbys import Following, silent_standby
 from tests.e2e.workers import ONES, count, counted, counter, status, until
@@ -99,7 +100,8 @@ def falls_silent(client: Client) -> Iterator[None]:
 @seen("backup_workers")
 @pytest.mark.parametrize(("backup", "quick_is_done"), [(0, False), (1, True)])
 def test_backup_workers(serve: Serve, backup: int, quick_is_done: bool) -> None:
-    address = serve("--min-workers", 2, "--backup-workers", backup).address
+    server = serve("--min-workers", 2, "--backup-workers", backup, "--metrics-bind", "127.0.0.1:0")
+    address = server.address
     with counter(address, rank=0) as quick, counter(address, rank=1) as slow:
         pushing = threading.Thread(target=count, args=(quick,))
         pushing.start()
@@ -108,6 +110,7 @@ def test_backup_workers(serve: Serve, backup: int, quick_is_done: bool) -> None:
         assert pushing.is_alive() is not quick_is_done
         assert slow.push(ONES).status == ("stale" if quick_is_done else "applied")
         pushing.join()
+        until(lambda: Metrics(server.monitor.address)("ps_backup_workers") == backup, "its number among the metrics")
 
 
 @seen("late_gradients")

@@ -168,6 +168,18 @@ def test_snapshots(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     assert value(registry, "ps_snapshot_duration_seconds_count") == 1
 
 
+def test_updates_lost_and_when(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    """A return to a snapshot that loses nothing is no news."""
+    metrics.updates_lost(0)
+    assert value(registry, "ps_updates_lost_timestamp_seconds") == 0
+    before = time.time()
+    metrics.updates_lost(3)
+    metrics.updates_lost(4)
+
+    assert value(registry, "ps_updates_lost_total") == 7
+    assert (value(registry, "ps_updates_lost_timestamp_seconds") or 0) >= before
+
+
 def test_shards_in_one_process_do_not_mix() -> None:
     """A registry each; the same object never holds two shards."""
     registries = [new_registry(), new_registry()]
