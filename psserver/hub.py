@@ -335,6 +335,7 @@ class Hub:
 
     def _tick_forever(self) -> None:
         try:
+            self.tick()  # at once: for how long this process was stopped is known from here on
             while not self.stopped.wait(self._desk.soon()):
                 self.tick()
         except Exception as bug:

@@ -27,6 +27,8 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
+from psserver.desk import Desk
+from psserver.hub import Hub
 from psworker.calls import Answer
 from psworker.client import Client
 from psworker.lane import GrpcLane
@@ -34,7 +36,19 @@ from psworker.lease import Place
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import Metrics
-from tests.e2e.workers import ONES, connected, count, counted, counter, status, together, until, weights_of
+from tests.e2e.workers import (
+    DEADLINE,
+    ONES,
+    OUTLIVED,
+    connected,
+    count,
+    counted,
+    counter,
+    status,
+    together,
+    until,
+    weights_of,
+)
 
 Make = Callable[..., Cluster]
 LEASE = 0.5
@@ -93,7 +107,7 @@ def test_a_killed_worker_is_dropped_when_its_lease_ends_and_the_rest_go_on(
         assert (lost["state"], lost["pid"]) == ("lost", other.pid)
         assert "its lease ended" in lost["reason"]
         assert member(address, rank=0)["state"] == "active"
-    (record,) = [record for record in caplog.records if record.message == "worker lost"]
+    (record,) = until(lambda: [r for r in caplog.records if r.message == "worker lost"], "a line about it")
     assert (record.levelno, record.__dict__["worker"]) == (logging.WARNING, lost["worker"])
 
 
@@ -118,12 +132,12 @@ def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(cluster: Ma
 
 def test_a_worker_that_only_computes_for_long_is_not_dropped(cluster: Make) -> None:
     """Its heartbeats keep the lease, whatever its script does meanwhile."""
-    address = cluster(1, min_workers=2, lease=LEASE).address
+    address = cluster(1, min_workers=2, lease=OUTLIVED).address
 
     def slow() -> None:
         with counter(address, rank=1) as client:
             count(client)
-            threading.Event().wait(3 * LEASE)  # the script's silence is what this is about
+            threading.Event().wait(2 * OUTLIVED)  # the script's silence is what this is about
             count(client)
 
     def fast() -> None:
@@ -167,6 +181,16 @@ def test_a_worker_whose_bytes_move_is_not_dropped(cluster: Make, monkeypatch: py
         assert time.monotonic() - began > 3.0  # a good deal longer than the lease
         assert member(servers.address, rank=0)["state"] == "active"
         until(lambda: member(servers.address, rank=0)["state"] == "lost", "a worker whose lease has ended")
+
+
+def test_time_passes_for_a_server_from_its_start_on(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is stopped before its first tick it could not know of that, and would end leases that nobody broke."""
+    ticks, tick = [], Hub.tick
+    monkeypatch.setattr(Desk, "soon", lambda desk: 2 * DEADLINE)
+    monkeypatch.setattr(Hub, "tick", lambda hub: (tick(hub), ticks.append(hub)))
+    servers = cluster(1)
+
+    until(lambda: ticks == [servers.servers[0].hub], "a first tick")
 
 
 def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:

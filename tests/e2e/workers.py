@@ -14,12 +14,16 @@ from torch.utils.data import TensorDataset
 
 import psworker
 from pscommon.weights import weights_sha256
+from psserver.core.recorder import SHORTEST_PAUSE
 from psworker import Client, Job, OptimizerSpec
 
 T = TypeVar("T")
 
 DEADLINE = 30.0
 POLL = 0.01
+
+OUTLIVED = 4 * SHORTEST_PAUSE
+"""A lease that heartbeats keep on a machine that stands still now and then: a server knows of its longer pauses."""
 
 VERSIONS = 15
 """Updates of a whole `training` with two workers: 3 epochs of 10 batches."""
