@@ -6,6 +6,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from pscommon import options
-from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
+from pscommon.core.errors import InvalidRequestError
 from pscommon.memory import usable_memory
 from pscommon.snapshot import Snapshots
 from pscommon.team import cores
@@ -29,7 +30,7 @@ from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
 from tests.e2e.seen import Seen
-from tests.e2e.workers import ONES, connected, count, counted, counter, snapshots, status, until
+from tests.e2e.workers import DEADLINE, ONES, connected, count, counted, counter, snapshots, status, until
 from tests.ports import free_port
 
 seen = Seen("server")
@@ -150,14 +151,19 @@ def test_a_port_file_that_cannot_be_written_ends_the_server(serve: Serve, tmp_pa
 
 
 def pushes_alone(address: str) -> int:
-    """How many pushes of one worker count, up to 4, while another one makes none."""
-    with counter(address, rank=0, wait_timeout=0.3) as quick, counter(address, rank=1):
-        for made in range(4):
-            try:
-                count(quick)
-            except WaitTimeoutError:
-                return made
-    return 4
+    """How many pushes of one worker count, up to 4, before one waits for another worker, which makes none."""
+    with ThreadPoolExecutor(1) as pool, counter(address, rank=0) as quick, counter(address, rank=1) as other:
+        pushing = pool.submit(count, quick, 4)
+
+        def waits() -> bool:
+            whom = status(address)["waiting_for"]
+            return "rank 1" in whom and "rank 0" not in whom
+
+        until(lambda: pushing.done() or waits(), "all pushes, or one that waits")
+        made: int = status(address)["workers"][0]["steps"]
+        other.leave("enough")  # nobody waits for it any more
+        pushing.result(DEADLINE)
+        return made
 
 
 @seen("policy", "staleness")

@@ -24,7 +24,7 @@ from psworker import Client
 from tests.e2e.scrape import Metrics
 from tests.e2e.seen import Seen
 from tests.e2e.standbys import Following, silent_standby
-from tests.e2e.workers import ONES, count, counted, counter, status, until
+from tests.e2e.workers import ONES, OUTLIVED, count, counted, counter, status, until
 
 seen = Seen("server")
 
@@ -61,18 +61,23 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 
 @seen("on_worker_loss")
-@pytest.mark.parametrize(("mode", "least", "most"), [("shrink", 0.3, 1.2), ("wait:1.5", 1.8, 10.0)])
-def test_on_worker_loss_decides_when_a_round_goes_on(serve: Serve, mode: str, least: float, most: float) -> None:
-    address = serve("--min-workers", 2, "--lease", "300ms", "--on-worker-loss", mode).address
-    with counter(address, rank=0) as client, falls_silent(client):
+@pytest.mark.parametrize(("mode", "kept", "seconds"), [("shrink", False, 0.0), ("wait:1.5", True, 1.5)])
+def test_on_worker_loss_decides_when_a_round_goes_on(
+    serve: Serve, caplog: pytest.LogCaptureFixture, mode: str, kept: bool, seconds: float
+) -> None:
+    address = serve("--min-workers", 2, "--lease", f"{OUTLIVED}s", "--on-worker-loss", mode).address
+    with counter(address, rank=0) as client:
         began = time.monotonic()
-        count(client)
+        with falls_silent(client):
+            count(client)
 
-        assert least <= time.monotonic() - began < most
+        assert time.monotonic() - began >= OUTLIVED + seconds
+    until(lambda: "worker lost" in caplog.messages, "a line about it")
+    assert ("worker is silent; its place is kept" in caplog.messages) is kept
 
 
 def test_on_worker_loss_abort_ends_the_job(serve: Serve) -> None:
-    server = serve("--min-workers", 2, "--lease", "300ms", "--on-worker-loss", "abort")
+    server = serve("--min-workers", 2, "--lease", f"{OUTLIVED}s", "--on-worker-loss", "abort")
     with counter(server.address, rank=0) as client, falls_silent(client):
         with pytest.raises(TooFewWorkersError, match="rank 1, "):
             until(lambda: count(client), "the word of it")

@@ -10,14 +10,16 @@ from psserver.changes import Changes
 
 MINE, OTHERS = PushKey(1, 5), PushKey(2, 5)
 LONG = 30.0
+A_WHILE = 0.2
+"""Seconds in which what must not happen could."""
 
 
 def applied(*keys: PushKey) -> Apply:
     return Apply(1, 1, tuple(Contribution(key, 1, 0, 1.0) for key in keys))
 
 
-def woken(wait: Callable[[Changes], object], tell: Callable[[Changes], object]) -> bool:
-    """Does a thread that waits so come out because of this?"""
+def woken(wait: Callable[[Changes], object], tell: Callable[[Changes], object], seconds: float = LONG) -> bool:
+    """Does a thread that waits so come out because of this, within so many seconds?"""
     changes, out = Changes(), threading.Event()
     waits = threading.Event()
 
@@ -32,7 +34,7 @@ def woken(wait: Callable[[Changes], object], tell: Callable[[Changes], object]) 
     waits.wait()
     with changes:
         tell(changes)
-    found = out.wait(0.2)
+    found = out.wait(seconds)
     with changes:
         changes.notify_all()
     thread.join(LONG)
@@ -56,11 +58,15 @@ def woken(wait: Callable[[Changes], object], tell: Callable[[Changes], object]) 
     ids=str,
 )
 def test_an_entry_wakes_those_whose_push_it_is_about(entry: Entry, is_woken: bool) -> None:
-    assert woken(lambda changes: changes.wait(LONG, MINE), lambda changes: changes.notify_of(entry)) is is_woken
+    seconds = LONG if is_woken else A_WHILE
+    assert (
+        woken(lambda changes: changes.wait(2 * LONG, MINE), lambda changes: changes.notify_of(entry), seconds)
+        is is_woken
+    )
 
 
 def test_any_entry_wakes_those_who_wait_for_anything() -> None:
-    assert woken(lambda changes: changes.wait(LONG), lambda changes: changes.notify_of(applied(OTHERS)))
+    assert woken(lambda changes: changes.wait(2 * LONG), lambda changes: changes.notify_of(applied(OTHERS)))
 
 
 def test_of_a_push_that_came_twice_both_calls_are_woken() -> None:

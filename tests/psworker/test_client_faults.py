@@ -23,6 +23,7 @@ from psworker import patience
 from psworker.client import Client
 from psworker.drain import DrainedError
 from tests.psworker.fake_server import FakeCluster, FakeServer, lost
+from tests.psworker.hours import hours, lost_for, pushes, when_asked
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
 SIZE = 5000
@@ -42,10 +43,6 @@ def connect(cluster: FakeCluster, connect_timeout: float = 20.0, wait_timeout: f
     client = Client(cluster.addresses, connect_timeout=connect_timeout, wait_timeout=wait_timeout)
     client.register({"w": np.ones(SIZE, np.float32)}, SGD)
     return client
-
-
-def pushes(cluster: FakeCluster) -> list[ps.PushPullHeader]:
-    return [header for header in cluster.received if header.seq]
 
 
 def raising(error: PSError) -> Callable[[], None]:
@@ -154,11 +151,10 @@ def test_waiting_is_logged(
 
 
 def test_same_push_again_after_a_failure_is_a_duplicate_if_it_counted(cluster: FakeCluster) -> None:
-    with connect(cluster, connect_timeout=0.2) as client:
-        cluster.after[0].extend([lost] * 50)
+    with connect(cluster) as client:
+        cluster.after[0].append(lost_for(hours(client)))
         with pytest.raises(UnreachableError):
             client.push(gradient())
-        cluster.after[0].clear()
         cluster.after[0].append(lost)
         result = client.push_pull(gradient())
 
@@ -170,14 +166,12 @@ def test_same_push_again_after_a_failure_is_a_duplicate_if_it_counted(cluster: F
 
 
 def test_same_push_again_after_a_timeout_is_applied_if_it_had_not_counted(cluster: FakeCluster) -> None:
-    with connect(cluster, wait_timeout=0.2) as client:
+    with connect(cluster) as client:
         cluster.waits_for = "worker 2"
-        with pytest.raises(WaitTimeoutError):
+        with when_asked(cluster, hours(client)), pytest.raises(WaitTimeoutError):
             client.push(gradient())
-        thread = threading.Timer(0.1, cluster.release)
-        thread.start()
-        result = client.push(gradient())
-        thread.join()
+        with when_asked(cluster, cluster.release):
+            result = client.push(gradient())
 
         assert result.status == "applied"
     assert cluster.counted == [(1, 1)]
@@ -185,11 +179,10 @@ def test_same_push_again_after_a_timeout_is_applied_if_it_had_not_counted(cluste
 
 def test_other_push_after_a_failure_gets_a_number_of_its_own(cluster: FakeCluster) -> None:
     """Under the old number a shard that holds the first gradient would mix it with the second."""
-    with connect(cluster, connect_timeout=0.2) as client:
-        cluster.before[1].extend([lost] * 50)
+    with connect(cluster) as client:
+        cluster.before[1].append(lost_for(hours(client)))
         with pytest.raises(UnreachableError):
             client.push(gradient())
-        cluster.before[1].clear()
         result = client.push_pull(gradient(4.0))
 
         assert result.status == "applied"
