@@ -3,11 +3,16 @@
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # one thread per process: threads that wait for a core by spinning slow all of them
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # on a GPU recurrent layers only give the same bytes again with this
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+
+# no example fails because the machine stood still for a moment
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
