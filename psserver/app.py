@@ -99,8 +99,8 @@ class Server:
             self._resources.enter_context(DataDirLock(config.data_dir, config.shard))
         self._registry = new_registry()
         self.metrics = ServerMetrics(self._registry, shard=config.shard)
-        self.archive = self._make_archive()
-        layout = self._make_layout()
+        self.archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
+        layout = self._make_layout()  # before there is a port: a second attempt without this disk would find it taken
         patience = PORT if self._inherited is not None else 0.0
         self._grpc, self.address = listen(config.bind, CALLS, [RpcTimer(self.metrics.rpc)], patience)
         self._resources.callback(lambda: self._grpc.stop(grace=None))
@@ -128,14 +128,6 @@ class Server:
         if config.metrics_bind is not None:
             self.monitor = self._make_monitor(config.metrics_bind)
             self._resources.callback(self.monitor.close)
-
-    def _make_archive(self) -> Archive:
-        """Before there is a port, which a second attempt without this disk would find taken."""
-        config = self.config
-        archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
-        if self._inherited is not None and config.shard == 0:
-            archive.next_generation(self._inherited.mirror.hello["generation"] + 1)
-        return archive
 
     def _make_layout(self) -> Layout:
         """Shard 0 knows best; the others learn it from there."""

@@ -52,6 +52,7 @@ class Archive:
         self.problem = ""
         self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
+        self._uncounted = False  # it could not be written down
         self._shard, self._keep, self._metrics = shard, keep, metrics
         self._data_dir = data_dir
         self._snapshots = Snapshots(data_dir) if data_dir else None
@@ -68,14 +69,33 @@ class Archive:
 
         least: the smallest number that it may get.
         """
+        least = max(least, self.generation + 1)
         if self._data_dir is None:
-            self.generation = max(least, self.generation + 1)
+            self.generation = least
             return
         path = self._data_dir / GENERATION
         try:
             self.generation = _counted_up(path, least, Files())
         except (OSError, ValueError) as error:
             raise SnapshotError(f"cannot count this start of the job in {path}: {error}") from error
+        self._uncounted = False
+
+    def count_on(self, least: int = 0) -> None:
+        """next_generation in a job that runs, which does not stop for a disk: where that refuses the number is written
+        down with the next snapshot."""
+        least = max(least, self.generation + 1)
+        try:
+            self.next_generation(least)
+        except SnapshotError as error:
+            self.generation, self._uncounted = least, True
+            log.error("a start of the job could not be counted; the job goes on", extra={"problem": str(error)})
+
+    def _count_again(self) -> None:
+        """The disk works again."""
+        if self._uncounted and self._data_dir is not None:
+            with contextlib.suppress(OSError, ValueError):
+                _counted_up(self._data_dir / GENERATION, self.generation, Files())
+                self._uncounted = False
 
     def check_place(self) -> None:
         """Shard 0 begins no job where other shards have numbers and it was never started: that is the data directory of
@@ -244,6 +264,7 @@ class Archive:
         except SnapshotError as error:
             self._failed(error)
             return None
+        self._count_again()
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
         log.info("snapshot written", extra={"version": cutting.version})
         return manifest

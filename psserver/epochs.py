@@ -107,6 +107,7 @@ class Epochs:
         first, self.newest = mirror.snapshots
         self._fleet.form(coordinator.members)
         self._fleet.new_log(first)
+        self._archive.count_on(mirror.hello["generation"] + 1)
         recorder = Recorder(coordinator, self.journal)
         self._begin_journal(coordinator, coordinator.version, coordinator.whole())
         self._take_over(recorder)
@@ -159,10 +160,13 @@ class Epochs:
         }
         self.journal.begin(version, self._labelled(state))
 
-    def resume(self, manifest: Manifest) -> None:
-        """Take a snapshot as the state of the job, with workers yet to come; the shards are told to load it."""
+    def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
+        """Take a snapshot as the state of the job, with workers yet to come; the shards are told to load it.
+
+        count: counts this start of the log, before anything has changed; None: whatever the disk says.
+        """
         with self._turning:
-            self._archive.next_generation()
+            (count or self._archive.count_on)()
             self._archive.goes_on_from(manifest)
             self._recovered = False
             recorder = self.new_recorder()
@@ -198,7 +202,7 @@ class Epochs:
             log.warning("going back to a snapshot, as asked", extra={"version": version})
             if self._leading is not None:
                 self._accounted = self._leading.version  # given up on purpose
-            self.resume(manifest)
+            self.resume(manifest, self._archive.next_generation)
 
     def go_back(self, why: str, epoch: int, version: int) -> None:
         """In this epoch, at this version, a shard lost its numbers: all shards return to the newest snapshot, together.
@@ -213,7 +217,7 @@ class Epochs:
             if manifest is None and self._recovered:
                 log.error("the job begins anew: there is no snapshot", extra={"why": why, "updates_lost": version})
                 self._metrics.updates_lost(version)
-                self._archive.next_generation()
+                self._archive.count_on()
                 self.begin()
             elif manifest is None:
                 self._fail(SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT"))

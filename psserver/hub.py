@@ -347,12 +347,10 @@ class Hub:
             self.alive(alive)
         self._watch.lost(self._desk.step(lambda recorder, now: recorder.tick(now)))
         with self._desk.changed:
-            now, roster = time.monotonic(), self._coordinator.roster
-            found = health(self._coordinator, now)
-            waits = self.fleet.missing or (roster.here() and self.waiting_for)
-        self._watch.look(roster, found, now)
-        self.metrics.backup_workers(self._coordinator.policy.backup)
-        self._watch.waits(self._coordinator, waits or "", now)
+            now, coordinator = time.monotonic(), self._coordinator
+            found = health(coordinator, now)
+            waits = self.fleet.missing or (coordinator.roster.here() and self.waiting_for)
+        self._watch.look(coordinator, found, waits or "", now)
         self.snapshots.look()
         self.reshards.look()
         self.fleet[0].stats = statistics(self.engine, self._line)

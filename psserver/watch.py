@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from psserver.core.coordinator import Coordinator
 from psserver.core.health import Condition, Health, conditions
-from psserver.core.roster import Member, Roster
+from psserver.core.roster import Member
 from psserver.core.waiting import late
 from psserver.metrics import ServerMetrics
 from psserver.notices import WaitNotice
@@ -37,10 +37,6 @@ class Watch:
         self._steps: dict[int, int] = {}  # that they had when this last looked
         self._notice = WaitNotice(time.monotonic())
 
-    def waits(self, coordinator: Coordinator, whom: str, now: float) -> None:
-        """All wait for these, in words; empty: nobody does."""
-        self._notice.look(coordinator, whom, now)
-
     def lost(self, members: Iterable[Member]) -> None:
         """Their leases have ended."""
         for member in members:
@@ -51,9 +47,15 @@ class Watch:
                 log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
                 self._metrics.gone(member.worker)
 
-    def look(self, roster: Roster, found: Mapping[int, Condition], now: float) -> None:
-        """At everybody who is here: a line for each who has become slow, and one when it is so no longer."""
+    def look(self, coordinator: Coordinator, found: Mapping[int, Condition], whom: str, now: float) -> None:
+        """At everybody who is here: a line for each who has become slow, and one when it is so no longer.
+
+        whom: all wait for these, in words; empty: nobody does.
+        """
+        self._notice.look(coordinator, whom, now)
+        roster = coordinator.roster
         self._metrics.workers(roster.counts())
+        self._metrics.backup_workers(coordinator.policy.backup)
         for gone in (self._steps.keys() | self._since.keys() | self._told.keys()) - found.keys():
             self._forget(gone)
         for worker, condition in found.items():

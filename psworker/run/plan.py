@@ -83,9 +83,7 @@ class Plan:
         threads = self.threads(name)
         if threads is not None:
             result["OMP_NUM_THREADS"] = str(threads)
-        if is_server(
-            name
-        ):  # which runs nothing of the user's, whose PS_MINE it would have to say that it does not read
+        if is_server(name):  # it runs nothing of the user's, and would say that it does not read PS_MINE
             result = {key: value for key, value in result.items() if not key.startswith("PS_")}
         else:
             result["PS_WORKER_RANK"] = str(index_of(name))

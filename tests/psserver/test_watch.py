@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
+from psserver.core.coordinator import Coordinator
 from psserver.core.health import Condition, Health
-from psserver.core.roster import Roster, State
+from psserver.core.policy import policy
+from psserver.core.roster import State
+from psserver.core.rules import Rules
 from psserver.metrics import ServerMetrics
 from psserver.watch import QUIET, SURE, Watch
 
@@ -19,19 +22,20 @@ SLOW, LIVE, SILENT = Condition(Health.SLOW, 1.23456, 0.1), Condition(Health.LIVE
 class Scene:
     """One worker that is looked at every 0.2 seconds."""
 
-    roster: Roster = field(default_factory=lambda: Roster(5.0))
+    coordinator: Coordinator = field(default_factory=lambda: Coordinator(1, Rules(policy("sync"))))
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     now: float = 100.0
 
     def __post_init__(self) -> None:
         self.watch = Watch(ServerMetrics(self.registry, shard=0), 0.0)
+        self.roster = self.coordinator.roster
         self.member = self.roster.join(0.0, 7, "host-a", 1, "cpu")
 
     def pass_by(self, seconds: float, *conditions: Condition) -> None:
         """So much time, during which each look finds the next of these."""
         for look in range(round(seconds / 0.2)):
             found = {member.worker: conditions[look % len(conditions)] for member in self.roster.here()}
-            self.watch.look(self.roster, found, self.now)
+            self.watch.look(self.coordinator, found, "", self.now)
             self.now += 0.2
 
 
