@@ -47,6 +47,7 @@ class Shipper:
     def __init__(self, machine: Shipping, metrics: ServerMetrics, deposed: Callable[[str], Never]) -> None:
         self.whole: Whole = lambda begin: None
         self._address = ""
+        self._why = ""  # there is no standby
         self._machine, self._metrics = machine, metrics
         self._deposed = deposed
         self._changed = threading.Condition()
@@ -155,6 +156,7 @@ class Shipper:
                 self._changed.wait(TICK)
             if self.open:
                 log.info("the standby is to load everything anew", extra={"why": why})
+                self._why = f", for {why}"
                 self._lose(self._machine.line)
 
     def checksum(self, version: int, store: Store) -> None:
@@ -228,7 +230,7 @@ class Shipper:
         with self._changed:
             self._make_way(hello)  # another one may have been quicker while this one waited for its state
             line = machine.attach(hello.instance, time.monotonic())
-            self._address = hello.address
+            self._address, self._why = hello.address, ""
             for record in state:
                 self._put(record)
             machine.loaded()
@@ -272,7 +274,8 @@ class Shipper:
         with self._changed:
             if machine.standby != instance or not machine.freeze():
                 raise MismatchError(
-                    f"this standby is behind ({self.state}): wait until ps-ctl status shows it in sync; then promote",
+                    f"this standby is behind ({self.state}{self._why}): wait until ps-ctl status shows it in sync; "
+                    "then promote",
                     "NOT_IN_SYNC",
                 )
             if not self._changed.wait_for(lambda: machine.handed_over, seconds):

@@ -67,6 +67,7 @@ class Standby:
         self._received = self._said = 0
         self._busy = False
         self._problem = ""  # that the primary is to hear of
+        self._why = ""  # there is no line, or the whole state has not come over it
         self._call: Any = None
         self._promoted: Tenure | None = None
         self._at_rest = threading.Event()  # nobody follows any more
@@ -120,7 +121,11 @@ class Standby:
         """For /readyz: could it take over?"""
         if self._succession.loaded:
             return True, f"standby of {self.primary}, version {self.version}"
-        return False, self._problem or f"the whole state of {self.primary} is not here yet"
+        return False, self._problem or f"the whole state of {self.primary} is not here yet{self._because}"
+
+    @property
+    def _because(self) -> str:
+        return f" ({self._why})" if self._why else ""
 
     def _wait_for_silence(self) -> None:
         """async: until the other one cannot believe any more that it is primary."""
@@ -175,7 +180,7 @@ class Standby:
         elif self._mirror is not None:
             self._mirror.take(record)
             if self._mirror.loaded and not self._succession.loaded:
-                self._succession.loaded, self._problem = True, ""
+                self._succession.loaded, self._problem, self._why = True, "", ""
                 log.info("has the whole state of its primary", extra={"version": self._mirror.version})
 
     def _begin(self, hello: dict[str, Any]) -> None:
@@ -194,6 +199,7 @@ class Standby:
     def _bear(self, error: Exception) -> None:
         """The line has ended. What cannot become better ends this process, and so does silence where nothing is here
         that the job could go on with; the rest is tried again."""
+        self._why = str(error)
         unfit = not isinstance(error, (UnreachableError, MismatchError))
         if unfit:
             self._succession.loaded = False
@@ -276,7 +282,8 @@ class Standby:
         """The primary has stepped down, or does not answer; then what people should know."""
         if not self._succession.loaded or self._mirror is None:
             raise MismatchError(
-                f"this standby has not loaded the state of {self.primary}: wait until ps-ctl status shows it in sync",
+                f"this standby has not loaded the state of {self.primary}{self._because}: wait until ps-ctl status "
+                "shows it in sync",
                 "NOT_IN_SYNC",
             )
         try:

@@ -15,6 +15,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psserver.frozen import Frozen
 from psserver.mirror import Mirror
 from psserver.primary_lease import FolderLease
 from psserver.shipped import checksum
@@ -230,6 +231,20 @@ def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
         following.in_sync()
         with counter(server.address) as client:
             count(client)
+
+
+def test_one_that_cannot_load_says_why(cluster: Make) -> None:
+    server = cluster(policy="async").servers[0]
+    with counter(server.address) as client:
+        count(client, 1)
+        store = server.engine.store
+        assert store is not None
+        with server.engine.standing(1):
+            server.engine.moves.held = Frozen(server.engine._machine.epoch, 1, 1, store)
+        with Following(server) as following:
+            until(lambda: "the model is on the move" in following.standby.ready()[1], "a reason")
+            with pytest.raises(MismatchError, match=r"has not loaded.*the model is on the move.*: wait until ps-ctl"):
+                following.standby.promote(1.0)
 
 
 def test_one_that_the_lock_keeps_back_says_who_has_more(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,15 @@ def test_who_has_handed_over_ends_whether_or_not_anybody_hears_that(lease: Broke
     assert not str(ended.value)
 
 
+def test_one_that_is_behind_hears_why() -> None:
+    """It was in sync; wait is all that helps while the model moves."""
+    primary = shipper(None)
+    primary.drop("the model has moved")
+
+    with pytest.raises(MismatchError, match=r"behind \(none, for the model has moved\): wait until ps-ctl status"):
+        primary.step_down("s", 1.0)
+
+
 def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
     """Nobody knows then who is primary."""
     primary = shipper(lease)
