@@ -337,7 +337,7 @@ def run(config: ServerConfig) -> int:
         raise standby.failure
     if inherited is None:
         return signals.exit_code(over=False)
-    return serve(successor(config, standby.address, inherited))
+    return serve(successor(config, standby.address, inherited), signals)
 
 
 def successor(config: ServerConfig, address: str, inherited: Inherited) -> Server:
@@ -355,11 +355,12 @@ def successor(config: ServerConfig, address: str, inherited: Inherited) -> Serve
     return Server(replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited)
 
 
-def serve(server: Server) -> int:
-    """Until the job ends; the exit code."""
-    signals = _Signals(server.stop)
+def serve(server: Server, signals: "_Signals | None" = None) -> int:
+    """Until the job ends; the exit code. signals: that this process has had as a standby, and will have."""
+    signals = signals or _Signals(server.stop)
     try:
         server.start()
+        signals.tell(server.stop)
         interruptible.wait(server.ended)
     finally:
         server.close()
@@ -375,6 +376,12 @@ class _Signals:
         self._stop, self._number = stop, 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._first)
+
+    def tell(self, stop: Callable[[str], None]) -> None:
+        """Of one that comes, and of one that came before."""
+        self._stop = stop
+        if self._number:
+            stop(signal.Signals(self._number).name)
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self._number = number

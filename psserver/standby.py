@@ -93,8 +93,9 @@ class Standby:
             while self._promoted is None and not self.ended.is_set():
                 self._follow()
         finally:
+            with self._promoting:  # who asks now is told that this one ends; who asked before is waited for
+                self.ended.set()
             self._at_rest.set()
-            self.ended.set()
             ticker.join()
             self._grpc.stop(grace=2.0).wait()
             if self.monitor is not None and self._promoted is None:
@@ -108,8 +109,9 @@ class Standby:
         return Inherited(self._promoted, self._mirror, self._succession.whole, self.monitor)
 
     def stop(self, reason: str) -> None:
-        """End, without being primary."""
-        self.ended.set()
+        """End, without being primary; but where its primary hands over just now, as one, for nobody else is."""
+        with self._promoting:
+            self.ended.set()
         self._hang_up()
 
     @property
@@ -262,6 +264,8 @@ class Standby:
         """Somebody wants this one to be primary. MismatchError or UnreachableError: why not, and what to do."""
         with self._promoting:
             if self._promoted is None:
+                if self.ended.is_set():
+                    raise UnreachableError("this standby ends", "STOPPING")
                 note = self._agreed()
                 tenure = self._succession.take_over()
                 if tenure is None:

@@ -3,13 +3,14 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pscommon.core.errors import MismatchError, PSError
+from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
@@ -245,6 +246,38 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
             until(lambda: "the model is on the move" in following.standby.ready()[1], "a reason")
             with pytest.raises(MismatchError, match=r"has not loaded.*the model is on the move.*: wait until ps-ctl"):
                 following.standby.promote(1.0)
+
+
+def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its primary would end, too, and nobody be primary."""
+    server, asked, answer = cluster().servers[0], threading.Event(), threading.Event()
+
+    def agreed() -> str:
+        asked.set()
+        answer.wait(10)
+        return ""
+
+    with Following(server) as following, ThreadPoolExecutor(2) as pool:
+        following.in_sync()
+        monkeypatch.setattr(following.standby, "_agreed", agreed)
+        monkeypatch.setattr(following.standby._succession, "take_over", lambda: None)
+        promoting = pool.submit(following.standby.promote, 1.0)
+        asked.wait(10)
+        stopping = pool.submit(following.standby.stop, "SIGTERM")
+        with pytest.raises(TimeoutError):
+            stopping.result(0.3)
+        assert not following.standby.ended.is_set()
+        answer.set()
+        with pytest.raises(MismatchError):
+            promoting.result(10)
+        stopping.result(10)
+
+        asked.clear()
+        with pytest.raises(UnreachableError, match="this standby ends"):
+            following.standby.promote(1.0)
+        assert not asked.is_set()
 
 
 def test_one_that_the_lock_keeps_back_says_who_has_more(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
