@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
-from operator import index, is_
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
-from pscommon.optimizers import groups_to_json, spec_of
 from psworker.accumulation import Accumulation
 from psworker.bridge import Bridge
 from psworker.courier import Courier, Push
 from psworker.drain import DrainedError
+from psworker.groups import Settings
 from psworker.overlap import Overlap
 from psworker.pipeline import Pipeline
 from psworker.results import PushResult, lost
@@ -74,6 +74,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         pipeline: bool = False,
     ) -> None:
         _refuse_history(optimizer.state)
+        _refuse_own_step(optimizer)
         self._bridge = Bridge(model, optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, StateOnServers()
@@ -309,35 +310,6 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state = shared, StateOnServers()
 
 
-class Settings:
-    """An optimizer's hyper-parameters as JSON, made anew only where they may have changed."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._members = [list(group["params"]) for group in optimizer.param_groups]
-        self._seen: list[dict[str, Any]] | None = None
-        self._text = ""
-
-    def groups_json(self, groups: list[dict[str, Any]]) -> str:
-        """Of the parameter groups as they stand now. groups: those that the script sees."""
-        self._check_members(groups)
-        known = self._optimizer.defaults.keys()  # what else stands in a group is the script's own
-        seen = [{key: group[key] for key in known & group.keys()} for group in self._optimizer.param_groups]
-        if seen != self._seen or not all(_is_constant(value) for group in seen for value in group.values()):
-            self._seen, self._text = seen, groups_to_json(spec_of(self._optimizer).groups)
-        return self._text
-
-    def _check_members(self, groups: list[dict[str, Any]]) -> None:
-        """The servers know from the start which weights belong to which group, and look at no other groups."""
-        shared = groups is self._optimizer.param_groups and len(groups) == len(self._members)
-        if not shared or not all(_are(group["params"], own) for group, own in zip(groups, self._members, strict=True)):
-            raise InvalidRequestError(
-                "the optimizer's parameter groups are not those that the job was made with, and which weights train in "
-                "which group is fixed: change a group's values where they stand (group['lr'] = ...), and switch "
-                "requires_grad, or set gradients to None, to leave weights out"
-            )
-
-
 def unscale(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Divides them, with the very bits of GradScaler's own division."""
     for _, group in groupby(sorted(gradients, key=_dtype), _dtype):
@@ -348,15 +320,6 @@ def unscale(gradients: Sequence[Tensor], scale: Tensor) -> None:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype)
-
-
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _is_constant(value: Any) -> bool:
-    """A tensor or a list may have changed without being another one."""
-    return all(map(_is_constant, value)) if type(value) is tuple else isinstance(value, (float, int, str, type(None)))
 
 
 def _checked_weight(samples: Any) -> int:
@@ -375,6 +338,15 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         raise InvalidRequestError(
             "this optimizer was handed over: call step() of the one that job.optimizer(...) returned, "
             "which takes its place"
+        )
+
+
+def _refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """As a subclass is. LR schedulers put a step of their own there, which counts and changes nothing."""
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise InvalidRequestError(
+            "this optimizer's step() was replaced, and the servers' would be torch's own: hand it over as it was; "
+            "what is to happen before or after a step goes into register_step_pre_hook and register_step_post_hook"
         )
 
 

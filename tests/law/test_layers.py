@@ -23,8 +23,8 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psserver.memories", "psserver.staging", "psserver.store", "psserver.stretch",
     "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.changes",
     "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.examples", "psworker.generators",
-    "psworker.job", "psworker.local", "psworker.model_tape", "psworker.optimizer", "psworker.overlap",
-    "psworker.pipeline", "psworker.simulation", "psworker.streams", "psworker.training",
+    "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape", "psworker.optimizer",
+    "psworker.overlap", "psworker.pipeline", "psworker.simulation", "psworker.streams", "psworker.training",
 }  # fmt: skip
 COMMANDS = {"pscommon.config", "pscommon.options", "pscommon.values", "psserver.cli", "psworker.cli"}
 HOMES = {

@@ -115,6 +115,19 @@ def test_what_servers_cannot_run_is_refused() -> None:
         Job(LocalClient()).optimizer(torch.optim.Adadelta(model.parameters()), model)
 
 
+def test_an_optimizer_whose_step_was_replaced_is_refused() -> None:
+    """An LR scheduler's replacement is not meant."""
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    Job(LocalClient()).optimizer(optimizer, model)
+
+    optimizer = sgd(model.parameters())
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequestError, match=r"step\(\) was replaced.*register_step_pre_hook"):
+        Job(LocalClient()).optimizer(optimizer, model)
+
+
 def test_a_complex_model_is_refused() -> None:
     model = nn.Linear(2, 2, dtype=torch.complex64)
 
