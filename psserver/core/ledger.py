@@ -16,10 +16,14 @@ from psserver.core.stream_ledger import Stream
 
 
 class Ledger:
-    """Loops by number. A push's batches are committed in the decision that counts it."""
+    """Loops by number. A push's batches are committed in the decision that counts it.
+
+    What a push or a worker costs here does not grow with the loops that are over: a script may have one for each epoch.
+    """
 
     def __init__(self) -> None:
         self.loops: dict[int, Loop | Stream] = {}
+        self._live: dict[int, Loop | Stream] = {}  # but for those that were closed when a worker last came to a loop
         self._whereabouts: dict[int, int] = {}
 
     @property
@@ -36,7 +40,7 @@ class Ledger:
         """The loop that a worker is at; MismatchError if the job knows it as another. first_open: it has left those
         before this one; None: those before the loop that it is at. workers: all that are registered."""
         if spec.loop not in self.loops:
-            self.loops[spec.loop] = self._made(spec)
+            self._add(spec)
         loop = self.loops[spec.loop]
         if loop.spec != spec:
             raise MismatchError(
@@ -55,14 +59,15 @@ class Ledger:
         """The first loop that the worker is still in, and what is dealt of this one."""
         return self._whereabouts.get(worker), self.loops[loop].dealt() if loop in self.loops else None
 
-    def _made(self, spec: Spec) -> Loop | Stream:
-        if isinstance(spec, StreamSpec):
-            return Stream(spec, self._whereabouts)
-        return Loop(spec, self._whereabouts)
+    def _add(self, spec: Spec) -> Loop | Stream:
+        here = self._whereabouts
+        loop = Stream(spec, here) if isinstance(spec, StreamSpec) else Loop(spec, here)
+        self.loops[spec.loop] = self._live[spec.loop] = loop
+        return loop
 
     def _come(self, worker: int, loop: int) -> None:
         self._whereabouts[worker] = loop
-        for number, earlier in self.loops.items():
+        for number, earlier in self._live.items():
             if number < loop:
                 earlier.leave(worker)
 
@@ -70,14 +75,16 @@ class Ledger:
         """Loops that all of these have left, broken off perhaps, are over: whoever comes to them later finds nothing
         there, instead of training alone on what the others did not want."""
         first = min((self._whereabouts.get(worker, 0) for worker in workers), default=0)
-        for number, loop in self.loops.items():
-            loop.ended = loop.ended or number < first
+        for number, loop in self._live.items():
+            if number < first:
+                loop.end()
+        self._live = {number: loop for number, loop in self._live.items() if not loop.closed}
 
     def commit(self, worker: int, batches: Iterable[BatchKey]) -> None:
         """The push that used these counts."""
         for loop, batch in self._known(batches):
             loop.commit(worker, batch.number)
-        for loop in self.loops.values():
+        for loop in self._live.values():
             loop.settle(worker)
 
     def drop(self, worker: int, batches: Iterable[BatchKey]) -> None:
@@ -101,12 +108,12 @@ class Ledger:
     def give_back(self, worker: int) -> None:
         """The worker is out of the job."""
         self._whereabouts.pop(worker, None)
-        for loop in self.loops.values():
+        for loop in self._live.values():
             loop.lose(worker)
 
     def transfer(self, old: int, new: int) -> None:
         """Worker `new` takes the place of `old`, which is dead: it gets what `old` was leased and did not commit."""
-        for loop in self.loops.values():
+        for loop in self._live.values():
             loop.transfer(old, new)
 
     def state(self) -> list[dict[str, Any]]:
@@ -115,20 +122,19 @@ class Ledger:
 
     def restore(self, states: Iterable[Mapping[str, Any]]) -> None:
         """What has counted, with leases void: the job goes back to a snapshot, and all its workers are out."""
-        self._whereabouts, self.loops = {}, {}
+        self._whereabouts, self.loops, self._live = {}, {}, {}
         for state in states:
             self._again(state).restore(state)
 
     def recover(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Be exactly the ledger whose state this is."""
-        self._whereabouts, self.loops = {worker: s["spec"]["loop"] for s in states for worker in s["here"]}, {}
+        self._whereabouts = {worker: s["spec"]["loop"] for s in states for worker in s["here"]}
+        self.loops, self._live = {}, {}
         for state in states:
             self._again(state).recover(state)
 
     def _again(self, state: Mapping[str, Any]) -> Loop | Stream:
-        spec = spec_from_dict(state["spec"])
-        loop = self.loops[spec.loop] = self._made(spec)
-        return loop
+        return self._add(spec_from_dict(state["spec"]))
 
 
 def _differences(others: Spec, mine: Spec) -> str:

@@ -47,6 +47,17 @@ class LoopLedger(ABC):
     def done(self) -> bool:
         """Every batch has counted."""
 
+    @property
+    def closed(self) -> bool:
+        """It is over, and nothing that a worker does, or that becomes of it, changes anything here any more."""
+        return self.ended and not self.leased and not self._left_behind
+
+    def end(self) -> None:
+        """Nobody gets anything of it any more, and what was sent is not sent again."""
+        self.ended = True
+        if not self.leased:
+            self._leases = Leases()
+
     def dealt(self) -> tuple[Any, ...]:
         """Another value wherever something has been dealt, sent, or counted, or has come."""
         return self.ended, self.committed, self._leases.state()

@@ -263,7 +263,8 @@ class Updates:
         """
         for number in {m.waiting for m in self.roster.here() if m.waiting is not None}:
             loop = self.ledger.loops[number]
-            loop.ended = loop.ended or loop.done
+            if loop.done:
+                loop.end()
             for member in self.roster.here():
                 if member.waiting == number and (loop.ended or loop.has_dealt(member.worker)):
                     self.wake(member)

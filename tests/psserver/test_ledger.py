@@ -3,6 +3,7 @@
 import pytest
 
 from pscommon.core.errors import MismatchError
+from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from psserver.core.batch_ledger import Loop
 from psserver.core.ledger import Ledger
@@ -125,6 +126,23 @@ def test_a_loop_that_all_workers_have_left_is_over() -> None:
     again = Ledger()
     again.restore(ledger.state())
     assert again.loops[0].ended
+
+
+def test_loops_that_are_over_cost_pushes_and_workers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each push of a script with a loop for each epoch would take longer than the one before."""
+    ledger, asked = Ledger(), list[int]()
+    for number in range(50):
+        loop = ledger.open(1, LoopSpec(number, size=2, batch_size=1), None, [1])
+        loop.take(1, 0, 2, [1])
+        ledger.commit(1, [BatchKey(number, 0)])  # the other one is left
+    for name in ("settle", "lose", "leave", "transfer"):
+        monkeypatch.setattr(Loop, name, lambda loop, *_: asked.append(loop.spec.loop))
+    ledger.commit(1, [BatchKey(49, 1)])
+    ledger.transfer(1, 2)
+    ledger.give_back(2)
+
+    assert set(asked) == {48, 49}  # what was left of 48 may be in the push that counts next
+    assert [state["received"] for state in ledger.state()][:48] == [[]] * 48
 
 
 def test_a_loop_inside_another_leaves_that_one_as_it_is() -> None:
