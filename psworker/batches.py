@@ -147,7 +147,7 @@ class Leases:
             self._held.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
             self._ended = lease.end and not lease.numbers
             if self._ended and not self._job.usage.batches:  # else it ends for this worker only, with those in hand
-                self._job.passed(self._spec.loop)
+                self._job.loops.passed(self._spec.loop)
             if lease.sat_out and not idle:
                 self._job.pull()
 
@@ -180,37 +180,6 @@ class Leases:
         self._ready.clear()
         if held:
             self._job.client.return_batches([BatchKey(self._spec.loop, number) for number in held])
-
-
-class Loops:
-    """The loops that a script is in (`open`) or has made and may still begin: by their numbers, the first of these.
-
-    One that is made may begin inside a later one: `rows = iter(job.batches(a))`, and `next(rows)` in a loop over b. But
-    where two loops that are in no other have begun since it was made, the script keeps it for later, and has left what
-    lies between.
-    """
-
-    def __init__(self) -> None:
-        self.open: list[Leases] = []
-        self._made: set[int] = set()
-        self._last = -1
-
-    @property
-    def first(self) -> int:
-        return min([*self._made, *(leases.loop for leases in self.open)])
-
-    def make(self, loop: int) -> None:
-        self._made.add(loop)
-
-    def begin(self, leases: Leases) -> None:
-        self._made.discard(leases.loop)
-        if not self.open:  # it is in no other
-            self._made = {loop for loop in self._made if loop > self._last}
-            self._last = leases.loop
-        self.open.append(leases)
-
-    def end(self, leases: Leases) -> None:
-        self.open.remove(leases)
 
 
 class Source(Protocol):

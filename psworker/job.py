@@ -16,10 +16,11 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import StreamSpec
 from psworker import metrics, streams
 from psworker.arguments import seed_of
-from psworker.batches import Batches, Fetcher, Leases, Loops, MapStyle, Usage, check_options, map_style, spec_made
+from psworker.batches import Batches, Fetcher, Leases, MapStyle, Usage, check_options, map_style, spec_made
 from psworker.drain import DrainedError
 from psworker.environment import is_on
 from psworker.local import JobClient
+from psworker.loops import Loops
 from psworker.optimizer import ServerOptimizer
 from psworker.results import PushResult
 from psworker.stats import Stats
@@ -50,7 +51,6 @@ class Job:
         self.first_version = 0
         self._optimizer: ServerOptimizer | None = None
         self._loops = 0
-        self._passed: set[int] = set()
         self.loops = Loops()
         self._retired = False
         self._returns = 0
@@ -246,7 +246,7 @@ class Job:
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer before going through job.batches")
         self.loops.begin(leases)
-        reason = None
+        reason, steps = None, self.stats.steps
         try:
             yield
             reason = ""
@@ -257,7 +257,7 @@ class Job:
             # whoever cannot reach the job, or is out of it, holds nothing any more
             with suppress(PSError):
                 leases.give_back()
-            self.loops.end(leases)
+            self.loops.end(leases, self.last.version if self.last and self.stats.steps > steps else 0)
             if self.client.draining and reason is not None:
                 self._retire(reason)
 
@@ -265,10 +265,6 @@ class Job:
     def has_gradients(self) -> bool:
         """Is there anything that a step would push?"""
         return self._optimizer is not None and self._optimizer.has_gradients
-
-    def passed(self, loop: int) -> None:
-        """This loop has ended: all its batches have counted."""
-        self._passed.add(loop)
 
     def insist(self, call: Callable[[], T]) -> T:
         """What `call` returns, which is repeated when the job had gone on without this worker."""
@@ -340,7 +336,7 @@ class Job:
         log.info("back in job %s as worker %d, version %d", self.client.job, self.client.worker, self.version)
 
     def _check_loop(self) -> None:
-        if self.client.open_loop in self._passed and not self._retired:
+        if self.loops.come_again(self.client.open_loop, self.version) and not self._retired:
             raise FencedError(
                 f"the servers went back to version {self.version}, in an earlier loop: start the script again"
             )

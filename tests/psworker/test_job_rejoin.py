@@ -276,6 +276,25 @@ def test_a_loop_that_the_servers_have_again_ahead_of_them_needs_the_script_from_
         assert caught.value.exit_code == 20
 
 
+@pytest.mark.parametrize("back_to", [0, 1])
+def test_steps_of_a_loop_that_was_broken_off_are_not_lost_without_a_word(cluster: FakeCluster, back_to: int) -> None:
+    """Nobody would make them again. Back to where it was left nothing is missing."""
+    cluster.deal(0, 1, 5, 6, None)
+    with started(cluster) as (job, net, optimizer):
+        for _ in job.batches((DATA,), 1):
+            backward(net, DATA)
+            optimizer.step()
+            break
+        with cluster.changed:
+            cluster.version = back_to
+
+        if back_to:
+            assert run(job, net, optimizer, fence_at(cluster, 0))[0] == "stale"
+        else:
+            with pytest.raises(FencedError, match="went back to version 0, in an earlier loop"):
+                run(job, net, optimizer, fence_at(cluster, 0))
+
+
 def test_a_loop_that_has_ended_on_the_servers_too_is_no_reason_to_stop(cluster: FakeCluster) -> None:
     cluster.deal(0, None, 5, 6, None)
     cluster.open_loop = 1
