@@ -50,6 +50,7 @@ class Archive:
         self.newest_version: int | None = None
         self.newest_time: float | None = None
         self.problem = ""
+        self.failures = 0  # snapshots of the job that could not be made
         self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
         self._uncounted = False  # it could not be written down
@@ -253,6 +254,7 @@ class Archive:
         assert self._snapshots is not None
         if cutting.problem:
             self.problem = cutting.problem
+            self.failures += 1
             self._metrics.snapshot_failed("incomplete")
             log.error(
                 "snapshot failed; training goes on", extra={"version": cutting.version, "problem": cutting.problem}
@@ -263,6 +265,7 @@ class Archive:
             self._snapshots.commit(manifest)
         except SnapshotError as error:
             self._failed(error)
+            self.failures += 1
             return None
         self._count_again()
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()

@@ -10,6 +10,9 @@ from psserver.fleet import Fleet
 LAST = 30.0
 """Seconds that the end of a job waits for its last snapshot."""
 
+PAUSE = 2.0
+"""Seconds before that is tried again where it could not be written: each try copies and writes the whole model."""
+
 
 class Snapshots:
     """What people, the clock and the end of a job want of them. Waits at the coordinator's desk.
@@ -78,13 +81,24 @@ class Snapshots:
                 self._desk.do("settle")  # without a log, the snapshot of before will do
 
     def _written(self, wanted: int, seconds: float, stopping: bool = False) -> int | None:
-        """Cut until there is a snapshot of this version (less, if all go back); its version, or None: not in time."""
+        """Cut until there is a snapshot of this version (less, if all go back); its version, or None: not in time.
+
+        SnapshotError where one could not be written. As the job ends it is tried again: nobody is there who would.
+        """
+
+        failures, again = self._archive.failures, 0.0
 
         def written(recorder: Recorder, now: float) -> int | None:
+            nonlocal failures, again
             newest = self._archive.newest_version
             if newest is not None and newest >= min(wanted, recorder.coordinator.version):
                 return newest
-            recorder.cut(now)
+            if self._archive.failures > failures:
+                if not stopping:
+                    raise SnapshotError(f"the snapshot failed: {self._archive.problem}")
+                failures, again = self._archive.failures, now + PAUSE
+            if now >= again:
+                recorder.cut(now)
             return None
 
         return self._desk.until(written, seconds, stopping)

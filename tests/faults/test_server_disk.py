@@ -16,6 +16,7 @@ from pscommon.snapshot import Snapshots
 from pscommon.snapshot.files import Files
 from pscommon.values import SnapshotEvery
 from psworker import Client
+from psworker.ctl.cli import main
 from tests.e2e.conftest import Cluster
 from tests.e2e.disk import stored
 from tests.e2e.scrape import Metrics
@@ -217,3 +218,35 @@ def test_a_disk_that_is_really_full(cluster: Make, small_disk: SmallDisk, caplog
         version = recovers(servers, client, caplog, folders)
     servers.close()
     assert started_again(cluster, small_disk.path, "log") == version == 56
+
+
+def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
+    cluster: Make, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """After one try: each copies and writes the whole model."""
+    servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
+    with counter(servers.address) as client:
+        count(client)
+        small_disk.fill()
+
+        assert main(["--ps", servers.address, "snapshot", "save"]) == 12
+        assert "No space left" in capsys.readouterr().err
+        assert len([each for each in caplog.records if each.message.startswith("snapshot failed")]) == 2
+
+        small_disk.free()
+        assert main(["--ps", servers.address, "snapshot", "save"]) == 0
+
+
+def test_the_last_snapshot_on_a_full_disk_is_tried_again_now_and_then(
+    cluster: Make, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psserver.snapshots.LAST", 1.0)
+    servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
+    server = servers.servers[0]
+    with counter(servers.address) as client:
+        count(client)
+        small_disk.fill()
+        server.stop("SIGTERM")
+        assert server.ended.wait(30)
+
+    assert server.archive.failures == 1
