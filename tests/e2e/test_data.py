@@ -19,7 +19,7 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.programs import programs_in
 from tests.e2e.test_policies import POLICIES
-from tests.e2e.workers import status, together, until
+from tests.e2e.workers import OUTLIVED, status, together, until
 
 Make = Callable[..., Cluster]
 Batch = tuple[int, ...]
@@ -287,7 +287,7 @@ class Quits:
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name: str) -> None:
     """It dies with a batch in its hands and cannot say goodbye; each sample counts exactly once."""
-    servers = cluster(2, min_workers=2, lease=0.5, **POLICIES[name])
+    servers = cluster(2, min_workers=2, lease=OUTLIVED, **POLICIES[name])
     lane = Mortal(GrpcLane(servers.addresses.split(",")))
     victim = Quits(3, lane.die)
 

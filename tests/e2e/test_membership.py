@@ -51,7 +51,6 @@ from tests.e2e.workers import (
 )
 
 Make = Callable[..., Cluster]
-LEASE = 0.5
 LONG_LEASE = 2.0
 """Where a process has to start and send its first heartbeats on a busy machine."""
 
@@ -195,7 +194,7 @@ def test_time_passes_for_a_server_from_its_start_on(cluster: Make, monkeypatch: 
 
 def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:
     """Every batch counts exactly once."""
-    address, loop = cluster(2, lease=LEASE).address, LoopSpec(0, size=20, batch_size=1)
+    address, loop = cluster(2, lease=OUTLIVED).address, LoopSpec(0, size=20, batch_size=1)
     with counter(address) as client:
         held = silent_worker(address, client.job, codec.model_to_proto(client.plan.spec), loop)
         tape, used = memoryview(bytearray(client.plan.nbytes)), []

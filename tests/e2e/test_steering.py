@@ -23,7 +23,7 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Programs, programs_in
 from tests.e2e.test_commands import ctl
 from tests.e2e.test_data import assert_each_once, train
-from tests.e2e.workers import DEADLINE, ONES, count, counted, counter, status, together, until, weights_of
+from tests.e2e.workers import DEADLINE, ONES, OUTLIVED, count, counted, counter, status, together, until, weights_of
 
 Make = Callable[..., Cluster]
 Output = pytest.CaptureFixture[str]
@@ -216,7 +216,7 @@ def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
 
 
 def test_one_that_is_not_heard_of_is_silent_before_it_is_lost(cluster: Make) -> None:
-    address = cluster(1, lease=1.0).address
+    address = cluster(1, lease=OUTLIVED).address
     with counter(address, 0) as client, closing(open_channel(address)) as channel:
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(), timeout=10).worker

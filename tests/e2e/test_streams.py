@@ -16,7 +16,7 @@ from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.test_data import Mortal
 from tests.e2e.test_policies import POLICIES
-from tests.e2e.workers import status, together
+from tests.e2e.workers import OUTLIVED, status, together
 
 Make = Callable[..., Cluster]
 
@@ -80,7 +80,7 @@ def test_an_iterable_dataset_is_one_source(cluster: Make) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_a_dead_worker_had_not_pushed_is_read_again_by_others(cluster: Make, name: str) -> None:
     """It dies with a batch in its hands and cannot say goodbye."""
-    servers = cluster(2, min_workers=2, lease=0.5, **POLICIES[name])
+    servers = cluster(2, min_workers=2, lease=OUTLIVED, **POLICIES[name])
     lane, steps = Mortal(GrpcLane(servers.addresses.split(","))), threading.Semaphore(0)
     lost: list[int] = []
 

@@ -16,6 +16,7 @@ from tests.e2e.workers import until
 from tests.faults.forked import ForkedJob, Life, Script
 from tests.faults.proxy import Proxy
 from tests.ports import free_ports
+from tests.standstill import machine_seconds
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\.\d+")
 
@@ -82,11 +83,11 @@ def heard(life: Life, text: str, times: int = 1, seconds: float = 30.0) -> str:
 
 
 def more(lives: Sequence[Life], text: str, times: int = 1, seconds: float = 30.0) -> float:
-    """Seconds until each of them has said it so many times more."""
+    """Seconds in which the machine ran until each of them has said it so many times more."""
     began, wanted = time.monotonic(), [len(lines(life, text)) + times for life in lives]
     for life, number in zip(lives, wanted, strict=True):
         heard(life, text, number, seconds)
-    return time.monotonic() - began
+    return machine_seconds(began)
 
 
 def longest_silence(life: Life, text: str, since: float, to: float) -> float:

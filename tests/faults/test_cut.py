@@ -16,6 +16,7 @@ from tests.faults.namespaces import FAST, Cable
 from tests.faults.processes import MODULES
 from tests.faults.proxied import ProxiedJob, lines, longest_silence, more
 from tests.faults.pushing import LINE, NOTICED, RESUMED, Jobs, finish, workers
+from tests.standstill import machine_seconds
 
 CUT = 30.0
 ADDRESS = f"{SERVER_ADDRESS}:4712"
@@ -84,7 +85,7 @@ def suffer(found: Outage, cable: Cable | None) -> None:
     if cable is not None:
         cable.silence()
     found.began = time.time()
-    found.noticed = more(pushing, "no answer to worker", seconds=2 * NOTICED)
+    found.noticed = more(pushing, "no answer to worker")
     until(lambda: time.time() - found.began > CUT, "the end of the cut", 2 * CUT)
     said = found.wired.out.count("pushed") if found.wired else 0
     healed = time.monotonic()
@@ -93,10 +94,10 @@ def suffer(found: Outage, cable: Cable | None) -> None:
     if cable is not None:
         cable.rate(FAST)
     more(pushing, "pushed", times=2)
-    found.resumed = time.monotonic() - healed
+    found.resumed = machine_seconds(healed)
     if found.wired is not None:
         found.wired.wait_for("pushed", times=said + 2)
-        found.wired_resumed = time.monotonic() - healed
+        found.wired_resumed = machine_seconds(healed)
 
 
 def test_it_is_noticed_and_nobody_waits_without_a_line(outage: Outage) -> None:

@@ -12,6 +12,7 @@ from tests.e2e.workers import status, until
 from tests.faults.forked import ForkedJob
 from tests.faults.processes import state_of
 from tests.faults.scripts import train
+from tests.standstill import machine_seconds
 
 LEASE = 2.0
 STEP = 0.2
@@ -43,8 +44,8 @@ def check_data(job: ForkedJob) -> None:
 
 
 def stalls(times: list[float]) -> float:
-    """The longest time in which nobody made a step."""
-    return max(b - a for a, b in pairwise(times))
+    """The longest time in which the machine ran and nobody made a step."""
+    return max(machine_seconds(a, b) for a, b in pairwise(times))
 
 
 def test_a_stopped_worker_is_left_behind_and_comes_back_as_new(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_joining_takes_a_second_at_most(tmp_path: Path) -> None:
         for name in ("w1", "w2", "w3", "w4"):
             running.start(name)
             made(running, 1, name)
-            seconds.append(steps(running, name)[0] - said_at(running, name, "connects"))
+            seconds.append(machine_seconds(said_at(running, name, "connects"), steps(running, name)[0]))
             drain(running.address, status(running.address)["workers"][-1]["worker"])
     print(f"joining took {', '.join(f'{each:.2f}' for each in seconds)} s")
 
