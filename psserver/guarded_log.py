@@ -23,7 +23,8 @@ def segment(version: int, number: int) -> str:
 
 
 class GuardedLog:
-    """A RecordLog whose failures are told instead of raised. on_failure is called with the errno's name.
+    """A RecordLog whose failures are told instead of raised. on_failure is called with the errno's name. SnapshotError
+    where it cannot be read: what cannot be gone on from is cleared, and that may be all that there is of a job.
 
     whole: all that was appended since the last `begin` is there. broken: something since the last snapshot is not, for
     the disk failed; over with a snapshot from which on all is there.
@@ -33,7 +34,9 @@ class GuardedLog:
         try:
             self._log = RecordLog(folder, fsync)
         except OSError as error:
-            raise SnapshotError(f"cannot read the log in {folder}: {error.strerror}") from error
+            remedy = "; start the server as the user whose files these are, or give them to its own (chown -R)"
+            why = f"{error.strerror}{remedy if isinstance(error, PermissionError) else ''}"
+            raise SnapshotError(f"cannot read the log in {folder}: {why}") from error
         self._folder = folder
         self._on_failure = on_failure
         self._told = -EVERY

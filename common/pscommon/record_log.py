@@ -41,7 +41,8 @@ EVERY = 1.0  # seconds between syncs, for "everysec"
 class RecordLog:
     """One folder of segments. All methods are thread-safe; appends are written whole, in the order of the calls.
 
-    The folder is made by the first `begin`. Only one log may write to a folder at a time.
+    The folder is made by the first `begin`. Only one log may write to a folder at a time. Raises OSError where some
+    segment may not be read: whoever cleared it would never know what was in it.
     """
 
     def __init__(self, folder: Path, fsync: Fsync, files: LogFiles | None = None) -> None:
@@ -52,6 +53,8 @@ class RecordLog:
         self._current: Segment | None = None
         self._made = False
         self._newest = max(self.segments(), default="")
+        for name in self.segments():
+            self._path(name, SEGMENT).open("rb").close()
         self._ticker = _Ticker(self._tick) if fsync == "everysec" else None
 
     def begin(self, name: str, records: Iterable[tuple[int, bytes, Sequence[Buffer]]]) -> None:

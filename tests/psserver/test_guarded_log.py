@@ -209,3 +209,19 @@ def test_a_log_that_cannot_be_read_is_told(tmp_path: Path, told: Told) -> None:
 
     with pytest.raises(SnapshotError, match=r"cannot read the log in .*: Not a directory"):
         GuardedLog(tmp_path / "log", "no", told.append)
+
+
+def test_a_log_of_another_user_is_told_and_kept(
+    tmp_path: Path, log: GuardedLog, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.begin(0, [(1, b"base", ())])
+    log.close()
+
+    def refused(path: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        with pytest.raises(SnapshotError, match="Permission denied; start the server as the user whose files"):
+            GuardedLog(tmp_path / "log", "no", told.append)
+    assert kinds(GuardedLog(tmp_path / "log", "no", told.append)) == [1]
