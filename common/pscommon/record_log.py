@@ -191,7 +191,8 @@ class RecordLog:
         return segment
 
     def _make_folder(self) -> None:
-        if not self._made:
+        """Again where somebody has removed it."""
+        if not self._made or not self.folder.is_dir():
             self._files.make_folder(self.folder)
             self._files.sync_folder(self.folder.parent)
             self._made = True

@@ -1,5 +1,6 @@
 """What is appended is read again: segments, spares, and who may call when."""
 
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_a_name_that_does_not_come_after_the_last_one_is_refused(tmp_path: Path,
     assert stored(tmp_path) == {"2": ([FIRST, *ROWS], False)}
     with pytest.raises(ValueError, match="is no name"):
         begin(RecordLog(tmp_path, "no"), name)
+
+
+def test_a_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    log = RecordLog(tmp_path / "log", "no")
+    log.begin("1", [(1, b"a", ())])
+    shutil.rmtree(tmp_path / "log")
+    log.begin("2", [(1, b"b", ())])
+
+    assert [record.header for record in RecordLog(tmp_path / "log", "no").read("2")] == [b"b"]
 
 
 def test_records_that_cannot_be_made_leave_the_segment_before(tmp_path: Path) -> None:
