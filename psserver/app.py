@@ -7,9 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Never
 
@@ -23,7 +22,6 @@ from pscommon.exits import Exit
 from pscommon.malloc import tune_malloc
 from pscommon.monitor import Monitor, new_registry
 from pscommon.snapshot import DataDirLock
-from pscommon.whole_file import is_special, remove_whole, write_whole
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
 from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
@@ -43,6 +41,7 @@ from psserver.link import Link
 from psserver.listening import listen
 from psserver.metrics import ServerMetrics
 from psserver.mirror import Inherited, settings
+from psserver.port_file import PortFile
 from psserver.primary_lease import begun, lease_of
 from psserver.records import Records, Source, disk_log
 from psserver.servicer import ParameterServer
@@ -84,7 +83,7 @@ class Server:
 
     def __init__(self, config: ServerConfig, inherited: Inherited | None = None) -> None:
         self.config = config
-        self._inherited = inherited
+        self._inherited, self._port_file = inherited, PortFile(config.port_file)
         self._resources = ExitStack()
         self.hub: Hub | None = None
         try:
@@ -185,8 +184,7 @@ class Server:
             log.error("this server has to end", extra={"problem": why})
         else:
             log.warning("another server is primary of this shard now, as planned")
-        if self.config.port_file is not None:
-            remove_whole(self.config.port_file)
+        self._port_file.remove()
         logging.shutdown()
         os._exit(Exit.TAKEN if why else Exit.DONE)
 
@@ -257,21 +255,9 @@ class Server:
         self._grpc.start()
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        if self.config.port_file is not None:
-            self._tell_port(self.config.port_file)
+        self._port_file.write(self.address, inherited=self._inherited is not None)
         policy = {} if self.hub is None else {"policy": self.hub.policy}  # shard 0 knows it, whatever flags say
         log.info("listening", extra={"address": self.address, "shards": self.identity.shards, **policy})
-
-    def _tell_port(self, path: Path) -> None:
-        """InvalidRequestError where it cannot be written. A pipe may never find a reader: nobody waits for it."""
-        text = self.address.rpartition(":")[2] + "\n"
-        if is_special(path):
-            threading.Thread(target=_tell_reader, args=(path, text), name="port-file", daemon=True).start()
-            return
-        try:
-            write_whole(path, text)
-        except OSError as error:
-            raise InvalidRequestError(f"--port-file {path}: {error.strerror}") from error
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: can workers train here?"""
@@ -313,13 +299,7 @@ class Server:
         self.archive.close()
         self.shipper.close(over=self.job_is_over)
         self._resources.close()
-        if self.config.port_file is not None:
-            remove_whole(self.config.port_file)
-
-
-def _tell_reader(pipe: Path, text: str) -> None:
-    with suppress(OSError):  # one that has hung up does not need it
-        write_whole(pipe, text)
+        self._port_file.remove()
 
 
 def run(config: ServerConfig) -> int:

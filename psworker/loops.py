@@ -42,7 +42,8 @@ class Loops:
     def end(self, leases: "Leases", version: int) -> None:
         """The script has left this loop, be it before its end. version: after its last push in it; 0: it made none."""
         self.open.remove(leases)
-        if not self.open:  # what lies in another one may come again with that
+        # one that has ended is known by its number; what lies in another one may come again with that
+        if not self.open and leases.loop not in self._passed:
             self._behind = max(self._behind, version)
 
     def come_again(self, open_loop: int, version: int) -> bool:

@@ -4,7 +4,7 @@ import threading
 import time
 
 LOOK = 0.02
-LONGEST = 0.1
+LONGEST = 0.5
 """Seconds between two looks from which on the machine has stood still: it ran other things, or nothing."""
 
 

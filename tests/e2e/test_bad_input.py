@@ -70,6 +70,16 @@ def test_a_port_file_where_there_is_no_folder(tmp_path: Path, capsys: pytest.Cap
     assert "there is no folder" in capsys.readouterr().err
 
 
+def test_a_port_file_that_cannot_be_written(tmp_path: Path, programs: Programs) -> None:
+    """Nor removed at the end."""
+    path = tmp_path / ("port" * 100)
+    server = programs.fork("ps-server", "--bind", "127.0.0.1:0", "--port-file", path)
+
+    assert server.wait() == 2
+    assert f"--port-file {path} cannot be written: File name too long" in server.err
+    assert "Traceback" not in server.err
+
+
 def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
     servers = cluster(2)
     until(lambda: status(servers.address)["state"] == "waiting for a model", "two servers")
