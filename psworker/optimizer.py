@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import wraps
 from itertools import groupby
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from psworker.results import PushResult, lost
 
 if TYPE_CHECKING:
     from psworker.job import Job
+
+P = ParamSpec("P")
 
 log = logging.getLogger("psworker")
 
@@ -43,6 +46,20 @@ class StateOnServers(defaultdict[Any, Any]):
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
+
+
+def _step_of_torch(made: Callable[P, Any]) -> Callable[P, Any]:
+    """With hooks, unless GradScaler leaves the step out; and not compiled, or a trace would go through the client."""
+    hooked = torch.optim.Optimizer.profile_hook_step(made)
+
+    @wraps(made)
+    def step(*args: P.args, **kwargs: P.kwargs) -> Any:
+        optimizer: Any = args[0]
+        return optimizer._leave_out() if optimizer.found_inf else hooked(*args, **kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # so torch does not do it again
+    plain: Callable[P, Any] = torch._disable_dynamo(step)  # type: ignore[attr-defined]
+    return plain
 
 
 class ServerOptimizer(torch.optim.Optimizer):
@@ -116,7 +133,7 @@ class ServerOptimizer(torch.optim.Optimizer):
     def grad_scale(self) -> None:
         pass
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiler would trace what the client does
+    @_step_of_torch
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Sends the gradients, waits until the policy lets them count, and leaves the newest weights in the model.
 
@@ -133,32 +150,24 @@ class ServerOptimizer(torch.optim.Optimizer):
         Raises also InvalidRequestError for a model that was moved or cast since it was handed over, DrainedError in the
         second step after this worker was asked to leave (`Job.stopping`), and what the connection may raise.
         """
-        if self.found_inf:
-            return self._leave_out()
-        return self._step(closure, samples=samples)
-
-    step.hooked = True  # type: ignore[attr-defined]  # by _step: torch shall not do it again
-
-    def _leave_out(self) -> None:
-        """GradScaler makes no step: what the gradients are of weighs nothing; in a --global-batch it counts as zero."""
-        if self._job.usage.shared:
-            self.zero_grad()
-            self._step()
-        else:
-            self._job.usage.samples = 0
-            self._courier.skip()
-
-    @torch.optim.Optimizer.profile_hook_step
-    def _step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._handed_over._opt_called = True  # type: ignore[attr-defined]  # LR schedulers made with it look there
-        with torch.no_grad():
-            self._push(samples)
+        self._push(samples)
         return loss
 
+    def _leave_out(self) -> None:
+        """GradScaler makes no step: what the gradients are of weighs nothing; in a --global-batch it counts as zero."""
+        if self._job.usage.shared:
+            self.zero_grad()
+            self._push(None)
+        else:
+            self._job.usage.samples = 0
+            self._courier.skip()
+
+    @torch.no_grad()
     def _push(self, samples: int | None) -> None:
         job, groups = self._job, self._settings.groups_json(self.param_groups)
         weight = max(1, job.usage.samples) if samples is None else _checked_weight(samples)
@@ -311,7 +320,9 @@ class ServerOptimizer(torch.optim.Optimizer):
 
 
 def unscale(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Divides them, with the very bits of GradScaler's own division."""
+    """Divides them, with the very bits of GradScaler's own division. It does not divide what could become 0."""
+    if any(gradient.dtype is torch.float16 for gradient in gradients):
+        raise ValueError("Attempting to unscale FP16 gradients.")
     for _, group in groupby(sorted(gradients, key=_dtype), _dtype):
         alike = list(group)
         inverse = scale.double().reciprocal().float().to(alike[0].device)

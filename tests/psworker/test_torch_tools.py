@@ -96,6 +96,27 @@ def test_what_gradscaler_leaves_out_weighs_nothing_later(first: bool, overlap: b
     assert scaler.get_scale() == 2.0**8
 
 
+def test_gradscaler_refuses_weights_of_half_precision_as_ever() -> None:
+    model = nn.Linear(3, 2, dtype=torch.float16)
+    optimizer = Job(LocalClient()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(4, 3, dtype=torch.float16)).sum()).backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(ValueError, match="unscale FP16"):
+        scaler.step(optimizer)
+
+
+def test_hooks_of_a_step_see_what_the_script_has_given_it() -> None:
+    _, optimizer, _ = started(LocalClient())
+    seen: list[tuple[int, list[str]]] = []
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: seen.append((len(args), list(kwargs))))
+    optimizer.step()
+    optimizer.step(lambda: 1.0)
+    optimizer.step(samples=3)
+
+    assert seen == [(1, []), (2, []), (1, ["samples"])]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradscaler_divides_as_for_any_other_optimizer(dtype: torch.dtype) -> None:
     """A scale that is no power of two shows the last bit."""
