@@ -100,6 +100,7 @@ class Job:
         ways calls `job.wait()` after step(). Who computes with them (a traced module) gets an InvalidRequestError in
         backward otherwise; who only looks (an EMA over a list of parameters kept from before) finds old weights.
         Gradients may be changed after backward in any way, as by GradScaler or `grad.data.mul_()`.
+        Leave it off for models that torch.compile has made: with a wait at each module it compiles little of them.
         pipeline: in async and ssp, step() returns while its push is on its way; the next step() waits for it and brings
         its weights. So a gradient lacks the worker's own last push, and counts as that much staler. `job.last`, stale
         pushes and errors come one step later; `job.wait()` makes them come now. Instead of overlap. Without servers
