@@ -26,11 +26,11 @@ from psworker.run.messages import (
     Terminate,
     Tick,
 )
-from psworker.run.plan import HOST, Plan, is_server
+from psworker.run.plan import HOST, Plan, index_of, is_server
 from psworker.run.processes import Process
 from psworker.run.spare import Spare
 from psworker.run.supervise import Supervisor
-from psworker.run.watch import Connect, Result, Watch
+from psworker.run.watch import Connect, Result, Status, Watch
 
 TICK_SECONDS = 0.1
 START_SECONDS, SPARE_START_SECONDS = 5.0, 1.0
@@ -132,9 +132,12 @@ class Launch:
             log,
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,
-            on_exit=lambda ended, code: self.post(Exited(ended, code)),
+            on_exit=lambda ended, code: self.post(Exited(ended, code, self._successor(ended))),
             spawned=spawned,
         )
+
+    def _successor(self, name: str) -> str:
+        return successor(self._watch.status, name, self._addresses.get(name, "")) if is_server(name) else ""
 
     def _prepare(self, now: float) -> None:
         """A spare server, if one may have to be started again, and once it is quiet."""
@@ -180,6 +183,14 @@ class Launch:
         log = culprit.log if culprit else None
         box = report.box(outcome, log, tail, traceback) if outcome.status == "failed" else ""
         return Ended(outcome, result, seconds, self._supervisor.restarts, log, box)
+
+
+def successor(status: Status, name: str, own: str) -> str:
+    """Where shard 0 has found a server in the place of this one of ours, which was at `own`; "": nowhere else."""
+    for row in status.get("servers", ()):
+        if row["shard"] == index_of(name) and row["connected"] and own not in ("", row["address"]):
+            return str(row["address"])
+    return ""
 
 
 def read_address(path: Path) -> str:

@@ -16,10 +16,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A process ended by itself or otherwise; code is negative for a signal."""
+    """A process ended by itself or otherwise; code is negative for a signal.
+
+    successor: address of the server that has its place in the job, where there is one: the standby of somebody.
+    """
 
     name: str
     code: int
+    successor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

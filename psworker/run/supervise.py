@@ -8,7 +8,8 @@
 
 Servers outlive workers in every way out, so that workers can say goodbye and servers can take a last snapshot.
 A process is started again only if a second try can help (`ending.is_retryable`), and a server only if snapshots bring
-its weights back; everything else ends the run, and the first process that failed is the culprit.
+its weights back; everything else ends the run, and the first process that failed is the culprit. A server in whose
+place the job has another one, its standby, is not missed.
 """
 
 from collections.abc import Iterator
@@ -100,8 +101,8 @@ class Supervisor:
         match event:
             case Bound(name):
                 return list(self._bound(name, now))
-            case Exited(name, code):
-                return list(self._exited(name, code, now))
+            case Exited(name, code, successor):
+                return list(self._exited(name, code, successor, now))
             case Signalled(number):
                 return list(self._signalled(number, now))
             case Collected(undone):
@@ -123,7 +124,7 @@ class Supervisor:
         if self.phase is Phase.RUNNING and self.workers[0] not in self.attempts:
             yield from self._start([*self.servers[1:], *self.workers], now)
 
-    def _exited(self, name: str, code: int, now: float) -> Iterator[Action]:
+    def _exited(self, name: str, code: int, successor: str, now: float) -> Iterator[Action]:
         self.running.discard(name)
         self.unbound.pop(name, None)
         if self.phase is Phase.ENDING:
@@ -134,6 +135,8 @@ class Supervisor:
             yield from self._worker_done(name, now)
         elif code == 0:
             yield from self._server_done(name, now)
+        elif successor and self.phase is Phase.RUNNING:
+            yield Say(f"{name} {describe(code)}; the job goes on with {successor} in its place")
         elif self._may_restart(name, code):
             yield from self._restart(name, code, now)
         else:

@@ -160,6 +160,15 @@ exit w0 20   |
 exit w1 20   | term s1
 exit s1 143  | finish failed 143 s0
 """,
+    "a server whose standby has taken its place unasked": STARTED
+    + """
+exit s1 10 h:7 | say
+exit w0 0    |
+exit w1 0    | collect
+collected    | stop job
+stop ok      |
+exit s0 0    | finish done 0
+""",
     "a job that has moved to fewer servers": STARTED
     + """
 exit s1 0    | say
@@ -274,6 +283,12 @@ bound s1     |
 exit w0 0    |
 exit w1 0    | collect
 """,
+    "but not one whose standby has taken its place": STARTED
+    + """
+exit s1 -9 h:7 | say
+exit w0 0    |
+exit w1 0    | collect
+""",
     "but not one whose data directory is taken": STARTED
     + """
 exit s0 10   | term w0, term w1
@@ -346,8 +361,8 @@ def event(text: str) -> Event:
     match text.split():
         case ["bound", name]:
             return Bound(name)
-        case ["exit", name, code]:
-            return Exited(name, int(code))
+        case ["exit", name, code, *successor]:
+            return Exited(name, int(code), "".join(successor))
         case ["signal", number]:
             return Signalled(int(number))
         case ["collected"]:
