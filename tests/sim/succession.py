@@ -1,8 +1,9 @@
 """One shard's primaries and standbys, over lines that break and processes that are stopped: the protocol alone.
 
 The real machines of both ends (core/shipping.py, core/succession.py), a lease in memory; a shard is the list of its
-records. Clients ask for rounds: a round is a record, and its answer is told when the machine says that it may be.
-Checked: no round is closed by two primaries, nothing that was told is ever missing, and terms only grow for a client.
+records. Clients ask for rounds: a round is a record, and its answer is told when the machine says that it may be; and
+shard 0 is told how far the shard is. Checked: no round is closed by two primaries, nothing that was told is ever
+missing, who has handed over tells nothing more while it still lives, and terms only grow for a client.
 """
 
 import heapq
@@ -18,6 +19,8 @@ from tests.sim.servers import check
 BEAT = 0.5
 TICK = 0.1
 HORIZON = 60.0
+STEP_DOWN = 3.0
+"""Seconds that a standby gets for what is on its way to it when it is handed over to."""
 
 
 class MemoryLease:
@@ -47,7 +50,8 @@ class Round:
 
 @dataclass
 class Process:
-    """A server: a primary (shipping) or a standby (succession). awake_at: until then it is stopped."""
+    """A server: a primary (shipping) or a standby (succession). awake_at: until then it is stopped. over: how many
+    records its successor began with, to which it has handed over."""
 
     name: str
     alive: bool = True
@@ -56,22 +60,25 @@ class Process:
     succession: Succession | None = None
     records: list[str] = field(default_factory=list)
     waiting: list[Round] = field(default_factory=list)
+    over: int | None = None
     listens_to: tuple[str, int] = ("", 0)
 
 
 class Succeeding:
-    """A history of one shard, from a seed. sync: how the primaries ship."""
+    """A history of one shard, from a seed. sync: how the primaries ship. locked: there is a failover lock; without it
+    none of them dies, and only an operator makes a standby primary."""
 
     shipping_class: type[Shipping] = Shipping
     succession_class: type[Succession] = Succession
     follows_lower_terms = False
+    locked = True
 
     def __init__(self, seed: int, **classes: object) -> None:
         for name, value in classes.items():
             setattr(self, name, value)
         self.rng = random.Random(seed)
         self.sync = seed % 2 == 0
-        self.lease, self.now, self.count = MemoryLease(), 0.0, 0
+        self.lease, self.now, self.count = MemoryLease() if self.locked else None, 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.cut_until = 0.0
         self.told: dict[int, tuple[str, str, int]] = {}  # by round: which record, by whom, in which term
@@ -79,26 +86,32 @@ class Succeeding:
         self.highest = self.takeovers = self.deposed = self.alone = self.switches = 0
         self.processes: dict[str, Process] = {}
         first = Tenure(1, "p0")
-        self.lease.swap(None, first)
+        if self.lease is not None:
+            self.lease.swap(None, first)
         self.add(Process("p0", shipping=self.shipping_class(first, self.lease, self.sync, 0.0)))
         self.newcomer()
         self.ask()
         for _ in range(self.rng.randint(1, 5)):
-            fault = self.rng.choice([self.kill, self.stop, self.stop, self.cut_line, self.switch])
+            death = self.kill if self.locked else self.switch
+            fault = self.rng.choice([death, self.stop, self.stop, self.cut_line, self.switch])
             self.after(self.rng.random() * 40, fault)
 
     # ---- time and lines
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.at(self.now + seconds, action)
+
+    def at(self, moment: float, action: Callable[[], None]) -> None:
+        """What is due at the same moment is done in the order in which it was asked for."""
         self.count += 1
-        heapq.heappush(self.queue, (self.now + seconds, self.count, action))
+        heapq.heappush(self.queue, (moment, self.count, action))
 
     def on(self, process: Process, action: Callable[[], None]) -> Callable[[], None]:
         """Done by this process: not when it is dead, and not while it is stopped."""
 
         def act() -> None:
             if process.alive and process.awake_at > self.now:
-                self.after(process.awake_at - self.now, act)
+                self.at(process.awake_at, act)
             elif process.alive:
                 action()
 
@@ -128,6 +141,7 @@ class Succeeding:
         if process.shipping is not None:
             process.shipping.tick(self.now)
             self.alone += process.shipping.phase is Phase.ALONE
+            self.report(process, process.shipping)
             self.answer(process)
         elif process.succession is not None:
             self.follow(process, process.succession)
@@ -180,19 +194,26 @@ class Succeeding:
         process.waiting.append(Round(len(process.records), shipping.line, ticket))
         self.answer(process)
 
+    def report(self, process: Process, shipping: Shipping) -> None:
+        """Shard 0 is to hear how far this shard is, once its standby is as far: of all records, be there none since."""
+        newest = shipping.sent if shipping.phase is not Phase.ALONE else 0
+        process.waiting.append(Round(len(process.records), shipping.line, newest))
+
     def answer(self, process: Process) -> None:
         shipping = process.shipping
         assert shipping is not None
         for each in list(process.waiting):
             if shipping.may_tell(each.line, each.ticket, self.now):
                 process.waiting.remove(each)
-                self.tell(process, each.number, shipping.term)
+                for number in (*range(len(self.told) + 1, each.number), *([each.number] if each.number else [])):
+                    self.tell(process, number, shipping.term)
         if shipping.deposed:
             self.deposed += 1
             process.alive = False
 
     def tell(self, process: Process, number: int, term: int) -> None:
         record, known = process.records[number - 1], self.told.get(number)
+        check(process.over is None or number <= process.over, "{} told {} after it handed over", process.name, number)
         if self.sync or (known is not None and known[2] == term):
             check(known is None or known[0] == record, "round {} was closed as {} and as {}", number, known, record)
         self.told[number] = (record, process.name, term)
@@ -311,38 +332,46 @@ class Succeeding:
     def stop(self) -> None:
         """SIGSTOP, and later SIGCONT: for less or for longer than it takes to be given up."""
         process = self.rng.choice([process for process in self.processes.values() if process.alive])
-        process.awake_at = self.now + self.rng.choice([0.3, 1.5, 2.1, 4.0, 8.0])
+        process.awake_at = max(process.awake_at, self.now + self.rng.choice([0.3, 1.5, 2.1, 4.0, 8.0]))
 
     def switch(self) -> None:
         """Somebody wants the standby to be primary: the primary hands over to it, if it is in sync."""
-        for process in self.processes.values():
+        for process in [] if self.now < self.cut_until else list(self.processes.values()):
             standby = self.processes.get(process.shipping.standby) if process.shipping is not None else None
-            if process.alive and process.awake_at <= self.now and standby is not None:
+            if process.alive and process.awake_at <= self.now and process.over is None and standby is not None:
                 assert process.shipping is not None
                 if process.shipping.freeze():
                     self.hand_over(process, standby)
 
-    def hand_over(self, primary: Process, standby: Process) -> None:
-        shipping, succession = primary.shipping, standby.succession
+    def hand_over(self, primary: Process, standby: Process, since: float | None = None) -> None:
+        """The old primary lives for a moment after that, or is stopped, and its line is cut first."""
+        shipping, succession, since = primary.shipping, standby.succession, self.now if since is None else since
         if shipping is None or succession is None or not standby.alive:
             return None
-        if not shipping.handed_over:
-            return self.after(TICK, self.on(primary, lambda: self.hand_over(primary, standby)))
-        succession.handed_over, primary.alive = True, False
+        if not shipping.handed_over and self.now - since < STEP_DOWN:
+            return self.after(TICK, self.on(primary, lambda: self.hand_over(primary, standby, since)))
+        succession.handed_over = shipping.handed_over
+        primary.alive = shipping.handed_over
         if (tenure := succession.take_over()) is not None:
             self.switches += 1
+            primary.over = len(standby.records)
             self.promote(standby, tenure)
+        moment = self.rng.random() * 0.5
+        self.after(moment / 4, self.on(primary, lambda: shipping.lose(shipping.line)))
+        self.after(moment, self.on(primary, lambda: self.end(primary)))
         return None
+
+    def end(self, process: Process) -> None:
+        process.alive = False
 
     def cut_line(self) -> None:
         """Nothing gets through between the servers."""
         self.cut_until = self.now + self.rng.choice([0.3, 1.9, 2.1, 5.0])
 
     def verify(self) -> None:
-        primaries = [p for p in self.processes.values() if p.shipping is not None and p.alive]
-        held = self.lease.read()
-        assert held is not None
-        leading = [p for p in primaries if p.shipping is not None and p.shipping.tenure == held]
+        primaries = [p for p in self.processes.values() if p.shipping is not None and p.alive and p.over is None]
+        held = self.lease.read() if self.lease is not None else None
+        leading = [p for p in primaries if p.shipping is not None and held in (None, p.shipping.tenure)]
         check(len(leading) <= 1, "{} primaries at the end", len(leading))
         if leading and self.sync:
             records = leading[0].records

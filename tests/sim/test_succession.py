@@ -27,6 +27,19 @@ def test_no_history_loses_what_was_told_or_has_two_primaries() -> None:
     assert seen["rounds"] > 50 * SEEDS
 
 
+def test_without_a_lock_switches_lose_nothing_and_leave_one_primary() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = Succeeding(seed, locked=False).run()
+        assert world.takeovers == world.switches
+        seen["planned"] += world.switches > 0
+        seen["alone"] += world.alone > 0
+        seen["rounds"] += len(world.told)
+
+    assert min(seen["planned"], seen["alone"]) > SEEDS // 10
+    assert seen["rounds"] > 50 * SEEDS
+
+
 class TakesOverWithoutTheSwap(Succession):
     """Silence is enough for it."""
 
@@ -65,8 +78,20 @@ class TakesOverBeforeItHasAll(Shipping):
         return self._frozen is not None
 
 
+class GoesOnWhenItsStandbyHangsUp(Shipping):
+    """Also where it hands over to that one: a moment later it ends."""
+
+    def lose(self, line: int) -> None:
+        if line == self.line and self.phase is not Phase.ALONE and (self.phase is not Phase.IN_SYNC or self._swap("")):
+            self.phase, self.standby = Phase.ALONE, ""
+
+
 MUTANTS: dict[str, dict[str, object]] = {
     "a standby that lacks the end is handed over to": {"shipping_class": TakesOverBeforeItHasAll},
+    "who hands over goes on when it is hung up on": {
+        "shipping_class": GoesOnWhenItsStandbyHangsUp,
+        "locked": False,
+    },
     "a standby takes over without the swap": {"succession_class": TakesOverWithoutTheSwap},
     "a primary goes on alone without the swap": {"shipping_class": GoesOnAloneWithoutTheSwap},
     "a round is told before it is acknowledged": {"shipping_class": TellsBeforeItIsAcknowledged},
