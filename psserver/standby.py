@@ -139,6 +139,8 @@ class Standby:
             self._find()
             with open_channel(self.primary, tensors=True) as channel:
                 self._call = StandbyServiceStub(channel).Replicate(self._words())
+                if self.ended.is_set() or self._promoted is not None:
+                    self._hang_up()  # who did so just now had only the line of before
                 for number, record in received(self._heard(self._call)):
                     if record is not None:
                         self._acknowledge(number)

@@ -16,6 +16,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psserver.core import shipping
 from psserver.frozen import Frozen
 from psserver.mirror import Mirror
 from psserver.primary_lease import FolderLease
@@ -279,6 +280,16 @@ def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
         with pytest.raises(UnreachableError, match="this standby ends"):
             following.standby.promote(1.0)
         assert not asked.is_set()
+
+
+def test_one_that_is_told_to_end_while_it_connects_ends(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no line yet that could be ended; the new one lasts until its primary, or the network, gives it up."""
+    server = cluster().servers[0]
+    monkeypatch.setattr(shipping, "SILENCE", 60.0)
+    following = Following(server)
+    monkeypatch.setattr(following.standby, "_find", lambda: following.standby.stop("SIGTERM"))
+    with following:
+        until(lambda: following.ended, "its end")
 
 
 def test_one_that_the_lock_keeps_back_says_who_has_more(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
