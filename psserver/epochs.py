@@ -300,6 +300,7 @@ class Epochs:
         self.journal.begin(coordinator.version, self._labelled(coordinator.whole()))
         recorder.recovered(time.monotonic(), self._archive.generation)
         recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
+        coordinator.roster.begin_run(self._config.min_workers)
         log.info("went on where the log ends", extra={"version": coordinator.version})
         return True
 

@@ -93,6 +93,7 @@ class Roster:
         self.members: dict[int, Member] = {}
         self._here: list[Member] = []  # in worker order
         self._gone: Counter[str] = Counter()
+        self._past: frozenset[int] = frozenset()
 
     def new_generation(self, generation: int) -> None:
         """The servers were started again: whoever joins from now on gets a number of this start."""
@@ -230,12 +231,20 @@ class Roster:
     @property
     def finished(self) -> int:
         """Workers that took part, be it that there was no data left for them, and have left, done."""
-        done = (m for m in self.members.values() if m.state is State.LEFT and not m.reason)
-        return sum(m.steps > 0 or m.ended for m in done)
+        return len(self._done() - self._past)
+
+    def _done(self) -> set[int]:
+        left = (m for m in self.members.values() if m.state is State.LEFT and not m.reason)
+        return {m.worker for m in left if m.steps > 0 or m.ended}
 
     def all_done(self, least: int) -> bool:
         """At least so many have finished, and nobody is there any more."""
         return not self._here and self.finished >= least
+
+    def begin_run(self, least: int) -> None:
+        """This process was started for another run where all were done: those do not count as finished in it."""
+        if self.all_done(least):
+            self._past = frozenset(self._done())
 
     def forgive(self, seconds: float) -> None:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from psworker import Job
 from tests.e2e.conftest import Cluster
-from tests.e2e.workers import VERSIONS, connected, status, together, train
+from tests.e2e.workers import VERSIONS, connected, status, together, train, training
 
 Make = Callable[..., Cluster]
 LIMIT = 30.0
@@ -27,6 +27,21 @@ def test_servers_of_a_job_that_was_done_before_end_again(cluster: Make, tmp_path
 
     again = cluster(2, data_dir=tmp_path, durability=durability)
     assert status(again.address)["version"] == VERSIONS
+
+
+def test_those_who_were_done_before_do_not_end_servers_that_are_started_again(cluster: Make, tmp_path: Path) -> None:
+    """Their log knows them still, while those who come now may be on their way."""
+    settings = {"min_workers": 2, "data_dir": tmp_path, "durability": "log", "exit_when_done": True}
+    servers = cluster(2, **settings)
+    train(servers.address)
+    assert servers.servers[0].ended.wait(LIMIT)
+    servers.close()
+
+    again = cluster(2, **settings)
+    for rank in range(2):
+        assert not again.servers[0].ended.wait(0.5)
+        assert training(again.address, rank) == VERSIONS
+    assert again.servers[0].ended.wait(LIMIT)
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
