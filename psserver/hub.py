@@ -270,8 +270,8 @@ class Hub:
             self._epochs.go_back(f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version)
 
     def _speaks_for(self, server: Server, line: int | None) -> bool:
-        """Not a candidate, one that leaves, nor one whose place another one has taken, or which came again itself."""
-        return self.fleet.is_member(server) and line in (None, server.line)
+        """Not a candidate, one that leaves or may, nor one whose place another has, or which came again itself."""
+        return server.shard < self._coordinator.members and self.fleet.is_member(server) and line in (None, server.line)
 
     def news(self, server: Server, told: Told) -> News | None:
         """What a shard that has been told so much does not know yet. None: it does not follow the log of now."""

@@ -18,6 +18,7 @@ from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.coordinator_servicer import Coordinator
+from psserver.reshards import Reshards
 from psworker import Client, OptimizerSpec
 from psworker.calls import Answer
 from psworker.ctl.cli import main
@@ -134,6 +135,21 @@ def test_each_push_counts_once_while_servers_come_and_go(
     assert policy == "sync" or status["version"] == counted  # in sync, an update is the mean of a round
     found = weights(servers.address)
     assert {*found["w"], *found["b"]} == {-status["version"]}
+
+
+def test_what_a_server_says_that_is_to_leave_takes_nobody_back(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word may be on the way while the move ends."""
+    servers = cluster(2, policy="async")
+    (leader, leaver), hub = servers.servers, servers.servers[0].hub
+    assert hub is not None
+    with Client(servers.address) as client, monkeypatch.context() as patch:
+        client.register(ZEROS, EACH)
+        client.push(ONES)
+        left = hub.fleet[1]
+        patch.setattr(Reshards, "dismiss", lambda reshards: None)  # it is not told that it may go
+        reshard(servers, 1, policy="async")
+        hub.report(leaver.engine.make_report(), left, left.line)
+    assert (leader.failure, hub.version) == (None, 1)
 
 
 def test_ps_ctl_says_whom_to_start_and_what_it_cost(cluster: Make, capsys: pytest.CaptureFixture[str]) -> None:
