@@ -225,7 +225,8 @@ class Server:
 
     def _make_link(self) -> Link:
         tell = lambda: statistics(self.engine, self.shipper)  # noqa: E731
-        return Link(self.identity, self.engine, self.archive, tell, self.config.join_timeout, self.shipper)
+        durable = self.config.durability == "log"
+        return Link(self.identity, self.engine, self.archive, tell, self.config.join_timeout, self.shipper, durable)
 
     def _serve(self) -> None:
         add_parameter_server_to_server(ParameterServer(self.engine, self.identity), self._grpc)

@@ -211,12 +211,12 @@ class Coordinator(CoordinatorServiceServicer):
     def _tell(self, server: Server, told: Told, model: str) -> tuple[pb.LinkShardResponse, Told, str]:
         """The next response; how far the shard is told with it; the fingerprint of the model that it knows then."""
         hub, news = self._hub, self._hub.news(server, told)
-        over = hub.over and hub.stopped.is_set()
+        over, durable = hub.over and hub.stopped.is_set(), hub.config.durability == "log"
         if news is None:
             stop = server.leaves or over
             fleet = hub.fleet  # of whom this shard may be one soon, and then the standbys may not be there just now
             waits = pb.LinkShardResponse(job=hub.job, stop=stop, waiting_for="ps-ctl reshard", standbys=fleet.standbys)
-            waits.term = fleet[0].term
+            waits.term, waits.durable = fleet[0].term, durable
             return waits, told, model
         response = pb.LinkShardResponse(
             job=hub.job,
@@ -235,6 +235,7 @@ class Coordinator(CoordinatorServiceServicer):
             policy=hub.policy,
             mends=hub.config.fitness.mends,
             norms=hub.config.fitness.norms,
+            durable=durable,
         )
         response.recover, response.begin = news.way is Way.RECOVER, news.way is Way.BEGIN
         if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):

@@ -39,7 +39,7 @@ class Link:
     """Keeps the line up in a thread of its own. `ended` is set when the coordinator says stop, or refuses this shard.
 
     statistics: called for what the coordinator shows in its status. failure: why it was refused. line: to this shard's
-    standby. told_to_end: the job is over.
+    standby. durable: this shard writes a log. told_to_end: the job is over.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Link:
         statistics: Callable[[], dict[str, object]],
         patience: float,
         line: Line,
+        durable: bool = False,
     ) -> None:
         self.ended = threading.Event()
         self.failure: PSError | None = None
@@ -57,6 +58,7 @@ class Link:
         self._statistics = statistics
         self._patience = patience
         self._line = line
+        self._durable = durable
         self._places: dict[str, None] = {}  # at which shard 0 was or may be
         self._term = 0  # the highest of the coordinators that were heard
         self.told_to_end = self._leaves = self._connected = False
@@ -154,6 +156,7 @@ class Link:
                 for response in call:
                     if not connected:
                         log.info("connected to the coordinator", extra={"coordinator": address, "job": response.job})
+                        self._check_durable(response)
                     if response.term < self._term:
                         raise UnreachableError(f"shard 0 at {address} is not primary any more", "NOT_PRIMARY")
                     connected = self._connected = True
@@ -163,6 +166,12 @@ class Link:
             except grpc.RpcError as failure:
                 self._lost(error_from(failure, f"shard 0 at {address}"), address, connected)
         return connected
+
+    def _check_durable(self, response: pb.LinkShardResponse) -> None:
+        """Updates count as safe where only this shard's part of them is not: nothing goes wrong before it dies."""
+        if response.durable and not self._durable:
+            text = "shard 0 writes a log and this shard does not: where it dies all go back to the newest snapshot"
+            log.error(text, extra={"remedy": "start it with --durability log and a --data-dir"})
 
     def _begin_line(self) -> None:
         """With what is still to be said. gRPC reads on for a moment where a line has ended: that must not take it."""

@@ -11,7 +11,7 @@ from pscommon.core.errors import InvalidRequestError, MismatchError, NonFiniteEr
 from psworker import Client, QuarantinedError
 from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
-from tests.e2e.workers import ONES, count, counted, counter, status, weights_of
+from tests.e2e.workers import ONES, count, counted, counter, status, until, weights_of
 
 Make = Callable[..., Cluster]
 both = pytest.mark.parametrize("durability", ["snapshot", "log"])
@@ -208,3 +208,16 @@ def test_a_job_begins_from_snapshots_that_were_copied_elsewhere(cluster: Make, t
     shutil.copytree(tmp_path / "one" / "snapshots", tmp_path / "other" / "snapshots")
 
     assert counted(weights_of(cluster(2, data_dir=tmp_path / "other").address)) == 2
+
+
+def test_a_shard_that_writes_no_log_where_shard_0_does_says_so(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shard 2 is one more, which the job may come to have."""
+    told = "shard 0 writes a log and this shard does not"
+    servers = cluster(0)
+    for shard, flags in enumerate(({"durability": "log"}, {"durability": "log"}, {})):
+        servers.add(shard, max(2, shard + 1), data_dir=tmp_path, **flags)
+        link = servers.servers[shard].link
+        until(lambda link=link: link is None or link._connected, "its line")
+        assert (told in caplog.text) is (shard == 2)

@@ -22,7 +22,7 @@ class HubThatMoves:
     """Once it has said what is new, a move to one shard ends."""
 
     job, waiting_for, over, policy = "j", "", False, "ssp"
-    config = SimpleNamespace(fitness=Fitness())
+    config = SimpleNamespace(fitness=Fitness(), durability="log")
 
     def __init__(self) -> None:
         self.server = Server(1, "s1:1", connected=True, line=1)
@@ -67,6 +67,7 @@ def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
     response = first_response(HubThatMoves(), request)
 
     assert (response.recover, response.shards, response.layout, response.policy) == (True, 2, 0, "ssp")
+    assert response.durable
     assert (list(response.addresses), list(response.standbys)) == (BEFORE.addresses, BEFORE.standbys)
     assert list(response.move.sources) == BEFORE.addresses
 
@@ -81,6 +82,7 @@ def test_who_is_not_in_the_job_yet_hears_where_shard_0_may_be_later() -> None:
     response = first_response(hub, pb.LinkShardRequest(shard=2, shards=3, address="s2:1", instance="i"))
 
     assert (list(response.addresses), list(response.standbys), response.term) == ([], ["b0:1", ""], 3)
+    assert response.durable
 
 
 def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -989,6 +989,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     MENDS_FIELD_NUMBER: builtins.int
     NORMS_FIELD_NUMBER: builtins.int
+    DURABLE_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -1011,6 +1012,8 @@ class LinkShardResponse(google.protobuf.message.Message):
     mends: builtins.bool
     """what shard 0 was told to do with gradients: NaN and Inf become zeros; it has to know their norms"""
     norms: builtins.bool
+    durable: builtins.bool
+    """shard 0 writes a log (--durability log), so every shard should"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1056,9 +1059,10 @@ class LinkShardResponse(google.protobuf.message.Message):
         policy: builtins.str = ...,
         mends: builtins.bool = ...,
         norms: builtins.bool = ...,
+        durable: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
 
