@@ -332,7 +332,8 @@ class Coordinator(Moves):
         self._take_numbers(state, model)
         self._resumed = True
         expected = before.expected if before is not None else self.min_workers
-        self.min_workers = max(1, min(self.min_workers, state["registered"], expected))
+        # where all had left, as at the end of a run, those to come are new
+        self.min_workers = max(1, min(self.min_workers, state["registered"] or expected, expected))
         if before is not None:
             self.policy = before.policy
         elif Rules.from_json(state["rules"]).policy == self.rules.policy:

@@ -32,6 +32,7 @@ from tests.e2e.workers import (
     status,
     together,
     train,
+    training,
     until,
     weights_of,
 )
@@ -281,6 +282,23 @@ def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(cluster: Ma
     train(again.address)
 
     assert (status(again.address)["version"], digest(again.address)) == (VERSIONS, before)
+
+
+def test_a_run_that_all_have_left_goes_on_when_as_many_are_there_again(
+    cluster: Make, tmp_path: Path, whole: str
+) -> None:
+    """Whoever comes first would train alone, and the weights be others each time."""
+    first = cluster(2, min_workers=2, data_dir=tmp_path)
+    train(first.address, stop_at=7)
+    first.stop()
+    again = cluster(2, min_workers=2, data_dir=tmp_path)
+
+    def comes_late() -> int:
+        until(lambda: "idle" in [row["phase"] for row in status(again.address)["workers"]], "a wait for the second")
+        return training(again.address, 1)
+
+    together(lambda: training(again.address, 0), comes_late)
+    assert digest(again.address) == whole
 
 
 def test_pushes_of_before_a_restart_do_not_count_again(cluster: Make, tmp_path: Path) -> None:
