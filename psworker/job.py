@@ -154,9 +154,11 @@ class Job:
         random from (seed, epoch, place in the epoch), so that augmentation and dropout are the same whoever computes
         the batch.
 
-        A batch counts as done with the next `optimizer.step()`. Leaving the loop early gives unused batches back; one
-        that all have left for a later loop is over. When the loop ends, the model holds the job's newest weights. Under
-        torch.no_grad() a batch weighs nothing; as no step counts it, another worker may see it when this one leaves.
+        A batch counts as done with the next `optimizer.step()`. Leaving the loop early gives unused batches back, to
+        a run that is resumed, too; one that all have left for a later loop is over. When the loop ends, the model holds
+        the job's newest weights. Under torch.no_grad() a batch weighs nothing; as no step counts it, another worker may
+        see it when this one leaves. A loop inside another one, such as a test every 100 steps, gives nothing to who
+        comes when it has ended: a successor, or a run that is resumed, whose calls are counted from its start.
         """
         collate, seed = collate_fn or default_collate, seed_of(seed)
         if sources is not None or is_stream(dataset):
