@@ -1,5 +1,7 @@
 """Snapshots of the job, on shard 0: cut, made whole when all parts are written, gone back to."""
 
+import logging
+
 from pscommon.core.errors import SnapshotError, UnreachableError, WaitTimeoutError
 from psserver.archive import Archive
 from psserver.core.recorder import Recorder
@@ -10,8 +12,10 @@ from psserver.fleet import Fleet
 LAST = 30.0
 """Seconds that the end of a job waits for its last snapshot."""
 
-PAUSE = 2.0
-"""Seconds before that is tried again where it could not be written: each try copies and writes the whole model."""
+TRIES, PAUSE = 5, 2.0
+"""How often that is tried, and seconds between two tries: each copies and writes the whole model."""
+
+log = logging.getLogger("psserver")
 
 
 class Snapshots:
@@ -51,8 +55,14 @@ class Snapshots:
     def last(self) -> None:
         """As the job ends, where there is something to keep and somewhere to keep it."""
         coordinator = self._desk.coordinator
-        if self._archive.enabled and coordinator.begun:
-            self._written(coordinator.version, LAST, stopping=True)
+        if not (self._archive.enabled and coordinator.begun):
+            return
+        try:
+            written, problem = self._written(coordinator.version, LAST, TRIES), f"nothing for {LAST:.0f} s"
+        except SnapshotError as error:
+            written, problem = None, str(error)
+        if written is None:
+            log.error("this server ends without a last snapshot", extra={"problem": problem})
 
     def look(self) -> None:
         """Now and then: finish one that is written, cut one that is wanted, mend logs that are broken with one."""
@@ -80,25 +90,25 @@ class Snapshots:
             if coordinator.move is not None and (written or not self._epochs.durable):
                 self._desk.do("settle")  # without a log, the snapshot of before will do
 
-    def _written(self, wanted: int, seconds: float, stopping: bool = False) -> int | None:
+    def _written(self, wanted: int, seconds: float, tries: int = 1) -> int | None:
         """Cut until there is a snapshot of this version (less, if all go back); its version, or None: not in time.
 
-        SnapshotError where one could not be written. As the job ends it is tried again: nobody is there who would.
+        SnapshotError where it could not be written so often. One try is for people, who may ask again; more are for the
+        end of the job, when nobody is there who would.
         """
-
-        failures, again = self._archive.failures, 0.0
+        before, failures, again = self._archive.failures, 0, 0.0
 
         def written(recorder: Recorder, now: float) -> int | None:
             nonlocal failures, again
             newest = self._archive.newest_version
             if newest is not None and newest >= min(wanted, recorder.coordinator.version):
                 return newest
-            if self._archive.failures > failures:
-                if not stopping:
-                    raise SnapshotError(f"the snapshot failed: {self._archive.problem}")
-                failures, again = self._archive.failures, now + PAUSE
+            if self._archive.failures - before > failures:
+                failures, again = self._archive.failures - before, now + PAUSE
+            if failures >= tries:
+                raise SnapshotError(f"the snapshot failed: {self._archive.problem}")
             if now >= again:
                 recorder.cut(now)
             return None
 
-        return self._desk.until(written, seconds, stopping)
+        return self._desk.until(written, seconds, stopping=tries > 1)

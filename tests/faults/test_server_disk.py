@@ -6,6 +6,7 @@ Real servers over gRPC, so operations are sampled; each single one is walked in 
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import psserver.core.recorder
 from pscommon.snapshot import Snapshots
 from pscommon.snapshot.files import Files
 from pscommon.values import SnapshotEvery
+from psserver.snapshots import TRIES
 from psworker import Client
 from psworker.ctl.cli import main
 from tests.e2e.conftest import Cluster
@@ -237,16 +239,21 @@ def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
         assert main(["--ps", servers.address, "snapshot", "save"]) == 0
 
 
-def test_the_last_snapshot_on_a_full_disk_is_tried_again_now_and_then(
-    cluster: Make, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
+def test_the_last_snapshot_on_a_full_disk_is_tried_some_times_with_pauses(
+    cluster: Make, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("psserver.snapshots.LAST", 1.0)
+    """Whoever ended the server may kill it soon, and what it waits for may never come."""
+    monkeypatch.setattr("psserver.snapshots.PAUSE", 0.2)
     servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
     server = servers.servers[0]
     with counter(servers.address) as client:
         count(client)
         small_disk.fill()
+        began = time.monotonic()
         server.stop("SIGTERM")
         assert server.ended.wait(30)
 
-    assert server.archive.failures == 1
+    assert server.archive.failures == TRIES
+    assert time.monotonic() - began >= 0.2 * (TRIES - 1)
+    (record,) = (each for each in caplog.records if each.message == "this server ends without a last snapshot")
+    assert "No space left" in record.__dict__["problem"]
