@@ -364,9 +364,11 @@ class Coordinator(Moves):
     def recovered(self, now: float, generation: int) -> None:
         """This is a new process: all leases run from now, and nobody writes the snapshot that was under way.
 
-        The log may lack its newest lines, and with them workers that joined: their numbers are not given again.
+        The log may lack its newest lines, and with them workers that joined: their numbers are not given again. Where
+        all had left, those to come are new, and the first of them wait for the others.
         """
         self.roster.new_generation(generation)
+        self.started = self.started and not self.roster.all_left
         self.cuts.abandon()
         self.cuts.started(self.version, now)
         if self._landed:

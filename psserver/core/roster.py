@@ -246,6 +246,12 @@ class Roster:
         if self.all_done(least):
             self._past = frozenset(self._done())
 
+    @property
+    def all_left(self) -> bool:
+        """Nobody of before will come: whoever last had a place has left it. One that was fenced comes back as new."""
+        last = {member.rank: member.state for member in self.members.values()}
+        return bool(last) and set(last.values()) == {State.LEFT}
+
     def forgive(self, seconds: float) -> None:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""
         for member in self._here:

@@ -284,14 +284,14 @@ def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(cluster: Ma
     assert (status(again.address)["version"], digest(again.address)) == (VERSIONS, before)
 
 
-def test_a_run_that_all_have_left_goes_on_when_as_many_are_there_again(
-    cluster: Make, tmp_path: Path, whole: str
-) -> None:
+@pytest.mark.parametrize("durability", ["snapshot", "log"])
+def test_a_run_that_all_have_left_waits_for_as_many(cluster: Make, tmp_path: Path, whole: str, durability: str) -> None:
     """Whoever comes first would train alone, and the weights be others each time."""
-    first = cluster(2, min_workers=2, data_dir=tmp_path)
+    settings = {"min_workers": 2, "data_dir": tmp_path, "durability": durability}
+    first = cluster(2, **settings)
     train(first.address, stop_at=7)
     first.stop()
-    again = cluster(2, min_workers=2, data_dir=tmp_path)
+    again = cluster(2, **settings)
 
     def comes_late() -> int:
         until(lambda: "idle" in [row["phase"] for row in status(again.address)["workers"]], "a wait for the second")
