@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from psworker.run import tether
+from psworker.run.log_file import LogFile
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[str, Stream, str], None]
@@ -119,16 +120,17 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _follow(self) -> None:
-        """Always ends with on_exit. If the output cannot be followed (a full disk), the process does not go on."""
+        """Always ends with on_exit. If the output cannot be followed, the process does not go on."""
+        log = LogFile(self.log, lambda problem: self._tell("stderr", [problem]))
         try:
-            with self.log.open("ab") as log, selectors.DefaultSelector() as selector:
+            with selectors.DefaultSelector() as selector:
                 for stream in ("stdout", "stderr"):
                     selector.register(getattr(self._process, stream), selectors.EVENT_READ, (stream, Lines()))
                 self._read(selector, log)
                 self._process.wait()
                 self._take_traceback(log)
         except OSError as error:
-            self.tail.append(f"{self.log}: {error}")
+            self.tail.append(str(error))
         finally:
             self.kill()
             code = self._process.wait()
@@ -138,7 +140,7 @@ class Process:
                     pipe.close()
             self._on_exit(self.name, code)
 
-    def _read(self, selector: selectors.BaseSelector, log: BinaryIO) -> None:
+    def _read(self, selector: selectors.BaseSelector, log: LogFile) -> None:
         """Until both streams end; those of an ended process whose children hold them open, for a moment more."""
         until = float("inf")
         while selector.get_map() and time.monotonic() < until:
@@ -146,7 +148,6 @@ class Process:
                 stream, lines = key.data
                 data = os.read(key.fd, 1 << 16)
                 log.write(data)
-                log.flush()
                 self._tell(stream, lines.feed(data) if data else lines.flush())
                 if not data:
                     selector.unregister(key.fileobj)
@@ -174,7 +175,7 @@ class Process:
             self.tail.append(line)
             self._on_line(self.name, stream, line)
 
-    def _take_traceback(self, log: BinaryIO) -> None:
+    def _take_traceback(self, log: LogFile) -> None:
         """Moves what the script raised into the log; nobody has seen it yet."""
         if self._traceback_file.exists():
             text = self._traceback_file.read_text(encoding="utf-8", errors="replace")

@@ -153,13 +153,18 @@ def test_what_the_script_raised_goes_to_the_log_and_is_kept_apart(start: Start, 
     assert not (tmp_path / "w0.traceback").exists()
 
 
-def test_a_log_that_cannot_be_written_ends_the_process_loudly(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "w0.log").mkdir()
+@pytest.mark.parametrize(("broken", "why"), [("full", "No space left on device"), ("a folder", "Is a directory")])
+def test_a_log_that_cannot_be_written_costs_the_log_and_not_the_process(
+    start: Start, tmp_path: Path, broken: str, why: str
+) -> None:
+    path = tmp_path / "w0.log"
+    path.symlink_to("/dev/full") if broken == "full" else path.mkdir()
 
-    started = start("import signal; signal.pause()")
+    started = start("import sys; print('one'); print('two', file=sys.stderr); sys.exit(7)")
 
-    assert started.end() == -9
-    assert "w0.log" in started.process.tail[0]
+    assert started.end() == 7
+    problem = f"{path} cannot be written: {why}; this process goes on without"
+    assert sorted(text for _, _, text in started.lines) == sorted([problem, "one", "two"])
 
 
 def test_lines_that_cannot_be_shown_end_the_process_and_are_no_trouble_of_the_log(
