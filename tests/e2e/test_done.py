@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from psworker import Job
 from tests.e2e.conftest import Cluster
-from tests.e2e.workers import VERSIONS, connected, status, together, train, training
+from tests.e2e.workers import VERSIONS, connected, status, together, train, training, until
 
 Make = Callable[..., Cluster]
 LIMIT = 30.0
@@ -38,9 +38,14 @@ def test_those_who_were_done_before_do_not_end_servers_that_are_started_again(cl
     servers.close()
 
     again = cluster(2, **settings)
-    for rank in range(2):
+
+    def comes_late() -> int:
+        until(lambda: "idle" in [row["phase"] for row in status(again.address)["workers"]], "a wait for the second")
         assert not again.servers[0].ended.wait(0.5)
-        assert training(again.address, rank) == VERSIONS
+        return training(again.address, 1)
+
+    assert not again.servers[0].ended.wait(0.5)
+    assert together(lambda: training(again.address, 0), comes_late) == [VERSIONS, VERSIONS]
     assert again.servers[0].ended.wait(LIMIT)
 
 
