@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
@@ -35,7 +34,7 @@ from psserver.engine import Engine
 from psserver.hub import Hub
 from psserver.identity import Identity
 from psserver.interceptor import RpcTimer
-from psserver.job_name import JobName
+from psserver.job_name import JobName, made_up
 from psserver.layout import Layout
 from psserver.link import Link
 from psserver.listening import listen
@@ -143,7 +142,9 @@ class Server:
         hello = self._inherited.mirror.hello if self._inherited is not None else {}
         name = JobName(config.data_dir)
         bound = hello.get("job") or config.job or name.noted
-        job = bound or f"job-{secrets.token_hex(4)}" if config.shard == 0 else hello.get("job", "")
+        if config.shard == 0 and self._inherited is None and config.resume != "never":
+            name.check(bound)
+        job = bound or made_up() if config.shard == 0 else hello.get("job", "")
         if job:
             name.note(job)  # one that is made up stays, also where shard 0 dies before there is a snapshot
         coordinator = config.join or hello.get("coordinator", "")

@@ -1,12 +1,21 @@
 """The name of the job whose data lie in a data directory: what is not of that job may not touch them."""
 
 import logging
+import re
+import secrets
 from pathlib import Path
 
-from pscommon.core.errors import SnapshotError
+from pscommon.core.errors import MismatchError, SnapshotError
 from pscommon.snapshot.files import Files, publish
 
+MADE_UP = re.compile("job-[0-9a-f]{8}")
+
 log = logging.getLogger("psserver")
+
+
+def made_up() -> str:
+    """A name for a job that nobody has named."""
+    return f"job-{secrets.token_hex(4)}"
 
 
 class JobName:
@@ -18,6 +27,16 @@ class JobName:
             self.noted = self._path.read_text() if self._path is not None and self._path.exists() else ""
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{self._path}: cannot tell whose job's data these are: {error}") from error
+
+    def check(self, job: str) -> None:
+        """MismatchError where the data are of a job that somebody has given another name."""
+        if self.noted not in ("", job) and not MADE_UP.fullmatch(self.noted):
+            assert self._path is not None
+            raise MismatchError(
+                f"the data in {self._path.parent} are of job {self.noted}, not {job}: give --job {self.noted}, or "
+                "another --data-dir; --resume never begins a new job there, and keeps the old one's snapshots aside",
+                "JOB_MISMATCH",
+            )
 
     def note(self, job: str) -> None:
         """The data are of this job from now on. Where that cannot be written down the job goes on all the same."""

@@ -64,6 +64,20 @@ def test_shard_0_keeps_the_name_that_it_made_up_also_without_a_snapshot(tmp_path
     assert server(tmp_path) == "otter"
 
 
+def test_shard_0_takes_over_no_data_of_another_job(tmp_path: Path) -> None:
+    """Unless it is told not to go on from them."""
+    server(tmp_path, job="otter")
+
+    with pytest.raises(
+        MismatchError, match=r"of job otter, not stoat: give --job otter, or another --data-dir"
+    ) as error:
+        server(tmp_path, job="stoat")
+    assert error.value.reason == "JOB_MISMATCH"
+    assert server(tmp_path) == "otter"
+
+    assert server(tmp_path, job="stoat", resume="never") == "stoat"
+
+
 def asked_for(identity: Identity) -> str:
     """The job that a shard says it is of, when it comes to shard 0."""
     line = cast(Any, SimpleNamespace(term=1, address="", state="none"))
