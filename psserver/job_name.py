@@ -29,7 +29,7 @@ class JobName:
             raise SnapshotError(f"{self._path}: cannot tell whose job's data these are: {error}") from error
 
     def check(self, job: str) -> None:
-        """MismatchError where the data are of a job that somebody has given another name."""
+        """MismatchError where the data are of a job of another name; one that was made up gives way."""
         if self.noted not in ("", job) and not MADE_UP.fullmatch(self.noted):
             assert self._path is not None
             raise MismatchError(
