@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pscommon.core.errors import UnreachableError
 from pscommon.core.loop import LoopSpec
 from psworker import Client, Job
-from psworker.lane import GrpcLane, Lane
+from psworker.lane import GrpcLane
 from psworker.optimizer import ServerOptimizer
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
+from tests.e2e.mortal import Mortal
 from tests.e2e.programs import programs_in
 from tests.e2e.test_policies import POLICIES
 from tests.e2e.workers import OUTLIVED, status, together, until
@@ -234,29 +234,6 @@ def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None
 # ---- batches that come back ------------------------------------------------------------------------------------------
 
 
-class Mortal:
-    """A worker's line that can go dead: nothing gets through any more, not even a goodbye."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._dead = False
-
-    def die(self) -> None:
-        self._dead = True
-
-    def look_around(self, job: str, timeout: float) -> bool:
-        """Never fails: over a dead line nobody new is found."""
-        return not self._dead and self._lane.look_around(job, timeout)
-
-    def end_stalled(self) -> None:
-        self._lane.end_stalled()
-
-    def __getattr__(self, name: str) -> Any:
-        if self._dead and name not in ("addresses", "clock", "close", "direct"):
-            raise UnreachableError("the line is dead")
-        return getattr(self._lane, name)
-
-
 class Quits:
     """A worker that makes so many steps and then calls `quit`, with another batch in its hands."""
 
@@ -292,7 +269,7 @@ def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name
     victim = Quits(3, lane.die)
 
     def dies() -> list[list[Batch]]:
-        with Job(Client(lane=lane, rank=1, connect_timeout=1.0), 1) as job:
+        with Job(Client(lane=lane, rank=1), 1) as job:
             return [victim.train(job)]
 
     (lost,), (rest,) = together(dies, lambda: real(servers.address, 1, lambda job: train(job, victim.keep_pace)))

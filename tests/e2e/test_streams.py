@@ -14,7 +14,7 @@ from psworker import Client, Job
 from psworker.lane import GrpcLane
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
-from tests.e2e.test_data import Mortal
+from tests.e2e.mortal import Mortal
 from tests.e2e.test_policies import POLICIES
 from tests.e2e.workers import OUTLIVED, status, together
 
@@ -98,7 +98,7 @@ def test_what_a_dead_worker_had_not_pushed_is_read_again_by_others(cluster: Make
             lost.extend(batch.tolist())
 
     def first() -> list[int]:
-        with Job(Client(lane=lane, rank=1, connect_timeout=1.0), 1) as job:
+        with Job(Client(lane=lane, rank=1), 1) as job:
             dies(job)
         return lost
 
