@@ -12,6 +12,7 @@ class Exit(IntEnum):
     NO_SNAPSHOT = 12
     AUTHENTICATION = 13
     NON_FINITE = 14
+    IDLE = 16
     UNREACHABLE = 20
     TOO_FEW_WORKERS = 21
     INTERRUPTED = 130
@@ -36,6 +37,11 @@ EXPLANATIONS: dict[Exit, tuple[str, str]] = {
     Exit.NON_FINITE: (
         "a gradient held NaN or Inf",
         "lower the learning rate or clip; the message names the worker and the tensor",
+    ),
+    Exit.IDLE: (
+        "the script never connected or never stepped",
+        "call psworker.connect(), job.optimizer(...), and step() of what that returned; where the script is meant to "
+        "make no step, use `ps-run --allow-idle`",
     ),
     Exit.UNREACHABLE: (
         "the servers were unreachable for too long, or went on without this worker",

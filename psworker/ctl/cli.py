@@ -9,7 +9,7 @@ import click
 
 from pscommon import options
 from pscommon.config import run_command
-from pscommon.options import COUNT, SECONDS, TEXT
+from pscommon.option_types import COUNT, SECONDS, TEXT
 from pscommon.variables import unread
 from psworker.ctl import explain as explaining
 from psworker.ctl import views

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from pscommon.options import FOLDER
+from pscommon.option_types import FOLDER
 from psworker.ctl import checks
 from psworker.ctl.output import Table, show
 from psworker.ctl.settings import Settings, pass_settings, shared

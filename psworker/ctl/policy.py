@@ -2,7 +2,7 @@
 
 import click
 
-from pscommon.options import COUNT_OR_NONE, POLICIES
+from pscommon.option_types import COUNT_OR_NONE, POLICIES
 from psworker.ctl.output import Table, show
 from psworker.ctl.settings import Settings, pass_settings, shared
 

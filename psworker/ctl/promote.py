@@ -2,7 +2,7 @@
 
 import click
 
-from pscommon.options import ADDRESS
+from pscommon.option_types import ADDRESS
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import standby_pb2 as pb

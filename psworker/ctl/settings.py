@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.options import SECONDS
+from pscommon.option_types import SECONDS
 from pscommon.values import Value, addresses
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pscommon.core.errors import SnapshotError
-from pscommon.options import FILE, SECONDS, VERSION
+from pscommon.option_types import FILE, SECONDS, VERSION
 from psworker.ctl import views
 from psworker.ctl.output import Table, show, size
 from psworker.ctl.settings import Settings, pass_settings, shared

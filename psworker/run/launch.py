@@ -65,6 +65,7 @@ class Launch:
             max_restarts=plan.settings["max_restarts"],
             durable=plan.settings["data_dir"] is not None,
             grace=plan.settings["grace"],
+            allow_idle=plan.settings["allow_idle"],
         )
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
@@ -164,7 +165,7 @@ class Launch:
 
     def _take_result(self, result: Result) -> None:
         self._result = result
-        self.post(Collected(result.undone))
+        self.post(Collected(result.undone, result.idle))
 
     def _end_all(self) -> None:
         self._display.hurry()
@@ -180,7 +181,7 @@ class Launch:
         result = self._result if self._result.status else Result(self._watch.status, None, self._result.problem)
         culprit = self._processes.get(outcome.culprit)
         tail, traceback = (list(culprit.tail), culprit.traceback) if culprit else ([], [])
-        log = culprit.log if culprit else None
+        log = culprit.log if culprit else self._logs
         box = report.box(outcome, log, tail, traceback) if outcome.status == "failed" else ""
         return Ended(outcome, result, seconds, self._supervisor.restarts, log, box)
 

@@ -35,9 +35,13 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The result has been read from the servers, or could not be. undone: what of the training it lacks, in words."""
+    """The result has been read from the servers, or could not be.
+
+    undone: what of the training it lacks, in words. idle: why no step was counted, in words, where that is certain.
+    """
 
     undone: str = ""
+    idle: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,10 +70,11 @@ def box(outcome: Outcome, log: Path | None, tail: Sequence[str], traceback: Sequ
     """The failure in a box: which process was the first, how it ended, where its log is and how that ends."""
     lines = [outcome.reason]
     lines += [f"before that, {sentence}" for sentence in outcome.earlier]
-    if outcome.culprit_code is not None and outcome.code in set(Exit) and outcome.code != Exit.BUG:
+    explained = outcome.culprit_code is not None or not outcome.culprit
+    if explained and outcome.code in set(Exit) and outcome.code != Exit.BUG:
         lines.append(f"what to do: {EXPLANATIONS[Exit(outcome.code)][1]}")
     if log is not None:
         lines.append(f"log: {log}")
     lines += ["", *(traceback[-LONGEST_TRACEBACK:] if traceback else tail)]
-    title = f"─ first failure: {outcome.culprit} "
+    title = f"─ first failure: {outcome.culprit} " if outcome.culprit else f"─ exit code {outcome.code} "
     return "\n".join([f"╭{title:─<{BAR}}", *(f"│ {line}".rstrip() for line in lines), f"╰{'':─<{BAR}}"])

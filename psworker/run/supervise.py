@@ -55,13 +55,26 @@ class Supervisor:
     Names are s0, s1, ... and w0, w1, ...; `now` is in seconds of any monotonic clock.
     """
 
-    def __init__(self, servers: int, workers: int, *, max_restarts: int, durable: bool, grace: float) -> None:
-        """`durable`: a restarted server finds its weights again, in snapshots."""
+    def __init__(
+        self,
+        servers: int,
+        workers: int,
+        *,
+        max_restarts: int,
+        durable: bool,
+        grace: float,
+        allow_idle: bool = False,
+    ) -> None:
+        """`durable`: a restarted server finds its weights again, in snapshots.
+
+        allow_idle: a run in which no step was counted is no failure.
+        """
         self.servers = [f"s{index}" for index in range(servers)]
         self.workers = [f"w{index}" for index in range(workers)]
         self.max_restarts = max_restarts
         self.durable = durable
         self.grace = grace
+        self.allow_idle = allow_idle
         self.phase = Phase.RUNNING
         self.running: set[str] = set()
         self.finished: set[str] = set()
@@ -105,8 +118,8 @@ class Supervisor:
                 return list(self._exited(name, code, successor, now))
             case Signalled(number):
                 return list(self._signalled(number, now))
-            case Collected(undone):
-                return list(self._collected(now, undone))
+            case Collected(undone, idle):
+                return list(self._collected(now, undone, idle))
             case StopAnswered(problem):
                 return list(self._stop_answered(problem, now))
             case Tick():
@@ -192,12 +205,14 @@ class Supervisor:
         yield Say(f"{reason}; ending {len(self.running)} processes (once more kills them)")
         yield from self._end(now)
 
-    def _collected(self, now: float, undone: str = "") -> Iterator[Action]:
+    def _collected(self, now: float, undone: str = "", idle: str = "") -> Iterator[Action]:
         if self.phase is not Phase.COLLECTING:
             return
         if undone:
             fell = next((name for name in self.servers if self.attempts[name]), self.servers[0])
             self.outcome = Outcome("failed", Exit.NO_SNAPSHOT, fell, None, undone, tuple(self.earlier))
+        elif idle and not self.allow_idle:
+            self.outcome = Outcome("failed", Exit.IDLE, reason=idle, earlier=tuple(self.earlier))
         self._enter(Phase.STOPPING, now + STOP_SECONDS)
         if self.running:
             yield StopJob()

@@ -37,13 +37,15 @@ Connect = Callable[[str], Observer]
 class Result:
     """What the servers told at the end; sha256 is None, with the problem in words, if the weights could not be read.
 
-    undone: what of the training the servers do not have any more, in words.
+    undone: what of the training the servers do not have any more, in words. idle: why no step of this run was counted,
+    in words; empty where one was, or where that is not known.
     """
 
     status: Status
     sha256: str | None = None
     problem: str = ""
     undone: str = ""
+    idle: str = ""
 
 
 class GrpcObserver:
@@ -96,6 +98,7 @@ class Watch:
         self._observer: Observer | None = None
         self._address = ""
         self._highest = 0  # version that was seen
+        self._steps: tuple[int, int] | None = None  # at first, and the most that were seen
         self._requests: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -120,6 +123,7 @@ class Watch:
             self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
+        self._attempt(self._poll)  # before the first step: those of a resumed job are not this run's
         go_on = True
         while go_on:
             try:
@@ -144,6 +148,9 @@ class Watch:
             self._observer = self._connect(self._address)
         self.status = self._observer.status()
         self._highest = max(self._highest, self.status.get("version", 0))
+        steps = self.status.get("steps", 0)
+        first, most = self._steps or (steps, steps)
+        self._steps = first, max(most, steps)
 
     def _collect(self) -> bool:
         silent, found = self._attempt(self._poll), list[str]()
@@ -152,8 +159,14 @@ class Watch:
             problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
         if found and silent:  # they have come back meanwhile
             self._attempt(self._poll)
-        self._on_result(Result(self.status, found[0] if found else None, problem, _undone(self.status, self._highest)))
+        undone = _undone(self.status, self._highest)
+        idle = "" if silent else self._idle()
+        self._on_result(Result(self.status, found[0] if found else None, problem, undone, idle))
         return True
+
+    def _idle(self) -> str:
+        first, most = self._steps or (0, 0)
+        return _idle(self.status) if most == first else ""
 
     def _stop_job(self) -> bool:
         self._on_stopped(self._attempt(lambda: self._need().stop()))
@@ -189,3 +202,15 @@ def _undone(status: Status, highest: int) -> str:
     if not went_back or whole:
         return ""
     return f"the servers went back to version {version} after the workers were done: what came after it is lost"
+
+
+def _idle(status: Status) -> str:
+    """Why a run without a step is no success: its script has no model, or left data behind. Else empty."""
+    if status.get("model", True) is None:
+        return f"nothing was trained: {_nothing_yet(status)}"
+    if not all(loop.get("ended", True) for loop in status.get("data", ())):
+        return (
+            "nothing was trained: no step was counted, and data is left; a step is step() of the optimizer that "
+            "job.optimizer(...) returned"
+        )
+    return ""

@@ -365,16 +365,6 @@ def test_a_script_whose_gradient_is_not_finite(programs: Programs) -> None:
     assert "what to do: lower the learning rate or clip" in box
 
 
-def test_a_script_that_never_joins(programs: Programs) -> None:
-    """It has done what it wanted to (printed its --help, say), and nobody waits for its model."""
-    programs.script("print('no job')")
-
-    run = programs.start("ps-run", "--servers", 2, "--workers", 2, "train.py")
-
-    assert run.wait() == 0
-    assert "no worker has registered a model; a script does with psworker.connect()" in run.err
-
-
 def test_ctrl_c_leaves_nothing_behind(programs: Programs) -> None:
     before = set(programs.temporary.iterdir())
     programs.script(PATIENT)

@@ -26,7 +26,10 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape", "psworker.optimizer",
     "psworker.overlap", "psworker.pipeline", "psworker.simulation", "psworker.streams", "psworker.training",
 }  # fmt: skip
-COMMANDS = {"pscommon.config", "pscommon.options", "pscommon.values", "psserver.cli", "psworker.cli"}
+COMMANDS = {
+    "pscommon.config", "pscommon.options", "pscommon.run_options", "pscommon.server_options", "pscommon.values",
+    "psserver.cli", "psworker.cli",
+}  # fmt: skip
 HOMES = {
     "grpc": WIRE,
     "grpc_health": {"psserver", "psworker"},

@@ -26,6 +26,7 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "shipping": ("async", '"async"'),
     "job": ("otter", '"otter"'),
     "exit_when_done": ("true", "true"),
+    "allow_idle": ("true", "true"),
     "data_dir": ("data", '"data"'),
     "snapshot_every": ("5steps", '"5steps"'),
     "snapshot_keep": ("9", "9"),

@@ -246,6 +246,48 @@ def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
     assert "went back to version 40" in results[0].undone
 
 
+def idle(first: Status, *later: Status) -> str:
+    """Why the run is idle, after these looks at its servers."""
+    observer, results = Observer(status=first), list[Result]()
+    watch = Watch(lambda address: observer, results.append, lambda problem: None)
+    for status in (first, *later):
+        observer.answers["status"] = status
+        watch._poll()
+    watch._collect()
+    return results[0].idle
+
+
+MODEL = {"tensors": 2}
+LEFT, ENDED = [{"ended": True}, {"ended": False}], [{"ended": True}]
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        ({"steps": 0, "model": None, "data": []}, "no worker has registered a model"),
+        ({"steps": 0, "model": MODEL, "data": LEFT}, "no step was counted, and data is left"),
+        ({"steps": 9, "model": MODEL, "data": LEFT}, "no step was counted, and data is left"),  # a resumed job's steps
+        ({"steps": 9, "model": MODEL, "data": ENDED}, ""),
+        ({"steps": 0, "model": MODEL, "data": []}, ""),
+    ],
+)
+def test_watch_knows_that_no_step_of_this_run_was_counted(status: dict[str, Any], why: str) -> None:
+    assert why in idle(status)
+    assert bool(why) is bool(idle(status))
+    assert idle(status, status | {"steps": 10}, status) == ""
+
+
+def test_watch_calls_no_run_idle_whose_servers_do_not_answer_at_the_end() -> None:
+    observer, results = Observer(status={"steps": 0, "model": None, "data": []}), list[Result]()
+    watch = Watch(lambda address: observer, results.append, lambda problem: None)
+    watch._poll()
+    observer.answers["status"] = UnreachableError("gone")
+
+    watch._collect()
+
+    assert results[0].idle == ""
+
+
 def test_watch_says_why_there_are_no_weights() -> None:
     result, _ = ask(Observer(sha=UnreachableError("no model")))
 

@@ -150,6 +150,15 @@ def test_box_shows_a_traceback_instead_of_the_tail() -> None:
     assert "tail" not in lines
 
 
+def test_box_of_a_run_without_a_step_blames_no_process() -> None:
+    lines = report.box(Outcome("failed", 16, reason="nothing was trained"), Path("/logs"), [], []).splitlines()
+
+    assert lines[0].startswith("╭─ exit code 16 ─")
+    assert lines[1] == "│ nothing was trained"
+    assert "--allow-idle" in lines[2]
+    assert lines[3] == "│ log: /logs"
+
+
 def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
     traceback = [f"line {number}" for number in range(1000)]
 
@@ -172,6 +181,7 @@ def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
         (2, False, 2, "exited with 2: bad usage or configuration"),
         (10, False, 10, "exited with 10: a port or data directory is taken"),
         (14, False, 14, "exited with 14: a gradient held NaN or Inf"),
+        (16, False, 16, "exited with 16: the script never connected or never stepped"),
         (130, False, 130, "exited with 130: interrupted (Ctrl-C)"),
         (3, False, 3, "exited with 3"),
         (255, False, 255, "exited with 255"),
