@@ -22,15 +22,12 @@ from pscommon.core.tape import Plan
 from pscommon.installed import installed
 from pscommon.optimizers import groups_to_json
 from pscommon.snapshot import Manifest, Part, Snapshots, TapeReader
-from pscommon.snapshot.files import Files, publish
 from psserver.core.cuts import Cutting, PartReport
 from psserver.engine import Engine
+from psserver.generation import GENERATION, GenerationDamagedError, GenerationFile, remedy_for
 from psserver.metrics import ServerMetrics
 from psserver.replica import LogUnfitError
 from psserver.store import Store
-
-GENERATION = "generation"
-"""File that counts the starts of the job: there is one wherever a shard 0 was."""
 
 NICE = 10
 """How far the writing thread steps back: to a tenth of what another one gets where all cores are busy."""
@@ -74,11 +71,14 @@ class Archive:
         if self._data_dir is None:
             self.generation = least
             return
-        path = self._data_dir / GENERATION
+        file = GenerationFile(self._data_dir)
         try:
-            self.generation = _counted_up(path, least, Files())
-        except (OSError, ValueError) as error:
-            raise SnapshotError(f"cannot count this start of the job in {path}: {error}") from error
+            self.generation = file.count_up(least)
+        except GenerationDamagedError as error:
+            raise SnapshotError(str(error)) from error
+        except OSError as error:
+            why = remedy_for(error, file.path)
+            raise SnapshotError(f"cannot count this start of the job in {file.path}: {why}") from error
         self._uncounted = False
 
     def count_on(self, least: int = 0) -> None:
@@ -94,8 +94,8 @@ class Archive:
     def _count_again(self) -> None:
         """The disk works again."""
         if self._uncounted and self._data_dir is not None:
-            with contextlib.suppress(OSError, ValueError):
-                _counted_up(self._data_dir / GENERATION, self.generation, Files())
+            with contextlib.suppress(OSError, GenerationDamagedError):
+                GenerationFile(self._data_dir).count_up(self.generation)
                 self._uncounted = False
 
     def check_place(self) -> None:
@@ -328,12 +328,3 @@ def groups_of(store: Store | None) -> str:
 
 def _written_at(manifest: Manifest) -> float:
     return datetime.fromisoformat(manifest.created).timestamp()
-
-
-def _counted_up(path: Path, least: int, files: Files) -> int:
-    """The number in a file, one more than it was there and `least` at least. On the disk before this returns."""
-    number = max(least, int(path.read_text()) + 1 if path.exists() else 0)
-    temporary = path.with_suffix(".tmp")
-    files.write(temporary, str(number).encode("ascii"))
-    publish(files, temporary, path)
-    return number

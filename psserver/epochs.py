@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from pscommon.core.errors import PSError, SnapshotError, UnreachableError
 from pscommon.core.model import model_to_json
@@ -24,11 +24,12 @@ from psserver.engine import Engine
 from psserver.fleet import Fleet
 from psserver.guarded_log import GuardedLog
 from psserver.identity import Identity
-from psserver.job_journal import JobJournal, check_begins, check_goes_on, check_nothing_more, is_before
+from psserver.job_journal import JobJournal, check_begins, check_goes_on, check_nothing_more, is_before, report_unusable
 from psserver.metrics import ServerMetrics
 from psserver.mirror import Inherited
 from psserver.records import Line, Records, Source, disk_log
 from psserver.replica import LogUnfitError
+from psserver.shard_log import folder_of, logged_version
 
 log = logging.getLogger("psserver")
 
@@ -61,6 +62,7 @@ class Epochs:
         self._leading: Coordinator | None = None  # now
         self._recovered = False  # it was begun by another process
         self._accounted: int | None = None  # what became of the updates up to here has been told; None: none is lost
+        self._lost_up_to = 0  # version that the log reached, where it could not be used
         self._rules = config.rules()
         self.lead: Callable[[Recorder], None] = lambda recorder: None
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
@@ -97,7 +99,7 @@ class Epochs:
             self.begin()
         else:
             self._learn(manifest.job)
-            self._accounted = manifest.version
+            self._accounted = max(manifest.version, self._lost_up_to)
             self.resume(manifest)
 
     def inherit(self, inherited: Inherited) -> None:
@@ -277,18 +279,16 @@ class Epochs:
             if recorder is not None:
                 self._take_layout(recorder.coordinator, manifest)
         except LogUnfitError as error:
-            log.error("the log cannot be used", extra={"problem": str(error)})
-            return False
+            return self._report_unusable(str(error), manifest)
         if recorder is None:
-            return False
+            return self._report_unusable("", manifest)
         coordinator = recorder.coordinator
         possible = {coordinator.shards, *([coordinator.move.before] if coordinator.move is not None else [])}
         problem = self._archive.recover_into(self._engine, coordinator.epoch, manifest, possible)
         if not problem and not coordinator.log.can_go_on(self._engine.make_report()):
             problem = f"shard {self._engine.shard}'s log and the job's do not go together: one of them lacks its end"
         if problem:
-            log.error("the log cannot be used", extra={"problem": problem})
-            return False
+            return self._report_unusable(problem, manifest, coordinator.version)
         if manifest is not None:
             self._archive.goes_on_from(manifest)
         self._fleet.form(coordinator.members)
@@ -304,6 +304,21 @@ class Epochs:
         log.info("went on where the log ends", extra={"version": coordinator.version})
         return True
 
+    def _report_unusable(self, problem: str, manifest: Manifest | None, reached: int = 0) -> Literal[False]:
+        """Report that the job cannot continue from its log, and how many updates that costs.
+
+        problem: empty where the coordinator's log holds nothing since the snapshot.
+        reached: the version at which that log ends.
+        """
+        assert self._config.data_dir is not None
+        saved = manifest.version if manifest else 0
+        reached = max(reached, logged_version(folder_of(self._config.data_dir, 0)))
+        if problem or reached > saved:
+            report_unusable(problem, self._config.data_dir / LOG, saved, reached)
+            self._metrics.updates_lost(max(0, reached - saved))
+            self._lost_up_to = reached
+        return False
+
     def _take_layout(self, coordinator: Coordinator, manifest: Manifest | None) -> None:
         """The log knows best how many shards there are, if it may have been what this server was started for."""
         layout, wrote = self._fleet.layout, coordinator.shards
@@ -315,23 +330,28 @@ class Epochs:
 
     def _leave_log(self, manifest: Manifest | None) -> None:
         """Nothing is written down from now on; what another start wrote down here has to be in a snapshot by now."""
-        if self._config.data_dir is None:
+        if (data_dir := self._config.data_dir) is None:
             return
-        past = JobJournal(Records(Source.JOB, GuardedLog(self._config.data_dir / LOG, "no", self._metrics.log_failed)))
+        folders = (data_dir / LOG, folder_of(data_dir, 0))
+        logs = [GuardedLog(folder, "no", self._metrics.log_failed) for folder in folders]
         try:
             if self._config.resume == "auto":
-                self._check_left(past, manifest)
-            past.clear()
+                self._check_left(JobJournal(Records(Source.JOB, logs[0])), manifest)
+            for each in logs:
+                each.clear()
         finally:
-            past.close()
+            for each in logs:
+                each.close()
 
     def _check_left(self, past: JobJournal, manifest: Manifest | None) -> None:
         try:
             recorder = self._replayed(past.since(manifest.version if manifest else None), manifest)
         except LogUnfitError as error:
-            log.error("the log cannot be used", extra={"problem": str(error)})
+            self._report_unusable(str(error), manifest)
             return
-        if recorder is not None:
+        if recorder is None:
+            self._report_unusable("", manifest)
+        else:
             remedy = "start the servers with --durability log; ps-ctl stop ends them with a snapshot of all"
             check_nothing_more(recorder.coordinator.version, manifest, "the log of before", remedy)
 

@@ -2,8 +2,10 @@
 learns what came of it."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
@@ -12,6 +14,8 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Command
 from psserver.records import Records
 from psserver.replica import LogUnfitError
+
+log = logging.getLogger("psserver")
 
 
 class Kind(IntEnum):
@@ -76,6 +80,16 @@ def check_nothing_more(version: int, manifest: Manifest | None, where: str, reme
             f"updates {saved + 1} to {version} are in no snapshot, but in {where}: {remedy}; "
             f"or give these updates up with --resume {saved if manifest else 'never'}"
         )
+
+
+def report_unusable(problem: str, folder: Path, saved: int, reached: int) -> None:
+    """Log that the job continues from version `saved`, though the log, or that of shard 0, reached another one.
+
+    problem: empty where the coordinator's log holds nothing since that version, and shard 0's own log does.
+    """
+    missing = f"{folder} holds nothing since version {saved}: files of it are missing"
+    extra = {"problem": problem or missing, "version": saved, "updates_lost": max(0, reached - saved)}
+    log.error("the log cannot be used", extra=extra)
 
 
 def check_begins(note: Mapping[str, Any] | Command, manifest: Manifest | None) -> None:

@@ -26,7 +26,10 @@ class JobName:
         try:
             self.noted = self._path.read_text() if self._path is not None and self._path.exists() else ""
         except (OSError, ValueError) as error:
-            raise SnapshotError(f"{self._path}: cannot tell whose job's data these are: {error}") from error
+            raise SnapshotError(
+                f"{self._path} cannot be read: cannot tell whose job's data these are: {error}. "
+                f"Try: rm {self._path}, and start the server with --job and the job's name"
+            ) from error
 
     def check(self, job: str) -> None:
         """MismatchError where the data are of a job of another name; one that was made up gives way."""

@@ -34,7 +34,10 @@ class Layout:
             if self.given in (int(noted["shards"]), *noted["past"]):
                 self._take(noted)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SnapshotError(f"{path}: cannot tell how many servers the job had: {error}") from error
+            raise SnapshotError(
+                f"{path} cannot be read: cannot tell how many servers the job had: {error}. "
+                f"Try: rm {path}, and start as many servers as the newest snapshot has parts"
+            ) from error
 
     def _take(self, noted: Mapping[str, Any]) -> None:
         past = {int(number) for number in noted["past"]}

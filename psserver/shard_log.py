@@ -8,13 +8,15 @@ come later are the shard.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from pscommon.core.log import Entry, Staged
+from pscommon.core.log import Apply, Entry, Staged
 from pscommon.core.model import ModelSpec
 from pscommon.optimizers import groups_to_json
-from pscommon.record_log import Record
+from pscommon.record_log import LogDamagedError, Record, RecordLog
 from pscommon.wire.codec import (
     entry_from_proto,
     entry_to_proto,
@@ -142,6 +144,24 @@ class ShardLog:
 
     def close(self) -> None:
         self._log.close()
+
+
+def folder_of(data_dir: Path, shard: int) -> Path:
+    """Where a shard's log lies in a data directory."""
+    return data_dir / f"log-shard-{shard}"
+
+
+def logged_version(folder: Path) -> int:
+    """Return the newest version in a shard's log on disk: 0 without a log, up to the damage in a damaged one."""
+    version = 0
+    with suppress(LogDamagedError, OSError, ValueError):
+        log = RecordLog(folder, "no")
+        for name in log.segments()[-1:]:
+            version = int(name.partition("-")[0])  # segments are named by the version that they begin at
+            for record in log.read(name):
+                entry = logged(record)
+                version = entry.version if isinstance(entry, Apply) else version
+    return version
 
 
 def base_record(base: Base) -> Raw:

@@ -252,7 +252,8 @@ def test_newer_snapshots_stay_where_going_back_fails(cluster: Make, capsys: Outp
     address = cluster(1, data_dir=tmp_path).address
     with counter(address) as client:
         saved(address, client, capsys, 1, 2)
-        (tmp_path / "generation.tmp").mkdir()  # no number for a new start can be written down
+        (tmp_path / "generation").unlink()
+        (tmp_path / "generation").mkdir()  # no number for a new start can be written down
 
         assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
         assert "cannot count this start of the job" in capsys.readouterr().err

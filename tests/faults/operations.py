@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import pytest
@@ -15,7 +14,7 @@ from pscommon.snapshot.files import Files
 
 OPERATIONS = {
     LogFiles: ("make_folder", "open", "write", "sync", "sync_folder", "rename", "remove"),
-    Files: ("make_folder", "save", "write", "sync", "rename", "remove"),
+    Files: ("make_folder", "save", "write", "overwrite", "sync", "rename", "remove"),
 }
 NAMES = {LogFiles: "log", Files: "snapshot"}
 
@@ -90,10 +89,14 @@ def short(operation: Operation, real: Callable[[], Any], arguments: Sequence[Any
         descriptor, views, offset = arguments
         whole = b"".join(views)
         os.pwrite(descriptor, whole[: len(whole) // 2], offset)
+    elif operation == Operation("snapshot", "overwrite"):
+        path, offset, data = arguments
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data[: len(data) // 2])
     elif operation.name in ("save", "write"):
         real()
-        path: Path = arguments[0]
-        os.truncate(path, path.stat().st_size // 2)
+        os.truncate(arguments[0], arguments[0].stat().st_size // 2)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -15,8 +15,8 @@ from pscommon.exits import Exit
 from pscommon.wire.channel import open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
-from psserver.archive import GENERATION
 from psserver.core.succession import TAKEOVER
+from psserver.generation import GENERATION
 from psworker.ctl.servers import Servers
 from psworker.discovery import describe
 from tests.e2e.scrape import Metrics, get

@@ -97,3 +97,33 @@ def test_a_directory_that_cannot_be_used_is_bad_configuration(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequestError, match=f"cannot use data directory {tmp_path / 'file'}"):
         DataDirLock(tmp_path / "file", 0).__enter__()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_in_place_of_the_lock_is_refused_and_what_it_leads_to_stays(tmp_path: Path, exists: bool) -> None:
+    """Another user who may write in the folder must not get this process to empty a file of its own."""
+    target = tmp_path / "target"
+    if exists:
+        target.write_text("precious")
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "shard-0.lock"
+    path.symlink_to(target)
+
+    with pytest.raises(InvalidRequestError) as raised, DataDirLock(tmp_path / "data", 0):
+        pass
+
+    assert raised.value.exit_code == 2
+    assert str(raised.value) == f"cannot lock shard 0: {path} is a symbolic link. Try: rm {path}"
+    assert target.exists() is exists
+    assert not exists or target.read_text() == "precious"
+
+
+def test_a_disk_without_room_for_the_holders_number_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock holds; only its holder is unknown to others."""
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with DataDirLock(tmp_path, 0), pytest.raises(TakenError, match="process unknown"), DataDirLock(tmp_path, 0):
+        pass

@@ -5,6 +5,7 @@ or stands for all of the bytes.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -33,6 +34,13 @@ class Files:
     def write(self, path: Path, data: bytes) -> None:
         """Writes a file. Not durable before `sync`."""
         path.write_bytes(data)
+
+    def overwrite(self, path: Path, offset: int, data: bytes) -> None:
+        """Overwrites bytes of a file in place, which needs no space. Not durable before `sync`."""
+        with path.open("r+b", buffering=0) as file:
+            file.seek(offset)
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self, path: Path) -> None:
         """Brings a file's bytes, or a folder's list of names, to the disk."""

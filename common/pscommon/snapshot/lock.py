@@ -1,6 +1,7 @@
 """One server per shard and data directory."""
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -26,12 +27,17 @@ class DataDirLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while self._descriptor < 0:
                 self._descriptor = self._try()
+        except OSError as error:
+            raise InvalidRequestError(self._refused(error)) from error
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, only its holder is not named
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"{os.getpid()}\n".encode())
-        except OSError as error:
-            self._close()
-            raise InvalidRequestError(f"cannot use data directory {self.path.parent}: {error.strerror}") from error
         return self
+
+    def _refused(self, error: OSError) -> str:
+        if error.errno == errno.ELOOP:  # what it leads to may be a file of somebody else
+            return f"cannot lock shard {self._shard}: {self.path} is a symbolic link. Try: rm {self.path}"
+        return f"cannot use data directory {self.path.parent}: {error.strerror}"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -43,7 +49,7 @@ class DataDirLock:
 
     def _try(self) -> int:
         """The locked descriptor, or -1 where the holder let go just now and took the file with it."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,7 +69,7 @@ class DataDirLock:
 
     def _is_current(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), self.path.stat())
+            return os.path.samestat(os.fstat(descriptor), self.path.lstat())
         except FileNotFoundError:
             return False
 

@@ -1,0 +1,108 @@
+"""The counter of a job's starts: never a number twice, whatever a crash, a full disk or damage does to its file."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.errors import SnapshotError
+from pscommon.monitor import new_registry
+from pscommon.snapshot.files import Files
+from psserver.archive import Archive
+from psserver.generation import SLOT_BYTES, GenerationFile
+from psserver.metrics import ServerMetrics
+
+
+def counted(folder: Path, least: int = 0) -> int:
+    return GenerationFile(folder).count_up(least)
+
+
+class Torn(Files):
+    """A system that crashes after some bytes of a write in place."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def overwrite(self, path: Path, offset: int, data: bytes) -> None:
+        super().overwrite(path, offset, data[: self.nbytes])
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+class NoNewFiles(Files):
+    """A full disk: only what a file already has can be written."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_numbers_ascend_from_zero(tmp_path: Path) -> None:
+    assert [counted(tmp_path) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert counted(tmp_path, least=9) == 9
+    assert counted(tmp_path) == 10
+
+
+def test_a_start_needs_no_new_file_and_no_larger_one(tmp_path: Path) -> None:
+    counted(tmp_path)
+    assert GenerationFile(tmp_path, NoNewFiles()).count_up(0) == 1
+    assert (tmp_path / "generation").stat().st_size == 2 * SLOT_BYTES
+    assert [path.name for path in tmp_path.iterdir()] == ["generation"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4000, 4080, 4085, 4090, SLOT_BYTES - 1, SLOT_BYTES])
+@pytest.mark.parametrize("starts", [1, 2, 3])
+def test_a_torn_write_leaves_the_number_before(tmp_path: Path, nbytes: int, starts: int) -> None:
+    numbers = [counted(tmp_path) for _ in range(starts)]
+    with pytest.raises(OSError, match="Input/output"):
+        GenerationFile(tmp_path, Torn(nbytes)).count_up(0)
+
+    assert counted(tmp_path) > max(numbers)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_one_damaged_slot_costs_no_number_twice(tmp_path: Path, slot: int) -> None:
+    """The damaged one may have held the newest number."""
+    numbers = [counted(tmp_path) for _ in range(4)]
+    path = tmp_path / "generation"
+    raw = bytearray(path.read_bytes())
+    raw[slot * SLOT_BYTES + SLOT_BYTES - 4] ^= 1
+    path.write_bytes(raw)
+
+    numbers += [counted(tmp_path), counted(tmp_path)]
+    assert len(set(numbers)) == 6
+    assert numbers == sorted(numbers)
+
+
+def test_the_number_alone_is_read_as_earlier_versions_wrote_it(tmp_path: Path) -> None:
+    (tmp_path / "generation").write_text("41")
+    assert [counted(tmp_path), counted(tmp_path)] == [42, 43]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 2 * SLOT_BYTES, b"x", b"1 2", os.urandom(3 * SLOT_BYTES)])
+def test_a_damaged_file_names_a_remedy_that_works(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "generation"
+    path.write_bytes(content)
+    archive = Archive(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
+
+    with pytest.raises(SnapshotError, match=f"Try: echo 100000 > {path}") as raised:
+        archive.next_generation()
+    assert raised.value.exit_code == 12
+    assert path.read_bytes() == content
+
+    path.write_text("100000\n")
+    archive.next_generation()
+    assert archive.generation == 100_001
+
+
+def test_a_full_disk_names_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first start, and the first with an old file, need space."""
+    monkeypatch.setattr(Files, "write", NoNewFiles.write)
+    archive = Archive(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
+    with pytest.raises(SnapshotError, match=rf"No space left on device. Try: free 8192 bytes in {tmp_path}"):
+        archive.next_generation()
+
+
+def test_no_number_is_read_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "generation").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        counted(tmp_path)
