@@ -44,6 +44,7 @@ BEGUN = "there is none since version 0"
 ERRNOS = ("ENOSPC", "EIO", "EROFS")
 COUNTED = ("open", "write", "save")
 """Operations whose failure always means that something was not written."""
+CUT_SHORT = ("write", "save", "overwrite")
 
 
 class Death:
@@ -258,7 +259,7 @@ def again(number: int) -> int:
 def writes(folder: Path, durability: str) -> list[int]:
     """The operations that can be cut short, counted from 1."""
     disk = fails(folder, durability, FOR_GOOD, TROUBLES["short"])
-    return [number for number, operation in enumerate(disk.seen[: disk.last], 1) if operation.name in ("write", "save")]
+    return [number for number, operation in enumerate(disk.seen[: disk.last], 1) if operation.name in CUT_SHORT]
 
 
 def in_turn(durability: str) -> Callable[[Path, int], Operations]:

@@ -23,7 +23,7 @@ SHARES = {
 """In how many tests each is cut, so that each takes seconds."""
 FEWEST = {
     "any errno, log": 300, "ENOSPC, log, for long": 150, "a death, log": 240,
-    "any errno, snapshot": 60, "EROFS, snapshot, for long": 25, "a death of all, snapshot": 50,
+    "any errno, snapshot": 55, "EROFS, snapshot, for long": 25, "a death of all, snapshot": 50,
 }  # fmt: skip
 """Operations that such a job has at least."""
 

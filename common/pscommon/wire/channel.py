@@ -10,6 +10,8 @@ Those that matter, each tried (docs of gRPC core: channel arguments, keepalive);
 - `min_reconnect_backoff_ms` is how long one attempt to connect may take, 20 s by default: as long as that, a network
   that comes back is not noticed, because the attempt that was made before hangs. It takes two round trips: over a
   line of 2 Mbit/s whose queue is full it took 9 s to connect with 1 s for each attempt, 2 s with 2.5 s.
+- A name is looked up again after a failure to connect, but by default at most once in 30 s: a server that came back
+  under its name at another address was found after 24 s.
 - The answer to a ping queues behind the data on its way, a MB or two: with 2.2 s for it, a large push over 5 Mbit/s
   never arrived, because its connection was taken for dead. So tensors have connections of their own, with more
   patience; who vanishes is noticed by the others: heartbeats, and the reports of shards.
@@ -56,6 +58,7 @@ CLIENT_OPTIONS: tuple[Option, ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_500),
     ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # the client repeats calls itself: it knows which of them are safe to repeat
     ("grpc.enable_retries", 0),
     # the servers of a job are neighbours; a web proxy of the environment is not meant for them

@@ -1,0 +1,99 @@
+"""Shard 0 comes back under the same DNS name at another address: workers and shards find it there soon."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.programs import BIN, Program, Programs, programs_in
+from tests.faults.processes import MODULES, kill
+from tests.ports import free_ports
+
+NAME = "ps-zero.test"
+SECONDS = 5.0
+"""Within which training has to continue."""
+
+# pushes as fast as it can, and says each time that one has counted
+SCRIPT = """
+import numpy as np
+import psworker
+with psworker.Client() as client:
+    client.register({"w": np.zeros(8, np.float32)}, psworker.OptimizerSpec("sgd", lr=1.0))
+    while True:
+        print("version", client.push_pull({"w": np.ones(8, np.float32)}, out=client.pull()).version, flush=True)
+"""
+
+
+def missing() -> str:
+    """Why no process can have a name of its own here; empty if it can."""
+    if os.geteuid() != 0 or not (shutil.which("unshare") and shutil.which("mount")):
+        return "needs root, unshare and mount"
+    done = subprocess.run(["unshare", "-m", "true"], capture_output=True, text=True, timeout=30)
+    return done.stderr.strip()
+
+
+class Names:
+    """Programs that read `hosts` as their /etc/hosts, in a mount namespace of their own."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self.hosts = programs.folder / "hosts"
+        self.hosts.touch()
+
+    def point(self, address: str) -> None:
+        """The name leads there. The file stays the same one: it is mounted."""
+        with self.hosts.open("r+") as file:
+            file.truncate()
+            file.write(f"127.0.0.1 localhost\n{address} {NAME}\n")
+
+    def start(self, command: str, *args: object, **environment: object) -> Program:
+        unshare = shutil.which("unshare")
+        assert unshare is not None
+        mounting = f'mount --bind {self.hosts} /etc/hosts && exec "$0" "$@"'
+        line = ("-m", "--propagation", "private", "sh", "-c", mounting, BIN / command, *args)
+        return self._programs.start(unshare, *line, PYTHONPATH=MODULES, **environment)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    if reason := missing():
+        pytest.skip(reason)
+    with programs_in(tmp_path) as programs:
+        programs.script(SCRIPT)
+        yield programs
+
+
+@pytest.mark.parametrize("resolver", ["ares", "native"])
+def test_training_continues_soon_after_shard_0_has_another_address(programs: Programs, resolver: str) -> None:
+    """The name leads to the old address until the worker has looked it up in vain: the worst case."""
+    names = Names(programs)
+    names.point("127.0.0.1")
+    port, other = free_ports(2)
+    setting = {"GRPC_DNS_RESOLVER": resolver}
+    data = ("--data-dir", programs.folder / "data", "--durability", "log")
+
+    def shard_0(address: str) -> Program:
+        place = ("--shard", "0/2", "--bind", f"{address}:{port}", "--advertise", f"{NAME}:{port}")
+        return names.start("ps-server", *place, *data, **setting)
+
+    first = shard_0("127.0.0.1")
+    place = ("--shard", "1/2", "--bind", f"127.0.0.1:{other}", "--join", f"{NAME}:{port}")
+    second = names.start("ps-server", *place, *data, **setting)
+    worker = names.start("ps-worker", "--ps", f"{NAME}:{port}", "--device", "cpu", "train.py", **setting)
+    worker.wait_for("version", times=20)
+
+    kill(first)
+    worker.wait_for("heartbeats for", seconds=30)
+    pushed = worker.out.count("version")
+    names.point("127.0.0.2")
+    shard_0("127.0.0.2").wait_for("listening")
+    began = time.monotonic()
+    worker.wait_for("version", times=pushed + 2)
+    seconds = time.monotonic() - began
+    print(f"\n{resolver}: training continued after {seconds:.1f} s")
+    assert second.process.poll() is None
+    assert seconds < SECONDS
