@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from pscommon import interruptible, shared_memory
 from pscommon.core.errors import InvalidRequestError, PSError, SnapshotError, TakenError
 from pscommon.exits import Exit
+from pscommon.local_jobs import Announcement
 from pscommon.malloc import tune_malloc
 from pscommon.monitor import Monitor, new_registry
 from pscommon.snapshot import DataDirLock
@@ -258,8 +259,20 @@ class Server:
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._port_file.write(self.address, inherited=self._inherited is not None)
+        self._announce()
         policy = {} if self.hub is None else {"policy": self.hub.policy}  # shard 0 knows it, whatever flags say
         log.info("listening", extra={"address": self.address, "shards": self.identity.shards, **policy})
+
+    def _announce(self) -> None:
+        """Let commands of this user on this machine find the job without an address."""
+        if self.hub is None:
+            return
+        try:
+            announcement = Announcement(self.identity.job, self.identity.address)
+        except OSError as error:
+            log.warning("commands need --ps to find this job", extra={"problem": str(error)})
+        else:
+            self._resources.callback(announcement.remove)
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: can workers train here?"""

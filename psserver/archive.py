@@ -169,8 +169,8 @@ class Archive:
         return None
 
     def path(self, version: int) -> str:
-        """Where a version lies."""
-        return str(self._snapshots.path(version)) if self._snapshots else ""
+        """Return the absolute path of a version's folder; empty without a data directory."""
+        return str(self._snapshots.path(version).resolve()) if self._snapshots else ""
 
     def load_into(self, engine: Engine, epoch: int, manifest: Manifest, shards: int) -> str:
         """Put this shard's part, among so many, of a snapshot in place; empty, or what is wrong."""
@@ -312,8 +312,7 @@ class Archive:
             except SnapshotError:
                 continue
             age = time.time() - datetime.fromisoformat(manifest.created).timestamp()
-            path = str(self._snapshots.path(version))
-            yield {"version": version, "path": path, "nbytes": manifest.nbytes, "seconds": round(age, 3)}
+            yield {"version": version, "path": self.path(version), "nbytes": manifest.nbytes, "seconds": round(age, 3)}
 
     def close(self) -> None:
         """Wait for the part that is being written."""

@@ -2,6 +2,8 @@
 
 import os
 import time
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pscommon.core.loop import LoopSpec
@@ -36,6 +38,7 @@ def describe(
         "min_workers": coordinator.min_workers,
         "backup_workers": policy.backup,
         **settings(hub.config),
+        "settings": in_force(hub, coordinator),
         "servers": servers(hub),
         "candidates": candidates(hub),
         "moving_to": hub.fleet.shards if coordinator.move is not None else None,
@@ -63,6 +66,29 @@ def settings(config: ServerConfig) -> dict[str, Any]:
         "durability": config.durability,
         "log_fsync": config.log_fsync,
     }
+
+
+NOT_OF_THE_JOB = ("shard", "shards", "bind", "advertise", "join", "port_file", "metrics_bind", "standby_of")
+"""Settings of one process, which differ from server to server."""
+
+
+def in_force(hub: "Hub", coordinator: Coordinator) -> list[dict[str, Any]]:
+    """The job's settings as `ps-ctl config` shows them: those of shard 0, and the policy that a command set."""
+    name, staleness, max_staleness, _ = coordinator.policy_args()
+    chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
+    given = {field.name: _plain(getattr(hub.config, field.name)) for field in fields(hub.config)}
+    known = {"job": hub.job, "shards": coordinator.shards}
+    rows = {**{key: value for key, value in given.items() if key not in NOT_OF_THE_JOB}, **known, **chosen}
+    return [
+        {"key": key, "value": value, "source": "policy set" if key in chosen and value != given[key] else "shard 0"}
+        for key, value in rows.items()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.resolve())
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def state(hub: "Hub", coordinator: Coordinator) -> str:

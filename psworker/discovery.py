@@ -1,6 +1,7 @@
 """Finding the servers: from the addresses that the user gave to one address for each shard."""
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.local_jobs import only_local_job
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
@@ -22,20 +24,24 @@ PAUSE_SECONDS = 0.1
 
 ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[^\s\[\]:,/]+):([0-9]{1,5})")
 
+log = logging.getLogger("psworker")
+
 Doors = Callable[[str], ParameterServerServiceStub]
 
 
 def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
-    """ "HOST:PORT,HOST:PORT", or a sequence of them, or None for the environment's PS_SERVERS, as a tuple.
+    """ "HOST:PORT,HOST:PORT", or a sequence of them, as a tuple.
 
-    InvalidRequestError for something else, MismatchError for an address that is there twice.
+    None: the environment's PS_SERVERS, or else the user's only job on this machine (only the one called
+    PS_JOB, if that is set). InvalidRequestError for something else, MismatchError for an address that is
+    there twice.
     """
     if servers is None:
         servers = os.environ.get("PS_SERVERS", "")
         if not servers.strip():
-            raise InvalidRequestError(
-                "no servers given: run the script with ps-worker or ps-run, set PS_SERVERS, or pass HOST:PORT"
-            )
+            local = only_local_job("no servers given (pass HOST:PORT or set PS_SERVERS)", os.environ.get("PS_JOB", ""))
+            log.info("using the only local job: %s", local)
+            return (local.address,)
     listed = servers.split(",") if isinstance(servers, str) else list(servers)
     found = tuple(address.strip() for address in listed if address.strip())
     for address in found:

@@ -1,6 +1,8 @@
 """How tests share a machine: `pytest -n 2 --dist loadgroup` (make test) keeps two cores busy without crowding them."""
 
 import os
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +15,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 # no example fails because the machine stood still for a moment
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Jobs of the tests announce themselves where commands outside of this test process do not look."""
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="ps-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks

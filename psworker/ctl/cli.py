@@ -3,22 +3,22 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
-from pscommon import options
 from pscommon.config import run_command
-from pscommon.option_types import COUNT, SECONDS, TEXT
+from pscommon.option_types import COUNT, SECONDS
 from pscommon.variables import unread
 from psworker.ctl import explain as explaining
 from psworker.ctl import views
+from psworker.ctl.config import config
 from psworker.ctl.doctor import doctor
 from psworker.ctl.output import Table, show, size
 from psworker.ctl.policy import policy
 from psworker.ctl.promote import promote
 from psworker.ctl.settings import Settings, pass_settings, shared, with_environment
 from psworker.ctl.snapshot import snapshot
+from psworker.ctl.stop import Group, stop
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -28,8 +28,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 @click.group(
     "ps-ctl",
+    cls=Group,
     epilog="""\b
 Examples:
+  ps-ctl status                                 the only job of this user on this machine
   ps-ctl --ps host0:50051 status
   ps-ctl --ps host0:50051 workers --output json
   ps-ctl --ps host0:50051 drain 3
@@ -82,22 +84,6 @@ def plan(settings: Settings) -> None:
     show(settings.output, document, lambda: views.plan(document))
 
 
-@ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 stop --reason 'accurate enough'")
-@click.option("--reason", type=TEXT, default="ps-ctl stop", show_default=True, help="For the logs of the servers.")
-@shared
-@pass_settings
-def stop(settings: Settings, reason: str) -> None:
-    """End the job.
-
-    Workers end their steps and leave, with exit code 0; where there is a data directory a last snapshot is taken; then
-    every server exits.
-    """
-    with settings.servers() as servers:
-        servers.stop(reason)
-    document = {"job": servers.described.job, "state": "stopping"}
-    show(settings.output, document, lambda: [Table("", (), list(document.items()))])
-
-
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 drain 3")
 @click.argument("worker", metavar="WORKER", type=COUNT)
 @shared
@@ -133,33 +119,6 @@ def reshard(settings: Settings, count: int, wait: float) -> None:
     show(settings.output, document, lambda: [Table("", (), rows)])
 
 
-@ps_ctl.command(
-    context_settings={"ignore_unknown_options": True},
-    epilog="""\b
-Examples:
-  ps-ctl config
-  ps-ctl config --config cluster.toml --shard 1/2 --policy async
-  PS_LEASE=10s ps-ctl config --for run --output json""",
-)
-@click.option(
-    "--for",
-    "table",
-    type=click.Choice(list(options.TABLES)),
-    default="server",
-    show_default=True,
-    help="Which command's.",
-)
-@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF THAT COMMAND]...")
-@click.option("--output", type=click.Choice(["table", "json"]), help="Form of the result [default: table].")
-@pass_settings
-def config(settings: Settings, table: str, flags: tuple[str, ...], output: str | None) -> None:
-    """Show the settings ps-server would get here, and their sources."""
-    merged = options.merged(table, flags)
-    rows = [{"key": key, "value": _plain(value), "source": source} for key, value, source in merged]
-    cells = [(row["key"], "(unset)" if row["value"] is None else row["value"], row["source"]) for row in rows]
-    show(output or settings.output, rows, lambda: [Table("", ("key", "value", "from"), cells)])
-
-
 @ps_ctl.command(epilog="\b\nExamples:\n  ps-ctl explain 20\n  ps-ctl explain NON_FINITE")
 @click.argument("code", metavar="CODE|REASON")
 @shared
@@ -170,14 +129,12 @@ def explain(settings: Settings, code: str) -> None:
     show(settings.output, document, lambda: [explaining.table(document)])
 
 
+ps_ctl.add_command(config)
 ps_ctl.add_command(doctor)
 ps_ctl.add_command(policy)
 ps_ctl.add_command(promote)
 ps_ctl.add_command(snapshot)
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+ps_ctl.add_command(stop)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.local_jobs import only_local_job
 from pscommon.option_types import SECONDS
 from pscommon.values import Value, addresses
 
@@ -16,19 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Settings:
-    """ps: HOST:PORT[,...]; output: "table" or "json"; timeout: seconds of one call to the servers."""
+    """What all commands take.
+
+    ps: HOST:PORT[,...].
+    output: "table" or "json".
+    timeout: seconds of one call to the servers.
+    is_ps_flag: `ps` was given on the command line, not in the environment.
+    """
 
     ps: str = ""
+    is_ps_flag: bool = False
     output: str = "table"
     timeout: float = 10.0
 
     def servers(self) -> "Servers":
-        """Connects to them. InvalidRequestError where no address was given."""
+        """Connect to them, or to the user's only job on this machine if no address was given.
+
+        Raises:
+            InvalidRequestError: no address was given, and there is no such job, or more than one.
+        """
         from psworker.ctl.servers import Servers
 
-        if not self.ps:
-            raise InvalidRequestError("--ps HOST:PORT is missing: the address of any server of the job")
-        return Servers(self.ps.split(","), self.timeout)
+        ps = self.ps or only_local_job("--ps HOST:PORT is missing").address
+        return Servers(ps.split(","), self.timeout)
 
 
 pass_settings = click.make_pass_decorator(Settings, ensure=True)
@@ -56,11 +67,15 @@ def _with_options(command: Callable[..., Any], environment: bool) -> Callable[..
         "--ps",
         ["PS_PS", "PS_SERVERS"],
         type=Value("HOST:PORT[,...]", addresses),
-        help="Servers of the job; any one is enough.",
+        help="Servers of the job; any one is enough [default: your only job on this machine].",
     )
     return command
 
 
 def _remember(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-    if value is not None:
-        setattr(ctx.ensure_object(Settings), str(parameter.name), value)
+    if value is None:
+        return
+    settings = ctx.ensure_object(Settings)
+    setattr(settings, str(parameter.name), value)
+    if parameter.name == "ps":
+        settings.is_ps_flag = ctx.get_parameter_source("ps") is ParameterSource.COMMANDLINE

@@ -26,9 +26,11 @@ Examples:
   ps-ctl snapshot list /data/job
   ps-ctl snapshot verify /data/job
   ps-ctl snapshot export /data/job model.safetensors --version 1200
+  ps-ctl snapshot export /data/job/snapshots/000000001200 model.safetensors
   ps-ctl --ps host0:50051 snapshot restore 1200
 
-DIR is what servers get as --data-dir. verify, export and list DIR need no servers."""
+DIR is what servers get as --data-dir, or one snapshot: a path that `snapshot list` prints. verify, export and list
+DIR need no servers."""
 )
 def snapshot() -> None:
     """Save, list, verify, export and restore snapshots."""
@@ -76,7 +78,7 @@ def list_(settings: Settings, directory: Path | None) -> None:
     Their parts are not read; `verify` does that.
     """
     if directory is not None:
-        rows = _rows(_snapshots(directory))
+        rows = _rows(*_snapshots(directory, None))
     else:
         with settings.servers() as servers:
             rows = [{"state": "complete", **row} for row in views.rows(servers.status(), "snapshots")]
@@ -95,7 +97,7 @@ def verify(settings: Settings, directory: Path, version: int | None) -> int:
 
     Exit code 12 if any of them is damaged.
     """
-    snapshots = _snapshots(directory)
+    snapshots, version = _snapshots(directory, version)
     versions = [version] if version is not None else snapshots.versions()
     rows = [_verified(snapshots, each) for each in versions]
     problems = [(row["version"], problem) for row in rows for problem in row["problems"]]
@@ -117,7 +119,7 @@ def export(settings: Settings, directory: Path, file: Path, version: int | None)
     """
     from pscommon import snapshot as snapshot_package
 
-    snapshots = _snapshots(directory)
+    snapshots, version = _snapshots(directory, version)
     if version is None:
         version = _newest(snapshots)
     snapshot_package.export(snapshots, version, file)
@@ -126,14 +128,25 @@ def export(settings: Settings, directory: Path, file: Path, version: int | None)
     show(settings.output, document, lambda: [Table("", (), [*list(document.items())[:2], ("bytes", size(nbytes))])])
 
 
-def _snapshots(directory: Path) -> "Snapshots":
-    """SnapshotError where there is none, which says what DIR should be."""
+def _snapshots(directory: Path, version: int | None) -> "tuple[Snapshots, int | None]":
+    """Return the snapshots of a data directory, and the version if DIR or --version names one.
+
+    Raises:
+        SnapshotError: there is no snapshot; the message says what DIR is.
+        click.UsageError: DIR is one snapshot, and --version names another.
+    """
     from pscommon.snapshot import Snapshots
 
-    snapshots = Snapshots(directory)
-    if not snapshots.versions():
-        raise SnapshotError(f"no snapshots in {snapshots.folder}; DIR is what the servers got as --data-dir")
-    return snapshots
+    path = directory.resolve()
+    one = int(path.name) if path.name.isdecimal() and path.parent.name == "snapshots" else None
+    snapshots = Snapshots(path.parent.parent if one is not None else directory)
+    if one is not None and version not in (None, one):
+        raise click.UsageError(f"DIR is the snapshot of version {one}, --version says {version}: give one of the two")
+    if not snapshots.versions() or (one is not None and one not in snapshots.versions()):
+        raise SnapshotError(
+            f"no snapshots in {directory}: DIR is what the servers got as --data-dir, or a path of `snapshot list`"
+        )
+    return snapshots, version if one is None else one
 
 
 def _newest(snapshots: "Snapshots") -> int:
@@ -145,12 +158,12 @@ def _newest(snapshots: "Snapshots") -> int:
     return newest.manifest.version
 
 
-def _rows(snapshots: "Snapshots") -> list[dict[str, Any]]:
-    return [_row(snapshots, version) for version in snapshots.versions()]
+def _rows(snapshots: "Snapshots", only: int | None) -> list[dict[str, Any]]:
+    return [_row(snapshots, version) for version in snapshots.versions() if only in (None, version)]
 
 
 def _row(snapshots: "Snapshots", version: int) -> dict[str, Any]:
-    path = str(snapshots.path(version))
+    path = str(snapshots.path(version).resolve())
     try:
         manifest = snapshots.manifest(version)
     except SnapshotError as error:

@@ -70,6 +70,7 @@ class Launch:
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._spare: Spare | None = None
+        self._address_shown = False
         self._starting = 0.0  # until then somebody starts, and needs the processors
         self._result = Result({})
         self._outcome: Outcome | None = None
@@ -162,6 +163,12 @@ class Launch:
                 self.post(Bound(name))
                 if name == "s0":
                     self._watch.start(address)
+                    self._show_address(address)
+
+    def _show_address(self, address: str) -> None:
+        if not self._address_shown:
+            self._address_shown = True
+            self._display.say(f"to look at this job: ps-ctl --ps {address} status")
 
     def _take_result(self, result: Result) -> None:
         self._result = result

@@ -18,15 +18,16 @@ def summary(
     outcome: Outcome, result: Result, settings: Mapping[str, Any], seconds: float, restarts: int
 ) -> dict[str, Any]:
     """What --summary writes. Values that the servers never told are 0 or null, metrics that are not finite null.
-    `problem`: why there are no weights.
+    `problem`: why there are no weights. The policy is the last one in force, which `ps-ctl policy set` may have chosen.
     """
+    in_force = result.status if "policy" in result.status else settings
     content = {
         "status": outcome.status,
         "seconds": round(seconds, 3),
         "steps": result.status.get("steps", 0),
         "samples": result.status.get("samples", 0),
-        "policy": settings["policy"],
-        "staleness": settings["staleness"],
+        "policy": in_force["policy"],
+        "staleness": in_force.get("staleness"),
         "servers": settings["servers"],
         "workers": settings["workers"],
         "restarts": restarts,

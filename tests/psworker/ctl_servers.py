@@ -82,6 +82,7 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
     """Shard 0 of 2, and what it was asked to do. `error`: what every call of the coordinator answers instead."""
 
     shard: int = 0
+    shards: int = 2
     coordinator: str = ""
     status: dict[str, Any] = field(default_factory=lambda: dict(STATUS))
     model: ModelSpec | None = MODEL
@@ -99,7 +100,7 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
 
     def Describe(self, request: ps.DescribeRequest, context: grpc.ServicerContext) -> ps.DescribeResponse:
         self.hang.wait(30)
-        return ps.DescribeResponse(job="job-7", shard=self.shard, shards=2, coordinator=self.coordinator)
+        return ps.DescribeResponse(job="job-7", shard=self.shard, shards=self.shards, coordinator=self.coordinator)
 
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:
         with self._answering(context):

@@ -120,10 +120,42 @@ def test_export_with_nothing_valid_is_exit_code_12(data_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize("command", ["list", "verify"])
 def test_a_folder_without_snapshots_says_which_folder_is_meant(tmp_path: Path, capsys: Output, command: str) -> None:
     assert main(["snapshot", command, str(tmp_path)]) == 12
-    assert (
-        f"no snapshots in {tmp_path / 'snapshots'}; DIR is what the servers got as --data-dir"
-        in capsys.readouterr().err
-    )
+    assert f"no snapshots in {tmp_path}: DIR is what the servers got as --data-dir" in capsys.readouterr().err
+
+
+def test_a_path_that_list_prints_is_accepted_in_place_of_the_data_directory(
+    data_dir: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data_dir.parent)
+    assert main(["snapshot", "list", data_dir.name, "--output", "json"]) == 0
+    paths = [row["path"] for row in json.loads(capsys.readouterr().out)]
+    monkeypatch.chdir("/")
+    target = tmp_path / "m.safetensors"
+
+    for version, path in enumerate(paths, start=1):
+        assert main(["snapshot", "verify", path, "--output", "json"]) == 0
+        assert [row["version"] for row in json.loads(capsys.readouterr().out)] == [version]
+        assert main(["snapshot", "list", path, "--output", "json"]) == 0
+        assert [row["version"] for row in json.loads(capsys.readouterr().out)] == [version]
+        assert main(["snapshot", "export", path, str(target)]) == 0
+        assert capsys.readouterr().out.startswith(f"version  {version}")
+        assert exported(target) == expected(version)
+
+
+def test_a_path_of_one_snapshot_and_another_version_exclude_each_other(
+    data_dir: Path, tmp_path: Path, capsys: Output
+) -> None:
+    path = data_dir / "snapshots" / "000000000001"
+
+    assert main(["snapshot", "verify", str(path), "--version", "2"]) == 2
+    assert "DIR is the snapshot of version 1, --version says 2" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_snapshot_that_is_none_has_no_snapshots(data_dir: Path, capsys: Output) -> None:
+    (data_dir / "snapshots" / "000000000007").mkdir()
+
+    assert main(["snapshot", "verify", str(data_dir / "snapshots" / "000000000007")]) == 12
+    assert "a path of `snapshot list`" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_bad_usage(tmp_path: Path, capsys: Output) -> None:
