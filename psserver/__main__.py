@@ -2,7 +2,7 @@
 
 import sys
 
-from psserver.cli import main
+from pscommon.entry import ps_server
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ps_server())

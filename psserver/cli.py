@@ -8,6 +8,7 @@ import click
 
 from pscommon import logs, options
 from pscommon.config import run_command
+from pscommon.entry import raise_on_ctrl_c
 from pscommon.imports import quick_imports
 from pscommon.variables import unread
 from psserver.config import ServerConfig
@@ -42,4 +43,5 @@ def start(ctx: click.Context) -> int:
     with quick_imports():
         from psserver import app  # imports torch: not for --help, not for a bad flag
 
+    raise_on_ctrl_c()
     return app.run(config)

@@ -186,7 +186,7 @@ class Link:
 
     def _lost(self, error: PSError, address: str, connected: bool) -> None:
         """Why a line has ended, or why there was none, which is raised. One that worked will do so again."""
-        if self.ended.is_set():
+        if self.ended.is_set() or self._leaves:
             return
         if not connected:
             raise error

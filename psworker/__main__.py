@@ -2,7 +2,7 @@
 
 import sys
 
-from psworker.cli import main
+from pscommon.entry import ps_worker
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ps_worker())

@@ -12,6 +12,7 @@ import click
 from pscommon import logs, options
 from pscommon.config import run_command
 from pscommon.core.errors import InvalidRequestError
+from pscommon.entry import raise_on_ctrl_c
 from pscommon.imports import quick_imports
 from pscommon.malloc import tune_malloc
 from pscommon.variables import unread
@@ -90,6 +91,7 @@ def start(ctx: click.Context) -> int:
         from psworker import metrics
 
         metrics.serve(settings["metrics_bind"])
+    raise_on_ctrl_c()
     return run(script, debug=settings["log_level"] == "debug")
 
 

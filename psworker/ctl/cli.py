@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import click
 
 from pscommon.config import run_command
+from pscommon.entry import raise_on_ctrl_c
 from pscommon.option_types import COUNT, SECONDS
 from pscommon.variables import unread
 from psworker.ctl import explain as explaining
@@ -48,6 +49,7 @@ The environment has PS_SERVERS (or PS_PS), PS_OUTPUT and PS_TIMEOUT for the opti
 @click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 def ps_ctl() -> None:
     """Look at a job, its servers, workers and snapshots, steer it and end it."""
+    raise_on_ctrl_c()
     for sentence in unread(os.environ):
         click.echo(f"ps-ctl: {sentence}", err=True)
 

@@ -15,6 +15,7 @@ import click
 from pscommon import logs, options
 from pscommon.config import given, run_command
 from pscommon.core.errors import InvalidRequestError
+from pscommon.entry import raise_on_ctrl_c
 from pscommon.exits import Exit
 from pscommon.team import cores
 from pscommon.values import check_policy, host_and_port
@@ -69,6 +70,7 @@ def start(
     settings = ctx.params
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     check(settings, script)
+    raise_on_ctrl_c()
     folder = Path(tempfile.mkdtemp(prefix="ps-run-"))
     keep = False
     with outputs(sys.stdout, sys.stderr) as (out, err):

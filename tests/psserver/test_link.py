@@ -148,3 +148,18 @@ def test_a_shard_that_nobody_tells_where_shard_0_is_says_so_and_gives_up(
     assert isinstance(link.failure, UnreachableError)
     assert "shard 0: nothing for 20 s: nobody has said where it is" in str(link.failure)
     assert [record.__dict__["seconds"] for record in caplog.records] == [8, 16]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_line_that_ends_while_this_server_ends_too_is_no_warning(
+    leaves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = make_link()
+    link._engine.version = 3
+    if leaves:
+        link.leave(60.0)
+        link.ended.clear()  # it was connected
+
+    link._lost(UnreachableError("cancelled"), "there:1", connected=True)
+
+    assert [record.levelno for record in caplog.records] == ([] if leaves else [logging.WARNING])
