@@ -20,7 +20,7 @@ from pscommon.core.log import Cut
 from pscommon.core.model import ROLES, ModelSpec
 from pscommon.core.tape import Plan
 from pscommon.installed import installed
-from pscommon.optimizers import groups_to_json
+from pscommon.optimizers import groups_to_json, scalars_to_json
 from pscommon.snapshot import Manifest, Part, Snapshots, TapeReader
 from psserver.core.cuts import Cutting, PartReport
 from psserver.engine import Engine
@@ -222,17 +222,17 @@ class Archive:
             self.on_part(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
             return
         self._memory = store.export(self._memory)
-        args = (cut, store.plan.shards, store.steps(), groups_to_json(store.groups()))
+        args = (cut, store.plan.shards, store.steps(), groups_to_json(store.groups()), scalars_to_json(store.scalars()))
         self._writer = threading.Thread(target=self._write, args=args, name="snapshot", daemon=True)
         self._writer.start()
 
-    def _write(self, cut: Cut, shards: int, steps: dict[int, int], groups: str) -> None:
+    def _write(self, cut: Cut, shards: int, steps: dict[int, int], groups: str, scalars: str) -> None:
         assert self._snapshots is not None
         if sys.platform == "linux":  # elsewhere this would be the whole process
             os.nice(NICE)
         began = time.monotonic()
         try:
-            part = self._snapshots.write_part(cut.version, self._shard, shards, self._memory, steps, groups)
+            part = self._snapshots.write_part(cut.version, self._shard, shards, self._memory, steps, groups, scalars)
         except Exception as error:  # whatever it is: nobody may wait for this part
             self._failed(error)
             self.on_part(PartReport(cut.version, cut.index, "", 0, "", self.problem))

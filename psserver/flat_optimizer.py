@@ -1,9 +1,9 @@
 """torch.optim on long runs of the tape instead of on tensors.
 
-The optimizers here treat each element by itself, so tensors that lie side by side, with the same hyper-parameters and
-equally many steps behind them, can step as one. In the common case that is one run per dtype and parameter group. A
-tensor that got no gradient in a round is left out, as torch leaves out a parameter whose grad is None: its weight, its
-state and its step count stay as they are.
+The optimizers here treat each element by itself, so tensors that lie side by side, with the same hyper-parameters,
+equally many steps behind them and equal scalars (NAdam's mu_product), can step as one. In the common case that is one
+run per dtype and parameter group. A tensor that got no gradient in a round is left out, as torch leaves out a parameter
+whose grad is None: its weight, its state and its step count stay as they are.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pscommon.core.errors import SnapshotError
 from pscommon.core.model import OptimizerSpec
 from pscommon.core.tape import Range, Segment, cut
-from pscommon.optimizers import SUPPORTED, Groups, State
+from pscommon.optim import OptimizerKind, OptimizerState, Rows
+from pscommon.optimizers import SUPPORTED, Groups, Scalars
 from pscommon.team import ALONE, Team
-from psserver.formulas import FORMULAS, Rows
 from psserver.stretch import DTYPES, Memory, Stretch, blocks, padded, raw
 
 PASSES_KEPT = 8
@@ -33,6 +34,8 @@ class StateReader(Protocol):
     def kinds(self) -> set[str]: ...
 
     def steps(self) -> dict[int, int]: ...
+
+    def scalars(self) -> Scalars: ...
 
 
 class Run(NamedTuple):
@@ -54,7 +57,7 @@ class FlatOptimizer:
 
     def __init__(self, stretch: Stretch, weights: Memory, spec: OptimizerSpec, team: Team = ALONE) -> None:
         self.groups: Groups = spec.groups
-        self._name, self._kind = spec.name, SUPPORTED[spec.name]
+        self._kind = SUPPORTED[spec.name]
         self._team = team
         self._stretch = stretch
         self._weights = weights
@@ -65,6 +68,8 @@ class FlatOptimizer:
             for held in stretch.slices(segment.start, segment.stop)
         ]
         self._steps = torch.zeros(len(self._slices), dtype=torch.int64)
+        # meaningless for tensors without steps
+        self._scalars = {each.name: torch.zeros(len(self._slices), dtype=torch.float32) for each in self._kind.scalars}
         self._state: list[dict[str, Tensor]] = [{} for _ in self._segments]
         self._passes: dict[tuple[Run, ...], _Passes] = {}
         self._last: tuple[frozenset[int], _Passes] | None = None
@@ -73,9 +78,11 @@ class FlatOptimizer:
         """One step of all tensors but those in `absent`."""
         self._create_state()
         runs, passes = self._chosen(absent)
-        self._team.map(lambda each: each.step(gradients, self.groups, self._steps), passes)
+        self._team.map(lambda each: each.step(gradients, self.groups, self._steps, self._scalars), passes)
+        for each in passes:
+            each.keep_scalars(self._scalars)
         for run in runs:
-            if self._state_of(run.segment):
+            if self._kind.counts_steps or self._state_of(run.segment):
                 self._steps[run.first : run.last] += 1
 
     @property
@@ -93,10 +100,18 @@ class FlatOptimizer:
         """Steps of each tensor on this shard. A step that keeps no state (SGD without momentum) does not count."""
         return {held.tensor: count for (held, _), count in zip(self._slices, self._steps.tolist(), strict=True)}
 
+    def scalars(self) -> Scalars:
+        """Return the scalars of each tensor on this shard that has made a step; empty where the optimizer has none."""
+        stepped = [(place, held.tensor) for place, (held, _) in enumerate(self._slices) if self._steps[place]]
+        return {
+            name: {index: float(values[place]) for place, index in stepped} for name, values in self._scalars.items()
+        }
+
     def restore(self, reader: StateReader) -> None:
         """Take over state and steps; set `groups` before. What was not stored starts afresh."""
         steps, stored = reader.steps(), reader.kinds()
         self._steps = torch.tensor([steps.get(held.tensor, 0) for held, _ in self._slices], dtype=torch.int64)
+        self._restore_scalars(reader.scalars() if self._scalars else {})
         self._passes, self._last = {}, None
         for segment, state in zip(self._segments, self._state, strict=True):
             state.clear()
@@ -106,7 +121,15 @@ class FlatOptimizer:
                     if reader.read(kept.name, segment.start, segment.stop, raw(tensor)):
                         state[kept.name] = tensor
 
-    def _state_of(self, segment: int) -> tuple[State, ...]:
+    def _restore_scalars(self, stored: Scalars) -> None:
+        for name, values in self._scalars.items():
+            for place, (held, _) in enumerate(self._slices):
+                if self._steps[place]:
+                    if held.tensor not in stored.get(name, {}):
+                        raise SnapshotError(f"the snapshot has no {name} of {self._stretch.name(held.tensor)}")
+                    values[place] = stored[name][held.tensor]
+
+    def _state_of(self, segment: int) -> tuple[OptimizerState, ...]:
         return self._kind.states_of(self.groups[self._segments[segment].group])
 
     def _create_state(self) -> None:
@@ -116,10 +139,11 @@ class FlatOptimizer:
                     state[needed.name] = self._initial(segment, needed)
                     self._passes, self._last = {}, None
 
-    def _initial(self, segment: Segment, state: State) -> Tensor:
+    def _initial(self, segment: Segment, state: OptimizerState) -> Tensor:
         dtype = DTYPES[segment.dtype]
         size = (segment.stop - segment.start) // dtype.itemsize
-        value: Any = self.groups[segment.group][state.initial] if state.initial else 0.0
+        is_set_now = state.initial and not self._kind.set_by_first_step(state)
+        value: Any = self.groups[segment.group][state.initial] if is_set_now else 0.0
         # zeros, unlike full, takes no memory before it is written to
         return torch.full((size,), value, dtype=dtype) if value else torch.zeros(size, dtype=dtype)
 
@@ -138,15 +162,16 @@ class FlatOptimizer:
     def _runs(self, absent: frozenset[int]) -> tuple[Run, ...]:
         steps = self._steps if self._kind.by_step else self._steps.clamp(max=1)
         runs: list[Run] = []
-        before: tuple[int, int, int] | None = None
-        for place, ((held, segment), count) in enumerate(zip(self._slices, steps.tolist(), strict=True)):
+        before: tuple[Any, ...] | None = None
+        columns = [values.where(self._steps > 0, 0.0).tolist() for values in self._scalars.values()]
+        for place, ((held, segment), *like) in enumerate(zip(self._slices, steps.tolist(), *columns, strict=True)):
             if held.tensor in absent:
                 continue
-            if before == (place, segment, count):
+            if before == (place, segment, *like):
                 runs[-1] = runs[-1]._replace(last=place + 1, stop=padded(held.stop))
             else:
                 runs.append(Run(place, place + 1, held.start, padded(held.stop), segment))
-            before = (place + 1, segment, count)
+            before = (place + 1, segment, *like)
         return tuple(runs)
 
     def _prepare(self, runs: tuple[Run, ...]) -> "list[_Pass]":
@@ -156,7 +181,7 @@ class FlatOptimizer:
         return [self._part(list(zip(runs, spans, strict=True))) for spans in zip(*cuts, strict=True)]
 
     def _part(self, runs: list[tuple[Run, Range]]) -> "_Pass":
-        prepared = _Pass(self._name, self._stretch)
+        prepared = _Pass(self._kind, self._stretch)
         for run, span in runs:
             if not span.nbytes:
                 continue
@@ -183,9 +208,8 @@ class _Call(NamedTuple):
 class _Pass:
     """What one thread of the team steps: a piece of every run."""
 
-    def __init__(self, name: str, stretch: Stretch) -> None:
-        self._kind = SUPPORTED[name]
-        self._formula = FORMULAS[name]
+    def __init__(self, kind: OptimizerKind, stretch: Stretch) -> None:
+        self._kind = kind
         self._stretch = stretch
         self._calls: list[_Call] = []
 
@@ -194,19 +218,41 @@ class _Pass:
         columns = (weights, *state.values())
         fused = weights.dtype in self._kind.fused
         first, *others = ([*column] for column in zip(*([columns] if fused else blocks(*columns)), strict=True))
-        steps = [torch.zeros((), dtype=torch.float32) for _ in first]
-        self._calls.append(_Call(run, span, group, Rows(first, dict(zip(state, others, strict=True)), steps, fused)))
+        steps, *scalars = (
+            [torch.zeros((), dtype=torch.float32) for _ in first] for _ in range(1 + len(self._kind.scalars))
+        )
+        named = {each.name: column for each, column in zip(self._kind.scalars, scalars, strict=True)}
+        rows = Rows(first, dict(zip(state, others, strict=True)), named, steps, fused)
+        self._calls.append(_Call(run, span, group, rows))
 
-    def step(self, gradients: Memory, groups: Groups, steps: Tensor) -> None:
-        """One step; `steps` has the count of each of the shard's slices before it."""
+    def step(self, gradients: Memory, groups: Groups, steps: Tensor, scalars: Mapping[str, Tensor]) -> None:
+        """One step; `steps` and `scalars` are those of each of the shard's slices before it."""
         with torch.no_grad():
             for run, span, group, rows in self._calls:
                 count = int(steps[run.first])
+                now = {**groups[group], **(self._kind.first if count == 0 else {})}
                 if self._kind.by_step:
                     for each in rows.steps:
                         each.fill_(count)
-                now = {**groups[group], **(self._kind.first if count == 0 else {})}
-                self._formula(rows, self._gradients(span, gradients, rows.weights), now)
+                for scalar in self._kind.scalars:
+                    value = float(scalars[scalar.name][run.first]) if count else scalar.first_value(now)
+                    for each in rows.scalars[scalar.name]:
+                        each.fill_(value)
+                if count == 0:
+                    self._set_first_values(rows, now)
+                self._kind.formula(rows, self._gradients(span, gradients, rows.weights), now)
+
+    def _set_first_values(self, rows: Rows, group: Mapping[str, Any]) -> None:
+        for state in self._kind.states:
+            if state.name in rows.state and self._kind.set_by_first_step(state):
+                for each in rows.state[state.name]:
+                    each.fill_(group[state.initial])
+
+    def keep_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        """After the step: the new values into `scalars`. Every part of a run has computed the same."""
+        for name, values in scalars.items():
+            for run, *_, rows in self._calls:
+                values[run.first : run.last] = rows.scalars[name][0]
 
     def _gradients(self, span: Range, gradients: Memory, weights: list[Tensor]) -> list[Tensor]:
         flat = self._stretch.view(gradients, weights[0].dtype, *span)

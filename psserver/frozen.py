@@ -5,17 +5,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pscommon.core.tape import Range
-from pscommon.optimizers import groups_to_json
+from pscommon.optimizers import Scalars, groups_to_json
 from psserver.store import Store
 from psserver.stretch import raw
 
 
 class About(NamedTuple):
-    """What there is besides bytes: kinds of numbers ("weight", names of optimizer states), steps by tensor, groups."""
+    """What there is besides bytes: kinds of numbers ("weight", names of optimizer states), steps by tensor, groups,
+    and what the optimizer keeps once for each tensor."""
 
     kinds: frozenset[str]
     steps: Mapping[int, int]
     groups_json: str
+    scalars: Scalars
 
 
 class Piece(NamedTuple):
@@ -36,7 +38,7 @@ class Frozen:
 
     def about(self) -> About:
         kinds = frozenset(key.rpartition("@")[0] for key, _ in self.store.tensors())
-        return About(kinds, self.store.steps(), groups_to_json(self.store.groups()))
+        return About(kinds, self.store.steps(), groups_to_json(self.store.groups()), self.store.scalars())
 
     def read(self, kind: str, span: Range) -> Iterator[Piece]:
         """All that lies here of a stretch of one kind."""

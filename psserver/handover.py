@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from pscommon.core.errors import SnapshotError, UnreachableError
 from pscommon.core.model import ROLES
 from pscommon.core.tape import Plan, Range
+from pscommon.optimizers import Scalars, scalars_from_json
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import shard_pb2 as pb
@@ -39,8 +40,9 @@ class Peer:
     def about(self) -> About:
         for response in self._asked("", Range(0, 0)):
             held = response.holding
-            return About(frozenset(held.kinds), dict(held.steps), held.groups_json)
-        return About(frozenset(), {}, "")
+            scalars = scalars_from_json(held.scalars_json)
+            return About(frozenset(held.kinds), dict(held.steps), held.groups_json, scalars)
+        return About(frozenset(), {}, "", {})
 
     def read(self, kind: str, span: Range) -> Iterator[Piece]:
         for response in self._asked(kind, span):
@@ -74,6 +76,13 @@ class Handover:
 
     def steps(self) -> dict[int, int]:
         return {tensor: count for about in self._about.values() for tensor, count in about.steps.items()}
+
+    def scalars(self) -> Scalars:
+        merged: dict[str, dict[int, float]] = {}
+        for about in self._about.values():
+            for name, values in about.scalars.items():
+                merged.setdefault(name, {}).update(values)
+        return merged
 
     def groups_json(self) -> str:
         """They are the same on every shard."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import grpc
 
 from pscommon.core.tape import Range
+from pscommon.optimizers import scalars_to_json
 from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.status import answering
 from psproto.v1 import shard_pb2 as pb
@@ -28,7 +29,9 @@ class ShardPeer(ShardServiceServicer):
             frozen = self._moves.frozen(request.epoch, request.index, FREEZE_SECONDS)
             if not request.kind:
                 held = frozen.about()
-                holding = pb.Holding(kinds=sorted(held.kinds), steps=held.steps, groups_json=held.groups_json)
+                scalars = scalars_to_json(held.scalars)
+                kinds, groups = sorted(held.kinds), held.groups_json
+                holding = pb.Holding(kinds=kinds, steps=held.steps, groups_json=groups, scalars_json=scalars)
                 yield pb.ReadShardResponse(holding=holding)
                 return
             for start, data in frozen.read(request.kind, Range(request.start, request.stop)):

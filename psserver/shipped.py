@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pscommon.core.errors import PSError
 from pscommon.core.log import Staged
 from pscommon.core.model import ModelSpec
-from pscommon.optimizers import groups_to_json
+from pscommon.optimizers import Scalars, groups_to_json, scalars_from_json, scalars_to_json
 from pscommon.wire.channel import FRAME_BYTES
 from psproto.v1 import standby_pb2 as pb
 from psserver.job_journal import Kind as JobKind
@@ -67,7 +67,8 @@ def shard_state(
         for key, tensor in store.export().items():
             yield Shipped(Source.LINE, LineKind.NUMBERS, key.encode(), _frames(raw(tensor)))
         steps = sorted(store.steps().items())
-        yield about(LineKind.OPTIMIZER, groups=groups_to_json(store.groups()), steps=steps)
+        scalars = scalars_to_json(store.scalars())
+        yield about(LineKind.OPTIMIZER, groups=groups_to_json(store.groups()), steps=steps, scalars=scalars)
     for each, staging in staged:
         yield copied(Source.SHARD, *push_record(each, staging))
 
@@ -117,6 +118,7 @@ class ReceivedNumbers:
     def __init__(self) -> None:
         self._numbers: dict[str, memoryview] = {}
         self._groups, self._steps = "", dict[int, int]()
+        self._scalars: Scalars = {}
 
     def add(self, record: Shipped) -> None:
         """NUMBERS or OPTIMIZER."""
@@ -125,6 +127,7 @@ class ReceivedNumbers:
         else:
             values = json.loads(record.header)
             self._groups, self._steps = values["groups"], dict(values["steps"])
+            self._scalars = scalars_from_json(values.get("scalars", ""))
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
         held = self._numbers.get(f"{kind}@{start}")
@@ -139,6 +142,9 @@ class ReceivedNumbers:
     def steps(self) -> dict[int, int]:
         return self._steps
 
+    def scalars(self) -> Scalars:
+        return self._scalars
+
     def groups_json(self) -> str:
         return self._groups
 
@@ -148,4 +154,4 @@ def checksum(store: Store) -> int:
     total = 0
     for key, tensor in store.tensors():
         total = zlib.crc32(raw(tensor), zlib.crc32(key.encode(), total))
-    return total
+    return zlib.crc32(scalars_to_json(store.scalars()).encode(), total)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model import ITEMSIZE, ROLES, Role, Scalar
 from pscommon.core.tape import Plan, Range, Segment, cut
-from pscommon.optimizers import groups_from_json, validate
+from pscommon.optimizers import Scalars, groups_from_json, validate
 from pscommon.team import ALONE, Team
 from psserver.flat_optimizer import FlatOptimizer, StateReader
 from psserver.mean import mean_of_values, sum_gradients
@@ -213,6 +213,10 @@ class Store:
         Tensors without a gradient lag behind; SGD without momentum, which keeps no state, counts none.
         """
         return self._optimizer.steps()
+
+    def scalars(self) -> Scalars:
+        """Return what the optimizer keeps once for each tensor (NAdam's mu_product); empty for most optimizers."""
+        return self._optimizer.scalars()
 
     def export(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Copies of everything, one-dimensional and typed, by "<kind>@<start on the tape>".

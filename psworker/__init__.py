@@ -27,6 +27,7 @@ from psworker.connect import connect
 from psworker.drain import DrainedError
 
 if TYPE_CHECKING:
+    from pscommon.optim import Lion
     from psworker.client import Client
     from psworker.job import Job
     from psworker.results import PushResult
@@ -42,6 +43,7 @@ __all__ = [
     "FencedError",
     "InvalidRequestError",
     "Job",
+    "Lion",
     "MismatchError",
     "NonFiniteError",
     "OptimizerSpec",
@@ -62,6 +64,7 @@ _LAZY = {
     "Client": "psworker.client",
     "DistributedTraining": "psworker.training",
     "Job": "psworker.job",
+    "Lion": "pscommon.optim",
     "PushResult": "psworker.results",
     "StreamDataset": "psworker.streams",
 }
@@ -70,7 +73,8 @@ _LAZY = {
 class OptimizerSpec(_OptimizerSpec):
     """An optimizer for `Client.register`: OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99)).
 
-    name: sgd, adam, adamw, adagrad or rmsprop. What is left out is torch's default. Checked by `Client.register`.
+    name: a class of torch.optim in lower case (sgd, adamw, nadam, ...), lion, or one of --optimizers MODULE. What is
+    left out has the class's default. Checked by `Client.register`.
     """
 
     def __init__(self, name: str, **hyper: Scalar | SupportsFloat) -> None:

@@ -1,6 +1,6 @@
-"""The optimizers that servers can run: torch.optim's, known here by name and hyper-parameter.
+"""Optimizers as specifications: name and hyper-parameters, checked against the registry (pscommon/optim).
 
-An optimizer crosses the wire as an `OptimizerSpec`, which this table checks; code never does.
+An optimizer crosses the wire as an `OptimizerSpec`; code never does.
 """
 
 import inspect
@@ -8,104 +8,21 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from numbers import Real
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model import OptimizerSpec, Scalar
+from pscommon.optim import KINDS, REFUSED_CLASSES, OptimizerKind, kind_of_class
+
+SUPPORTED = KINDS
 
 Groups = tuple[Mapping[str, Scalar], ...]
 
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A tensor that the optimizer keeps beside each weight, by torch's name of it.
-
-    switch: the hyper-parameter that asks for it; empty: it is always kept.
-    initial: the hyper-parameter that it starts from; empty: it starts from zero.
-    """
-
-    name: str
-    switch: str = ""
-    initial: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One optimizer of torch.
-
-    torch_class: the class in torch.optim; these have no constructor in common.
-    defaults: every hyper-parameter with torch's default, whose type is the type that is asked for.
-    fused: the dtypes that torch has a fused CPU kernel for, which passes over the memory once, not once per operation.
-    by_step: the step's number enters the formula, so tensors that have stepped unequally often cannot share a call.
-    first: hyper-parameters that take another value on a tensor's first step.
-    constructor_only: hyper-parameters that torch reads from the constructor, whatever a parameter group says.
-    """
-
-    torch_class: type[Any]
-    defaults: Mapping[str, Scalar]
-    states: tuple[State, ...]
-    fused: frozenset[torch.dtype]
-    by_step: bool
-    first: Mapping[str, Scalar] = field(default_factory=dict)
-    constructor_only: frozenset[str] = frozenset()
-
-    def states_of(self, group: Mapping[str, Scalar]) -> tuple[State, ...]:
-        """What is kept for the weights of a parameter group with these hyper-parameters."""
-        return tuple(state for state in self.states if not state.switch or group[state.switch])
-
-
-_SGD: dict[str, Scalar] = {
-    "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
-}  # fmt: skip
-_ADAM: dict[str, Scalar] = {
-    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
-}  # fmt: skip
-_ADAGRAD: dict[str, Scalar] = {
-    "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "maximize": False,
-}  # fmt: skip
-_RMSPROP: dict[str, Scalar] = {
-    "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False, "maximize": False,
-}  # fmt: skip
-
-_FULL = frozenset({torch.float64, torch.float32})
-_ALL = _FULL | {torch.float16, torch.bfloat16}
-_ADAM_STATES = (State("exp_avg"), State("exp_avg_sq"), State("max_exp_avg_sq", switch="amsgrad"))
-
-SUPPORTED: Mapping[str, Kind] = MappingProxyType(
-    {
-        "sgd": Kind(
-            torch.optim.SGD,
-            _SGD,
-            (State("momentum_buffer", switch="momentum"),),
-            fused=_FULL,  # torch 2.13 leaves 16-bit weights as they are: https://github.com/pytorch/pytorch/issues/191763
-            by_step=False,
-            # torch starts the buffer as a copy of the first gradient: an undamped step from zero
-            first={"dampening": 0.0},
-        ),
-        "adam": Kind(torch.optim.Adam, _ADAM, _ADAM_STATES, fused=_ALL, by_step=True),
-        "adamw": Kind(torch.optim.AdamW, _ADAM | {"weight_decay": 1e-2}, _ADAM_STATES, fused=_ALL, by_step=True),
-        "adagrad": Kind(
-            torch.optim.Adagrad,
-            _ADAGRAD,
-            (State("sum", initial="initial_accumulator_value"),),
-            fused=_ALL,
-            by_step=True,
-            constructor_only=frozenset({"initial_accumulator_value"}),
-        ),
-        "rmsprop": Kind(
-            torch.optim.RMSprop,
-            _RMSPROP,
-            (State("square_avg"), State("momentum_buffer", switch="momentum"), State("grad_avg", switch="centered")),
-            fused=frozenset(),
-            by_step=False,
-        ),
-    }
-)
+Scalars = Mapping[str, Mapping[int, float]]
+"""Numbers that an optimizer keeps once for each tensor: by name, then by index of the tensor in the model."""
 
 # Constructor arguments that choose an implementation or name the class; they do not change what is computed.
 _NOT_HYPER = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
@@ -123,7 +40,7 @@ def validate(spec: OptimizerSpec) -> OptimizerSpec:
     groups = []
     for index, given in enumerate(spec.groups):
         group = _complete(f"{spec.name}, group {index}", given, kind.defaults)
-        if problem := _out_of_range(group):
+        if problem := kind.check(group):
             raise InvalidRequestError(f"{spec.name}, group {index}: {problem}")
         groups.append(group)
     return OptimizerSpec(spec.name, tuple(groups))
@@ -172,20 +89,39 @@ def groups_from_json(text: str, like: OptimizerSpec) -> Groups:
     )
 
 
-def _kind(name: str) -> Kind:
+def scalars_to_json(scalars: Scalars) -> str:
+    """Return numbers per tensor as JSON, which keeps every bit; empty where there are none."""
+    return json.dumps({name: dict(values) for name, values in scalars.items()}, sort_keys=True) if scalars else ""
+
+
+def scalars_from_json(text: str) -> dict[str, dict[int, float]]:
+    """Return what `scalars_to_json` wrote. AttributeError, TypeError or ValueError for another text."""
+    raw = json.loads(text) if text else {}
+    return {name: {int(index): float(value) for index, value in values.items()} for name, values in raw.items()}
+
+
+def _kind(name: str) -> OptimizerKind:
     if name not in SUPPORTED:
-        raise UnsupportedOptimizerError(f"optimizer {name!r} is not one of {', '.join(SUPPORTED)}")
+        reason = next((why for refused, why in REFUSED_CLASSES.items() if refused.lower() == name), "")
+        raise UnsupportedOptimizerError(
+            f"servers cannot run {name!r}: {reason}"
+            if reason
+            else f"optimizer {name!r} is not one of {', '.join(sorted(SUPPORTED))}. Try: one of these, or start every "
+            "ps-server with `--optimizers MODULE`, the module that registers it."
+        )
     return SUPPORTED[name]
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
     cls = type(optimizer)
-    names = [name for name, kind in SUPPORTED.items() if kind.torch_class is cls]
+    names = [name for name, _ in kind_of_class(cls)]
     if not names:
-        supported = ", ".join(kind.torch_class.__name__ for kind in SUPPORTED.values())
+        reason = REFUSED_CLASSES.get(cls.__name__) if cls.__module__.startswith("torch.optim") else None
+        known = ", ".join(sorted(kind.torch_class.__name__ for kind in SUPPORTED.values()))
         raise UnsupportedOptimizerError(
-            f"the servers cannot run {cls.__module__}.{cls.__qualname__}; they run torch.optim's {supported} "
-            "(these classes themselves, no subclasses)"
+            f"servers cannot run {cls.__module__}.{cls.__qualname__}: {reason or 'it is not registered'}. They run "
+            f"{known} (these classes themselves, no subclasses). Try: one of these, or register a formula of your own "
+            "(--optimizers MODULE)."
         )
     if names[0] not in ("adam", "adamw"):
         return names[0]
@@ -198,7 +134,7 @@ def _name_of(optimizer: torch.optim.Optimizer) -> str:
     return "adamw" if decoupled == {True} else "adam"
 
 
-def _refuse_unknown(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], kind: Kind) -> None:
+def _refuse_unknown(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], kind: OptimizerKind) -> None:
     """A hyper-parameter that a newer torch has added may stand at its default, where it changes nothing."""
     arguments = inspect.signature(type(optimizer)).parameters
     for key in (group.keys() & arguments.keys()) - kind.defaults.keys() - _NOT_HYPER:
@@ -206,18 +142,6 @@ def _refuse_unknown(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], 
             raise UnsupportedOptimizerError(
                 f"the servers do not know {key}={group[key]!r} of torch.optim.{type(optimizer).__name__}"
             )
-
-
-def _out_of_range(group: Mapping[str, Any]) -> str:
-    """What torch's constructor refuses, in words; empty: nothing. (An object of torch's would import its compiler.)"""
-    for key, value in group.items():
-        if key == "betas" and not all(0 <= beta < 1 for beta in value):
-            return f"betas are {value}, not at least 0 and below 1"
-        if key not in ("betas", "dampening") and value < 0:
-            return f"{key} is {value}, below 0"
-    if group.get("nesterov") and (group["momentum"] == 0 or group["dampening"] != 0):
-        return "nesterov needs a momentum, and no dampening"
-    return ""
 
 
 def _plain(value: Any, default: Scalar) -> Any:

@@ -18,8 +18,8 @@ IMPURE_CALLS = {"open", "print", "input", "id"}
 # Where each library may be used: module names, each with everything below it. A library that is not here is not ours.
 WIRE = {"pscommon.wire", "psserver", "psworker"}
 NUMBERS = {  # the only places that touch tensors; the client of psworker is framework-free
-    "pscommon.optimizers", "pscommon.snapshot", "pscommon.weights",
-    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.formulas", "psserver.mean",
+    "pscommon.optim", "pscommon.optimizers", "pscommon.snapshot", "pscommon.weights",
+    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean",
     "psserver.memories", "psserver.staging", "psserver.store", "psserver.stretch",
     "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.changes",
     "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.examples", "psworker.generators",

@@ -10,7 +10,7 @@ from torch import Tensor
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.core.tape import Plan
-from pscommon.optimizers import groups_to_json
+from pscommon.optimizers import Scalars, groups_to_json, scalars_from_json, scalars_to_json
 from psserver.store import Store
 from tests.psserver.stores import Shards, model, noise, one_thread  # noqa: F401
 
@@ -25,6 +25,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("adamw", {"lr": 1e-2}),
     ("adagrad", {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
     ("rmsprop", {"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-2}),
+    ("adadelta", {"lr": 0.5}),
+    ("adamax", {"lr": 1e-2}),
+    ("nadam", {"lr": 1e-2, "momentum_decay": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("radam", {"lr": 1e-2, "betas": (0.9, 0.9)}),
+    ("rprop", {"lr": 1e-2}),
+    ("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 3.0}),
+    ("lion", {"lr": 1e-2}),
 ]
 
 
@@ -34,6 +41,12 @@ class Kept:
     def __init__(self, job: Shards) -> None:
         self._bytes: dict[str, dict[int, bytes]] = {}
         self._steps = {index: count for store in job.stores for index, count in store.steps().items()}
+        self._scalars: dict[str, dict[int, float]] = {}
+        for store in job.stores:
+            for name, values in store.scalars().items():
+                known = self._scalars.setdefault(name, {})
+                assert all(known.get(index, value) == value for index, value in values.items())
+                known.update(values)
         self._groups = groups_to_json(job.stores[0].groups())
         for store in job.stores:
             for key, tensor in store.export().items():
@@ -56,6 +69,9 @@ class Kept:
 
     def steps(self) -> dict[int, int]:
         return self._steps
+
+    def scalars(self) -> Scalars:
+        return scalars_from_json(scalars_to_json(self._scalars))
 
     def groups_json(self) -> str:
         return self._groups

@@ -23,6 +23,13 @@ DEFAULT: dict[str, list[dict[str, Any]]] = {
     "adamw": [{"lr": 1e-3}],
     "adagrad": [{"lr": 1e-2}],
     "rmsprop": [{"lr": 1e-3}],
+    "adadelta": [{"lr": 0.5}],
+    "adamax": [{"lr": 1e-3}],
+    "nadam": [{"lr": 1e-3}],
+    "radam": [{"lr": 1e-3}],
+    "rprop": [{"lr": 1e-3}],
+    "asgd": [{"lr": 1e-2}],
+    "lion": [{"lr": 1e-4}],
 }
 VARIANTS: list[tuple[str, list[dict[str, Any]]]] = [
     ("sgd", [{"lr": 0.05, "momentum": 0.9}]),
@@ -37,6 +44,15 @@ VARIANTS: list[tuple[str, list[dict[str, Any]]]] = [
     ("rmsprop", [{"lr": 1e-3, "alpha": 0.9, "momentum": 0.9, "weight_decay": 1e-2}]),
     ("rmsprop", [{"lr": 1e-3, "centered": True, "eps": 1e-3}, {"lr": 5e-4, "momentum": 0.5, "maximize": True}]),
     ("rmsprop", [{"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3}]),
+    ("adadelta", [{"lr": 0.5, "rho": 0.8, "eps": 1e-4, "weight_decay": 1e-2}, {"lr": 1.0, "maximize": True}]),
+    ("adamax", [{"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-2}, {"lr": 2e-3, "maximize": True}]),
+    ("nadam", [{"lr": 1e-3, "momentum_decay": 0.1, "weight_decay": 1e-2}, {"lr": 2e-3, "maximize": True}]),
+    ("nadam", [{"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.1}, {"lr": 1e-3, "betas": (0.5, 0.9)}]),
+    ("radam", [{"lr": 1e-3, "betas": (0.9, 0.9), "weight_decay": 1e-2}, {"lr": 2e-3, "maximize": True}]),
+    ("radam", [{"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.1}, {"lr": 1e-3, "betas": (0.5, 0.8)}]),
+    ("rprop", [{"lr": 1e-3, "etas": (0.7, 1.1), "step_sizes": (1e-4, 0.01)}, {"lr": 1e-2, "maximize": True}]),
+    ("asgd", [{"lr": 1e-2, "lambd": 0.1, "alpha": 0.5, "t0": 20.0, "weight_decay": 1e-2}, {"maximize": True}]),
+    ("lion", [{"lr": 1e-4, "betas": (0.8, 0.95), "weight_decay": 0.1}, {"lr": 2e-4, "maximize": True}]),
 ]
 CASES = [(name, groups, workers) for name, groups in DEFAULT.items() for workers in (1, 2, 3)]
 CASES += [(name, groups, 2) for name, groups in VARIANTS]
@@ -90,8 +106,14 @@ def test_a_hundred_steps_are_those_of_one_torch_process(name: str, groups: list[
         assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
 
 
-HALF_VARIANTS = [(name, group[0]) for name, group in DEFAULT.items()]
-HALF_VARIANTS += [("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True}), ("rmsprop", VARIANTS[-1][1][0])]
+HALF_CHANGES = {
+    "radam": {"lr": 0.02},
+    "lion": {"lr": 0.02},
+    "nadam": {"lr": 5e-3, "betas": (0.9, 0.99)},
+}
+CENTERED = ("rmsprop", [{"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3}])
+HALF_VARIANTS = [(name, groups[0] | HALF_CHANGES.get(name, {})) for name, groups in DEFAULT.items()]
+HALF_VARIANTS += [("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True}), ("rmsprop", CENTERED[1][0])]
 
 
 @pytest.mark.parametrize(("name", "group"), HALF_VARIANTS)
@@ -118,7 +140,7 @@ def test_16_bit_weights_follow_a_double_precision_process(name: str, group: dict
         assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
 
 
-@pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), *VARIANTS[-2:]])
+@pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), CENTERED])
 def test_the_number_of_threads_does_not_show(
     name: str, groups: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

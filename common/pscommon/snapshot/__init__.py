@@ -16,7 +16,10 @@ file, nbytes, sha256 of the whole file), "elsewhere" (parts that were not in thi
 A part is a safetensors file of one-dimensional tensors named KIND@START. KIND is "weight" or a state of the optimizer
 ("exp_avg"); START is where its first byte lies on the model's tape (pscommon/core/tape.py), which "model" decides. Any
 bytes of the tape that are padding between tensors have no meaning. The part's metadata hold "steps" (JSON: index of
-a tensor to the optimizer steps it got) and "groups" (JSON: hyper-parameters of each group).
+a tensor to the optimizer steps it got) and "groups" (JSON: hyper-parameters of each group). Where the optimizer keeps
+numbers once for each tensor (NAdam: "mu_product"; ASGD: "eta" and "mu"), they also hold "scalars": JSON, the name to
+an object of index of a tensor to number. A tensor that is cut has its steps and scalars in each part that has a piece
+of it, and they are equal there.
 
 Everything is little-endian. Nothing in here is ever executed. `ps-ctl snapshot export` makes a plain safetensors file
 of the weights by name.

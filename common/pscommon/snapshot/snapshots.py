@@ -118,13 +118,17 @@ class Snapshots:
         tensors: Mapping[str, torch.Tensor],
         steps: Mapping[int, int],
         groups_json: str,
+        scalars_json: str = "",
     ) -> Part:
         """Writes one shard's part of a version, durably, and says what `commit` needs to know of it.
 
         tensors: one-dimensional, contiguous, named "<kind>@<tape start>". steps: optimizer steps by index of tensor.
+        scalars_json: as `scalars_to_json` makes it; written only where the optimizer has scalars.
         """
         folder = self.path(version)
         metadata = {"steps": json.dumps(dict(steps)), "groups": groups_json}
+        if scalars_json:
+            metadata["scalars"] = scalars_json
         with writing(folder):
             make_folders(self._files, folder)
             with temporary(self._files, folder, f"{shard}-part") as temp:

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from pscommon.core.errors import SnapshotError
 from pscommon.core.model import ROLES
 from pscommon.core.tape import Plan, Range
+from pscommon.optimizers import Scalars, scalars_from_json
 from pscommon.snapshot.files import reading
 from pscommon.snapshot.manifest import Manifest
 from pscommon.snapshot.snapshots import Snapshots
@@ -66,6 +67,14 @@ class TapeReader:
     def steps(self) -> dict[int, int]:
         """Optimizer steps by index of tensor, for the tensors on the parts that are needed."""
         return {index: count for shard in self._needed for index, count in self._part(shard).steps.items()}
+
+    def scalars(self) -> Scalars:
+        """Return what the optimizer keeps once for each tensor, for the tensors on the parts that are needed."""
+        merged: dict[str, dict[int, float]] = {}
+        for shard in self._needed:
+            for name, values in self._part(shard).scalars.items():
+                merged.setdefault(name, {}).update(values)
+        return merged
 
     def groups_json(self) -> str:
         """Hyper-parameters of each parameter group as they stood, as JSON; they are the same on every shard.
@@ -124,6 +133,7 @@ class _PartFile:
                 self._add(key, tensor)
             self.steps = {int(index): int(count) for index, count in json.loads(metadata["steps"]).items()}
             self.groups_json = metadata["groups"]
+            self.scalars = scalars_from_json(metadata.get("scalars", ""))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise SnapshotError(f"{path}: not a part of a snapshot: {error!r}") from error
 

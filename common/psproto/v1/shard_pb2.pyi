@@ -95,7 +95,10 @@ class Holding(google.protobuf.message.Message):
     KINDS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     GROUPS_JSON_FIELD_NUMBER: builtins.int
+    SCALARS_JSON_FIELD_NUMBER: builtins.int
     groups_json: builtins.str
+    scalars_json: builtins.str
+    """what the optimizer keeps once for each tensor: JSON, names to index of tensor to number; empty: nothing"""
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -108,7 +111,8 @@ class Holding(google.protobuf.message.Message):
         kinds: collections.abc.Iterable[builtins.str] | None = ...,
         steps: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
         groups_json: builtins.str = ...,
+        scalars_json: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups_json", b"groups_json", "kinds", b"kinds", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups_json", b"groups_json", "kinds", b"kinds", "scalars_json", b"scalars_json", "steps", b"steps"]) -> None: ...
 
 global___Holding = Holding

@@ -1,11 +1,8 @@
-"""One formula for each optimizer, none of which needs torch's compiler. What they compute: test_store_torch."""
+"""No formula needs torch's compiler. What they compute: test_store_torch."""
 
 import subprocess
 import sys
 from pathlib import Path
-
-from pscommon.optimizers import SUPPORTED
-from psserver.formulas import FORMULAS
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,10 +20,6 @@ for name in SUPPORTED:
         job.step(noise(spec, seed=2))
 print("torch" in sys.modules, "torch._dynamo" in sys.modules)
 """
-
-
-def test_there_is_one_for_each_optimizer() -> None:
-    assert FORMULAS.keys() == SUPPORTED.keys()
 
 
 def test_a_server_that_steps_has_not_loaded_the_compiler() -> None:

@@ -1,0 +1,285 @@
+"""The elementwise optimizers of torch.optim, by the functional forms that its classes call themselves.
+
+The classes are not used to step: the first Optimizer object of a process imports torch's compiler, which doubles the
+start time of a server. `foreach=False` is what torch itself uses on a CPU. Only Adam, AdamW, Adagrad and SGD have
+fused CPU kernels.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.adadelta import adadelta
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamax import adamax
+from torch.optim.adamw import adamw
+from torch.optim.asgd import asgd
+from torch.optim.nadam import nadam
+from torch.optim.radam import radam
+from torch.optim.rmsprop import rmsprop
+from torch.optim.rprop import rprop
+from torch.optim.sgd import sgd
+
+from pscommon.core.model import Scalar
+from pscommon.optim.registry import (
+    Formula,
+    OptimizerKind,
+    OptimizerState,
+    Rows,
+    ScalarState,
+    add,
+    find_out_of_range,
+)
+
+FULL_PRECISION = frozenset({torch.float64, torch.float32})
+EVERY_DTYPE = FULL_PRECISION | {torch.float16, torch.bfloat16}
+
+REFUSED_CLASSES: Mapping[str, str] = {
+    "LBFGS": "its line search evaluates the model several times in a step and needs products of whole gradients",
+    "Muon": "it orthogonalizes whole weight matrices, of which a server holds only parts",
+    "Adafactor": "it needs the row and column means of whole weight matrices, of which a server holds only parts",
+    "SparseAdam": "it takes sparse gradients only, and servers take dense ones; use Adam",
+}
+"""Classes of torch.optim that servers cannot run, and why. Servers run what treats each element by itself."""
+
+
+def _sgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    buffers: list[Tensor | None] = [*rows.state.get("momentum_buffer", ())]
+    sgd(rows.weights, gradients, buffers, foreach=False, fused=rows.fused, **group)
+
+
+def _refuse_sgd(group: Mapping[str, Any]) -> str:
+    if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+        return "nesterov needs a momentum, and no dampening"
+    return find_out_of_range(group, frozenset({"dampening"}))
+
+
+def _adam(form: Callable[..., None]) -> Formula:
+    def step(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group.pop("betas")
+        state = [rows.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+        largest = state.pop() if group["amsgrad"] else []
+        form(
+            rows.weights, gradients, *state[:2], largest, rows.steps,
+            foreach=False, fused=rows.fused, beta1=beta1, beta2=beta2, **group,
+        )  # fmt: skip
+
+    return step
+
+
+def _adagrad(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    del group["initial_accumulator_value"]  # it is in the state
+    adagrad(rows.weights, gradients, rows.state["sum"], rows.steps, foreach=False, fused=rows.fused, **group)
+
+
+def _rmsprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    names = ("square_avg", "grad_avg", "momentum_buffer")
+    averages, centers, buffers = (rows.state.get(name, []) for name in names)
+    rmsprop(rows.weights, gradients, averages, centers, buffers, rows.steps, foreach=False, **group)
+
+
+def _adadelta(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    squares, deltas = rows.state["square_avg"], rows.state["acc_delta"]
+    adadelta(rows.weights, gradients, squares, deltas, rows.steps, foreach=False, **group)
+
+
+def _refuse_adadelta(group: Mapping[str, Any]) -> str:
+    return f"rho is {group['rho']}, above 1" if group["rho"] > 1 else find_out_of_range(group)
+
+
+def _adamax(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    beta1, beta2 = group.pop("betas")
+    averages, largest = rows.state["exp_avg"], rows.state["exp_inf"]
+    adamax(rows.weights, gradients, averages, largest, rows.steps, foreach=False, beta1=beta1, beta2=beta2, **group)
+
+
+def _nadam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    beta1, beta2 = group.pop("betas")
+    nadam(
+        rows.weights, gradients, rows.state["exp_avg"], rows.state["exp_avg_sq"], rows.scalars["mu_product"],
+        rows.steps, foreach=False, beta1=beta1, beta2=beta2, **group,
+    )  # fmt: skip
+
+
+def _refuse_nadam(group: Mapping[str, Any]) -> str:
+    """torch divides by 1 - mu_product, where mu_product is a float32 and at most betas[0]."""
+    if problem := find_out_of_range(group):
+        return problem
+    if np.float32(group["betas"][0]) == 1:
+        return f"betas are {group['betas']}: the first is 1 in float32, and NAdam would divide by zero"
+    return ""
+
+
+def _radam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    beta1, beta2 = group.pop("betas")
+    averages, squares = rows.state["exp_avg"], rows.state["exp_avg_sq"]
+    radam(rows.weights, gradients, averages, squares, rows.steps, foreach=False, beta1=beta1, beta2=beta2, **group)
+
+
+def _rprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    smaller, larger = group["etas"]
+    least, most = group["step_sizes"]
+    rprop(
+        rows.weights, gradients, rows.state["prev"], rows.state["step_size"], rows.steps, foreach=False,
+        step_size_min=least, step_size_max=most, etaminus=smaller, etaplus=larger, maximize=group["maximize"],
+    )  # fmt: skip
+
+
+def _refuse_rprop(group: Mapping[str, Any]) -> str:
+    smaller, larger = group["etas"]
+    if not 0 < smaller < 1 < larger:
+        return f"etas are {group['etas']}, not one between 0 and 1 and one above 1"
+    return find_out_of_range(group)
+
+
+def _asgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+    # a scheduler may round a learning rate to just below zero, of which the formula takes a root
+    group["lr"] = max(0.0, group["lr"])
+    asgd(
+        rows.weights, gradients, rows.state["ax"], rows.scalars["mu"], rows.scalars["eta"], rows.steps,
+        foreach=False, **group,
+    )  # fmt: skip
+
+
+def _refuse_asgd(group: Mapping[str, Any]) -> str:
+    """torch computes lr / (1 + lambd * lr * step) ** alpha with Python's numbers, which may raise an exception."""
+    if group["alpha"] > 1:
+        return f"alpha is {group['alpha']}, above 1"
+    return find_out_of_range(group, frozenset({"t0"}))
+
+
+_ADAM = (OptimizerState("exp_avg"), OptimizerState("exp_avg_sq"), OptimizerState("max_exp_avg_sq", switch="amsgrad"))
+_MOMENTUM = OptimizerState("momentum_buffer", switch="momentum")
+_DEFAULTS_OF_ADAM: dict[str, Scalar] = {
+    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
+}  # fmt: skip
+
+add(
+    "sgd",
+    OptimizerKind(
+        torch.optim.SGD,
+        {
+            "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
+        },
+        _sgd,
+        (_MOMENTUM,),
+        fused=FULL_PRECISION,  # torch 2.13 leaves 16-bit weights as they are: https://github.com/pytorch/pytorch/issues/191763
+        # torch starts the buffer as a copy of the first gradient: an undamped step from zero
+        first={"dampening": 0.0},
+        check=_refuse_sgd,
+    ),
+)  # fmt: skip
+add("adam", OptimizerKind(torch.optim.Adam, _DEFAULTS_OF_ADAM, _adam(adam), _ADAM, fused=EVERY_DTYPE, by_step=True))
+add(
+    "adamw",
+    OptimizerKind(
+        torch.optim.AdamW,
+        _DEFAULTS_OF_ADAM | {"weight_decay": 1e-2},
+        _adam(adamw),
+        _ADAM,
+        fused=EVERY_DTYPE,
+        by_step=True,
+    ),
+)
+add(
+    "adagrad",
+    OptimizerKind(
+        torch.optim.Adagrad,
+        {
+            "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
+            "maximize": False,
+        },
+        _adagrad,
+        (OptimizerState("sum", initial="initial_accumulator_value"),),
+        fused=EVERY_DTYPE,
+        by_step=True,
+        constructor_only=frozenset({"initial_accumulator_value"}),
+    ),
+)  # fmt: skip
+add(
+    "rmsprop",
+    OptimizerKind(
+        torch.optim.RMSprop,
+        {
+            "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False,
+            "maximize": False,
+        },
+        _rmsprop,
+        (OptimizerState("square_avg"), _MOMENTUM, OptimizerState("grad_avg", switch="centered")),
+    ),
+)  # fmt: skip
+add(
+    "adadelta",
+    OptimizerKind(
+        torch.optim.Adadelta,
+        {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, "maximize": False},
+        _adadelta,
+        (OptimizerState("square_avg"), OptimizerState("acc_delta")),
+        check=_refuse_adadelta,
+    ),
+)
+add(
+    "adamax",
+    OptimizerKind(
+        torch.optim.Adamax,
+        {"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False},
+        _adamax,
+        (OptimizerState("exp_avg"), OptimizerState("exp_inf")),
+        by_step=True,
+    ),
+)
+add(
+    "nadam",
+    OptimizerKind(
+        torch.optim.NAdam,
+        {
+            "lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum_decay": 4e-3,
+            "decoupled_weight_decay": False, "maximize": False,
+        },
+        _nadam,
+        _ADAM[:2],
+        (ScalarState("mu_product", 1.0),),
+        by_step=True,
+        check=_refuse_nadam,
+    ),
+)  # fmt: skip
+add(
+    "radam",
+    OptimizerKind(
+        torch.optim.RAdam,
+        {
+            "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0,
+            "decoupled_weight_decay": False, "maximize": False,
+        },
+        _radam,
+        _ADAM[:2],
+        by_step=True,
+    ),
+)  # fmt: skip
+add(
+    "rprop",
+    OptimizerKind(
+        torch.optim.Rprop,
+        {"lr": 1e-2, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0), "maximize": False},
+        _rprop,
+        (OptimizerState("prev"), OptimizerState("step_size", initial="lr")),
+        check=_refuse_rprop,
+    ),
+)
+add(
+    "asgd",
+    OptimizerKind(
+        torch.optim.ASGD,
+        {
+            "lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0, "maximize": False,
+        },
+        _asgd,
+        (OptimizerState("ax"),),
+        (ScalarState("eta", "lr"), ScalarState("mu", 1.0)),
+        by_step=True,
+        check=_refuse_asgd,
+    ),
+)  # fmt: skip

@@ -1,0 +1,238 @@
+"""Optimizers that are registered by name with a formula for one tensor; users add theirs with `register`."""
+
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model import Scalar
+from pscommon.optim.registry import (
+    KINDS,
+    Check,
+    Formula,
+    OptimizerKind,
+    OptimizerState,
+    Rows,
+    ScalarState,
+    add,
+    find_out_of_range,
+)
+
+TensorFormula = Callable[[Tensor, Tensor, Mapping[str, Any], Mapping[str, Any]], None]
+"""formula(weight, gradient, state, group): one step of one flat tensor in place."""
+
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Constructor arguments of torch that choose an implementation; they do not change what is computed."""
+
+NUMBERS_IN_A_REGISTER = 16
+"""Of float32 in 64 bytes, which is where shards cut tensors."""
+
+
+def register(
+    optimizer_class: type[torch.optim.Optimizer],
+    formula: TensorFormula,
+    *,
+    states: Sequence[str] = (),
+    scalars: Mapping[str, float] = MappingProxyType({}),
+    check: Check = find_out_of_range,
+) -> None:
+    """Let servers run an optimizer class of yours.
+
+    The module that calls this is given to every ps-server and ps-worker as `--optimizers MODULE`. Servers import the
+    class but never make an object of it. Repeating the call replaces the entry of the same class.
+
+    Args:
+        optimizer_class: the class that scripts hand to `job.optimizer`. Its constructor takes the parameters, then
+            hyper-parameters with defaults (bool, number or tuple of numbers), and passes the same names to torch's
+            constructor. `ElementwiseOptimizer` as base class makes step() run the formula in local training too.
+        formula: `formula(weight, gradient, state, group)` performs one step in place on a flat tensor of any floating
+            dtype. It treats each element by itself, because a tensor may lie on several servers, and a server calls it
+            for parts of 1 MiB. `gradient` is read-only. `state` has the tensors named in `states`, the float32 numbers
+            named in `scalars` as tensors without dimensions, to be changed in place, and `step`, the number of this
+            step of the tensor, from 1. `group` has the hyper-parameters as they stand.
+        states: names of what is kept for each weight, in its dtype, from zero.
+        scalars: what is kept once for each tensor: names and first values. All parts of a tensor must compute the
+            same new value, so it may depend on `group`, `state["step"]` and itself, not on weights or gradients.
+        check: returns what is wrong with the hyper-parameters of a group, or an empty text. By default negative
+            numbers and `betas` outside [0, 1) are wrong.
+
+    Raises:
+        InvalidRequestError: the name is taken, a default is no number, or the formula is not elementwise.
+    """
+    add_formula(optimizer_class, formula, states=states, scalars=scalars, check=check, user_defined=True)
+
+
+def add_formula(
+    optimizer_class: type[torch.optim.Optimizer],
+    formula: TensorFormula,
+    *,
+    states: Sequence[str] = (),
+    scalars: Mapping[str, float] = MappingProxyType({}),
+    check: Check = find_out_of_range,
+    user_defined: bool = False,
+) -> None:
+    """As `register`; user_defined: it comes from a module of `--optimizers`."""
+    name = optimizer_class.__name__.lower()
+    kind = OptimizerKind(
+        optimizer_class,
+        _defaults_of(optimizer_class),
+        _for_each(formula),
+        tuple(OptimizerState(each) for each in states),
+        tuple(ScalarState(each, first) for each, first in scalars.items()),
+        by_step=True,
+        check=check,
+        user_defined=user_defined,
+    )
+    if user_defined:
+        _check_names(name, kind)
+        _check_elementwise(optimizer_class.__name__, kind)
+    add(name, kind)
+
+
+def load_module(module: str) -> None:
+    """Import the module that an operator named with `--optimizers`; the current folder is searched last.
+
+    Raises:
+        InvalidRequestError: it is not there, cannot be imported, or registers nothing.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        import_module(module)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"--optimizers {module}: {error}") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            raise InvalidRequestError(
+                f"--optimizers {module}: there is no module {error.name}. Try: start this command in the module's "
+                "folder, or put that folder on PYTHONPATH."
+            ) from None
+        raise InvalidRequestError(f"--optimizers {module}: importing it failed: {error!r}") from error
+    if not any(kind.user_defined for kind in KINDS.values()):
+        raise InvalidRequestError(
+            f"--optimizers {module}: it registers no optimizer. Try: call pscommon.optim.register in it."
+        )
+
+
+def digest_of_user_defined() -> str:
+    """Return a text that is equal on servers with the same user-defined optimizers; empty where there are none.
+
+    It covers names, hyper-parameters, states, and the source of the modules that define the classes.
+    """
+    rows = [
+        f"{name} {dict(kind.defaults)} {kind.states} {kind.scalars} {_source(kind.torch_class)}"
+        for name, kind in sorted(KINDS.items())
+        if kind.user_defined
+    ]
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
+    names = ",".join(name for name, kind in sorted(KINDS.items()) if kind.user_defined)
+    return f"{names}:{digest}" if rows else ""
+
+
+def _source(optimizer_class: type[Any]) -> str:
+    try:
+        return inspect.getsource(sys.modules[optimizer_class.__module__])
+    except (OSError, TypeError, KeyError):  # defined in an interactive session
+        return ""
+
+
+def _for_each(formula: TensorFormula) -> Formula:
+    def step(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
+        for place, (weight, gradient) in enumerate(zip(rows.weights, gradients, strict=True)):
+            rows.steps[place] += 1
+            columns = {**rows.state, **rows.scalars}
+            state = {name: column[place] for name, column in columns.items()}
+            formula(weight, gradient, state | {"step": int(rows.steps[place])}, group)
+
+    return step
+
+
+def _defaults_of(optimizer_class: type[Any]) -> dict[str, Scalar]:
+    """Return the hyper-parameters of a constructor with their defaults, numbers as floats."""
+    _, *arguments = inspect.signature(optimizer_class).parameters.values()
+    found: dict[str, Scalar] = {}
+    for argument in arguments:
+        if argument.name in IMPLEMENTATION:
+            continue
+        value = argument.default
+        is_plain = isinstance(value, bool | int | float)
+        if not is_plain and not (isinstance(value, tuple) and all(isinstance(part, int | float) for part in value)):
+            raise InvalidRequestError(
+                f"{optimizer_class.__name__}: {argument.name} of its constructor has no default that is a bool, a "
+                "number or a tuple of numbers. Try: give it one."
+            )
+        found[argument.name] = tuple(map(float, value)) if isinstance(value, tuple) else _as_float(value)
+    return found
+
+
+def _as_float(value: bool | int | float) -> bool | float:
+    return value if isinstance(value, bool) else float(value)
+
+
+def _check_names(name: str, kind: OptimizerKind) -> None:
+    present = KINDS.get(name)
+    shown = kind.torch_class.__name__
+    if present is not None and _identity(present.torch_class) != _identity(kind.torch_class):
+        raise InvalidRequestError(
+            f"{shown}: the name {name} belongs to {'.'.join(_identity(present.torch_class))}. Try: rename the class."
+        )
+    kept = [each.name for each in kind.states] + [each.name for each in kind.scalars]
+    bad = [each for each in kept if not each.isidentifier() or each in ("weight", "step")]
+    if bad or len(set(kept)) < len(kept):
+        raise InvalidRequestError(
+            f"{shown}: states and scalars {kept} need different names that are Python identifiers, not `weight` or "
+            "`step`."
+        )
+
+
+def _identity(optimizer_class: type[Any]) -> tuple[str, str]:
+    return optimizer_class.__module__, optimizer_class.__qualname__
+
+
+def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
+    """Compare two steps on a whole tensor with the same steps on its parts."""
+    count = 3 * NUMBERS_IN_A_REGISTER
+    try:
+        whole = _trial(kind, [count])
+        parts = _trial(kind, [NUMBERS_IN_A_REGISTER, count - NUMBERS_IN_A_REGISTER])
+    except Exception as error:
+        raise InvalidRequestError(
+            f"{shown}: its formula failed on a flat tensor of {count} numbers: {error!r}"
+        ) from error
+    if not all(
+        torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for one, other in zip(whole, parts, strict=True)
+    ):
+        raise InvalidRequestError(
+            f"{shown}: its formula is not elementwise: the parts of a tensor step differently than the whole, and "
+            "servers hold parts. Methods that need whole tensors cannot run on servers."
+        )
+
+
+def _trial(kind: OptimizerKind, sizes: list[int]) -> list[Tensor]:
+    """Two steps on a tensor in parts of these sizes: its weights, states, and each part's scalars."""
+    weights = torch.linspace(-1.0, 1.0, sum(sizes))
+    gradients = torch.linspace(2.0, -3.0, sum(sizes))
+    kept = torch.zeros_like(gradients)
+    rows = Rows(
+        [*torch.split(weights, sizes)],
+        {each.name: [*torch.split(torch.zeros_like(weights), sizes)] for each in kind.states},
+        {each.name: [torch.tensor(each.first_value(kind.defaults)) for _ in sizes] for each in kind.scalars},
+        [torch.zeros(()) for _ in sizes],
+    )
+    with torch.no_grad():
+        for _ in range(2):
+            kept.copy_(gradients)
+            kind.formula(rows, [*torch.split(gradients, sizes)], dict(kind.defaults))
+            if not torch.equal(kept, gradients):
+                raise ValueError("it changes the gradient")
+    scalars = [column[place] for column in rows.scalars.values() for place in (0, -1)]
+    return [weights, *(torch.cat(column) for column in rows.state.values()), *scalars]
