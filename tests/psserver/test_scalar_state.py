@@ -44,7 +44,7 @@ def changed(groups: Any, step: int) -> Any:
     """A scheduler's work: learning rate and momentum differ in each step, so scalars are a history."""
     factor = 0.5 + 0.1 * (step % 5)
     betas = {"betas": (factor / 2, 0.9)}
-    return tuple({**group, "lr": group["lr"] * factor, **(betas if "betas" in group else {})} for group in groups)  # fmt: skip
+    return tuple({**group, "lr": group["lr"] * factor, **(betas if "betas" in group else {})} for group in groups)
 
 
 def advance(job: Shards, start: int, stop: int) -> None:
