@@ -54,7 +54,9 @@ class Coordinator(CoordinatorServiceServicer):
                 addresses=self._hub.fleet.addresses,
                 lease_ms=round(self._hub.config.lease * 1000),
                 policy=self._hub.policy,
-                open_loop=self._hub.open_loop,
+                open_loop=self._hub.ledger.open_loop,
+                known_loops=len(self._hub.ledger.loops),
+                open_loops=self._hub.ledger.open_loops,
                 bad_gradients=self._hub.config.bad_gradients,
                 standbys=self._hub.fleet.standbys,
             )
@@ -110,16 +112,20 @@ class Coordinator(CoordinatorServiceServicer):
     def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:
         with answering(context):
             self._hub.check_job(request.job)
+            spec = loop_from_proto(request.loop)
+            if request.share_only:
+                return pb.NextBatchResponse(share=self._hub.shares.of(request.worker, spec))
             batches = self._hub.next_batches(
-                request.wait_ms / 1000, worker=request.worker, spec=loop_from_proto(request.loop),
-                received=request.received, count=max(1, request.count), idle=request.idle,
-                first_open=request.first_open,
+                request.wait_ms / 1000, worker=request.worker, spec=spec, received=request.received,
+                count=max(1, request.count), idle=request.idle, first_open=request.first_open,
             )  # fmt: skip
             if batches is None:
                 return pb.NextBatchResponse(waiting_for=self._hub.waiting_for, version=self._hub.version)
+            share = 0 if request.received else self._hub.shares.of(request.worker, spec)
             return pb.NextBatchResponse(
-                numbers=batches.numbers, end=batches.end, version=self._hub.version, following=batches.following
-            )
+                numbers=batches.numbers, end=batches.end, version=self._hub.version, following=batches.following,
+                share=share,
+            )  # fmt: skip
 
     def ReturnBatches(self, request: pb.ReturnBatchesRequest, context: Context) -> pb.ReturnBatchesResponse:
         with answering(context):

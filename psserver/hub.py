@@ -16,6 +16,7 @@ from psserver.config import ServerConfig
 from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import PartReport
 from psserver.core.following import Way
+from psserver.core.ledger import Ledger
 from psserver.core.recorder import Recorder
 from psserver.core.room import check_room, check_switch, is_full, push_nbytes
 from psserver.core.roster import Member
@@ -31,6 +32,7 @@ from psserver.metrics import ServerMetrics
 from psserver.mirror import Inherited
 from psserver.records import Line
 from psserver.reshards import Reshards
+from psserver.shares import Shares
 from psserver.snapshots import Snapshots
 from psserver.status import describe, statistics
 from psserver.watch import Watch, health
@@ -66,6 +68,7 @@ class Hub:
         self._epochs.lead = self._desk.lead
         self.snapshots = Snapshots(self._desk, self._epochs, archive, self.fleet)
         self.reshards = Reshards(self._desk, self.fleet, engine, archive, identity, config)
+        self.shares = Shares(self._desk)
         self._gathering = Gathering(config.join_timeout, lambda: self.waiting_for)
         self._watch = Watch(metrics, config.on_worker_loss.seconds)
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
@@ -95,7 +98,6 @@ class Hub:
 
     @property
     def job(self) -> str:
-        """The job's name."""
         return self._identity.job
 
     @property
@@ -116,13 +118,11 @@ class Hub:
 
     @property
     def policy(self) -> str:
-        """Its name, as of now."""
         return self._coordinator.policy.name
 
     @property
-    def open_loop(self) -> int:
-        """Loops before this one have ended."""
-        return self._coordinator.ledger.open_loop
+    def ledger(self) -> Ledger:
+        return self._coordinator.ledger
 
     def _check_goes_on(self) -> None:
         if self.stop_reason is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.values import seconds
+from pscommon.values import LANES, Lanes, seconds
 
 CONNECT_SECONDS = "60"
 MOST_RANK = 2**32 - 1
@@ -59,3 +59,12 @@ def time_limit(name: str, given: float) -> float:
     if isinstance(given, int | float) and given > 0:
         return given
     raise InvalidRequestError(f"{name}={given!r} is not a positive number of seconds")
+
+
+def lanes_of(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
+    """How tensors move: as given, or PS_LANES."""
+    lanes: Any = given or environment.get("PS_LANES") or "auto"
+    if lanes not in LANES:
+        raise InvalidRequestError(f"lanes {lanes!r} is not one of {', '.join(LANES)}")
+    chosen: Lanes = lanes
+    return chosen

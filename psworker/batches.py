@@ -1,24 +1,23 @@
-"""This worker's share of the data: batches leased from the job's ledger, fetched by torch's DataLoader.
+"""This worker's share of the data: batches leased from the job's ledger, pass after pass.
 
-A batch is a number; the loop's spec says which samples it stands for. The loader's sampler leases numbers while the
-ledger has some to give. When it has none, all that is in the loader is used up first, then the worker waits, sitting
-out of rounds, until a lost worker's batches come back or the loop ends. Streams are read in psworker/streams.py.
+Each `iter()` of a loader begins the next pass, which is a loop of the job's ledger. A batch is a number; the loop's
+spec says which samples it stands for. A pass leases numbers while the ledger has some to give. When it has none, all
+that was fetched is used up first, then the worker waits, sitting out of rounds, until a lost worker's batches come back
+or the loop ends. The ledger ends a pass, not `len()`. Data is read in psworker/data and psworker/streams.py.
 """
 
 import inspect
 import logging
-import operator
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Generator, Iterable, Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import Spec
 from psworker.generators import reseed
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from psworker.job import Job
 
 FETCH, COMPUTE = 0, 1
-
-T = TypeVar("T")
 
 log = logging.getLogger("psworker")
 
@@ -106,7 +103,11 @@ class Found(NamedTuple):
 
 
 class Leases:
-    """Numbers of batches. Ends when the ledger has none at the moment; `wait` tells whether that was the end."""
+    """Numbers of batches. Ends when the ledger has none at the moment; `wait` tells whether that was the end.
+
+    share: number of the loop's batches that this worker can expect, as of the loop's first answer; None before.
+    nothing: the loop was over before this worker got anything of it.
+    """
 
     def __init__(self, job: "Job", spec: Spec) -> None:
         self._job = job
@@ -114,7 +115,12 @@ class Leases:
         self.loop = spec.loop
         self._ready: deque[int] = deque()
         self._held: dict[int, int | None] = {}
-        self._ended = False
+        self._ended = self._got_any = False
+        self.share: int | None = None
+
+    @property
+    def nothing(self) -> bool:
+        return self._ended and not self._got_any
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -144,6 +150,9 @@ class Leases:
             lease = self._job.client.next_batches(self._spec, idle=idle, first_open=self._job.loops.first)
             self._job.prospers()
             self._ready.extend(lease.numbers)
+            self._got_any = self._got_any or bool(lease.numbers)
+            if self.share is None and (lease.numbers or lease.end):
+                self.share = lease.share
             self._held.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
             self._ended = lease.end and not lease.numbers
             if self._ended and not self._job.usage.batches:  # else it ends for this worker only, with those in hand
@@ -190,88 +199,128 @@ class Source(Protocol):
         ...
 
 
-class Fetcher(Dataset[Any]):
-    """The data set as the loader sees it, a whole batch an item; runs in the loader's processes."""
+class Data(Protocol):
+    """What a loader goes through. dataset, batch_size: as the loader shows them."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], reseed: bool) -> None:
-        self._dataset, self._collate, self._reseed = dataset, collate, reseed
+    dataset: Any
+    batch_size: int | None
 
-    def __getitem__(self, wanted: Wanted) -> tuple[Wanted, Any]:
-        if self._reseed:
-            reseed(*wanted.seeds, FETCH)
-        fetch_all = getattr(self._dataset, "__getitems__", None)
-        samples = fetch_all(wanted.indices) if fetch_all else [self._dataset[index] for index in wanted.indices]
-        return wanted, self._collate(samples)
+    def spec(self) -> Spec:
+        """Of a pass as long as the next one, for the loader's length. TypeError where none is known."""
+        ...
 
-
-class Loaded:
-    """What a loader loads. It begins on its generator's device, wherever the script makes its tensors: it draws a seed,
-    which is an error for a generator of another device (torch.set_default_device).
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[tuple[Wanted, Any]]:
-        with torch.device(self._loader.generator.device):
-            return iter(self._loader)
-
-
-class MapStyle:
-    """A data set with items by number. loader: options of torch's DataLoader."""
-
-    def __init__(self, spec: LoopSpec, fetcher: Fetcher, loader: dict[str, Any]) -> None:
-        self._spec = spec
-        self._fetcher = fetcher
-        self._options = loader
-
-    def open(self, leases: Leases) -> Loaded:
-        # a generator of its own: the loader would draw its workers' seeds from the script's
-        generator = self._options.get("generator") or torch.Generator().manual_seed(self._spec.seed)
-        options = {"persistent_workers": self._options.get("num_workers", 0) > 0}
-        options |= self._options | {"generator": generator}
-        sampler = Sampler(self._spec, leases)
-        return Loaded(DataLoader(self._fetcher, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options))
-
-
-class Sampler:
-    """What to fetch, in the order of the leases."""
-
-    def __init__(self, spec: LoopSpec, leases: Leases) -> None:
-        self._spec = spec
-        self._leases = leases
-
-    def __iter__(self) -> Iterator[Wanted]:
-        return map(self._wanted, self._leases)
-
-    def _wanted(self, number: int) -> Wanted:
-        spec = self._spec
-        seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
-        return Wanted(BatchKey(spec.loop, number), spec.indices(number).tolist(), seeds)
+    def next_pass(self, loop: int) -> tuple[Spec, Source]:
+        """The next pass, as the loop of this number."""
+        ...
 
 
 class Batches:
-    """One loop, to be gone through once: `for batch in job.batches(...)`. Made by `Job.batches`.
+    """A loader: each `iter()` is the next pass over the data. Made by `Job.batches`.
 
-    spec: the loop; spec.total is its number of batches, all workers together, where it is no stream.
+    dataset: the data set, of tensors a TensorDataset. batch_size: samples a batch and worker.
     """
 
-    def __init__(self, job: "Job", spec: Spec, source: Source, reseed: bool) -> None:
-        self.spec = spec
+    def __init__(self, job: "Job", data: Data, reseed: bool) -> None:
         self._job = job
-        job.loops.make(spec.loop)
+        self._data = data
+        self._reseed = reseed
+        self._pass: Pass | None = None
+        self._iterator: weakref.ref[BatchIterator] | None = None
+
+    @property
+    def dataset(self) -> Any:
+        return self._data.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._data.batch_size
+
+    @property
+    def skipped(self) -> bool:
+        """Had the last pass ended before this worker joined, as a resumed job's have? Such a pass gives no batches."""
+        return self._pass is not None and self._pass.skipped
+
+    def __len__(self) -> int:
+        """Return the number of batches that this worker can expect of a pass (with epochs=N of all N).
+
+        Under sync this is exact for the workers that are registered; under async and ssp it is an even share. It is
+        fixed during a pass. What ends a pass is the job's ledger.
+
+        Raises:
+            TypeError: The data is a stream, or its sampler has no length.
+        """
+        if self._pass is not None and (share := self._pass.share) is not None:
+            return share
+        return self._job.client.share(self._data.spec())
+
+    def __iter__(self) -> "BatchIterator":
+        loops = self._job.loops
+        spec, source = self._data.next_pass(loops.count)
+        if self._iterator is not None and (before := self._iterator()) is not None:
+            before.give_way()
+        loops.make(spec.loop)
+        self._pass = Pass(self._job, spec, source, self._reseed)
+        iterator = BatchIterator(self._pass.batches())
+        self._iterator = weakref.ref(iterator)
+        return iterator
+
+
+class BatchIterator:
+    """One pass, while the script goes through it. A loader has one at a time."""
+
+    def __init__(self, batches: Generator[Any, None, None]) -> None:
+        self._batches = batches
+        self._gave_way = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._gave_way:
+            raise InvalidRequestError(
+                "this pass was left when iter() began the loader's next one. Try: for a loop inside a loop over the "
+                "same data make another loader with job.batches"
+            )
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Leaves the pass: what was not used is others'. Harmless to repeat."""
+        self._batches.close()
+
+    def give_way(self) -> None:
+        """The loader's next pass begins."""
+        self._gave_way = inspect.getgeneratorstate(self._batches) != inspect.GEN_CLOSED
+        self._batches.close()
+
+
+class Pass:
+    """One loop of the ledger, from its first batch to its end."""
+
+    def __init__(self, job: "Job", spec: Spec, source: Source, reseed: bool) -> None:
+        self._job = job
+        self._leases = Leases(job, spec)
         self._source = source
         self._reseed = reseed
-        self._begun = False
+        self._past = job.client.has_ended(spec.loop)
+        self._over = False
 
-    def __iter__(self) -> Iterator[Any]:
-        if self._begun:
-            raise InvalidRequestError("a loop can be gone through once; call job.batches again for another")
-        self._begun = True
-        return self._run()
+    @property
+    def skipped(self) -> bool:
+        return self._past and self._leases.nothing
 
-    def _run(self) -> Iterator[Any]:
-        leases = Leases(self._job, self.spec)
+    @property
+    def share(self) -> int | None:
+        """Batches that this worker can expect, as of the beginning; None before, and once the pass is over."""
+        return None if self._over else self._leases.share
+
+    def batches(self) -> Generator[Any, None, None]:
+        """What the script gets; to be gone through once."""
+        try:
+            yield from self._run(self._leases)
+        finally:
+            self._over = True
+
+    def _run(self, leases: Leases) -> Iterator[Any]:
         if not self._job.loops.open:  # what was used in loops before this one
             self._void(0)
             self._job.usage.begin()
@@ -311,59 +360,3 @@ class Batches:
             self._job.enter("compute")
             yield item
             self._job.enter("data")
-
-
-def spec_made(kind: Callable[..., T], *fields: Any) -> T:
-    """The spec of a loop, or InvalidRequestError for numbers that make none."""
-    try:
-        return kind(*(value if isinstance(value, bool) else operator.index(value) for value in fields))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"a loop's batch_size, epochs and sources are whole numbers: {error}") from error
-
-
-def map_style(dataset: Any) -> Any:
-    """A data set with a length and items by number, or InvalidRequestError. A tuple of tensors gives tuples of rows."""
-    if isinstance(dataset, tuple):
-        dataset = TensorDataset(*_rows(dataset))
-    if isinstance(dataset, DataLoader):
-        raise InvalidRequestError(
-            "a DataLoader deals its samples to one process: give the data set that it has (loader.dataset), and what "
-            "it was told, such as batch_size, as arguments of this call"
-        )
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise InvalidRequestError(
-            f"job.batches needs a map-style data set, with len() and items by number, or a stream, an IterableDataset "
-            f"or one with read(source, offset), not {type(dataset).__name__}"
-        )
-    return dataset
-
-
-def check_options(loader: Mapping[str, Any]) -> None:
-    """InvalidRequestError for what is no option of DataLoader, or would choose the samples."""
-    known = inspect.signature(DataLoader).parameters
-    for name in loader:
-        if name in ("sampler", "batch_sampler"):
-            raise InvalidRequestError(
-                f"{name}=... cannot apply: the job deals the samples to its workers. To choose or to order them, give "
-                "torch.utils.data.Subset as the data set, with shuffle=False for its own order"
-            )
-        if name not in known or name == "dataset":
-            raise InvalidRequestError(f"{name}=... is known neither to job.batches nor to torch's DataLoader")
-
-
-def _rows(tensors: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Tensors of one length, at least one of them."""
-    kinds = sorted({type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)})
-    if kinds or not tensors:
-        raise InvalidRequestError(
-            f"a tuple is a data set of its tensors' rows, and this has {', '.join(kinds) or 'none'}: make tensors of "
-            "arrays (torch.from_numpy), and give samples that are no rows of tensors as a list"
-        )
-    shapes = [list(tensor.shape) for tensor in tensors]
-    if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
-        raise InvalidRequestError(f"the tensors of a data set need equally many rows, and have shapes {shapes}")
-    return tensors
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

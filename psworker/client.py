@@ -12,10 +12,10 @@ from pscommon.core.log import BatchKey
 from pscommon.core.model import ModelSpec, OptimizerSpec
 from pscommon.core.stream import Spec
 from pscommon.core.tape import Plan
-from pscommon.values import LANES, Lanes
+from pscommon.values import Lanes
 from psproto.v1 import coordinator_pb2 as co
 from psworker import forgotten, metrics
-from psworker.arguments import attempt_of, connect_timeout_of, rank_of, time_limit
+from psworker.arguments import attempt_of, connect_timeout_of, lanes_of, rank_of, time_limit
 from psworker.arrays import Array, Arrays, ArrayTape, Gradients, spec_of
 from psworker.connection import Connection
 from psworker.discovery import addresses_of, discover
@@ -71,7 +71,7 @@ class Client:
         if not self._connection.lane.direct:  # else it has no threads to live on in
             forgotten.watch(self, self._connection)
         self._observes = observe
-        chosen = "grpc" if self._connection.lane.direct else _lanes(lanes, os.environ)
+        chosen = "grpc" if self._connection.lane.direct else lanes_of(lanes, os.environ)
         self._model = SharedModel(self._connection, observe, chosen)
         self._data = DataShare(self._connection, self._model)
         self._weights: ArrayTape | None = None
@@ -132,6 +132,10 @@ class Client:
     def open_loop(self) -> int:
         """Loops before it had ended when this worker joined."""
         return self._connection.place.open_loop
+
+    def has_ended(self, loop: int) -> bool:
+        """Had this loop ended when this worker joined?"""
+        return self._connection.place.has_ended(loop)
 
     @property
     def draining(self) -> bool:
@@ -301,6 +305,10 @@ class Client:
         """
         return self._data.take(loop, count, idle, loop.loop if first_open is None else first_open)
 
+    def share(self, loop: Spec) -> int:
+        """Number of a loop's batches that this worker can expect with the workers that are registered now."""
+        return self._data.share(loop)
+
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
         """These will not be pushed: others may have them."""
         self._data.give_back(batches)
@@ -382,11 +390,3 @@ def _connected(
     given = addresses_of(servers)
     cluster = discover(given, limits.connect)
     return Connection(GrpcLane(cluster.addresses, given), limits, Place(job or cluster.job, 0))
-
-
-def _lanes(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
-    lanes: Any = given or environment.get("PS_LANES") or "auto"
-    if lanes not in LANES:
-        raise InvalidRequestError(f"lanes {lanes!r} is not one of {', '.join(LANES)}")
-    chosen: Lanes = lanes
-    return chosen

@@ -83,7 +83,10 @@ class Connection:
             lambda: lane.join(self._request, self.call_seconds)
         )
         lane.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
-        self.place, self._left = Place(answer.job, answer.worker, answer.open_loop, answer.policy), False
+        self.place = Place(
+            answer.job, answer.worker, answer.open_loop, answer.policy, answer.known_loops, answer.open_loops
+        )
+        self._left = False
         self.bad_gradients = answer.bad_gradients
         metrics.in_job(True)
         if not lane.direct:

@@ -9,14 +9,11 @@ from typing import Any, Self, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, QuarantinedError, UnreachableError
-from pscommon.core.loop import LoopSpec
-from pscommon.core.stream import StreamSpec
-from psworker import metrics, streams
-from psworker.arguments import seed_of
-from psworker.batches import Batches, Fetcher, Leases, MapStyle, Usage, check_options, map_style, spec_made
+from psworker import metrics
+from psworker.batches import Batches, Leases, Usage
+from psworker.data.loader import loader_of
 from psworker.drain import DrainedError
 from psworker.environment import is_on
 from psworker.local import JobClient
@@ -24,7 +21,6 @@ from psworker.loops import Loops
 from psworker.optimizer import ServerOptimizer
 from psworker.results import PushResult
 from psworker.stats import Stats
-from psworker.streams import Stream, is_stream, stream_of
 
 T = TypeVar("T")
 
@@ -50,11 +46,10 @@ class Job:
         self.usage = Usage()
         self.first_version = 0
         self._optimizer: ServerOptimizer | None = None
-        self._loops = 0
         self.loops = Loops()
         self._retired = False
         self._returns = 0
-        self._epochs: dict[tuple[int, int], int] = {}
+        self.passes: dict[tuple[int, int], int] = {}
         self._closed = False
 
     @property
@@ -125,9 +120,9 @@ class Job:
     def batches(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         epochs: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
         *,
@@ -136,50 +131,42 @@ class Job:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
     ) -> Batches:
-        """This worker's share of `epochs` passes over the data, as batches for one `for` loop.
+        """Return a loader of this worker's share of the data: each `iter()` is the next pass.
 
-        All workers together see each sample once an epoch (drop_last leaves the remainder out), shuffled by
-        (seed, epoch); epochs go on counting over the calls of a script, so calling with epochs=1 again and again
-        shuffles anew each time. All workers make the same calls in the same order, also in a job that is resumed.
+        All workers together see each sample once a pass. All workers start the same passes in the same order, also in a
+        job that is resumed: passes that it has completed end at once, and `skipped` of the loader is True for them. The
+        k-th pass has the order of epoch k; epochs go on counting over the calls of a script with a data set of one
+        size. `len()` is the number of batches that this worker can expect of a pass; a stream has none.
 
-        dataset: map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
-        Or a stream, read in its own order: torch's IterableDataset, or what has read(source, offset), see
-        psworker.StreamDataset. sources: how many it has, 1 by default; each is read by one worker at a time, so fewer
-        sources than workers leave workers idle. Every worker must find the same samples in a source, whenever it reads
-        it: who takes one over goes on after what has counted. shuffle does not apply, drop_last and DataLoader's
-        keywords cannot.
-        batch_size: samples a batch and worker. collate_fn and other keywords (num_workers, pin_memory,
-        worker_init_fn ...) are torch.utils.data.DataLoader's.
-        reseed: before each batch is fetched and before it is given out, set the global generators of torch, numpy and
-        random from (seed, epoch, place in the epoch), so that augmentation and dropout are the same whoever computes
-        the batch.
+        A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives unused batches back, to a
+        run that is resumed, too; one that all workers have left for a later pass is over. When a pass ends, the model
+        holds the job's newest weights. Under torch.no_grad() a batch weighs nothing; as no step counts it, another
+        worker may see it when this one leaves. A pass inside another one, such as a test every 100 steps, gives nothing
+        to a worker that comes when it has ended: a successor, or a run that is resumed.
 
-        A batch counts as done with the next `optimizer.step()`. Leaving the loop early gives unused batches back, to
-        a run that is resumed, too; one that all have left for a later loop is over. When the loop ends, the model holds
-        the job's newest weights. Under torch.no_grad() a batch weighs nothing; as no step counts it, another worker may
-        see it when this one leaves. A loop inside another one, such as a test every 100 steps, gives nothing to who
-        comes when it has ended: a successor, or a run that is resumed, whose calls are counted from its start.
+        Args:
+            dataset: Map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
+                Or a stream, read in its own order: torch's IterableDataset, or what has read(source, offset), see
+                psworker.StreamDataset. Every worker must find the same samples in a source, whenever it reads it.
+                shuffle does not apply to a stream, drop_last and DataLoader's keywords cannot.
+            batch_size: Samples per batch and worker.
+            epochs: Passes over the data in one `for` loop, for scripts that do not call for each pass.
+            shuffle: A new order in each pass, from (seed, epoch). None: True.
+            seed: Any 64-bit integer.
+            drop_last: Leave out the last batch of an epoch where it is smaller.
+            sources: How many a stream has, 1 by default; each is read by one worker at a time.
+            reseed: Before each batch is fetched, and before it is given out, set the global generators of torch, numpy
+                and random from (seed, epoch, place in the epoch), so that augmentation and dropout are the same on any
+                worker.
+            collate_fn, loader: As of torch.utils.data.DataLoader (num_workers, pin_memory, worker_init_fn ...).
+
+        Raises:
+            InvalidRequestError: These arguments make no loader.
         """
-        collate, seed = collate_fn or default_collate, seed_of(seed)
-        if sources is not None or is_stream(dataset):
-            streams.refuse(drop_last, loader)
-            stream = spec_made(StreamSpec, self._loops, 1 if sources is None else sources, batch_size, epochs)
-            reader = Stream(stream, stream_of(dataset, stream.sources), collate, seed if reseed else None)
-            self._loops += 1
-            return Batches(self, stream, reader, reseed)
-        check_options(loader)
-        data = map_style(dataset)
-        spec = self._next_loop(len(data), batch_size, epochs, drop_last, shuffle, seed)
-        return Batches(self, spec, MapStyle(spec, Fetcher(data, collate, reseed), loader), reseed)
-
-    def _next_loop(
-        self, size: int, batch_size: int, epochs: int, drop_last: bool, shuffle: bool, seed: int
-    ) -> LoopSpec:
-        before = self._epochs.get((size, seed), 0)
-        spec = spec_made(LoopSpec, self._loops, size, batch_size, epochs, drop_last, shuffle, seed, before)
-        self._loops += 1
-        self._epochs[size, seed] = before + epochs
-        return spec
+        return loader_of(
+            self, dataset, batch_size, epochs=epochs, shuffle=shuffle, seed=seed, drop_last=drop_last, sources=sources,
+            reseed=reseed, collate_fn=collate_fn, options=loader,
+        )  # fmt: skip
 
     def pull(self) -> None:
         """The job's newest weights into the model, without a step."""

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -48,14 +49,24 @@ class Progress:
 class Place:
     """All that ends with a worker's place; shared by the client and its heartbeat.
 
-    open_loop: loops before it had ended when the worker joined. policy: the job's, as the last heartbeat said. pushes:
-    their numbers. received: batches got so far, by loop. at_least: the version that pulls must bring.
+    open_loop: loops before it had ended when the worker joined. known_loops: how many had begun by then; open_loops:
+    those of them that had not ended. policy: the job's, as the last heartbeat said. pushes: their numbers. received:
+    batches got so far, by loop. at_least: the version that pulls must bring.
     """
 
-    def __init__(self, job: str, worker: int, open_loop: int = 0, policy: str = "") -> None:
+    def __init__(
+        self,
+        job: str,
+        worker: int,
+        open_loop: int = 0,
+        policy: str = "",
+        known_loops: int = 0,
+        open_loops: Iterable[int] = (),
+    ) -> None:
         self.job = job
         self.worker = worker
         self.open_loop = open_loop
+        self._known_loops, self._open_loops = known_loops, frozenset(open_loops)
         self.policy = policy
         self.pushes = Pushes()
         self.received: dict[int, int] = {}
@@ -63,6 +74,10 @@ class Place:
         self.progress = Progress()
         self.stopping = False
         self._lost: PSError | None = None
+
+    def has_ended(self, loop: int) -> bool:
+        """Had this loop ended when the worker joined?"""
+        return loop < self._known_loops and loop not in self._open_loops
 
     def expect(self, version: int) -> None:
         """Pulls from now on bring at least this version."""

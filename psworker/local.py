@@ -81,6 +81,8 @@ class JobClient(Protocol):
         base: int | None = None,
     ) -> PushResult: ...
     def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease: ...
+    def share(self, loop: Spec) -> int: ...
+    def has_ended(self, loop: int) -> bool: ...
     def return_batches(self, batches: Sequence[BatchKey]) -> None: ...
     def report(self, **values: SupportsFloat) -> None: ...
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None: ...
@@ -191,7 +193,14 @@ class LocalClient:
         else:
             free = self._free.setdefault(loop.loop, list(range(loop.total)))
             numbers = tuple(heapq.heappop(free) for _ in range(min(count, len(free))))
-        return Lease(numbers, end=not numbers, sat_out=False)
+        return Lease(numbers, end=not numbers, sat_out=False, share=self.share(loop))
+
+    def share(self, loop: Spec) -> int:
+        return 0 if isinstance(loop, StreamSpec) else loop.total
+
+    def has_ended(self, loop: int) -> bool:
+        """Each run is a job of its own."""
+        return False
 
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
         for batch in batches:

@@ -9,13 +9,16 @@ if TYPE_CHECKING:
 class Loops:
     """The loops that a script is in (`open`) or has made and may still begin: by their numbers, the first of these.
 
-    One that is made may begin inside a later one: `rows = iter(job.batches(a))`, and `next(rows)` in a loop over b. But
-    where two loops that are in no other have begun since it was made, the script keeps it for later, and has left what
-    lies between.
+    `iter()` of a loader makes a loop, and the first `next()` begins it, perhaps inside a later one:
+    `rows = iter(job.batches(a))`, and `next(rows)` in a loop over b. But where two loops that are in no other have
+    begun since it was made, the script keeps it for later, and has left what lies between.
+
+    count: how many the script has made.
     """
 
     def __init__(self) -> None:
         self.open: list[Leases] = []
+        self.count = 0
         self._made: set[int] = set()
         self._last = -1
         self._passed: set[int] = set()
@@ -26,7 +29,9 @@ class Loops:
         return min([*self._made, *(leases.loop for leases in self.open)])
 
     def make(self, loop: int) -> None:
+        """The next one, whose number is `count`."""
         self._made.add(loop)
+        self.count = loop + 1
 
     def begin(self, leases: "Leases") -> None:
         self._made.discard(leases.loop)

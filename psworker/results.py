@@ -48,9 +48,11 @@ class Lease:
     numbers: for LoopSpec.indices. end: no more will come in this loop. sat_out: rounds went on without this worker
     while it waited, so its weights are old: pull before computing, or before testing at the loop's end.
     following: for each number, how many of those after it belong to the same push; empty: each is one of its own.
+    share: in the answer to the first request of a loop, the number of its batches that this worker can expect.
     """
 
     numbers: tuple[int, ...] = ()
     end: bool = False
     sat_out: bool = False
     following: tuple[int, ...] = ()
+    share: int = 0

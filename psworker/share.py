@@ -33,6 +33,15 @@ class DataShare:
             self._connection.place.expect(answer.version)
             return _lease(answer, sat_out=answer.version > self._model.version)
 
+    def share(self, loop: Spec) -> int:
+        place, lane = self._connection.place, self._connection.lane
+        request = co.NextBatchRequest(
+            job=place.job, worker=place.worker, loop=codec.loop_to_proto(loop), share_only=True
+        )
+        return self._connection.call(
+            "asking for the share of a loop", lambda: lane.next_batch(request, self._connection.call_seconds)
+        ).share
+
     def give_back(self, batches: Sequence[BatchKey]) -> None:
         connection, place = self._connection, self._connection.place
         request = co.ReturnBatchesRequest(job=place.job, worker=place.worker, batches=codec.batches_to_proto(batches))
@@ -70,4 +79,4 @@ class DataShare:
 
 
 def _lease(answer: co.NextBatchResponse, sat_out: bool = False) -> Lease:
-    return Lease(tuple(answer.numbers), answer.end, sat_out, tuple(answer.following))
+    return Lease(tuple(answer.numbers), answer.end, sat_out, tuple(answer.following), answer.share)

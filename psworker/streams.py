@@ -5,6 +5,7 @@ batch whether the source ends there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from io import IOBase
 from itertools import islice
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
 from pscommon.core.stream import StreamSpec
 from psworker.batches import FETCH, Found, Leases
+from psworker.data.map_dataset import spec_made
 from psworker.generators import reseed
 
 END = object()
@@ -65,6 +67,33 @@ def refuse(drop_last: bool, loader: Mapping[str, Any]) -> None:
     unfit = ["drop_last"] * drop_last + sorted(loader)
     if unfit:
         raise InvalidRequestError(f"a stream is read in order, in this process: {', '.join(unfit)} cannot apply to it")
+
+
+class StreamData:
+    """A stream as a loader goes through it (psworker.batches.Data)."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int,
+        sources: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int | None,
+    ) -> None:
+        self.dataset = dataset
+        self._loop = spec_made(StreamSpec, 0, sources, batch_size, epochs)
+        self.batch_size: int | None = self._loop.batch_size
+        self._stream = stream_of(dataset, self._loop.sources)
+        self._collate = collate
+        self._seed = seed
+
+    def spec(self) -> StreamSpec:
+        raise TypeError(f"a loader over a stream has no len(): {type(self.dataset).__name__} ends where it ends")
+
+    def next_pass(self, loop: int) -> tuple[StreamSpec, "Stream"]:
+        spec = replace(self._loop, loop=loop)
+        return spec, Stream(spec, self._stream, self._collate, self._seed)
 
 
 class Stream:

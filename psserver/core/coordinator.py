@@ -191,7 +191,7 @@ class Coordinator(Moves):
         member = self.member(worker, now)
         if not self.all_here():
             return None
-        units = self._units(spec)
+        units = self.units(spec)
         loop = self.ledger.open(worker, spec, first_open, [member.worker for member in self.roster.registered()])
         if loop.ended:
             return _end(member)
@@ -226,7 +226,7 @@ class Coordinator(Moves):
         here = [(m.worker, m.state, m.waiting, m.clock) for m in self.roster.here()]
         return self.started, self.log.index, here, self.ledger.place(worker, spec.loop)
 
-    def _units(self, spec: Spec) -> int | None:
+    def units(self, spec: Spec) -> int | None:
         """How many batches make an update; None: one of each worker."""
         global_batch = self.rules.global_batch
         if global_batch is None or not self.policy.barrier:

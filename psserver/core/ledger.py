@@ -34,6 +34,11 @@ class Ledger:
             number += 1
         return number
 
+    @property
+    def open_loops(self) -> list[int]:
+        """Numbers of the loops with data that has not counted."""
+        return [number for number, loop in self._live.items() if not (loop.ended or loop.done)]
+
     def open(
         self, worker: int, spec: Spec, first_open: int | None = None, workers: Iterable[int] = ()
     ) -> Loop | Stream:

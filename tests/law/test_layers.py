@@ -22,9 +22,10 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean",
     "psserver.memories", "psserver.staging", "psserver.store", "psserver.stretch",
     "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.changes",
-    "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.examples", "psworker.generators",
-    "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape", "psworker.optimizer",
-    "psworker.overlap", "psworker.pipeline", "psworker.simulation", "psworker.streams", "psworker.training",
+    "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.data", "psworker.examples",
+    "psworker.generators", "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape",
+    "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.simulation", "psworker.streams",
+    "psworker.training",
 }  # fmt: skip
 COMMANDS = {
     "pscommon.config", "pscommon.options", "pscommon.run_options", "pscommon.server_options", "pscommon.values",

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset, TensorDataset
 from pscommon.core.errors import InvalidRequestError, QuarantinedError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
-from psworker.batches import map_style
+from pscommon.core.stream import Spec
+from psworker.data.map_dataset import map_style
 from psworker.job import Job
 from psworker.local import LocalClient
 from psworker.optimizer import ServerOptimizer
@@ -26,6 +27,12 @@ class Ledger(LocalClient):
         self.returned: list[BatchKey] = []
         self.pushed: list[tuple[tuple[BatchKey, ...], int]] = []
         self.pulls = 0
+        self.loops: list[Spec] = []
+
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+        if loop not in self.loops:
+            self.loops.append(loop)
+        return super().next_batches(loop, count, idle, first_open)
 
     def return_batches(self, batches: Sequence[BatchKey]) -> None:
         self.returned += batches
@@ -74,11 +81,8 @@ def test_epochs_go_on_counting_over_the_calls_of_a_script() -> None:
 
     at_once = [batch.tolist() for batch in whole.batches(NUMBERS, 5, epochs=3)]
     one_by_one = [batch.tolist() for _ in range(3) for batch in parts.batches(NUMBERS, 5, epochs=1)]
-    loops = [parts.batches(NUMBERS, 5).spec.loop, parts.batches(NUMBERS[:4], 5).spec]
 
     assert one_by_one == at_once
-    assert loops[0] == 3
-    assert loops[1] == LoopSpec(4, size=4, batch_size=5)
 
 
 def test_drop_last_and_no_shuffle() -> None:
@@ -273,15 +277,6 @@ def test_batches_of_no_data_are_none() -> None:
     assert list(job.batches(NUMBERS[:3], 4, drop_last=True)) == []
 
 
-def test_a_loop_is_gone_through_once() -> None:
-    job, _ = started()
-    batches = job.batches(NUMBERS, 4)
-    list(batches)
-
-    with pytest.raises(InvalidRequestError, match="once"):
-        iter(batches)
-
-
 @pytest.mark.parametrize("dataset", [iter(range(3)), None])
 def test_what_is_neither_map_style_nor_a_stream_cannot_be_shared_out(dataset: Any) -> None:
     job, _ = started()
@@ -318,15 +313,17 @@ def test_a_tuple_that_has_no_rows_of_tensors(dataset: Any, message: str) -> None
     ],
 )
 def test_what_a_loop_cannot_take_is_refused_at_the_call(given: dict[str, Any], message: str) -> None:
-    job, _ = started(Ledger())
+    job, _ = started(client := Ledger())
     with pytest.raises(InvalidRequestError, match=message):
         job.batches(range(4), **given)
-    assert job.batches(range(4), batch_size=2).spec.loop == 0
+    next(iter(job.batches(range(4), batch_size=2)))
+    assert client.loops == [LoopSpec(0, 4, 2)]
 
 
 def test_a_seed_may_have_64_bits_and_numbers_be_numpys() -> None:
-    job, _ = started(Ledger())
-    spec = job.batches(range(4), batch_size=np.int64(2), epochs=np.int32(1), seed=2**64 - 1).spec
+    job, _ = started(client := Ledger())
+    next(iter(job.batches(range(4), batch_size=np.int64(2), epochs=np.int32(1), seed=2**64 - 1)))
+    spec = client.loops[0]
     assert spec == LoopSpec(0, 4, 2, 1, seed=-1)
     assert [type(value) for value in (spec.batch_size, spec.epochs)] == [int, int]
 

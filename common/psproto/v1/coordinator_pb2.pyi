@@ -68,6 +68,8 @@ class JoinResponse(google.protobuf.message.Message):
     OPEN_LOOP_FIELD_NUMBER: builtins.int
     BAD_GRADIENTS_FIELD_NUMBER: builtins.int
     STANDBYS_FIELD_NUMBER: builtins.int
+    KNOWN_LOOPS_FIELD_NUMBER: builtins.int
+    OPEN_LOOPS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
@@ -76,12 +78,16 @@ class JoinResponse(google.protobuf.message.Message):
     """loops before this one have ended; a worker that comes back while its script is further has to start it again"""
     bad_gradients: builtins.str
     """what becomes of gradients with NaN or Inf, or with too large a norm: abort, skip or clip"""
+    known_loops: builtins.int
+    """number of loops that have begun so far, and which of them have not ended: all others are the past for this worker"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """as in HeartbeatResponse"""
 
+    @property
+    def open_loops(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -93,8 +99,10 @@ class JoinResponse(google.protobuf.message.Message):
         open_loop: builtins.int = ...,
         bad_gradients: builtins.str = ...,
         standbys: collections.abc.Iterable[builtins.str] | None = ...,
+        known_loops: builtins.int = ...,
+        open_loops: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "job", b"job", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "policy", b"policy", "standbys", b"standbys", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "worker", b"worker"]) -> None: ...
 
 global___JoinResponse = JoinResponse
 
@@ -354,6 +362,7 @@ class NextBatchRequest(google.protobuf.message.Message):
     WAIT_MS_FIELD_NUMBER: builtins.int
     RECEIVED_FIELD_NUMBER: builtins.int
     FIRST_OPEN_FIELD_NUMBER: builtins.int
+    SHARE_ONLY_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     count: builtins.int
@@ -369,6 +378,8 @@ class NextBatchRequest(google.protobuf.message.Message):
     """the first loop that the worker's script is still in, be it that another one runs inside it, or has made and may yet
     begin; it has left those before
     """
+    share_only: builtins.bool
+    """only the share is wanted: hand out nothing, and do not come to the loop"""
     @property
     def loop(self) -> global___LoopSpec: ...
     def __init__(
@@ -382,9 +393,10 @@ class NextBatchRequest(google.protobuf.message.Message):
         wait_ms: builtins.int = ...,
         received: builtins.int = ...,
         first_open: builtins.int = ...,
+        share_only: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["loop", b"loop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "first_open", b"first_open", "idle", b"idle", "job", b"job", "loop", b"loop", "received", b"received", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "first_open", b"first_open", "idle", b"idle", "job", b"job", "loop", b"loop", "received", b"received", "share_only", b"share_only", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
 
 global___NextBatchRequest = NextBatchRequest
 
@@ -397,12 +409,17 @@ class NextBatchResponse(google.protobuf.message.Message):
     WAITING_FOR_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     FOLLOWING_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
     end: builtins.bool
     """no more batches will come in this loop"""
     waiting_for: builtins.str
     """neither batches nor end: ask again"""
     version: builtins.int
     """version at which these were handed out; a worker that sat out pulls it before it computes"""
+    share: builtins.int
+    """number of the loop's batches that this worker can expect with the workers that are registered now; set in the
+    answer to the first request of a loop (received 0), and to share_only
+    """
     @property
     def numbers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -417,8 +434,9 @@ class NextBatchResponse(google.protobuf.message.Message):
         waiting_for: builtins.str = ...,
         version: builtins.int = ...,
         following: collections.abc.Iterable[builtins.int] | None = ...,
+        share: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "following", b"following", "numbers", b"numbers", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "following", b"following", "numbers", b"numbers", "share", b"share", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___NextBatchResponse = NextBatchResponse
 

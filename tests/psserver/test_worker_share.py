@@ -1,0 +1,135 @@
+"""What a loader's length is: the share that a worker gets of a loop if the workers stay as they are."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.loop import LoopSpec
+from pscommon.core.stream import StreamSpec
+from psserver.core.coordinator import Coordinator
+from psserver.core.policy import policy
+from psserver.core.rules import Rules
+from psserver.core.worker_share import worker_share
+from tests.psserver.test_coordinator import MODEL, Job
+
+
+def job_of(workers: int, global_batch: int | None = None, name: str = "sync") -> Job:
+    job = Job(policy(name, 3 if name == "ssp" else None), workers)
+    job.coordinator.rules = replace(job.coordinator.rules, global_batch=global_batch)
+    return job
+
+
+def dealt(job: Job, workers: int, loop: LoopSpec) -> list[int]:
+    """How many batches each worker gets, pushing what it has as soon as it has all of an update."""
+    counts, seqs, news = [0] * workers, [0] * workers, True
+    while news:
+        news = False
+        for worker in range(1, workers + 1):
+            hands = []
+            while answer := job.ask(worker, counts[worker - 1], loop=loop):
+                if not answer.numbers:
+                    break
+                news = True
+                counts[worker - 1] += 1
+                hands += answer.numbers
+                if not answer.following or answer.following[-1] == 0:
+                    break
+            if hands:
+                seqs[worker - 1] += 1
+                job.push(worker, seqs[worker - 1], job.coordinator.version, hands)
+            else:
+                job.ask(worker, counts[worker - 1], idle=True, loop=loop)
+    return counts
+
+
+@given(
+    workers=st.integers(1, 4),
+    size=st.integers(0, 40),
+    batch_size=st.integers(1, 3),
+    epochs=st.integers(0, 3),
+    units=st.sampled_from([None, 1, 2, 5]),
+)
+def test_under_sync_the_share_is_what_is_dealt(
+    workers: int, size: int, batch_size: int, epochs: int, units: int | None
+) -> None:
+    loop = LoopSpec(0, size, batch_size, epochs)
+    job = job_of(workers, units and units * batch_size)
+
+    expected = [worker_share(job.coordinator, worker, loop) for worker in range(1, workers + 1)]
+
+    assert sum(expected) == loop.total
+    assert dealt(job, workers, loop) == expected
+
+
+@pytest.mark.parametrize("name", ["async", "ssp"])
+def test_under_other_policies_the_shares_are_even(name: str) -> None:
+    job = job_of(3, name=name)
+
+    assert [worker_share(job.coordinator, worker, LoopSpec(0, 10, 1)) for worker in (1, 2, 3)] == [4, 3, 3]
+
+
+def test_the_share_follows_the_workers_that_are_registered() -> None:
+    job, loop = job_of(2), LoopSpec(0, 9, 1)
+    assert worker_share(job.coordinator, 2, loop) == 4
+
+    third = job.add()
+    assert worker_share(job.coordinator, third, loop) == 3
+
+    job.coordinator.leave(1, "", 0.0)
+    assert [worker_share(job.coordinator, worker, loop) for worker in (2, third)] == [5, 4]
+
+
+def test_before_the_first_round_the_workers_that_are_awaited_count() -> None:
+    """By the rank that a launcher gave, else in the order of joining; also before they register."""
+    coordinator, loop = Coordinator(1, Rules(policy("sync"), 3)), LoopSpec(0, 10, 1)
+    last = coordinator.join(0.0, 2, "host", 1, "cpu").worker
+    first = coordinator.join(0.0, 0, "host", 1, "cpu").worker
+
+    assert [worker_share(coordinator, worker, loop) for worker in (first, last)] == [4, 3]
+
+    unranked = Coordinator(1, Rules(policy("sync"), 3))
+    ids = [unranked.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)]
+    assert [worker_share(unranked, worker, loop) for worker in ids] == [4, 3]
+
+
+def test_a_worker_that_is_about_to_register_counts_itself() -> None:
+    job, loop = job_of(2), LoopSpec(0, 10, 1)
+    job.ask(1, loop=loop)
+    newcomer = job.coordinator.join(0.0, None, "host", 1, "cpu").worker
+
+    assert worker_share(job.coordinator, newcomer, loop) == 3
+    assert worker_share(job.coordinator, 1, loop) == 5
+
+
+def test_a_worker_that_takes_another_s_place_has_its_share() -> None:
+    coordinator, loop = Coordinator(1, Rules(policy("sync"), 1)), LoopSpec(0, 10, 1)
+    job = job_of(1)
+    job.lead(coordinator)
+    coordinator.roster.join(0.0, 0, "host", 1, "cpu", 0)
+    coordinator.register(1, MODEL, 0.0)
+    job.push(1, 0)
+    coordinator.register(1, MODEL, 0.0)
+    job.ask(1, loop=loop)
+
+    again = coordinator.join(0.0, 0, "host", 1, "cpu", 1).worker
+
+    assert worker_share(coordinator, again, loop) == 10
+
+
+def test_an_observer_and_a_worker_that_is_out_have_an_even_share() -> None:
+    job = job_of(2)
+
+    assert worker_share(job.coordinator, 0, LoopSpec(0, 10, 1)) == 5
+    assert worker_share(job.coordinator, 99, LoopSpec(0, 10, 1)) == 5
+
+
+def test_a_stream_has_no_share() -> None:
+    assert worker_share(job_of(2).coordinator, 1, StreamSpec(0, 1, 4)) == 0
+
+
+def test_a_global_batch_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="not a multiple of the script's batch_size 3"):
+        worker_share(job_of(2, 8).coordinator, 1, LoopSpec(0, 10, 3))

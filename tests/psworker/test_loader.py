@@ -1,0 +1,249 @@
+"""Loaders as a script sees them: an `iter()` for each pass, with length, data set and batch size."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log import BatchKey
+from pscommon.core.stream import Spec
+from psworker.job import Job
+from psworker.local import LocalClient
+from psworker.optimizer import ServerOptimizer
+from psworker.results import Lease, PushResult
+
+NUMBERS = torch.arange(10.0)
+
+
+class Ledger(LocalClient):
+    """A job of one worker that remembers the loops, the pushes and the batches that came back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loops: list[Spec] = []
+        self.pushed: list[tuple[BatchKey, ...]] = []
+        self.returned: list[BatchKey] = []
+
+    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+        if loop not in self.loops:
+            self.loops.append(loop)
+        return super().next_batches(loop, count, idle, first_open)
+
+    def return_batches(self, batches: Any) -> None:
+        self.returned += batches
+        super().return_batches(batches)
+
+    def exchange(self, **call: Any) -> PushResult:
+        if call["gradients"] is not None:
+            self.pushed.append(tuple(call["batches"]))
+        return super().exchange(**call)
+
+
+class Count(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(torch.tensor, range(5))
+
+
+def started() -> tuple[Job, ServerOptimizer, Ledger]:
+    client = Ledger()
+    job, model = Job(client), nn.Linear(1, 1)
+    return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model), client
+
+
+def passes(loader: Any, optimizer: ServerOptimizer, count: int) -> list[list[list[float]]]:
+    """Batches of each pass, trained on."""
+    seen = []
+    for _ in range(count):
+        seen.append([])
+        for batch in loader:
+            seen[-1].append(batch.tolist())
+            optimizer.step()
+    return seen
+
+
+def test_each_iter_is_the_next_pass_in_the_order_that_epochs_would_have_given() -> None:
+    job, optimizer, client = started()
+    whole, other_optimizer, _ = started()
+
+    seen = passes(job.batches(NUMBERS, 4, seed=3), optimizer, 3)
+    at_once = passes(whole.batches(NUMBERS, 4, epochs=3, seed=3), other_optimizer, 1)
+
+    assert [batch for each in seen for batch in each] == at_once[0]
+    assert [spec.loop for spec in client.loops] == [0, 1, 2]
+    assert [spec.first_epoch for spec in client.loops] == [0, 1, 2]
+    assert client.pushed == [(BatchKey(loop, number),) for loop in range(3) for number in range(3)]
+
+
+def test_each_iter_of_a_loader_with_epochs_goes_through_all_of_them() -> None:
+    job, optimizer, client = started()
+    loader = job.batches(NUMBERS, 5, epochs=2)
+
+    seen = passes(loader, optimizer, 2)
+
+    assert [len(each) for each in seen] == [4, 4]
+    assert [spec.first_epoch for spec in client.loops] == [0, 2]
+    assert len(loader) == 4
+
+
+def test_loaders_that_alternate_have_epochs_of_their_own() -> None:
+    """A second loader over a data set of the same size does not change the orders of the first one."""
+    job, optimizer, _ = started()
+    alone, other_optimizer, _ = started()
+    one, other = job.batches(NUMBERS, 4), job.batches(-NUMBERS, 4)
+    expected = passes(alone.batches(NUMBERS, 4), other_optimizer, 3)
+
+    seen = []
+    for _ in range(3):
+        seen += passes(one, optimizer, 1)
+        assert sorted(x for batch in passes(other, optimizer, 1)[0] for x in batch) == sorted((-NUMBERS).tolist())
+
+    assert seen == expected
+
+
+def test_a_pass_gets_its_number_at_iter() -> None:
+    job, optimizer, client = started()
+    train, test = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 2)
+
+    with torch.no_grad():
+        list(test)
+    passes(train, optimizer, 1)
+
+    assert [(spec.loop, spec.batch_size) for spec in client.loops] == [(0, 2), (1, 5)]
+
+
+def test_an_epoch_loop_with_a_test_after_each_epoch() -> None:
+    """As in pytorch/examples: the same two loaders in turn, with their lengths and data sets."""
+    job, optimizer, _ = started()
+    train_loader = job.batches((NUMBERS, -NUMBERS), batch_size=4)
+    test_loader = job.batches((NUMBERS[:6], -NUMBERS[:6]), batch_size=3, shuffle=False)
+    for _ in range(2):
+        seen = 0
+        for number, (data, target) in enumerate(train_loader):
+            assert torch.equal(data, -target)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(data)
+            assert number < len(train_loader) == 3
+        assert seen == len(train_loader.dataset) == 10
+        with torch.no_grad():
+            assert sum(len(data) for data, _ in test_loader) == len(test_loader.dataset) == 6
+        assert len(test_loader) == 2
+
+
+def test_a_loader_shows_its_data_set_and_batch_size() -> None:
+    job, _, _ = started()
+    data = TensorDataset(NUMBERS)
+
+    assert job.batches(data, 4).dataset is data
+    assert job.batches(data, 4).batch_size == 4
+    assert [row.item() for (row,) in job.batches((NUMBERS,), 4).dataset] == NUMBERS.tolist()
+    assert isinstance(job.batches(Count(), 2).dataset, Count)
+
+
+@pytest.mark.parametrize(("drop_last", "expected"), [(False, 3), (True, 2)])
+def test_the_length_is_the_number_of_batches(drop_last: bool, expected: int) -> None:
+    job, optimizer, _ = started()
+    loader = job.batches(NUMBERS, 4, drop_last=drop_last)
+
+    assert len(loader) == expected
+    assert len(passes(loader, optimizer, 1)[0]) == expected
+
+
+def test_a_stream_has_no_length_and_each_iter_reads_it_again() -> None:
+    job, optimizer, client = started()
+    loader = job.batches(Count(), 2)
+
+    with pytest.raises(TypeError, match=r"a stream has no len\(\): Count"):
+        len(loader)
+    assert passes(loader, optimizer, 2) == [[[0, 1], [2, 3], [4]]] * 2
+    assert [spec.loop for spec in client.loops] == [0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_leaving_a_pass_gives_back_and_the_next_one_is_whole(workers: int) -> None:
+    job, optimizer, client = started()
+    loader = job.batches(NUMBERS, 2, num_workers=workers)
+    for _ in loader:
+        optimizer.step()
+        break
+
+    assert client.returned == [BatchKey(0, number) for number in range(1, 1 + 2 * workers)]
+    assert len(passes(loader, optimizer, 1)[0]) == 5
+
+
+def test_a_pass_that_is_still_held_ends_when_the_next_one_begins() -> None:
+    job, optimizer, client = started()
+    loader = job.batches(NUMBERS, 2, num_workers=1)
+    held = iter(loader)
+    next(held)
+
+    assert len(passes(loader, optimizer, 1)[0]) == 5
+
+    assert client.returned == [BatchKey(0, 1), BatchKey(0, 2)]
+    with pytest.raises(InvalidRequestError, match=r"left when iter\(\) began the loader's next one.*another loader"):
+        next(held)
+
+
+def test_a_pass_that_has_ended_stays_ended() -> None:
+    job, optimizer, _ = started()
+    loader = job.batches(NUMBERS, 5)
+    first = iter(loader)
+    for _ in first:
+        optimizer.step()
+    list(loader)
+
+    assert next(first, None) is None
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_processes_that_fetch_serve_pass_after_pass(persistent: bool) -> None:
+    job, optimizer, _ = started()
+    alone, other_optimizer, _ = started()
+    loader = job.batches(NUMBERS, 3, num_workers=2, persistent_workers=persistent)
+
+    first = next(iter(loader))  # and the rest of that pass is left
+    seen = passes(loader, optimizer, 2)
+
+    expected = passes(alone.batches(NUMBERS, 3), other_optimizer, 3)
+    assert [first.tolist(), *seen] == [expected[0][0], *expected[1:]]
+
+
+def test_without_reseeding_each_pass_seeds_its_processes_anew() -> None:
+    job, optimizer, _ = started()
+    loader = job.batches(Noise(), 5, shuffle=False, reseed=False, num_workers=1)
+
+    one, other = passes(loader, optimizer, 2)
+
+    assert one != other
+
+
+class Noise(TensorDataset):
+    """Of each sample a random number."""
+
+    def __init__(self) -> None:
+        super().__init__(NUMBERS)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.rand(())
+
+
+def test_a_batch_size_that_is_missing_is_named() -> None:
+    job, _, _ = started()
+
+    with pytest.raises(
+        InvalidRequestError, match=r"batch_size is missing. Try: job\.batches\(dataset, batch_size=32\)"
+    ):
+        job.batches(NUMBERS)
+
+
+def test_passes_without_servers_are_never_skipped() -> None:
+    job, optimizer, _ = started()
+    loader = job.batches(NUMBERS[:0], 2)
+
+    assert not loader.skipped
+    assert passes(loader, optimizer, 1) == [[]]
+    assert not loader.skipped
