@@ -50,6 +50,7 @@ class Archive:
         self.failures = 0  # snapshots of the job that could not be made
         self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
+        self.resumed: dict[str, int] | None = None  # what this process's job had done before, for status
         self._uncounted = False  # it could not be written down
         self._shard, self._keep, self._metrics = shard, keep, metrics
         self._data_dir = data_dir
@@ -171,6 +172,12 @@ class Archive:
     def path(self, version: int) -> str:
         """Return the absolute path of a version's folder; empty without a data directory."""
         return str(self._snapshots.path(version).resolve()) if self._snapshots else ""
+
+    def named(self, manifest: Manifest | None, logged: bool = False) -> str:
+        """What a job goes on from, in words for people. logged: a log was read on top of it, or alone."""
+        if manifest is None:
+            return f"the log in {self._data_dir}"
+        return f"the snapshot of version {manifest.version}{' with its log' if logged else ''} in {self._data_dir}"
 
     def load_into(self, engine: Engine, epoch: int, manifest: Manifest, shards: int) -> str:
         """Put this shard's part, among so many, of a snapshot in place; empty, or what is wrong."""

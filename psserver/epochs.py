@@ -88,6 +88,11 @@ class Epochs:
 
     def start(self) -> None:
         """Go on as the log says, or from the snapshot that was asked for, or anew."""
+        self._start()
+        if (job := self._leading) is not None and job.begun:
+            self._archive.resumed = {"version": job.version, "steps": job.counts["applied"], "samples": job.samples}
+
+    def _start(self) -> None:
         manifest = self._archive.to_resume(self._config.resume)
         if self.durable and self._config.resume == "auto" and self._recover(manifest):
             return
@@ -173,6 +178,7 @@ class Epochs:
             self._recovered = False
             recorder = self.new_recorder()
             recorder.coordinator.restore(manifest.coordinator, manifest.model, time.monotonic(), self._leading)
+            recorder.coordinator.ledger.origin = self._archive.named(manifest)
             self._fleet.form(self._fleet.shards)
             self._fleet.new_log(manifest)
             self.newest = manifest
@@ -298,7 +304,8 @@ class Epochs:
         self._take_over(recorder)
         self._recovered = True
         self.journal.begin(coordinator.version, self._labelled(coordinator.whole()))
-        recorder.recovered(time.monotonic(), self._archive.generation)
+        recorder.recovered(time.monotonic(), self._archive.generation, resumes=True)
+        coordinator.ledger.origin = self._archive.named(manifest, logged=True)
         recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
         coordinator.roster.begin_run(self._config.min_workers)
         log.info("went on where the log ends", extra={"version": coordinator.version})

@@ -17,8 +17,7 @@ from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import PartReport
 from psserver.core.following import Way
 from psserver.core.ledger import Ledger
-from psserver.core.recorder import Recorder
-from psserver.core.room import check_room, check_switch, is_full, push_nbytes
+from psserver.core.room import check_switch, is_full
 from psserver.core.roster import Member
 from psserver.core.waiting import waiting_for
 from psserver.desk import Desk
@@ -31,6 +30,7 @@ from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
 from psserver.mirror import Inherited
 from psserver.records import Line
+from psserver.registration import register
 from psserver.reshards import Reshards
 from psserver.shares import Shares
 from psserver.snapshots import Snapshots
@@ -134,21 +134,7 @@ class Hub:
 
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
         """ready, upload or pending; waits while there is nothing to do but wait."""
-        nbytes, asked = push_nbytes(spec, self.fleet.shards), time.monotonic()
-
-        def ask(recorder: Recorder, now: float) -> str | None:
-            coordinator = recorder.coordinator
-            check_room(coordinator, worker, nbytes, self.config.in_flight)
-            if coordinator.doubtful(worker, asked):
-                coordinator.member(worker, now)
-                return None
-            state: str = recorder.do("register", now, worker=worker, spec=spec)
-            return None if state == "pending" else state
-
-        answer = self._desk.until(ask, seconds)
-        if self._coordinator.model is not None:
-            self.engine.set_model(self._coordinator.model)
-        return answer or "pending"
+        return register(self._desk, self.engine, self.fleet.shards, self.config.in_flight, worker, spec, seconds)
 
     def beat(self, worker: int, step_seconds: float, samples_per_second: float, phase: str) -> tuple[bool, bool]:
         """A sign of life; is the job over, and is the worker asked to leave? Why the job has failed is raised."""

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from pscommon.core.errors import QUARANTINED
 from pscommon.core.log import Entry, Evict, Reject
+from pscommon.core.model import ModelSpec
 from psserver.core.coordinator import Coordinator
+from psserver.core.resume_rules import hyper_parameter_changes
 
 NOTICE = 8.0
 """Seconds after which a wait is worth a line, and then another one: nobody waits for 10 without."""
@@ -59,3 +61,10 @@ class RefusalNotice:
         extra = {"worker": entry.key.worker, "push": entry.key.seq, "reason": entry.reason, "detail": entry.detail}
         log.warning("a push is refused", extra={**extra, "unsaid": self._unsaid})
         self._said, self._unsaid = now, 0
+
+
+def tell_adopted(before: ModelSpec | None, after: ModelSpec | None) -> None:
+    """The first worker of a resumed job has brought other hyper-parameters."""
+    changes = hyper_parameter_changes(before.optimizer, after.optimizer) if before and after else ""
+    if changes and after:
+        log.info("hyper-parameters changed", extra={"optimizer": after.optimizer.name, "changes": changes})

@@ -33,6 +33,7 @@ def describe(
         "version": coordinator.version,
         "steps": coordinator.counts["applied"],
         "samples": coordinator.samples,
+        "resumed": archive.resumed,
         "seconds": round(now - began, 3),
         "waiting_for": hub.waiting_for,
         "min_workers": coordinator.min_workers,

@@ -16,6 +16,7 @@ from psworker.batches import Batches, Leases, Usage
 from psworker.data.loader import loader_of
 from psworker.drain import DrainedError
 from psworker.environment import is_on
+from psworker.finished import tell_finished
 from psworker.local import JobClient
 from psworker.loops import Loops
 from psworker.optimizer import ServerOptimizer
@@ -354,6 +355,7 @@ class Job:
         try:
             if not reason:
                 self.wait()
+                tell_finished(self)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise

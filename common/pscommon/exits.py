@@ -25,9 +25,8 @@ EXPLANATIONS: dict[Exit, tuple[str, str]] = {
     Exit.USAGE: ("bad usage or configuration", "compare with --help; `ps-ctl config` shows where each value came from"),
     Exit.TAKEN: ("a port or data directory is taken", "choose another (port 0 picks a free one), or stop its holder"),
     Exit.MISMATCH: (
-        "shard, job or model mismatch",
-        "give all servers the same N in --shard I/N, each I once, and all workers the same model; "
-        "the message shows the difference",
+        "shard, job, model, optimizer or data mismatch",
+        "the message shows the difference and what it was compared with; give both sides the same",
     ),
     Exit.NO_SNAPSHOT: (
         "no valid snapshot",

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pscommon.core.loop import LoopSpec
+from pscommon.core.stream import Spec
 from psserver.core.draws import Draws, shares
 from psserver.core.loop_ledger import LoopLedger
 from psserver.core.pool import Pool
@@ -32,6 +33,10 @@ class Loop(LoopLedger):
     @property
     def done(self) -> bool:
         return self.committed == self.spec.total
+
+    def extend(self, spec: Spec) -> None:
+        super().extend(spec)
+        self._pool.total = self.spec.total
 
     def has_dealt(self, worker: int) -> bool:
         ready = self._leases.ready(worker)

@@ -12,12 +12,11 @@ their order, so that a coordinator which died is made again by making its reques
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pscommon.core.errors import (
     InvalidRequestError,
-    MismatchError,
     TooFewWorkersError,
     out_of_the_job,
 )
@@ -29,6 +28,7 @@ from psserver.core.moves import Moves
 from psserver.core.pace import Pace
 from psserver.core.pending import Pending
 from psserver.core.policy import Policy, policy
+from psserver.core.resume_rules import adopted_model, model_mismatch
 from psserver.core.roster import Member, State
 from psserver.core.rules import Rules
 
@@ -79,12 +79,10 @@ class Coordinator(Moves):
         member = self.member(worker, now)
         if self.model is None:
             self.model, self._uploader = spec, worker
-        if self._resumed and not replace(spec, optimizer=self.model.optimizer).differences(self.model):
-            self._adopt_optimizer(spec)
-        if differences := spec.differences(self.model):
-            raise MismatchError(
-                "this worker's model is not the job's:\n  " + "\n  ".join(differences), "MODEL_MISMATCH"
-            )
+        if self._resumed:
+            self.model = adopted_model(spec, self.model) or self.model
+        if spec.differences(self.model):
+            raise model_mismatch(spec, self.model, self.ledger.origin)
         if not self.begun:
             return "upload" if self._uploader == worker else "pending"
         self._resumed = False
@@ -114,13 +112,6 @@ class Coordinator(Moves):
         self.roster.take_over(member, old)
         self.ledger.transfer(old.worker, member.worker)
         return self.remove(old, State.LOST, f"worker {member.worker} was started in its place", now)
-
-    def _adopt_optimizer(self, spec: ModelSpec) -> None:
-        """The first worker of a resumed job may bring other hyper-parameters, such as a lower learning rate."""
-        assert self.model is not None
-        mine, theirs = self.model.optimizer, spec.optimizer
-        if mine.name == theirs.name and len(mine.groups) == len(theirs.groups):
-            self.model = replace(self.model, optimizer=theirs)
 
     def leave(self, worker: int, reason: str, now: float) -> None:
         """The worker is done (reason empty) or gives up. Nobody waits for it any more; repeating this is harmless."""
@@ -191,6 +182,7 @@ class Coordinator(Moves):
         member = self.member(worker, now)
         if not self.all_here():
             return None
+        self._resumed = False  # this worker was here before the servers' process was started again
         units = self.units(spec)
         loop = self.ledger.open(worker, spec, first_open, [member.worker for member in self.roster.registered()])
         if loop.ended:
@@ -224,7 +216,7 @@ class Coordinator(Moves):
         if member is None or (self.started and member.waiting != spec.loop):
             return None
         here = [(m.worker, m.state, m.waiting, m.clock) for m in self.roster.here()]
-        return self.started, self.log.index, here, self.ledger.place(worker, spec.loop)
+        return self.started, self.log.index, here, self.ledger.place(worker, spec.loop), self._resumed
 
     def units(self, spec: Spec) -> int | None:
         """How many batches make an update; None: one of each worker."""
@@ -292,6 +284,7 @@ class Coordinator(Moves):
             "cutting": self.cuts.busy,
             "last_cut": self.cuts.last_version,
             "resumed": self._resumed,
+            **({"extendable": True} if self.ledger.extendable else {}),
             "metrics": {name: list(value) for name, value in self.metrics.items()},
             "registered": len(self.roster.registered()),
             "pushes": {str(m.worker): m.seq for m in self.roster},
@@ -357,17 +350,24 @@ class Coordinator(Moves):
         self.roster.recover(whole["roster"], now)
         self.pending.recover(whole["pending"])
         self.ledger.recover(whole["loops"])
+        if whole.get("extendable"):
+            self.ledger.resumes()
         self.evicted, self.followers = set(whole["evicted"]), set(whole["followers"])
         self.min_workers = whole["min_workers"]
         self.cuts.recover(whole["last_cut"], whole["cut"], now)
 
-    def recovered(self, now: float, generation: int) -> None:
+    def recovered(self, now: float, generation: int, resumes: bool = False) -> None:
         """This is a new process: all leases run from now, and nobody writes the snapshot that was under way.
+
+        resumes: the next worker may be the first one of another run, and bring what a resumed job may change.
 
         The log may lack its newest lines, and with them workers that joined: their numbers are not given again. Where
         all had left, those to come are new, and the first of them wait for the others.
         """
         self.roster.new_generation(generation)
+        if resumes:
+            self._resumed = self.begun
+            self.ledger.resumes()
         self.started = self.started and not self.roster.all_left
         self.cuts.abandon()
         self.cuts.started(self.version, now)

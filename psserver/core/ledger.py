@@ -8,10 +8,10 @@ asks, so faster workers take more.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pscommon.core.errors import MismatchError
 from pscommon.core.log import BatchKey
 from pscommon.core.stream import Spec, StreamSpec, spec_from_dict
 from psserver.core.batch_ledger import Loop
+from psserver.core.resume_rules import loop_mismatch, only_epochs_differ, why_not_extended
 from psserver.core.stream_ledger import Stream
 
 
@@ -19,10 +19,16 @@ class Ledger:
     """Loops by number. A push's batches are committed in the decision that counts it.
 
     What a push or a worker costs here does not grow with the loops that are over: a script may have one for each epoch.
+    extendable: the job was resumed, and no worker has come to its last loop since: the first one may raise its epochs.
+    origin: what the job was resumed from, in words for messages.
     """
 
     def __init__(self) -> None:
+        self.extendable = False
+        self.origin = ""
         self.loops: dict[int, Loop | Stream] = {}
+        self._resumed: frozenset[int] = frozenset()  # the loops that were there then
+        self._last = -1  # the highest number of a loop
         self._live: dict[int, Loop | Stream] = {}  # but for those that were closed when a worker last came to a loop
         self._whereabouts: dict[int, int] = {}
 
@@ -47,18 +53,26 @@ class Ledger:
         if spec.loop not in self.loops:
             self._add(spec)
         loop = self.loops[spec.loop]
+        is_last = spec.loop == self._last
         if loop.spec != spec:
-            raise MismatchError(
-                "every worker makes the same job.batches calls in the same order, and a job that goes on from a "
-                "snapshot those of before (more epochs are another call; ps-server --resume never begins anew), but in "
-                f"call {spec.loop + 1} {_differences(loop.spec, spec)}",
-                "LOOP_MISMATCH",
-            )
+            self._extend(loop, spec, is_last)
+        self.extendable = self.extendable and not is_last
         here = spec.loop if first_open is None else min(first_open, spec.loop)
         if self._whereabouts.get(worker) != here:
             self._come(worker, here)
             self._end_left(workers)
         return loop
+
+    def _extend(self, loop: Loop | Stream, spec: Spec, is_last: bool) -> None:
+        """More epochs of a loop of before; MismatchError where that is not all, or cannot be."""
+        resumed = spec.loop in self._resumed
+        reason, possible = "", resumed and only_epochs_differ(spec, loop.spec)
+        if possible:
+            reason = why_not_extended(spec, loop.spec, is_last, self.extendable, not loop.can_renumber)
+        if reason or not possible:  # never by `origin`: a replay does not know it
+            raise loop_mismatch(spec, loop.spec, self.origin if resumed else "", reason)
+        loop.extend(spec)
+        self._live[spec.loop] = loop
 
     def place(self, worker: int, loop: int) -> tuple[Any, ...]:
         """The first loop that the worker is still in, and what is dealt of this one."""
@@ -68,6 +82,7 @@ class Ledger:
         here = self._whereabouts
         loop = Stream(spec, here) if isinstance(spec, StreamSpec) else Loop(spec, here)
         self.loops[spec.loop] = self._live[spec.loop] = loop
+        self._last = max(self._last, spec.loop)
         return loop
 
     def _come(self, worker: int, loop: int) -> None:
@@ -127,26 +142,21 @@ class Ledger:
 
     def restore(self, states: Iterable[Mapping[str, Any]]) -> None:
         """What has counted, with leases void: the job goes back to a snapshot, and all its workers are out."""
-        self._whereabouts, self.loops, self._live = {}, {}, {}
+        self._whereabouts, self.loops, self._live, self._last = {}, {}, {}, -1
         for state in states:
             self._again(state).restore(state)
+        self.resumes()
 
     def recover(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Be exactly the ledger whose state this is."""
         self._whereabouts = {worker: s["spec"]["loop"] for s in states for worker in s["here"]}
-        self.loops, self._live = {}, {}
+        self.loops, self._live, self._last = {}, {}, -1
         for state in states:
             self._again(state).recover(state)
 
+    def resumes(self) -> None:
+        """The job goes on from here with workers yet to come."""
+        self._resumed, self.extendable = frozenset(self.loops), bool(self.loops)
+
     def _again(self, state: Mapping[str, Any]) -> Loop | Stream:
         return self._add(spec_from_dict(state["spec"]))
-
-
-def _differences(others: Spec, mine: Spec) -> str:
-    """Field by field; a stream has other fields than a loop over samples by number."""
-    theirs, ours = others.as_dict(), mine.as_dict()
-    return "; ".join(
-        f"{name} is {ours.get(name, 'not there')} here and {theirs.get(name, 'not there')} in the job"
-        for name in {**ours, **theirs}
-        if ours.get(name) != theirs.get(name)
-    )

@@ -58,6 +58,15 @@ class LoopLedger(ABC):
         if not self.leased:
             self._leases = Leases()
 
+    @property
+    def can_renumber(self) -> bool:
+        """No batch is out whose number stands for something else when the loop gets more epochs."""
+        return True
+
+    def extend(self, spec: Spec) -> None:
+        """More epochs of the same loop, which has not ended any more."""
+        self.spec, self.ended = spec, False
+
     def dealt(self) -> tuple[Any, ...]:
         """Another value wherever something has been dealt, sent, or counted, or has come."""
         return self.ended, self.committed, self._leases.state()

@@ -171,15 +171,16 @@ class Recorder:
         if coordinator.begun and coordinator.move is None and coordinator.cuts.due(coordinator.version, now):
             self.cut(now)
 
-    def recovered(self, now: float, generation: int, whole: bool = True) -> None:
+    def recovered(self, now: float, generation: int, whole: bool = True, resumes: bool = False) -> None:
         """All that was written has been done again: time goes on from here, and a snapshot under way is given up.
 
         whole: nobody knows more than was written. Otherwise no worker can go on where it stands: it may have been dealt
         batches, or be told by one shard that a push has counted which the others still wait for. All come as new.
+        resumes: another run may begin.
         """
         for member in self.coordinator.roster.here() if not whole else ():
             self.do("leave", now, worker=member.worker, reason=NOT_WHOLE)
-        self.do("recovered", now, generation=generation)
+        self.do("recovered", now, generation=generation, **({"resumes": True} if resumes else {}))
 
 
 def replay(coordinator: Coordinator, commands: Iterable[Command]) -> int:

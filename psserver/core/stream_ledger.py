@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pscommon.core.stream import StreamSpec
+from pscommon.core.stream import Spec, StreamSpec
 from psserver.core.loop_ledger import LoopLedger
 from psserver.core.pool import Pool
 
@@ -39,6 +39,14 @@ class Stream(LoopLedger):
     def laps_done(self) -> int:
         """Passes over a source of which all has counted."""
         return self._laps.committed
+
+    @property
+    def can_renumber(self) -> bool:
+        return not self.leased and not self._left_behind
+
+    def extend(self, spec: Spec) -> None:
+        super().extend(spec)
+        self._laps.total = self.spec.laps
 
     def offset(self, lap: int) -> int:
         """All samples of a lap before this one have counted."""

@@ -23,6 +23,7 @@ from pscommon.variables import unread
 from pscommon.whole_file import is_special
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
 from psworker.environment import is_on
+from psworker.finished import nothing_left
 from psworker.run import plan, report
 from psworker.run.display import Display, Spoken, open_display
 from psworker.run.launch import Ended, Launch
@@ -198,6 +199,8 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
             err.write(f"[run] --summary {settings['summary']} could not be written: {error}\n")
             code = code or Exit.BUG
     if ended.outcome.status == "done":
+        if line := nothing_left(ended.result.status):
+            err.write(f"[run] {line}\n")
         if ended.result.problem:
             err.write(f"[run] there are no weights to show: {ended.result.problem}\n")
         out.write(report.table(content) + "\n")

@@ -185,7 +185,9 @@ class Launch:
         self._watch.close()
 
     def _ended(self, outcome: Outcome, seconds: float) -> Ended:
-        result = self._result if self._result.status else Result(self._watch.status, None, self._result.problem)
+        result = self._result
+        if not result.status:
+            result = Result(self._watch.status, None, result.problem, resumed=self._watch.resumed)
         culprit = self._processes.get(outcome.culprit)
         tail, traceback = (list(culprit.tail), culprit.traceback) if culprit else ([], [])
         log = culprit.log if culprit else self._logs

@@ -19,6 +19,8 @@ def summary(
 ) -> dict[str, Any]:
     """What --summary writes. Values that the servers never told are 0 or null, metrics that are not finite null.
     `problem`: why there are no weights. The policy is the last one in force, which `ps-ctl policy set` may have chosen.
+    steps and samples are the job's; this_run: what this run added to them, and the version that it resumed (null for a
+    new job).
     """
     in_force = result.status if "policy" in result.status else settings
     content = {
@@ -26,6 +28,7 @@ def summary(
         "seconds": round(seconds, 3),
         "steps": result.status.get("steps", 0),
         "samples": result.status.get("samples", 0),
+        "this_run": this_run(result),
         "policy": in_force["policy"],
         "staleness": in_force.get("staleness"),
         "servers": settings["servers"],
@@ -41,6 +44,13 @@ def summary(
     return content
 
 
+def this_run(result: Result) -> dict[str, Any]:
+    """What the run itself has done. It is less than nothing where the servers went back to before it; then 0."""
+    before = result.resumed or {}
+    added = {key: max(0, result.status.get(key, 0) - before.get(key, 0)) for key in ("steps", "samples")}
+    return {**added, "resumed_version": before.get("version")}
+
+
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     """A file whole or not at all, whatever happens meanwhile; what is none (a pipe, /dev/null) is written to."""
     write_whole(path, strict_json.dumps(content, indent=2) + "\n")
@@ -53,6 +63,8 @@ def table(content: Mapping[str, Any]) -> str:
         for name, value in sorted(content["metrics"].items())
     }
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
+    if (run := content["this_run"])["resumed_version"] is not None:
+        rows["this run"] = f"{run['steps']}  ({run['samples']} samples)"
     rows["seconds"] = f"{content['seconds']:.1f}"
     rows["policy"] = content["policy"] + (f" {content['staleness']}" if content["staleness"] is not None else "")
     if content["restarts"]:

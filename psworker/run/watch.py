@@ -38,7 +38,8 @@ class Result:
     """What the servers told at the end; sha256 is None, with the problem in words, if the weights could not be read.
 
     undone: what of the training the servers do not have any more, in words. idle: why no step of this run was counted,
-    in words; empty where one was, or where that is not known.
+    in words; empty where one was, or where that is not known. resumed: version, steps and samples
+    that the job had when this run began; None for a new job.
     """
 
     status: Status
@@ -46,6 +47,7 @@ class Result:
     problem: str = ""
     undone: str = ""
     idle: str = ""
+    resumed: Mapping[str, int] | None = None
 
 
 class GrpcObserver:
@@ -85,13 +87,15 @@ class GrpcObserver:
 class Watch:
     """Owns the observer in a thread of its own, so that a slow answer never holds up Ctrl-C.
 
-    `status` is the last one, empty until the servers answer. on_result and on_stopped are called from the thread.
+    `status` is the last one, empty until the servers answer; resumed: of the first one, as in Result. on_result and
+    on_stopped are called from the thread.
     """
 
     def __init__(
         self, connect: Connect, on_result: Callable[[Result], None], on_stopped: Callable[[str], None]
     ) -> None:
         self.status: Status = {}
+        self.resumed: Mapping[str, int] | None = None
         self._connect = connect
         self._on_result = on_result
         self._on_stopped = on_stopped
@@ -146,7 +150,10 @@ class Watch:
     def _poll(self) -> None:
         if self._observer is None:
             self._observer = self._connect(self._address)
-        self.status = self._observer.status()
+        status = self._observer.status()
+        if not self.status:
+            self.resumed = status.get("resumed")
+        self.status = status
         self._highest = max(self._highest, self.status.get("version", 0))
         steps = self.status.get("steps", 0)
         first, most = self._steps or (steps, steps)
@@ -161,7 +168,8 @@ class Watch:
             self._attempt(self._poll)
         undone = _undone(self.status, self._highest)
         idle = "" if silent else self._idle()
-        self._on_result(Result(self.status, found[0] if found else None, problem, undone, idle))
+        weights = found[0] if found else None
+        self._on_result(Result(self.status, weights, problem, undone, idle, self.resumed))
         return True
 
     def _idle(self) -> str:

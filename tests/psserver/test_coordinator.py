@@ -294,7 +294,7 @@ def test_a_loop_described_differently_is_an_error_that_names_what_differs() -> N
     job = Job(workers=2)
     job.ask(1)
 
-    with pytest.raises(MismatchError, match=r"in call 1 size is 5 here and \d+ in the job$"):
+    with pytest.raises(MismatchError, match=r"^loop 1 .* of the job: size is 5 here and \d+ there\. Try: "):
         job.ask(2, loop=LoopSpec(0, size=5, batch_size=1))
 
 

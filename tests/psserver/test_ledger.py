@@ -164,7 +164,7 @@ def test_workers_that_describe_a_loop_differently_are_told() -> None:
     ledger = Ledger()
     ledger.open(1, LoopSpec(0, size=3, batch_size=1))
 
-    with pytest.raises(MismatchError, match="call 1 batch_size is 2 here and 1 in the job"):
+    with pytest.raises(MismatchError, match="of the job: batch_size is 2 here and 1 there"):
         ledger.open(2, LoopSpec(0, size=3, batch_size=2))
 
 

@@ -53,6 +53,7 @@ def test_a_run_that_goes_well(bench: Bench) -> None:
         "status": "done",
         "steps": 14,
         "samples": 448,
+        "this_run": {"steps": 14, "samples": 448, "resumed_version": None},
         "policy": "sync",
         "staleness": None,
         "servers": 2,

@@ -21,6 +21,7 @@ def test_summary_of_a_run_that_went_well() -> None:
         "seconds": 1.235,
         "steps": 10,
         "samples": 320,
+        "this_run": {"steps": 10, "samples": 320, "resumed_version": None},
         "policy": "ssp",
         "staleness": 3,
         "servers": 2,
@@ -36,6 +37,21 @@ def test_summary_of_a_run_that_never_got_to_training() -> None:
 
     assert (content["steps"], content["samples"], content["metrics"], content["weights_sha256"]) == (0, 0, {}, None)
     assert content["error"] == {"process": "s0", "exit_code": 10, "reason": "s0 exited"}
+
+
+def test_a_resumed_run_tells_what_it_added_to_the_job_s_totals() -> None:
+    resumed = Result(RESULT.status, "f" * 64, resumed={"version": 3, "steps": 6, "samples": 300})
+    content = report.summary(Outcome("done"), resumed, SETTINGS, 1.0, 0)
+
+    assert (content["steps"], content["samples"]) == (10, 320)
+    assert content["this_run"] == {"steps": 4, "samples": 20, "resumed_version": 3}
+    assert "steps           10  (320 samples)\n  this run        4  (20 samples)" in report.table(content)
+
+
+def test_a_run_whose_servers_went_back_to_before_it_has_added_nothing() -> None:
+    resumed = Result(RESULT.status, resumed={"version": 9, "steps": 12, "samples": 400})
+
+    assert report.this_run(resumed) == {"steps": 0, "samples": 0, "resumed_version": 9}
 
 
 def test_summary_file_is_whole_json(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class Lives:
         if disk.mirror:
             check(log.after(log.base) == self.coordinator.log.after(log.base), "entries after {} are lost", log.base)
         self.recorder.journal.rotate(self.coordinator)
-        self.recorder.recovered(self.now, self.generation)
+        self.recorder.recovered(self.now, self.generation, resumes=True)
         self.flush()
 
     def go_back(self) -> None:

@@ -109,10 +109,22 @@ REASONS: dict[str, Row] = {
     "UNSUPPORTED_OPTIMIZER": Row(UnsupportedOptimizerError, "INVALID_ARGUMENT", False, "use one of the listed ones"),
     "TAKEN": Row(TakenError, "ALREADY_EXISTS", False, "choose another port or directory, or stop its holder"),
     "SHARD_TAKEN": Row(MismatchError, "ALREADY_EXISTS", False, "another server already is this shard"),
-    "SHARD_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "not one complete set of servers"),
+    "SHARD_MISMATCH": Row(
+        MismatchError,
+        "FAILED_PRECONDITION",
+        False,
+        "not one complete set of servers: give all the same N in --shard I/N, and each I once",
+    ),
     "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "another job: by --job, or a --data-dir's"),
-    "MODEL_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must train the same model"),
-    "LOOP_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "workers must make the same job.batches calls"),
+    "MODEL_MISMATCH": Row(
+        MismatchError, "FAILED_PRECONDITION", False, "workers, and a resumed job, train the same model"
+    ),
+    "LOOP_MISMATCH": Row(
+        MismatchError,
+        "FAILED_PRECONDITION",
+        False,
+        "workers, and a resumed job, go through the same data; only the last loop can get more epochs",
+    ),
     "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker; start it again"),
     "QUARANTINED": Row(
         QuarantinedError, "FAILED_PRECONDITION", False, "too many bad gradients in a row; look at its data and device"

@@ -1,0 +1,266 @@
+"""What the first worker of a resumed job may change, and how the errors name the rest."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import MismatchError
+from pscommon.core.log import BatchKey, PushKey, Report, Staged
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.stream import Spec, StreamSpec
+from psserver.core.coordinator import Batches, Coordinator
+from psserver.core.policy import policy
+from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.resume_rules import hyper_parameter_changes
+from psserver.core.rules import Rules
+
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+SLOWER = replace(MODEL, optimizer=OptimizerSpec("sgd", ({"lr": 0.05},)))
+LOOP = LoopSpec(0, size=2, batch_size=1)
+STREAM = StreamSpec(0, sources=1, batch_size=1)
+ORIGIN = "the snapshot of version 2 in /data"
+RULES = Rules(policy("async"), 1)
+
+
+class Journal:
+    """Keeps commands as the disk would."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, command: Command) -> None:
+        self.lines.append(json.dumps(command.as_json()))
+
+    def rotate(self, coordinator: Coordinator) -> None: ...
+
+
+class Run:
+    """Workers of one run of a job; every request is a recorded command."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator, self.journal = coordinator, Journal()
+        self.recorder = Recorder(coordinator, self.journal)
+        self._staged: list[Staged] = []
+
+    def worker(self, spec: ModelSpec = MODEL) -> int:
+        worker: int = self.recorder.do("join", 0.0, rank=None, host="host", pid=1, device="cpu").worker
+        if self.recorder.do("register", 0.0, worker=worker, spec=spec) == "upload":
+            self.push(worker, 0)
+            self.recorder.do("register", 0.0, worker=worker, spec=spec)
+        return worker
+
+    def push(self, worker: int, seq: int, *batches: BatchKey) -> None:
+        self._staged.append(Staged(PushKey(worker, seq), 1, 0, batches))
+        self.recorder.report(Report(0, self.coordinator.epoch, 0, tuple(self._staged)), 0.0)
+
+    def ask(self, worker: int, spec: Spec, received: int = 0, idle: bool = False) -> Batches | None:
+        answer: Batches | None = self.recorder.do(
+            "next_batches", 0.0, worker=worker, spec=spec, received=received, count=1, idle=idle
+        )
+        return answer
+
+    def train(self, worker: int, spec: Spec) -> list[int]:
+        """Go through a loop; the numbers that came."""
+        numbers: list[int] = []
+        while (answer := self.ask(worker, spec, len(numbers), idle=True)) is not None and answer.numbers:
+            numbers += answer.numbers
+            self.push(worker, len(numbers), BatchKey(spec.loop, answer.numbers[0], 1))
+            if isinstance(spec, StreamSpec):  # its only source has one batch
+                end = BatchKey(spec.loop, spec.number(spec.lap(answer.numbers[0]), 1), 0, True)
+                self.recorder.do("return_batches", 0.0, worker=worker, batches=[end])
+        return numbers
+
+
+def from_snapshot(run: Run) -> Run:
+    """The next run, from a snapshot of all that has counted."""
+    coordinator = Coordinator(1, RULES, run.coordinator.epoch + 1)
+    assert run.coordinator.model is not None
+    state = json.loads(json.dumps(run.coordinator.state()))
+    coordinator.restore(state, run.coordinator.model, 0.0)
+    coordinator.ledger.origin = ORIGIN
+    return Run(coordinator)
+
+
+def from_log(run: Run) -> Run:
+    """The next run, from a log; it goes on in the coordinator's own history."""
+    run.recorder.recovered(0.0, run.coordinator.epoch + 1, resumes=True)
+    run.coordinator.ledger.origin = ORIGIN
+    return run
+
+
+WAYS = (from_snapshot, from_log)
+
+
+@pytest.fixture(params=WAYS)
+def resumed(request: pytest.FixtureRequest) -> Callable[..., Run]:
+    """A second run of a job whose first one has gone through these loops to their end."""
+
+    def make(*loops: Spec) -> Run:
+        run = Run(Coordinator(1, RULES))
+        worker = run.worker()
+        for spec in loops or (LOOP,):
+            run.train(worker, spec)
+        run.recorder.do("leave", 0.0, worker=worker, reason="")
+        way: Callable[[Run], Run] = request.param
+        return way(run)
+
+    return make
+
+
+def refusal(reason: str, call: Callable[[], Any]) -> str:
+    with pytest.raises(MismatchError) as caught:
+        call()
+    assert caught.value.reason == reason
+    assert "--shard" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- hyper-parameters ------------------------------------------------------------------------------------------------
+
+
+def test_the_first_worker_s_hyper_parameters_are_adopted(resumed: Callable[..., Run]) -> None:
+    run = resumed()
+    run.worker(SLOWER)
+
+    assert run.coordinator.model == SLOWER
+    text = refusal("MODEL_MISMATCH", lambda: run.worker(MODEL))
+    assert "not the job's" in text
+    assert ORIGIN not in text  # the job has them from this run
+
+
+def test_a_worker_that_was_here_before_a_restart_of_the_servers_ends_the_resume() -> None:
+    run = Run(Coordinator(1, RULES))
+    worker = run.worker()
+    from_log(run)
+    run.ask(worker, LOOP)
+
+    refusal("MODEL_MISMATCH", lambda: run.worker(SLOWER))
+
+
+DIFFERENT = {
+    "optimizer: adam, the job has sgd": replace(MODEL, optimizer=OptimizerSpec("adam", ({"lr": 0.1},))),
+    "optimizer: 2 parameter groups": replace(MODEL, optimizer=OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.1}))),
+    "w: float32[2] trainable, the job has float32[1]": replace(MODEL, tensors=(TensorSpec("w", (2,), "float32"),)),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENT)
+def test_another_model_or_optimizer_is_refused_with_the_difference(
+    resumed: Callable[..., Run], difference: str
+) -> None:
+    text = refusal("MODEL_MISMATCH", lambda: resumed().worker(DIFFERENT[difference]))
+
+    assert difference in text
+    assert ORIGIN in text
+    assert "`--resume never`" in text
+
+
+def test_changes_are_named_key_by_key_and_group_by_group() -> None:
+    one = OptimizerSpec("sgd", ({"lr": 0.1, "momentum": 0.0},))
+    assert hyper_parameter_changes(one, one) == ""
+    assert hyper_parameter_changes(one, OptimizerSpec("sgd", ({"lr": 0.2, "momentum": 0.9},))) == (
+        "lr 0.1 -> 0.2, momentum 0.0 -> 0.9"
+    )
+    two = OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.1}))
+    assert hyper_parameter_changes(two, OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.3}))) == "group 1 lr 0.1 -> 0.3"
+
+
+# ---- epochs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [LOOP, STREAM])
+def test_more_epochs_continue_a_loop_that_had_ended(resumed: Callable[..., Run], spec: Spec) -> None:
+    run = resumed(spec)
+    more = replace(spec, epochs=2)
+    before = {run.coordinator.ledger.loops[0].committed}
+    numbers = run.train(run.worker(), more)
+
+    expected = [2, 3] if spec is LOOP else [STREAM.number(0, 0) + 1]
+    assert numbers == expected
+    assert before == {2 if spec is LOOP else 1}
+    loop = run.coordinator.ledger.loops[0]
+    assert (loop.spec, loop.done) == (more, True)
+    assert run.ask(run.worker(), more, idle=True) == Batches(end=True)
+
+
+def test_more_epochs_continue_a_loop_that_was_broken_off() -> None:
+    first = Run(Coordinator(1, RULES))
+    worker = first.worker()
+    first.ask(worker, LOOP)
+    first.push(worker, 1, BatchKey(0, 0, 1))
+
+    for run in (from_snapshot(first), from_log(first)):
+        assert run.train(run.worker(), replace(LOOP, epochs=3)) == [1, 2, 3, 4, 5]
+
+
+def test_the_raised_number_is_replayed_and_kept_in_snapshots(resumed: Callable[..., Run]) -> None:
+    run = resumed()
+    before = json.loads(json.dumps(run.coordinator.whole()))
+    done = len(run.journal.lines)
+    run.ask(run.worker(), replace(LOOP, epochs=3))
+
+    assert run.coordinator.model is not None
+    again = Coordinator(1, RULES, 1, before["epoch"])
+    again.become(before, run.coordinator.model, 0.0)
+    replay(again, [Command.from_json(json.loads(line)) for line in run.journal.lines[done:]])
+    assert again.whole() == run.coordinator.whole()
+    assert from_snapshot(run).coordinator.ledger.loops[0].spec.epochs == 3
+
+
+REASONS: dict[str, tuple[tuple[Spec, ...], Spec]] = {
+    "fewer epochs than the 2": ((replace(LOOP, epochs=2),), LOOP),
+    "only the last loop": ((LOOP, replace(LOOP, loop=1)), replace(LOOP, epochs=2)),
+    "size is 3 here and 2 there": ((LOOP,), replace(LOOP, size=3, epochs=2)),
+}
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_a_loop_that_cannot_be_continued_is_refused_with_the_reason(resumed: Callable[..., Run], why: str) -> None:
+    loops, asked = REASONS[why]
+    run = resumed(*loops)
+    text = refusal("LOOP_MISMATCH", lambda: run.ask(run.worker(), asked))
+
+    assert why in text
+    assert f"not that of {ORIGIN}" in text
+    assert "`--resume never`" in text
+
+
+@pytest.mark.parametrize("first", [LOOP, replace(LOOP, epochs=2)])
+def test_only_the_first_worker_may_raise_epochs(resumed: Callable[..., Run], first: LoopSpec) -> None:
+    run = resumed()
+    run.ask(run.worker(), first)
+    text = refusal("LOOP_MISMATCH", lambda: run.ask(run.worker(), replace(LOOP, epochs=3)))
+
+    assert "only the first worker after a resume" in text
+
+
+def test_a_stream_of_which_batches_are_out_keeps_its_epochs() -> None:
+    """Their numbers would stand for other laps."""
+    run = Run(Coordinator(1, RULES))
+    run.ask(run.worker(), STREAM)
+    from_log(run)
+
+    text = refusal("LOOP_MISMATCH", lambda: run.ask(run.worker(), replace(STREAM, epochs=2)))
+    assert "hold batches of this stream" in text
+
+
+def test_a_loop_of_this_run_is_no_snapshot_s(resumed: Callable[..., Run]) -> None:
+    run = resumed()
+    later = replace(LOOP, loop=1)
+    run.ask(run.worker(), later)
+    text = refusal("LOOP_MISMATCH", lambda: run.ask(run.worker(), replace(later, epochs=2)))
+
+    assert "not that of the job: epochs is 2 here and 1 there" in text
+    assert ORIGIN not in text
+
+
+def test_states_of_before_have_no_new_field() -> None:
+    """Logs and snapshots of earlier releases lack it; what is not resumed writes none."""
+    run = Run(Coordinator(1, RULES))
+    run.worker()
+    assert "extendable" not in run.coordinator.state()
+    assert from_snapshot(run).coordinator.state().get("extendable") is None  # there is no loop yet
