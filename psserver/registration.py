@@ -11,7 +11,7 @@ from psserver.notices import tell_adopted
 
 
 def register(
-    desk: Desk, engine: Engine, shards: int, in_flight: int | None, worker: int, spec: ModelSpec, seconds: float
+    desk: Desk, engine: Engine, shards: int, in_flight: int, worker: int, spec: ModelSpec, seconds: float
 ) -> str:
     """Return ready, upload or pending; wait up to `seconds` while there is nothing to do but wait.
 
