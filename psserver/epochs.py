@@ -88,11 +88,6 @@ class Epochs:
 
     def start(self) -> None:
         """Go on as the log says, or from the snapshot that was asked for, or anew."""
-        self._start()
-        if (job := self._leading) is not None and job.begun:
-            self._archive.resumed = {"version": job.version, "steps": job.counts["applied"], "samples": job.samples}
-
-    def _start(self) -> None:
         manifest = self._archive.to_resume(self._config.resume)
         if self.durable and self._config.resume == "auto" and self._recover(manifest):
             return

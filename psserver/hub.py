@@ -86,6 +86,8 @@ class Hub:
             self.snapshots.wanted = True
         else:
             self._epochs.start()
+            if (job := self._coordinator).begun:
+                self.archive.resumed = {"version": job.version, "steps": job.counts["applied"], "samples": job.samples}
         coordinator = self._coordinator
         self.engine.deliver(coordinator.epoch, coordinator.entries_after(0))
         self.report(self.engine.make_report())
