@@ -48,6 +48,7 @@ class Coordinator(CoordinatorServiceServicer):
         with answering(context):
             rank = request.rank if request.HasField("rank") else None
             member = self._hub.join(request.job, rank, request.host, request.pid, request.device, request.attempt)
+            self._hub.exits.learn(member.worker, request.process)
             return pb.JoinResponse(
                 job=self._hub.job,
                 worker=member.worker,
@@ -97,11 +98,16 @@ class Coordinator(CoordinatorServiceServicer):
             stopping, draining = self._hub.beat(
                 request.worker, request.step_seconds, request.samples_per_second, request.phase
             )
+            self._hub.exits.learn(request.worker, request.process)
             fleet = self._hub.fleet
             return pb.HeartbeatResponse(
                 version=self._hub.version, stopping=stopping, draining=draining,
                 addresses=fleet.served, terms=fleet.terms, standbys=fleet.standbys, policy=self._hub.policy,
             )  # fmt: skip
+
+    def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitResponse:
+        with answering(context):
+            return pb.ReportExitResponse(workers=self._hub.exits.report(request.process, request.reason))
 
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):

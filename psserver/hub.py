@@ -36,6 +36,7 @@ from psserver.shares import Shares
 from psserver.snapshots import Snapshots
 from psserver.status import describe, statistics
 from psserver.watch import Watch, health
+from psserver.worker_exits import WorkerExits
 
 log = logging.getLogger("psserver")
 
@@ -70,7 +71,7 @@ class Hub:
         self.reshards = Reshards(self._desk, self.fleet, engine, archive, identity, config)
         self.shares = Shares(self._desk)
         self._gathering = Gathering(config.join_timeout, lambda: self.waiting_for)
-        self._watch = Watch(metrics, config.on_worker_loss.seconds)
+        self._watch, self.exits = Watch(metrics, config.on_worker_loss.seconds), WorkerExits()
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True, inherited: Inherited | None = None) -> None:
@@ -333,7 +334,7 @@ class Hub:
         self._gathering.look(self._coordinator)
         if alive := self.engine.traffic.alive():
             self.alive(alive)
-        self._watch.lost(self._desk.step(lambda recorder, now: recorder.tick(now)))
+        self._watch.lost(self._desk.step(lambda r, now: r.tick(now, self.exits.among(r.coordinator.roster.here()))))
         with self._desk.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = health(coordinator, now)

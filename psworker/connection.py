@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.process_id import process_id
 from psproto.v1 import coordinator_pb2 as co
 from psworker import metrics
 from psworker.calls import Cancellation
@@ -59,7 +60,8 @@ class Connection:
 
         attempt: how often a launcher had started this rank before.
         """
-        self._request = co.JoinRequest(host=socket.gethostname(), pid=os.getpid(), device=device)
+        host, process = socket.gethostname(), "" if self.lane.direct else process_id()
+        self._request = co.JoinRequest(host=host, pid=os.getpid(), device=device, process=process)
         if rank is not None:
             self._request.rank, self._request.attempt = rank, attempt
         self._enter()

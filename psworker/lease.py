@@ -16,6 +16,7 @@ from pscommon.core.errors import (
     SnapshotError,
     TooFewWorkersError,
 )
+from pscommon.process_id import process_id
 from psproto.v1 import coordinator_pb2 as co
 from psworker.core.pushes import Pushes
 from psworker.drain import Drain
@@ -107,6 +108,7 @@ class Place:
             step_seconds=now.step_seconds,
             samples_per_second=now.samples_per_second,
             phase=now.phase,
+            process=process_id(),
         )
         try:
             answer = lane.heartbeat(request, timeout)

@@ -11,6 +11,7 @@ A snapshot's Cut is the last thing in a stretch of requests; the next stretch be
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from pscommon.core.errors import PSError
@@ -28,6 +29,8 @@ from psserver.core.rules import Rules
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.3, 1.0
 """Seconds between ticks from which on this process counts as having been stopped itself: a fifth of a lease, if that is
 no less and no more than these."""
+
+NO_DEATHS: Mapping[int, str] = MappingProxyType({})
 
 AGAIN = 1.0
 """Seconds until the snapshot that ends a move is tried again."""
@@ -119,8 +122,13 @@ class Recorder:
             else:
                 self.do("settle", now)
 
-    def tick(self, now: float) -> list[Member]:
-        """Time passes: ends leases, starts snapshots that are due. Returns the workers that are silent for too long."""
+    def tick(self, now: float, deaths: Mapping[int, str] = NO_DEATHS) -> list[Member]:
+        """Time passes: ends leases, starts snapshots that are due. Returns the workers that are silent for too long.
+
+        deaths: workers whose processes have ended, with the proof; their leases end now.
+        """
+        for worker, proof in deaths.items():
+            self.coordinator.roster.prove_dead(worker, proof)
         gap, self._last_tick = now - (self._last_tick or now), now
         roster = self.coordinator.roster
         if gap > min(max(roster.lease / 5, SHORTEST_PAUSE), LONGEST_PAUSE):
@@ -140,7 +148,7 @@ class Recorder:
         expired = roster.expired(now)
         late = [(m, "back", "") for m in roster.here() if m.missing_since is not None and m not in expired]
         for member in expired:
-            reason = f"nothing heard from it for {now - member.heard_at:.1f} s; its lease ended"
+            reason = member.death or f"nothing heard from it for {now - member.heard_at:.1f} s; its lease ended"
             if on_loss.mode != "wait" or not member.registered:
                 late.append((member, "lose", reason))
             elif member.missing_since is None:

@@ -28,8 +28,9 @@ class Member:
     it has no batch of and waits for; bad: pushes in a row that were no good.
     missing_since: its lease has ended and its place is kept; draining: it was asked to leave; ended: it has heard that
     a loop has no more data. By the clock of this process: joined_at; last_seen, when it last asked the coordinator for
-    something; last_moved, when bytes of its push, or of weights for it, last did. step_seconds: as the worker says,
-    waiting for others included; pace: as its pushes show.
+    something; last_moved, when bytes of its push, or of weights for it, last did; death: what proves that its process
+    has ended, empty while nothing does. step_seconds: as the worker says, waiting for others included; pace: as its
+    pushes show.
     """
 
     worker: int
@@ -52,6 +53,7 @@ class Member:
     ended: bool = False
     joined_at: float = 0.0
     last_moved: float = 0.0
+    death: str = ""
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
     phase: str = ""
@@ -81,7 +83,7 @@ LATENESS = 2.5
 """Seconds that a heartbeat can be under way, or wait in a server that was stopped for a moment."""
 
 # what a worker tells about itself goes with the process that heard it
-_HEARD = ("last_seen", "last_moved", "joined_at", "step_seconds", "samples_per_second", "phase", "pace")
+_HEARD = ("last_seen", "last_moved", "joined_at", "death", "step_seconds", "samples_per_second", "phase", "pace")
 
 
 class Roster:
@@ -211,7 +213,13 @@ class Roster:
         self._sort()
 
     def expired(self, now: float) -> list[Member]:
-        return [m for m in self._here if now - m.heard_at > self.lease]
+        return [m for m in self._here if m.death or now - m.heard_at > self.lease]
+
+    def prove_dead(self, worker: int, proof: str) -> None:
+        """End the lease of a worker whose process has ended, for good: what it sent before may still arrive."""
+        member = self.members.get(worker)
+        if member is not None and member.alive:
+            member.death = member.death or proof
 
     def lease_left(self, now: float) -> float:
         """Seconds until the next lease ends that has not ended yet; infinite where there is none."""

@@ -3,7 +3,10 @@
 import random
 from functools import partial
 
+from psserver.core.coordinator import Coordinator
+from psserver.core.recorder import Recorder
 from tests.sim.scenario import Scenario
+from tests.sim.servers import check
 from tests.sim.workers import SimWorker
 
 
@@ -14,6 +17,11 @@ class Faults:
     scenario: Scenario
     workers: list[SimWorker]
     to_come: int
+    proofs: int
+    now: float
+    down: set[int]
+    coordinator: Coordinator
+    recorder: Recorder
     is_over: bool
 
     def kill_worker(self) -> None:
@@ -23,12 +31,25 @@ class Faults:
             return
         victim = self.rng.choice(victims)
         victim.alive = False
+        if self.scenario.proven:
+            self.after(self.rng.random() * 0.5, lambda: self.prove_dead(victim.worker))
         others = any(not worker.draining for worker in victims if worker is not victim)
         if not others or self.scenario.returns or self.rng.random() < 0.5 or not self.coordinator.started:
             attempt = victim.attempt + 1 if self.rng.random() < 0.5 else victim.attempt
             self.to_come += 1
             self.after(self.rng.random() * 8, lambda: self.start_worker(victim.rank, attempt))
         self.worker_ended()
+
+    def prove_dead(self, worker: int | None) -> None:
+        """The system of a worker says that its process is gone, though what it sent may still be on the way."""
+        if worker is None or 0 in self.down:
+            return
+        self.recorder.tick(self.now, {worker: "its process has ended"})
+        self.flush()
+        self.proofs += 1
+        member = self.coordinator.roster.members.get(worker)
+        waits = member is not None and member.alive and member.missing_since is None
+        check(not waits, "others wait for worker {}, which is dead", worker)
 
     def worker_ended(self) -> None:
         self.is_over = not self.to_come and not any(worker.alive and not worker.done for worker in self.workers)

@@ -13,7 +13,8 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.ledger import Ledger
 from psserver.core.pending import Pending
 from psserver.core.policy import Policy, choose
-from psserver.core.recorder import Command, Recorder
+from psserver.core.recorder import NO_DEATHS, Command, Recorder
+from psserver.core.roster import Member, Roster
 from psserver.core.shard import Outcome, Shard
 from tests.sim.disks import JobJournal
 from tests.sim.servers import SimShard
@@ -200,6 +201,23 @@ def keeps_everybody(recorder: Recorder, now: float, generation: int, whole: bool
     RECOVERED(recorder, now, generation)
 
 
+TICK = Recorder.tick
+
+
+def gives_up_places_of_the_dead(recorder: Recorder, now: float, deaths: Mapping[int, str] = NO_DEATHS) -> list[Member]:
+    """Takes a proof of death for the end of a place, whatever --on-worker-loss says."""
+    members = recorder.coordinator.roster.members
+    for worker, proof in deaths.items():
+        if worker in members and members[worker].alive:
+            recorder.do("lose", now, worker=worker, reason=proof)
+    return TICK(recorder, now)
+
+
+def believes_late_messages(roster: Roster, now: float) -> list[Member]:
+    """Takes what a dead worker sent before for a sign of life."""
+    return [member for member in roster.here() if now - member.heard_at > roster.lease]
+
+
 CLASSES: dict[str, dict[str, type]] = {
     "sum in arrival order": {"shard_class": SumsInArrivalOrder},
     "no duplicate check": {"machine_class": ShardForgets, "coordinator_class": NoDuplicateCheck},
@@ -223,6 +241,8 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "bound off by one": (updates_module, "choose", bound_off_by_one),
     "a round closed by part of its roster": (updates_module, "choose", part_of_the_roster),
     "a push counted on one shard only": (updates_module, "Pending", ReadyOnOneShard),
+    "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
+    "a dead worker is believed to live": (Roster, "expired", believes_late_messages),
     "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),
     "a batch counts when it is handed out": (Ledger.open.__globals__, "Loop", CommitsWhenHandedOut),
 }

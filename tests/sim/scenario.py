@@ -16,7 +16,7 @@ class Scenario:
     """What a run looks like; `for_seed` draws one. durable: --durability log. returns: whoever dies is started again.
 
     bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started; lag: they may lack the
-    newest records when they take over (--shipping async).
+    newest records when they take over (--shipping async). proven: it is soon known for certain that a worker has died.
     """
 
     seed: int
@@ -40,6 +40,7 @@ class Scenario:
     standbys: int = 0
     lag: bool = False
     reshards: int = 0
+    proven: bool = False
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -60,7 +61,7 @@ class Scenario:
             pauses=rng.choice([0, 0, 1]) * faults, drains=rng.choice([0, 0, 0, 1]) * (workers > 1),
             switches=rng.choice([0, 0, 0, 1]) * durable, bad=rng.choice([0, 0, 3]) * durable,
             standbys=standbys,
-            reshards=rng.choice([0, 0, 1, 2]),
+            reshards=rng.choice([0, 0, 1, 2]), proven=random.Random(seed * 31 + 7).random() < 0.5,
         )  # fmt: skip
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)

@@ -76,9 +76,21 @@ def test_the_seeds_reach_what_they_should() -> None:
         seen["taken over in a job that moved"] += world.takeovers > 0 and world.moves > 0
         seen["moved"] += world.moves > 0
         seen["moved among restarts"] += world.moves > 0 and world.restarts > 0
+        seen["proven dead"] += world.proofs > 0
         seen["messages"] += world.messages
 
-    reached = ("sync", "async", "ssp", "restarted", "recovered", "taken over", "lost", "moved", "moved among restarts")
+    reached = (
+        "sync",
+        "async",
+        "ssp",
+        "restarted",
+        "recovered",
+        "taken over",
+        "lost",
+        "moved",
+        "moved among restarts",
+        "proven dead",
+    )
     assert min(seen[name] for name in reached) >= 20
     fewer = ("gone back to a snapshot", "reproduced", "taken over in a job that moved", "taken over by one that lags")
     assert min(seen[name] for name in fewer) >= 5

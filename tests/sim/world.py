@@ -54,6 +54,7 @@ class World(Faults, Lives):
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
         self.loop = LoopSpec(0, self.scenario.batches, 1, self.scenario.epochs, False, True, 0)
         self._count = self.to_come = self.messages = self.restarts = self.rollbacks = self.takeovers = 0
+        self.proofs = 0
         self.generation = self._flushed = 0
         self.decided: list[Apply] = []
         self.dropped: list[Reject] = []

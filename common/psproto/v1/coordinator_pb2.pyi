@@ -31,6 +31,7 @@ class JoinRequest(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """empty: whatever job runs here"""
     rank: builtins.int
@@ -40,6 +41,10 @@ class JoinRequest(google.protobuf.message.Message):
     device: builtins.str
     attempt: builtins.int
     """how often its launcher had started it before: a later attempt of a rank takes the place of earlier ones at once"""
+    process: builtins.str
+    """the worker's process: boot, PID namespace, PID and start time, so that a server on the same system sees its end;
+    empty where the system has no such name
+    """
     def __init__(
         self,
         *,
@@ -49,9 +54,10 @@ class JoinRequest(google.protobuf.message.Message):
         pid: builtins.int = ...,
         device: builtins.str = ...,
         attempt: builtins.int = ...,
+        process: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attempt", b"attempt", "device", b"device", "host", b"host", "job", b"job", "pid", b"pid", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attempt", b"attempt", "device", b"device", "host", b"host", "job", b"job", "pid", b"pid", "process", b"process", "rank", b"rank"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___JoinRequest = JoinRequest
@@ -204,6 +210,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     STEP_SECONDS_FIELD_NUMBER: builtins.int
     SAMPLES_PER_SECOND_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     steps: builtins.int
@@ -211,6 +218,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     samples_per_second: builtins.float
     phase: builtins.str
     """where the worker is, for people: "compute", "push", "data", "idle" """
+    process: builtins.str
+    """as in JoinRequest; a server that was started again, or took over, learns it here"""
     def __init__(
         self,
         *,
@@ -220,10 +229,49 @@ class HeartbeatRequest(google.protobuf.message.Message):
         step_seconds: builtins.float = ...,
         samples_per_second: builtins.float = ...,
         phase: builtins.str = ...,
+        process: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "phase", b"phase", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "phase", b"phase", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "worker", b"worker"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
+
+@typing.final
+class ReportExitRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROCESS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    process: builtins.str
+    """as in JoinRequest"""
+    reason: builtins.str
+    """how it ended, for people"""
+    def __init__(
+        self,
+        *,
+        process: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["process", b"process", "reason", b"reason"]) -> None: ...
+
+global___ReportExitRequest = ReportExitRequest
+
+@typing.final
+class ReportExitResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: builtins.int
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """that it was"""
+
+    def __init__(
+        self,
+        *,
+        workers: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["workers", b"workers"]) -> None: ...
+
+global___ReportExitResponse = ReportExitResponse
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):

@@ -50,6 +50,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.ReportExit = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/ReportExit',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.ReportExitRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReportExitResponse.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/Leave',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.LeaveRequest.SerializeToString,
@@ -133,6 +138,13 @@ class CoordinatorServiceServicer(object):
 
     def Heartbeat(self, request, context):
         """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportExit(self, request, context):
+        """The process that started a worker has waited for it: the worker's lease ends at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,6 +255,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.HeartbeatRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'ReportExit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportExit,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReportExitRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.ReportExitResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -387,6 +404,33 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/Heartbeat',
             psproto_dot_v1_dot_coordinator__pb2.HeartbeatRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportExit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/ReportExit',
+            psproto_dot_v1_dot_coordinator__pb2.ReportExitRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.ReportExitResponse.FromString,
             options,
             channel_credentials,
             insecure,

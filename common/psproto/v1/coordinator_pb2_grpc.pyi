@@ -41,6 +41,12 @@ class CoordinatorServiceStub:
     ]
     """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new."""
 
+    ReportExit: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ReportExitRequest,
+        psproto.v1.coordinator_pb2.ReportExitResponse,
+    ]
+    """The process that started a worker has waited for it: the worker's lease ends at once."""
+
     Leave: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.LeaveRequest,
         psproto.v1.coordinator_pb2.LeaveResponse,
@@ -142,6 +148,12 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.HeartbeatResponse,
     ]
     """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new."""
+
+    ReportExit: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ReportExitRequest,
+        psproto.v1.coordinator_pb2.ReportExitResponse,
+    ]
+    """The process that started a worker has waited for it: the worker's lease ends at once."""
 
     Leave: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.LeaveRequest,
@@ -250,6 +262,14 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.HeartbeatResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.HeartbeatResponse]]:
         """Keeps the lease. A worker whose lease has ended gets FENCED and can only join as new."""
+
+    @abc.abstractmethod
+    def ReportExit(
+        self,
+        request: psproto.v1.coordinator_pb2.ReportExitRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.ReportExitResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReportExitResponse]]:
+        """The process that started a worker has waited for it: the worker's lease ends at once."""
 
     @abc.abstractmethod
     def Leave(
