@@ -59,6 +59,8 @@ class ServerConfig:
     """The first round waits for so many workers."""
     lease: float = 5.0
     """Seconds without a sign of life after which a worker is dropped."""
+    progress_timeout: float | None = None
+    """Seconds without a call of a worker's script after which it is dropped; None: never."""
     on_worker_loss: OnWorkerLoss = SHRINK
     """What happens to the place of a worker that is lost."""
     backup_workers: int = 0
@@ -144,8 +146,8 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise InvalidRequestError(f"--{name.replace('_', '-')} {value}: must be at least {smallest}")
-        for name in ("lease", "join_timeout"):
-            if not getattr(self, name) > 0:
+        for name in ("lease", "join_timeout", "progress_timeout"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise InvalidRequestError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 seconds")
 
     def _check_combinations(self) -> None:
@@ -200,6 +202,7 @@ class ServerConfig:
             self.max_norm,
             self.quarantine_after,
             self.global_batch,
+            self.progress_timeout,
         )
 
     @property

@@ -96,8 +96,9 @@ class Coordinator(CoordinatorServiceServicer):
         with answering(context):
             self._hub.check_job(request.job)
             stopping, draining = self._hub.beat(
-                request.worker, request.step_seconds, request.samples_per_second, request.phase
-            )
+                request.worker, step_seconds=request.step_seconds, samples_per_second=request.samples_per_second,
+                phase=request.phase, no_call_seconds=request.no_call_seconds,
+            )  # fmt: skip
             self._hub.exits.learn(request.worker, request.process)
             fleet = self._hub.fleet
             return pb.HeartbeatResponse(

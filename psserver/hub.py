@@ -139,10 +139,10 @@ class Hub:
         """ready, upload or pending; waits while there is nothing to do but wait."""
         return register(self._desk, self.engine, self.fleet.shards, self.config.in_flight, worker, spec, seconds)
 
-    def beat(self, worker: int, step_seconds: float, samples_per_second: float, phase: str) -> tuple[bool, bool]:
-        """A sign of life; is the job over, and is the worker asked to leave? Why the job has failed is raised."""
+    def beat(self, worker: int, **values: float | str) -> tuple[bool, bool]:
+        """A sign of life (see Member.take); is the job over, is the worker to leave? Why the job failed is raised."""
         member = self._desk.step(lambda recorder, now: recorder.coordinator.member(worker, now), quiet=True)
-        member.step_seconds, member.samples_per_second, member.phase = step_seconds, samples_per_second, phase
+        member.take(**values)
         if self.failure is not None:
             raise self.failure
         return self.over, member.draining

@@ -10,6 +10,7 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import StreamSpec
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
+from psserver.core.recorder import HUNG
 from psserver.core.roster import Member, State
 from psserver.engine import Engine
 from psserver.records import Line
@@ -59,6 +60,7 @@ def settings(config: ServerConfig) -> dict[str, Any]:
     """What happens when something goes wrong."""
     return {
         "on_worker_loss": str(config.on_worker_loss),
+        "progress_timeout": config.progress_timeout,
         "late_gradients": config.late_gradients,
         "global_batch": config.global_batch,
         "bad_gradients": config.bad_gradients,
@@ -145,7 +147,8 @@ def workers(coordinator: Coordinator, now: float) -> list[dict[str, Any]]:
             "samples_per_second": m.samples_per_second, "phase": m.phase,
             "silent_seconds": round(now - m.heard_at, 3) if m.alive else None, "reason": m.reason,
             "health": str(found[m.worker].health if m.alive else m.state), "own_seconds": m.pace.seconds,
-            "draining": m.draining,
+            "no_call_seconds": round(m.no_call_seconds, 3) if m.alive else None,
+            "hung": m.state is State.LOST and m.reason.startswith(HUNG), "draining": m.draining,
         }
         for m in coordinator.roster
     ]  # fmt: skip

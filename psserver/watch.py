@@ -15,6 +15,8 @@ from psserver.notices import WaitNotice
 SURE = 1.0
 """Seconds that a worker has been slow, or not, before that is worth a line."""
 
+LATE = (Health.SLOW, Health.HANGING)
+
 QUIET = 10.0
 """Seconds at least between two lines about one worker's pace."""
 
@@ -67,7 +69,7 @@ class Watch:
                 self._tell(member, condition, now)
 
     def _is_news(self, worker: int, condition: Condition, now: float) -> bool:
-        if (condition.health is Health.SLOW) == (worker in self._slow):
+        if (condition.health in LATE) == (worker in self._slow):
             self._since.pop(worker, None)
             return False
         since = self._since.setdefault(worker, now)
@@ -76,8 +78,16 @@ class Watch:
     def _tell(self, member: Member, condition: Condition, now: float) -> None:
         self._slow ^= {member.worker}
         self._told[member.worker] = now
-        line = "worker is slow" if member.worker in self._slow else "worker is slow no longer"
+        hangs = condition.health is Health.HANGING
+        line = (
+            "worker makes no call"
+            if hangs
+            else "worker is slow"
+            if member.worker in self._slow
+            else "worker is slow no longer"
+        )
         seconds = {"step_seconds": _rounded(condition.seconds), "median_seconds": _rounded(condition.median)}
+        seconds |= {"no_call_seconds": _rounded(member.no_call_seconds)} if hangs else {}
         log.warning(line, extra={"worker": member.worker, "rank": member.rank, "host": member.host, **seconds})
 
     def _forget(self, worker: int) -> None:

@@ -145,6 +145,7 @@ class Connection:
 
     def show(self, progress: Progress) -> None:
         """What the next heartbeat says; where no thread sends any, this is one."""
+        self._waits.touch()
         self.place.progress = progress
         if self.lane.direct:
             self.place.beat(self.lane, self.call_seconds, self.drain)

@@ -18,6 +18,7 @@ from pscommon.core.errors import (
 )
 from pscommon.process_id import process_id
 from psproto.v1 import coordinator_pb2 as co
+from psworker.core.activity import Activity
 from psworker.core.pushes import Pushes
 from psworker.drain import Drain
 from psworker.lane import Lane
@@ -98,8 +99,8 @@ class Place:
         if isinstance(self._lost, QuarantinedError):
             self.check()
 
-    def beat(self, lane: Lane, timeout: float, drain: Drain) -> str:
-        """One heartbeat; why nobody has answered, or empty. Silence is no loss."""
+    def beat(self, lane: Lane, timeout: float, drain: Drain, no_call_seconds: float = 0.0) -> str:
+        """One heartbeat; why nobody has answered, or empty. Silence is no loss. no_call_seconds: of the script."""
         now = self.progress
         request = co.HeartbeatRequest(
             job=self.job,
@@ -109,6 +110,7 @@ class Place:
             samples_per_second=now.samples_per_second,
             phase=now.phase,
             process=process_id(),
+            no_call_seconds=no_call_seconds,
         )
         try:
             answer = lane.heartbeat(request, timeout)
@@ -180,9 +182,11 @@ class Heartbeat:
     def _run(self) -> None:
         clock = self._lane.clock
         silence, problem = Silence(self._place.worker, clock.now()), ""
+        activity, waits = Activity(clock.now()), self._waits
         with suppress(PSError):  # the place is lost, or the lane is closed
             while not self._rested(bool(problem)):
-                problem = self._place.beat(self._lane, self._call_seconds, self._drain)
+                no_call = activity.beat(clock.now(), waits.calls, waits.any)
+                problem = self._place.beat(self._lane, self._call_seconds, self._drain, no_call)
                 silence.look(clock.now(), problem)
                 self._lane.end_stalled()
                 self._waits.remind(clock.now())

@@ -29,9 +29,13 @@ class Clock:
 
 
 class Waits:
-    """Requests that are with a server now. Somebody who has a beat of his own reminds people of them."""
+    """Requests that are with a server now. Somebody who has a beat of his own reminds people of them.
+
+    calls: how many there have been, with other calls of the script (`touch`).
+    """
 
     def __init__(self) -> None:
+        self.calls = 0
         self._open: set[Patience] = set()
         self._said: dict[str, float] = {}
         self._saying = threading.Lock()
@@ -42,7 +46,17 @@ class Waits:
             self._said = {each: then for each, then in self._said.items() if now - then < LOG_SECONDS}
             return self._said.setdefault(what, now) == now
 
+    @property
+    def any(self) -> bool:
+        """Is there one?"""
+        return bool(self._open)
+
+    def touch(self) -> None:
+        """The script has made a call, be it without a request."""
+        self.calls += 1
+
     def begin(self, patience: "Patience") -> None:
+        self.touch()
         self._open.add(patience)
 
     def end(self, patience: "Patience") -> None:

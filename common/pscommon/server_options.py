@@ -92,6 +92,12 @@ POLICY = (
         help="A worker silent for so long is dropped.",
     ),
     Option(
+        "--progress-timeout",
+        section=JOB,
+        type=SECONDS,
+        help="Drop a worker whose script makes no call for so long, though nothing keeps it waiting [default: never].",
+    ),
+    Option(
         "--on-worker-loss",
         section=JOB,
         type=Value("shrink|wait:SECONDS|abort", values.on_worker_loss),

@@ -157,6 +157,7 @@ class Coordinator(Moves):
         """
         before, self.rules, self.failure = self.rules, rules, None
         self.roster.lease, self.cuts.every = rules.lease, rules.every
+        self.roster.progress_timeout = rules.progress_timeout
         if rules.min_workers != before.min_workers:
             self.min_workers = rules.min_workers
         if rules.policy != before.policy:

@@ -2,8 +2,8 @@
 
 Beside the roster's State, which says who takes part, who is lost and who has left. A worker is slow where its own part
 of a step (core/pace.py) takes more than TWICE the median of the others', or where they wait for its push and it has
-been at the step for longer than that. It is silent after half a lease without a sign of life: slow or stopped, and soon
-lost.
+been at the step for longer than that. It is hanging where its script makes no call, although nothing keeps it waiting
+(core/roster.py). It is silent after half a lease without a sign of life: slow or stopped, and soon lost.
 """
 
 from bisect import bisect_left
@@ -22,6 +22,7 @@ SHORTEST = 0.2
 class Health(StrEnum):
     LIVE = "live"
     SLOW = "slow"
+    HANGING = "hanging"
     SILENT = "silent"
 
 
@@ -47,7 +48,9 @@ def conditions(roster: Roster, late: Collection[int], now: float) -> dict[int, C
     for member in roster.here():
         seconds = paces[member.worker]
         others = _median_without(known, seconds if member.registered else None)
-        found[member.worker] = _condition(member, seconds, others, member.worker in late, roster.lease, now)
+        condition = _condition(member, seconds, others, member.worker in late, roster.lease, now)
+        hangs = roster.is_hanging(member) and condition.health is not Health.SILENT
+        found[member.worker] = condition._replace(health=Health.HANGING) if hangs else condition
     return found
 
 

@@ -38,6 +38,9 @@ AGAIN = 1.0
 MEND = 10.0
 """Seconds after a snapshot was begun until one is tried because a log is broken."""
 
+HUNG = "--progress-timeout: its script made no call"
+"""How the reason begins why such a worker is lost."""
+
 NOT_WHOLE = "another server took over, and may lack the newest of what the workers were told"
 """Why all workers have to come as new."""
 
@@ -155,7 +158,8 @@ class Recorder:
                 late.append((member, "missing", reason))
             elif now - member.missing_since >= on_loss.seconds:
                 late.append((member, "lose", f"{reason}, and nobody took its place within {on_loss.seconds:g} s"))
-        return late
+        stuck = [member for member in roster.stuck() if member not in expired]
+        return late + [(member, "lose", f"{HUNG} for {member.no_call_seconds:.1f} s") for member in stuck]
 
     def cut(self, now: float) -> None:
         """Snapshot the version that stands, unless one is being written."""

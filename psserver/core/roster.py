@@ -30,7 +30,8 @@ class Member:
     a loop has no more data. By the clock of this process: joined_at; last_seen, when it last asked the coordinator for
     something; last_moved, when bytes of its push, or of weights for it, last did; death: what proves that its process
     has ended, empty while nothing does. step_seconds: as the worker says, waiting for others included; pace: as its
-    pushes show.
+    pushes show. no_call_seconds: at its last heartbeat, since its script called into psworker; 0 while a server has a
+    request of it.
     """
 
     worker: int
@@ -57,6 +58,7 @@ class Member:
     step_seconds: float = 0.0
     samples_per_second: float = 0.0
     phase: str = ""
+    no_call_seconds: float = 0.0
     pace: Pace = field(default_factory=Pace)
 
     @property
@@ -66,6 +68,11 @@ class Member:
     @property
     def registered(self) -> bool:
         return self.state in (State.ACTIVE, State.IDLE)
+
+    def take(self, **values: Any) -> None:
+        """What a heartbeat says about the worker, by attribute."""
+        for name, value in values.items():
+            setattr(self, name, value)
 
     @property
     def heard_at(self) -> float:
@@ -83,7 +90,13 @@ LATENESS = 2.5
 """Seconds that a heartbeat can be under way, or wait in a server that was stopped for a moment."""
 
 # what a worker tells about itself goes with the process that heard it
-_HEARD = ("last_seen", "last_moved", "joined_at", "death", "step_seconds", "samples_per_second", "phase", "pace")
+_HEARD = (
+    "last_seen", "last_moved", "joined_at", "death", "step_seconds", "samples_per_second", "phase", "no_call_seconds",
+    "pace",
+)  # fmt: skip
+
+HANGING_SECONDS = 30.0
+"""A script that makes no call for so long is named as hanging; a shorter --progress-timeout counts instead."""
 
 
 class Roster:
@@ -91,6 +104,7 @@ class Roster:
 
     def __init__(self, lease: float, generation: int = 0) -> None:
         self.lease = lease
+        self.progress_timeout: float | None = None
         self._next_worker = generation * GENERATION + 1
         self.members: dict[int, Member] = {}
         self._here: list[Member] = []  # in worker order
@@ -220,6 +234,16 @@ class Roster:
         member = self.members.get(worker)
         if member is not None and member.alive:
             member.death = member.death or proof
+
+    def is_hanging(self, member: Member) -> bool:
+        """Does its script make no call, although nothing keeps it waiting? A long evaluation looks the same."""
+        limit = min(HANGING_SECONDS, self.progress_timeout or HANGING_SECONDS)
+        return member.registered and member.no_call_seconds > limit
+
+    def stuck(self) -> list[Member]:
+        """Those that have hung for longer than --progress-timeout."""
+        limit = self.progress_timeout
+        return [m for m in self._here if limit is not None and m.registered and m.no_call_seconds > limit]
 
     def lease_left(self, now: float) -> float:
         """Seconds until the next lease ends that has not ended yet; infinite where there is none."""

@@ -31,6 +31,7 @@ class Rules:
     bad_gradients: with NaN or Inf in them, or a norm above max_norm: skip drops them, clip puts zeros for what is not
     finite and scales the norm to max_norm, abort ends the job. quarantine_after: so many in a row, and a worker is out.
     global_batch: samples of one update, however many workers there are.
+    progress_timeout: seconds without a call of a worker's script after which the worker is dropped; None: never.
     """
 
     policy: Policy
@@ -43,15 +44,19 @@ class Rules:
     max_norm: float | None = None
     quarantine_after: int | None = None
     global_batch: int | None = None
+    progress_timeout: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready; `from_json` is the way back."""
-        return asdict(self)
+        """JSON-ready; `from_json` is the way back. What older releases do not know is only there when it is set."""
+        return {key: value for key, value in asdict(self).items() if key not in _ADDED or value is not None}
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> "Rules":
         parts = {"policy": Policy(**raw["policy"]), "every": Every(**raw["every"]), "on_loss": OnLoss(**raw["on_loss"])}
         return Rules(**{**raw, **parts})
+
+
+_ADDED = frozenset({"progress_timeout"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class Updates:
         self.policy = rules.policy
         self.min_workers = rules.min_workers
         self.roster = Roster(rules.lease, generation)
+        self.roster.progress_timeout = rules.progress_timeout
         self.ledger = Ledger()
         self.log = JobLog(shards)
         self.pending = Pending(shards)

@@ -15,8 +15,14 @@ def waiting_for(coordinator: Coordinator, now: float) -> str:
         here = len(coordinator.roster.registered())
         return f"workers: {here} of --min-workers {coordinator.min_workers} are here"
     members = late(coordinator)
-    named = [f"{member}, silent for {now - member.heard_at:.1f} s" for member in members[:NAMED]]
+    named = [f"{member}, {_silence(coordinator, member, now)}" for member in members[:NAMED]]
     return ", ".join(named) + (f" and {len(members) - NAMED} more" if len(members) > NAMED else "")
+
+
+def _silence(coordinator: Coordinator, member: Member, now: float) -> str:
+    if coordinator.roster.is_hanging(member):
+        return f"whose script has made no call for {member.no_call_seconds:.0f} s"
+    return f"silent for {now - member.heard_at:.1f} s"
 
 
 def late(coordinator: Coordinator) -> list[Member]:

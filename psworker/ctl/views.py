@@ -124,7 +124,7 @@ def _workers_in_short(document: Json) -> Table:
             worker.get("worker"),
             _text("{}:{}", worker.get("host"), worker.get("pid")),
             worker.get("device"),
-            worker["health"] if worker.get("health") in ("slow", "silent") else worker.get("state"),
+            worker["health"] if worker.get("health") in ("slow", "hanging", "silent") else worker.get("state"),
             worker.get("steps"),
             number(worker.get("samples_per_second")),
             worker.get("phase"),
@@ -137,6 +137,8 @@ def _workers_in_short(document: Json) -> Table:
 
 def _why(worker: Json) -> str:
     """Why it is out, or soon will be."""
+    if worker.get("health") == "hanging":
+        return f"its script has made no call for {duration(worker.get('no_call_seconds'))}"
     return str(worker.get("reason") or ("asked to leave" if worker.get("draining") else ""))
 
 

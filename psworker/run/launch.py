@@ -1,6 +1,7 @@
 """ps-run's shell: carries out what the supervisor decides, with real processes, servers and a terminal."""
 
 import queue
+import socket
 import subprocess
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from psworker.run.messages import (
     Event,
     Exited,
     Finish,
+    Hung,
     Kill,
     Say,
     Start,
@@ -71,6 +73,7 @@ class Launch:
         self._addresses: dict[str, str] = {}
         self._spare: Spare | None = None
         self._address_shown = False
+        self._killed: set[int] = set()  # pids of workers whose script hung
         self._starting = 0.0  # until then somebody starts, and needs the processors
         self._result = Result({})
         self._outcome: Outcome | None = None
@@ -86,6 +89,7 @@ class Launch:
             self._carry_out(self._supervisor.start(began))
             while self._outcome is None:
                 self._look_for_ports()
+                self._look_for_hung()
                 self._carry_out(self._supervisor.step(self._next_event(), time.monotonic()))
                 self._display.tick(self._watch.status, time.monotonic())
                 self._prepare(time.monotonic())
@@ -170,6 +174,13 @@ class Launch:
             self._address_shown = True
             self._display.say(f"to look at this job: ps-ctl --ps {address} status")
 
+    def _look_for_hung(self) -> None:
+        pids = hung(self._watch.status, socket.gethostname()) - self._killed
+        for name, process in self._processes.items():
+            if process.pid in pids and not is_server(name):
+                self._killed.add(process.pid)
+                self.post(Hung(name))
+
     def _take_result(self, result: Result) -> None:
         self._result = result
         self.post(Collected(result.undone, result.idle))
@@ -201,6 +212,12 @@ def successor(status: Status, name: str, own: str) -> str:
         if row["shard"] == index_of(name) and row["connected"] and own not in ("", row["address"]):
             return str(row["address"])
     return ""
+
+
+def hung(status: Status, host: str) -> set[int]:
+    """Pids of workers on this host that have lost their place because their script makes no call, and have no other."""
+    newest = {row["pid"]: row for row in sorted(status.get("workers", ()), key=lambda row: int(row["worker"]))}
+    return {pid for pid, row in newest.items() if row.get("hung") and row["host"] == host}
 
 
 def read_address(path: Path) -> str:

@@ -27,6 +27,13 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class Hung:
+    """A worker has lost its place because its script makes no call (--progress-timeout); its process still runs."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     """ps-run itself got a signal."""
 
@@ -56,7 +63,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Bound | Exited | Signalled | Collected | StopAnswered | Tick
+Event = Bound | Exited | Hung | Signalled | Collected | StopAnswered | Tick
 
 
 # Actions

@@ -25,6 +25,7 @@ from psworker.run.messages import (
     Event,
     Exited,
     Finish,
+    Hung,
     Kill,
     Say,
     Signalled,
@@ -116,6 +117,8 @@ class Supervisor:
                 return list(self._bound(name, now))
             case Exited(name, code, successor):
                 return list(self._exited(name, code, successor, now))
+            case Hung(name):
+                return list(self._hung(name))
             case Signalled(number):
                 return list(self._signalled(number, now))
             case Collected(undone, idle):
@@ -195,6 +198,12 @@ class Supervisor:
         reason = reason or f"{name} {describe(code or 0)}"
         self.outcome = Outcome("failed", status, name, code, reason, tuple(self.earlier))
         yield from self._end(now)
+
+    def _hung(self, name: str) -> Iterator[Action]:
+        """The job goes on without it, and its process may never end: another one is started, as after any kill."""
+        if self.phase is Phase.RUNNING and name in self.running:
+            yield Say(f"{name} is killed: its script makes no call (--progress-timeout)")
+            yield Kill(name)
 
     def _signalled(self, number: int, now: float) -> Iterator[Action]:
         if self.phase is Phase.ENDING:

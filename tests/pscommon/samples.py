@@ -27,6 +27,7 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "job": ("otter", '"otter"'),
     "exit_when_done": ("true", "true"),
     "allow_idle": ("true", "true"),
+    "progress_timeout": ("90s", '"90s"'),
     "data_dir": ("data", '"data"'),
     "snapshot_every": ("5steps", '"5steps"'),
     "snapshot_keep": ("9", "9"),

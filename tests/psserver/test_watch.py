@@ -104,3 +104,12 @@ def test_the_time_of_the_last_push_is_of_that_and_ends_with_its_worker(
     scene.roster.remove(scene.member, State.LOST, "quarantined")
     scene.pass_by(0.2, LIVE)
     assert said() is None
+
+
+def test_who_makes_no_call_is_named_with_the_seconds(scene: Scene, caplog: Log) -> None:
+    scene.member.no_call_seconds = 41.7
+    scene.pass_by(5.0, Condition(Health.HANGING, 41.7, 0.1))
+    scene.pass_by(20.0, LIVE)
+
+    assert caplog.messages == ["worker makes no call", "worker is slow no longer"]
+    assert caplog.records[0].__dict__["no_call_seconds"] == 41.7

@@ -72,6 +72,13 @@ class Faults:
         if victims:
             self.rng.choice(victims).awake_at = self.now + self.rng.choice([1.0, 4.0, 15.0])
 
+    def hang_worker(self) -> None:
+        """A worker's script makes no call for a while; its heartbeats go on."""
+        victims = [worker for worker in self.workers if worker.alive and not worker.done and worker.worker]
+        if victims:
+            victim = self.rng.choice(victims)
+            victim.hangs_from, victim.hangs_until = self.now, self.now + self.rng.choice([4.0, 30.0])
+
     def drain_worker(self) -> None:
         """A worker is asked to leave, if others are left."""
         victims = [worker for worker in self.workers if worker.alive and not worker.done and worker.used == []]

@@ -9,6 +9,7 @@ from psserver.core.rules import OnLoss
 LEASE = 5.0
 SHRINK = OnLoss()
 HORIZON = 3000.0
+PROGRESS_TIMEOUT = 7.0
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Scenario:
 
     bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started; lag: they may lack the
     newest records when they take over (--shipping async). proven: it is soon known for certain that a worker has died.
+    hangs: scripts that make no call for a while.
     """
 
     seed: int
@@ -41,6 +43,8 @@ class Scenario:
     lag: bool = False
     reshards: int = 0
     proven: bool = False
+    hangs: int = 0
+    progress_timeout: float | None = None
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -65,7 +69,9 @@ class Scenario:
         )  # fmt: skip
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)
-        return replace(scenario, lag=standbys > 0 and rng.random() < 0.5)
+        hangs = random.Random(f"hangs of {seed}").choice([0, 0, 1]) * faults
+        timeout = PROGRESS_TIMEOUT if hangs else None
+        return replace(scenario, lag=standbys > 0 and rng.random() < 0.5, hangs=hangs, progress_timeout=timeout)
 
     def made_reproducible(self, rng: random.Random) -> "Scenario":
         """The same job, with servers and workers that die as they like and always come back."""
@@ -81,7 +87,8 @@ class Scenario:
         same_workers = not (self.drains or self.switches) and (kept or not self.worker_kills)
         if self.lag:
             return False
-        return row.barrier and not row.backup and self.durable and same_workers and (kept or not self.pauses)
+        stays = kept or not self.pauses
+        return row.barrier and not row.backup and self.durable and same_workers and stays and not self.hangs
 
     @property
     def quiet(self) -> "Scenario":

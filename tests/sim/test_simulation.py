@@ -12,6 +12,8 @@ import pytest
 
 from pscommon.core.log import Apply, Cut, Entry
 from psserver.core.policy import policy
+from psserver.core.recorder import HUNG
+from psserver.core.rules import OnLoss
 from tests.sim import mutants
 from tests.sim.scenario import Scenario
 from tests.sim.servers import UNITS, InvariantError, SimShard, part_of
@@ -73,6 +75,7 @@ def test_the_seeds_reach_what_they_should() -> None:
         seen["taken over by one that lags"] += world.takeovers > 0 and world.scenario.lag
         seen["reproduced"] += world.scenario.is_reproducible and world.restarts > 0
         seen["lost"] += any(member.state == "lost" for member in world.coordinator.roster)
+        seen["hung"] += any(HUNG in member.reason for member in world.coordinator.roster)
         seen["taken over in a job that moved"] += world.takeovers > 0 and world.moves > 0
         seen["moved"] += world.moves > 0
         seen["moved among restarts"] += world.moves > 0 and world.restarts > 0
@@ -92,6 +95,7 @@ def test_the_seeds_reach_what_they_should() -> None:
         "proven dead",
     )
     assert min(seen[name] for name in reached) >= 20
+    assert seen["hung"] >= 5
     fewer = ("gone back to a snapshot", "reproduced", "taken over in a job that moved", "taken over by one that lags")
     assert min(seen[name] for name in fewer) >= 5
     assert seen["messages"] > 20_000
@@ -194,3 +198,28 @@ def test_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(SystemExit, match=r"seed 7: .*planted\nreplay: python -m tests.sim.replay 7"):
         run_range(7, 8)
+
+
+@pytest.mark.parametrize("timeout", [None, 7.0])
+@pytest.mark.parametrize("on_loss", [OnLoss(), OnLoss("wait", 500.0)], ids=str)
+@pytest.mark.parametrize("policy_name", ["sync", "ssp"])
+def test_others_go_on_without_a_worker_whose_script_hangs_where_there_is_a_progress_timeout(
+    policy_name: str, on_loss: OnLoss, timeout: float | None
+) -> None:
+    """Its place is not kept: it lives. It comes back as a new worker, and not before its script does."""
+    world = World(replace(quiet(policy_name, 2, 1), batches=12, on_loss=on_loss, progress_timeout=timeout))
+    ended, places = list[bool](), list[int]()
+
+    def hang() -> None:
+        hung = world.workers[1]
+        hung.hangs_from, hung.hangs_until = world.now, 200.0
+
+    def look() -> None:
+        ended.append(all(loop.ended for loop in world.coordinator.ledger.loops.values()))
+        places.append(world.workers[1].begun)
+
+    world.after(2.0, hang)
+    world.after(199.0, look)
+    world.run()
+
+    assert (ended, places) == ([timeout is not None], [1])

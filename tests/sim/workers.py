@@ -17,7 +17,8 @@ RETRY = 0.7
 
 
 class SimWorker:
-    """A worker's process. It may be killed (alive), stopped for a while (awake_at), or asked to leave (draining)."""
+    """A worker's process. It may be killed (alive), stopped for a while (awake_at), or asked to leave (draining); its
+    script may hang for a while (hangs_until, since hangs_from), and its heartbeats go on."""
 
     def __init__(self, world: "World", rank: int, attempt: int = 0) -> None:
         self.world = world
@@ -27,6 +28,7 @@ class SimWorker:
         self.done = False
         self.draining = False
         self.awake_at = 0.0
+        self.hangs_from = self.hangs_until = 0.0
         self.worker = 0
         self.shards = world.layout
         self.asked = self.begun = 0
@@ -44,15 +46,19 @@ class SimWorker:
 
     # ---- time and messages
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Act then, or when this process is woken; never after its death, or after it has begun again."""
+    def later(self, seconds: float, action: Callable[[], None], script: bool = True) -> None:
+        """Act then, or when this process is woken; never after its death, or after it has begun again.
+
+        script: its script acts, which may hang.
+        """
         begun = self.begun
 
         def act() -> None:
             if begun != self.begun:
                 return
-            if self.alive and self.awake_at > self.world.now:
-                self.world.after(self.awake_at - self.world.now, act)
+            awake_at = max(self.awake_at, self.hangs_until if script else 0.0)
+            if self.alive and awake_at > self.world.now:
+                self.world.after(awake_at - self.world.now, act)
             elif self.alive:
                 action()
 
@@ -105,9 +111,10 @@ class SimWorker:
 
     def beat(self) -> None:
         if not self.done:
-            worker = self.worker
-            self.world.send(lambda: self.world.on_beat(self, worker), self.world.shards[0])
-            self.later(1.0, self.beat)
+            worker, now = self.worker, self.world.now
+            no_call = now - self.hangs_from if now < self.hangs_until else 0.0
+            self.world.send(lambda: self.world.on_beat(self, worker, no_call), self.world.shards[0])
+            self.later(1.0, self.beat, script=False)
 
     def fenced(self, worker: int) -> None:
         """A heartbeat was answered so."""

@@ -78,6 +78,7 @@ class World(Faults, Lives):
             (scenario.worker_kills, self.kill_worker),
             (scenario.server_kills, self.kill_server),
             (scenario.pauses, self.pause_worker),
+            (scenario.hangs, self.hang_worker),
             (scenario.drains, self.drain_worker),
             (scenario.switches, self.switch_policy),
             (scenario.standbys, self.attach_standby),
@@ -94,8 +95,9 @@ class World(Faults, Lives):
         scenario = self.scenario
         wanted = 1 if self.rollbacks else scenario.workers  # some may have ended before all went back
         rules = Rules(
-            scenario.policy, wanted, LEASE, Every(steps=scenario.every), scenario.on_loss, bad_gradients="skip"
-        )
+            scenario.policy, wanted, LEASE, Every(steps=scenario.every), scenario.on_loss, bad_gradients="skip",
+            progress_timeout=scenario.progress_timeout,
+        )  # fmt: skip
         return self.coordinator_class(shards, rules, epoch)
 
     def new_recorder(self, epoch: int) -> Recorder:
@@ -192,9 +194,9 @@ class World(Faults, Lives):
             if self.coordinator.cuts.cutting is not None:
                 shard.send_part()
 
-    def on_beat(self, sender: SimWorker, worker: int) -> None:
+    def on_beat(self, sender: SimWorker, worker: int, no_call_seconds: float) -> None:
         try:
-            self.coordinator.member(worker, self.now)
+            self.coordinator.member(worker, self.now).take(no_call_seconds=no_call_seconds)
         except FencedError:
             self.send(lambda: sender.later(0.0, lambda: sender.fenced(worker)), self.shards[0])
 

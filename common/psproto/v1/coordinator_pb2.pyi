@@ -211,6 +211,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     SAMPLES_PER_SECOND_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
+    NO_CALL_SECONDS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     steps: builtins.int
@@ -220,6 +221,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """where the worker is, for people: "compute", "push", "data", "idle" """
     process: builtins.str
     """as in JoinRequest; a server that was started again, or took over, learns it here"""
+    no_call_seconds: builtins.float
+    """since its script last called into this library; 0 while a server has a request of it"""
     def __init__(
         self,
         *,
@@ -230,8 +233,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         samples_per_second: builtins.float = ...,
         phase: builtins.str = ...,
         process: builtins.str = ...,
+        no_call_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "phase", b"phase", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "no_call_seconds", b"no_call_seconds", "phase", b"phase", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "worker", b"worker"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
 

@@ -1,0 +1,124 @@
+"""A worker whose script makes no call is named; with --progress-timeout it is dropped."""
+
+from dataclasses import replace
+
+import pytest
+
+from pscommon.core.errors import FencedError, InvalidRequestError, TooFewWorkersError
+from psserver.config import ServerConfig
+from psserver.core.policy import policy
+from psserver.core.recorder import Command, Recorder
+from psserver.core.roster import HANGING_SECONDS, Roster, State
+from psserver.core.rules import OnLoss, Rules
+from psserver.core.waiting import waiting_for
+from psserver.watch import health
+from tests.psserver.test_coordinator import Job
+
+TIMEOUT = 7.0
+
+
+class Written:
+    """The names and reasons of the commands that a recorder writes."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def write(self, command: Command) -> None:
+        self.lines.append((command.name, str(command.args.get("reason", ""))))
+
+    def rotate(self, coordinator: object) -> None: ...
+
+
+def job_of_two(timeout: float | None = TIMEOUT, on_loss: OnLoss | None = None) -> tuple[Job, Written]:
+    job = Job(workers=2)
+    job.coordinator.go_by(
+        replace(job.coordinator.rules, progress_timeout=timeout, on_loss=on_loss or OnLoss()), job.now
+    )
+    written = Written()
+    job.recorder = Recorder(job.coordinator, written)
+    return job, written
+
+
+def beat(job: Job, *no_call_seconds: float) -> None:
+    """A heartbeat of each worker, and a look at the clock."""
+    for worker, seconds in enumerate(no_call_seconds, start=1):
+        job.coordinator.member(worker, job.now).take(no_call_seconds=seconds)
+    job.recorder.tick(job.now)
+
+
+@pytest.mark.parametrize("mode", ["shrink", "wait"])
+def test_a_worker_that_hangs_for_longer_is_lost_and_its_round_closes(mode: str) -> None:
+    """Where places are kept, its place is not: the worker lives, and comes back as new."""
+    job, written = job_of_two(on_loss=OnLoss(mode, 60.0))  # type: ignore[arg-type]
+    beat(job, 0.0, TIMEOUT)
+    job.push(1, 1)
+    assert job.applied() == []
+
+    beat(job, 0.0, TIMEOUT + 0.5)
+
+    assert job.applied() == [[1]]
+    assert job.coordinator.roster.members[2].state is State.LOST
+    assert written.lines[-1] == ("lose", "--progress-timeout: its script made no call for 7.5 s")
+    with pytest.raises(FencedError, match="its script made no call"):
+        job.coordinator.member(2, job.now)
+
+
+def test_with_abort_it_ends_the_job() -> None:
+    job, _ = job_of_two(on_loss=OnLoss("abort"))
+
+    beat(job, 0.0, TIMEOUT + 0.5)
+
+    assert isinstance(job.coordinator.failure, TooFewWorkersError)
+
+
+def test_without_a_timeout_it_is_named_and_stays() -> None:
+    job, written = job_of_two(timeout=None)
+    job.push(1, 1)
+    beat(job, 0.0, HANGING_SECONDS)
+    assert str(health(job.coordinator, job.now)[2].health) == "live"
+
+    beat(job, 0.0, HANGING_SECONDS + 10)
+
+    assert str(health(job.coordinator, job.now)[2].health) == "hanging"
+    assert str(health(job.coordinator, job.now)[1].health) == "live"
+    assert "whose script has made no call for 40 s" in waiting_for(job.coordinator, job.now)
+    assert [name for name, _ in written.lines if name == "lose"] == []
+
+
+def test_one_that_has_not_registered_may_take_its_time() -> None:
+    """It reads its data, say; no round waits for it."""
+    job, written = job_of_two()
+    worker = job.coordinator.join(job.now, None, "host", 1, "cpu").worker
+
+    job.coordinator.member(worker, job.now).take(no_call_seconds=600.0)
+    job.recorder.tick(job.now)
+
+    assert [name for name, _ in written.lines if name == "lose"] == []
+
+
+def test_a_worker_is_named_no_later_than_it_is_dropped() -> None:
+    roster = Roster(5.0)
+    member = roster.join(0.0, None, "host", 1, "cpu")
+    member.state = State.ACTIVE
+    for timeout, hanging in ((None, False), (4.0, True), (600.0, False)):
+        roster.progress_timeout = timeout
+        member.no_call_seconds = 5.0
+        assert roster.is_hanging(member) is hanging
+
+
+def test_what_a_heartbeat_says_is_no_part_of_the_state() -> None:
+    roster = Roster(5.0)
+    roster.join(0.0, None, "host", 1, "cpu")
+
+    assert "no_call_seconds" not in roster.state()["members"][0]
+
+
+def test_rules_without_it_are_written_as_before() -> None:
+    assert "progress_timeout" not in Rules(policy("sync")).as_json()
+    rules = Rules(policy("sync"), progress_timeout=TIMEOUT)
+    assert Rules.from_json(rules.as_json()) == rules
+
+
+def test_a_timeout_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="--progress-timeout 0"):
+        ServerConfig(progress_timeout=0.0)
