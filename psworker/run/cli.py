@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from psworker.run.messages import Signalled
 from psworker.run.output import Output, outputs
 from psworker.run.watch import Connect, GrpcObserver
 from psworker.script import Script
+from psworker.temporary_folder import make_folder
 
 HIGHEST_PORT = 65535
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -72,7 +72,7 @@ def start(
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     check(settings, script)
     raise_on_ctrl_c()
-    folder = Path(tempfile.mkdtemp(prefix="ps-run-"))
+    folder = make_folder("ps-run-")
     keep = False
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:

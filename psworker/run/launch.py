@@ -10,7 +10,7 @@ from pathlib import Path
 from pscommon.values import host_and_port
 from psworker.run import report
 from psworker.run.display import Display
-from psworker.run.ending import Outcome
+from psworker.run.ending import Outcome, describe
 from psworker.run.messages import (
     Action,
     Bound,
@@ -138,9 +138,14 @@ class Launch:
             log,
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,
-            on_exit=lambda ended, code: self.post(Exited(ended, code, self._successor(ended))),
+            on_exit=self._take_exit,
             spawned=spawned,
         )
+
+    def _take_exit(self, process: Process, code: int) -> None:
+        if code and process.identity and not is_server(process.name):
+            self._watch.report_exit(process.identity, f"its process {describe(code)}")
+        self.post(Exited(process.name, code, self._successor(process.name)))
 
     def _successor(self, name: str) -> str:
         return successor(self._watch.status, name, self._addresses.get(name, "")) if is_server(name) else ""

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from pscommon.process_id import process_id
 from psworker.run import tether
 from psworker.run.log_file import LogFile
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[str, Stream, str], None]
-OnExit = Callable[[str, int], None]
+OnExit = Callable[["Process", int], None]
 
 TAIL_LINES = 20
 LONGEST_LINE = 64 << 10
@@ -66,7 +67,8 @@ class Process:
     """A started process. Its output goes to `log` (bytes as they are) and to `on_line`; `on_exit` is called at last.
 
     Start it from the main thread, as `spawn` says. Both callbacks are called from a thread of this object. `tail` holds
-    the last lines, `traceback` what the script raised. spawned: the process, where it was started ahead.
+    the last lines, `traceback` what the script raised, `identity` the name of the process (`pscommon.process_id`).
+    spawned: the process, where it was started ahead.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Process:
         self._lock = threading.Lock()
         self._swept = False
         self._process = spawned or spawn(command, environment, subprocess.DEVNULL)
+        self.identity = process_id(self._process.pid)  # before anybody waits for it: then the number is not used again
         self._thread = threading.Thread(target=self._follow, name=f"follow-{name}", daemon=True)
         self._thread.start()
 
@@ -138,7 +141,7 @@ class Process:
             for pipe in (self._process.stdout, self._process.stderr):
                 if pipe is not None:
                     pipe.close()
-            self._on_exit(self.name, code)
+            self._on_exit(self, code)
 
     def _read(self, selector: selectors.BaseSelector, log: LogFile) -> None:
         """Until both streams end; those of an ended process whose children hold them open, for a moment more."""

@@ -2,9 +2,14 @@
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 POLL_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
@@ -25,6 +30,9 @@ class Observer(Protocol):
 
     def stop(self) -> None:
         """Asks the servers to end the job. Raises PSError if that does not reach them."""
+
+    def report_exit(self, process: str, reason: str) -> None:
+        """Tells the servers that a worker's process (`pscommon.process_id`) has ended. Raises PSError."""
 
     def close(self) -> None:
         """Gives up the connection."""
@@ -71,13 +79,26 @@ class GrpcObserver:
 
     def stop(self) -> None:
         """See Observer."""
+        from psproto.v1.coordinator_pb2 import StopJobRequest
+
+        with self._coordinator() as coordinator:
+            coordinator.StopJob(StopJobRequest(reason="all workers are done"), timeout=STOP_SECONDS)
+
+    def report_exit(self, process: str, reason: str) -> None:
+        """See Observer."""
+        from psproto.v1.coordinator_pb2 import ReportExitRequest
+
+        with self._coordinator() as coordinator:
+            coordinator.ReportExit(ReportExitRequest(process=process, reason=reason), timeout=CONNECT_SECONDS)
+
+    @contextmanager
+    def _coordinator(self) -> "Iterator[CoordinatorServiceStub]":
         from pscommon.wire.channel import open_channel
         from pscommon.wire.status import translated
-        from psproto.v1.coordinator_pb2 import StopJobRequest
         from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
         with open_channel(self._address) as channel, translated(self._address):
-            CoordinatorServiceStub(channel).StopJob(StopJobRequest(reason="all workers are done"), timeout=STOP_SECONDS)
+            yield CoordinatorServiceStub(channel)
 
     def close(self) -> None:
         """See Observer."""
@@ -119,6 +140,13 @@ class Watch:
     def stop_job(self) -> None:
         """Asks the servers to stop: on_stopped follows, with what went wrong or ""."""
         self._requests.put(self._stop_job)
+
+    def report_exit(self, process: str, reason: str) -> None:
+        """Tells the servers that a worker's process has ended, so that nobody waits for its lease.
+
+        Without an answer the lease decides, or what the servers see themselves.
+        """
+        self._requests.put(partial(self._report_exit, process, reason))
 
     def close(self) -> None:
         """Ends the thread, unless it is stuck in a call: then it ends with the process."""
@@ -178,6 +206,10 @@ class Watch:
 
     def _stop_job(self) -> bool:
         self._on_stopped(self._attempt(lambda: self._need().stop()))
+        return True
+
+    def _report_exit(self, process: str, reason: str) -> bool:
+        self._attempt(lambda: self._need().report_exit(process, reason))
         return True
 
     def _need(self) -> Observer:

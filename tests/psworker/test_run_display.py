@@ -190,6 +190,9 @@ class Observer:
     def stop(self) -> None:
         self._answer("stop")
 
+    def report_exit(self, process: str, reason: str) -> None:
+        raise AssertionError("no process has ended")
+
     def close(self) -> None:
         self.closed = True
 
