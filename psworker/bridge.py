@@ -8,7 +8,7 @@ Thousands of tensors are handled as lists that are made once and passed over in 
 over them would cost more than moving their bytes. Loops stand only where something unusual has been found.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_, is_not
@@ -258,21 +258,38 @@ def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Not by the keys of state_dict(), which a model may rename. Each by its first name that is persistent."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, buffer in _all_persistent(model):
+        found.setdefault(id(buffer), (name, buffer))
+    return dict(found.values())
+
+
+def _all_persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Persistent buffers under each of their names."""
     local = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    found: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name not in local:
-            found.setdefault(id(buffer), (name, buffer))
-    return dict(found.values())
+            yield name, buffer
+
+
+def _aliases(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """Further names of tied tensors, by the first one."""
+    first = {id(tensor): name for name, tensor in tensors.items()}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, tensor in chain(model.named_parameters(remove_duplicate=False), _all_persistent(model)):
+        if (known := first.get(id(tensor))) is not None and known != name:
+            found[known] = (*found.get(known, ()), name)
+    return found
 
 
 def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> ModelSpec:
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     buffers = {id(buffer) for buffer in model.buffers()}
+    aliases = _aliases(model, tensors)
     _check_all_known(optimizer, {id(tensor) for tensor in tensors.values()})
     _refuse_embeddings(model, groups.keys())
     specs = []
@@ -283,7 +300,8 @@ def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torc
         dtype = str(tensor.dtype).removeprefix("torch.")
         if role == "buffer" and dtype not in ITEMSIZE:
             raise InvalidRequestError(f"buffer {name}: the servers keep none of dtype {dtype}; {OWN}")
-        specs.append(TensorSpec(name, tuple(tensor.shape), dtype, role, groups.get(id(tensor), 0)))
+        group, shape = groups.get(id(tensor), 0), tuple(tensor.shape)
+        specs.append(TensorSpec(name, shape, dtype, role, group, aliases.get(name, ())))
     return _checked(tuple(specs), spec_of(optimizer))
 
 

@@ -335,6 +335,14 @@ class Client:
         found: dict[str, Any] = json.loads(answer.status_json)
         return found
 
+    def newest(self) -> tuple[Plan, memoryview]:
+        """All that the job has now, and where what lies; nothing of this client's own changes. The memory is new."""
+        lane = self._connection.lane
+        given: dict[str, Any] = {"lane": lane} if lane.direct else {"servers": lane.addresses}
+        with Client(observe=True, **given) as observer:
+            memory = observer._known_weights().memory
+            return observer.plan, memory
+
     def rejoin(self) -> None:
         """Comes back after a FencedError: a new worker of the same job, with the model that was registered.
 

@@ -1,6 +1,7 @@
 """A training job as a script sees it: its optimizer, its share of the data, its place in time."""
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -183,6 +184,18 @@ class Job:
         """
         if self._optimizer is not None:
             self._optimizer.wait()
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes the job's newest weights to a safetensors file, replaced only when it is whole. For any worker.
+
+        `model.load_state_dict(safetensors.torch.load_file(file))` takes it: it has all names of the state_dict, tied
+        weights and buffers included. This worker's own model does not change.
+
+        Raises InvalidRequestError where no file can be written there, NotSavedError where the disk refuses it.
+        """
+        if self._optimizer is None:
+            raise InvalidRequestError("call job.optimizer first: before it there is no model to save")
+        self._optimizer.save(file)
 
     def report(self, **values: SupportsFloat) -> None:
         """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from itertools import groupby
 from operator import index
+from os import PathLike
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -22,6 +23,7 @@ from psworker.groups import Settings
 from psworker.overlap import Overlap
 from psworker.pipeline import Pipeline
 from psworker.results import PushResult, lost
+from psworker.saving import save
 
 if TYPE_CHECKING:
     from psworker.job import Job
@@ -262,6 +264,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         except FencedError as error:
             self._job.come_back(error)
             self._job.usage.lose(error)
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """As Job.save."""
+        self.wait()
+        save(self._job.client, self._bridge, file)
 
     def drop(self, error: PSError) -> None:
         """The worker has lost its place: what is on its way is lost or lands now."""

@@ -12,6 +12,7 @@ class Exit(IntEnum):
     NO_SNAPSHOT = 12
     AUTHENTICATION = 13
     NON_FINITE = 14
+    NOT_SAVED = 15
     IDLE = 16
     UNREACHABLE = 20
     TOO_FEW_WORKERS = 21
@@ -36,6 +37,11 @@ EXPLANATIONS: dict[Exit, tuple[str, str]] = {
     Exit.NON_FINITE: (
         "a gradient held NaN or Inf",
         "lower the learning rate or clip; the message names the worker and the tensor",
+    ),
+    Exit.NOT_SAVED: (
+        "trained, but not saved",
+        "the message names the disk or the file: free space or repair it, then run again; training continues from "
+        "the newest snapshot there is, or starts over",
     ),
     Exit.IDLE: (
         "the script never connected or never stepped",

@@ -11,6 +11,20 @@ def is_special(path: Path) -> bool:
     return _descriptor(path) is not None or (path.exists() and not path.is_file())
 
 
+def why_no_file(path: Path) -> str:
+    """Why no file can be written there, seen now; empty where one can."""
+    folder = path.resolve().parent
+    if path.is_dir():
+        return "it is a folder"
+    if is_special(path):
+        return "it is no regular file"
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    if not os.access(folder, os.W_OK):
+        return f"the folder {folder} cannot be written to"
+    return ""
+
+
 def write_whole(path: Path, text: str) -> None:
     """Nobody sees half of it, and no file of anybody else is in the way; a link stays one. What is_special is written
     to, where a pipe waits for its reader. Not durable. OSError leaves nothing behind.

@@ -13,7 +13,7 @@ START_OVER = "start over with `--resume never` (snapshots are moved aside), or c
 
 
 def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
-    """Return the job's model with the hyper-parameters of `mine`.
+    """Return the job's model with the hyper-parameters of `mine`, and its aliases, which older releases lack.
 
     None: the two differ in more than hyper-parameters.
     """
@@ -22,7 +22,9 @@ def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
         return None
     if replace(mine, optimizer=job.optimizer).differences(job):
         return None
-    return replace(job, optimizer=mine.optimizer)
+    aliases = {tensor.name: tensor.aliases for tensor in mine.tensors}
+    tensors = tuple(replace(tensor, aliases=aliases[tensor.name]) for tensor in job.tensors)
+    return ModelSpec(tensors, mine.optimizer)
 
 
 def hyper_parameter_changes(before: OptimizerSpec, after: OptimizerSpec) -> str:

@@ -1,11 +1,20 @@
 """The description of a model: what is refused, and how two of them differ."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, TensorSpec, freeze
+from pscommon.core.model import (
+    InvalidModelError,
+    ModelSpec,
+    OptimizerSpec,
+    TensorSpec,
+    freeze,
+    model_from_json,
+    model_to_json,
+)
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.2}))
 TENSORS = (TensorSpec("w", (4, 3), "float32"), TensorSpec("b", (4,), "float32", group=1))
@@ -21,6 +30,9 @@ MODEL = ModelSpec((*TENSORS, TensorSpec("mean", (4,), "float32", "buffer")), SGD
         ({"group": 2}, "group 2 of 2"),
         ({"role": "other"}, "role 'other'"),
         ({"name": "b"}, "'b' is listed twice"),
+        ({"aliases": ("b",)}, "'b' is listed twice"),
+        ({"aliases": ("w",)}, "'w' is listed twice"),
+        ({"aliases": ("v", "v")}, "'v' is listed twice"),
     ],
 )
 def test_what_no_server_can_train_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -36,6 +48,16 @@ def test_a_model_has_tensors() -> None:
 def test_sizes() -> None:
     assert [(t.size, t.nbytes) for t in MODEL.tensors] == [(12, 48), (4, 16), (4, 16)]
     assert (TensorSpec("scalar", (), "bfloat16").nbytes, TensorSpec("none", (3, 0), "float64").nbytes) == (2, 0)
+
+
+def test_aliases_are_no_difference_and_are_encoded_only_where_there_are_some() -> None:
+    tied = replace(MODEL, tensors=(replace(MODEL.tensors[0], aliases=("v",)), *MODEL.tensors[1:]))
+
+    assert tied.differences(MODEL) == []
+    assert tied.fingerprint() == MODEL.fingerprint()
+    assert all("aliases" not in tensor for tensor in model_to_json(MODEL)["tensors"])
+    read = model_from_json(json.loads(json.dumps(model_to_json(tied))))
+    assert [tensor.aliases for tensor in read.tensors] == [("v",), (), ()]
 
 
 def test_the_order_of_tensors_is_not_a_difference() -> None:

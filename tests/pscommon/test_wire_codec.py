@@ -45,7 +45,7 @@ entries = st.one_of(
 
 SPEC = ModelSpec(
     (
-        TensorSpec("w", (3, 4), "float32"),
+        TensorSpec("w", (3, 4), "float32", aliases=("head.w",)),
         TensorSpec("scale", (), "bfloat16", group=1),
         TensorSpec("mean", (0,), "float64", "buffer"),
         TensorSpec("mask", (2,), "bool", "frozen"),
@@ -106,7 +106,9 @@ def test_unknown_entry_is_refused() -> None:
 def test_model_round_trip() -> None:
     message = mo.ModelSpec.FromString(codec.model_to_proto(SPEC).SerializeToString())
 
-    assert codec.model_from_proto(message) == SPEC
+    read = codec.model_from_proto(message)
+    assert read == SPEC
+    assert [tensor.aliases for tensor in read.tensors] == [tensor.aliases for tensor in SPEC.tensors]
 
 
 @pytest.mark.parametrize(

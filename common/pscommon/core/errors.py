@@ -57,6 +57,12 @@ class SnapshotError(PSError):
     exit_code = 12
 
 
+class NotSavedError(PSError):
+    """The final weights could not be written. Free or repair the disk that the message names."""
+
+    exit_code = 15
+
+
 class NonFiniteError(PSError):
     """A gradient holds NaN or Inf, or is far too large. Nothing was changed; the message names the worker."""
 
@@ -130,6 +136,7 @@ REASONS: dict[str, Row] = {
         QuarantinedError, "FAILED_PRECONDITION", False, "too many bad gradients in a row; look at its data and device"
     ),
     "NO_SNAPSHOT": Row(SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"),
+    "NOT_SAVED": Row(NotSavedError, "FAILED_PRECONDITION", False, "the final weights are in no snapshot, log or file"),
     "NON_FINITE": Row(NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"),
     "OUTLIER": Row(NonFiniteError, "FAILED_PRECONDITION", False, "a gradient's norm is above --max-norm"),
     "UNREACHABLE": Row(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),

@@ -30,6 +30,8 @@ class TensorSpec:
     role: "trainable" gets gradients; "buffer" (BatchNorm statistics) travels by value with every push and is averaged
     over the contributors; "frozen" is set once by the first worker and never changes.
     group: index of the optimizer's parameter group; 0 where the role is not trainable.
+    aliases: further names under which the model's state_dict has it (tied weights). They change nothing in training,
+    so two tensors that differ in them alone are equal.
     """
 
     name: str
@@ -37,6 +39,7 @@ class TensorSpec:
     dtype: str
     role: Role = "trainable"
     group: int = 0
+    aliases: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def size(self) -> int:
@@ -82,7 +85,7 @@ class ModelSpec:
         seen: set[str] = set()
         for tensor in self.tensors:
             _check(tensor, seen, len(self.optimizer.groups))
-            seen.add(tensor.name)
+            seen.update((tensor.name, *tensor.aliases))
         if not self.tensors:
             raise InvalidModelError("a model needs at least one tensor")
 
@@ -103,8 +106,9 @@ class ModelSpec:
 
 
 def _check(tensor: TensorSpec, seen: set[str], groups: int) -> None:
-    if tensor.name in seen:
-        raise InvalidModelError(f"tensor {tensor.name!r} is listed twice")
+    names = (tensor.name, *tensor.aliases)
+    if repeated := [name for name in names if name in seen or names.count(name) > 1]:
+        raise InvalidModelError(f"tensor {repeated[0]!r} is listed twice")
     if tensor.dtype not in ITEMSIZE:
         raise InvalidModelError(f"tensor {tensor.name!r}: dtype {tensor.dtype} is not one of {', '.join(ITEMSIZE)}")
     if tensor.role == "trainable" and tensor.dtype not in FLOATING:
@@ -144,10 +148,7 @@ def typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
 def model_to_json(model: ModelSpec) -> dict[str, Any]:
     """JSON-ready; `model_from_json` is the way back."""
     return {
-        "tensors": [
-            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "role": t.role, "group": t.group}
-            for t in model.tensors
-        ],
+        "tensors": [_tensor_to_json(tensor) for tensor in model.tensors],
         "optimizer": {"name": model.optimizer.name, "groups": [dict(group) for group in model.optimizer.groups]},
     }
 
@@ -161,6 +162,12 @@ def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def _tensor_to_json(t: TensorSpec) -> dict[str, Any]:
+    """Aliases only where there are some: models without any read as they always did."""
+    fields = {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "role": t.role, "group": t.group}
+    return fields | ({"aliases": list(t.aliases)} if t.aliases else {})
+
+
 def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
     shape = typed(raw, "shape", list)
     return TensorSpec(
@@ -169,4 +176,5 @@ def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
         typed(raw, "dtype", str),
         cast(Role, typed(raw, "role", str)),
         typed(raw, "group", int),
+        tuple(typed({"alias": alias}, "alias", str) for alias in raw.get("aliases", ())),
     )

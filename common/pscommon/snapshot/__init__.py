@@ -25,10 +25,20 @@ Everything is little-endian. Nothing in here is ever executed. `ps-ctl snapshot 
 of the weights by name.
 """
 
-from pscommon.snapshot.export import export
+from pscommon.snapshot.export import export, tensors_on_tape, write_model
 from pscommon.snapshot.lock import DataDirLock
 from pscommon.snapshot.manifest import Manifest, Part
 from pscommon.snapshot.snapshots import Newest, Snapshots
 from pscommon.snapshot.tape_reader import TapeReader
 
-__all__ = ["DataDirLock", "Manifest", "Newest", "Part", "Snapshots", "TapeReader", "export"]
+__all__ = [
+    "DataDirLock",
+    "Manifest",
+    "Newest",
+    "Part",
+    "Snapshots",
+    "TapeReader",
+    "export",
+    "tensors_on_tape",
+    "write_model",
+]

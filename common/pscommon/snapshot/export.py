@@ -1,12 +1,13 @@
 """One plain file of the trained weights, for anybody's tools."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ITEMSIZE
+from pscommon.core.model import ITEMSIZE, ModelSpec
 from pscommon.core.tape import Plan
 from pscommon.snapshot.files import Files, publish, temporary, writing
 from pscommon.snapshot.snapshots import Snapshots
@@ -20,20 +21,41 @@ def export(snapshots: Snapshots, version: int, path: Path) -> None:
     """Writes the weights of a snapshot, buffers and frozen tensors included, as one safetensors file.
 
     `model.load_state_dict(safetensors.torch.load_file(path))` takes it: names, shapes and dtypes are those that the
-    worker registered. (A tensor that has two names is stored once; `safetensors.torch.load_model` handles that.)
-    Needs as much memory as the weights. Raises SnapshotError; a file at `path` is replaced only by a whole one.
+    worker registered, tied tensors under each of their names. Needs as much memory as the weights. Raises
+    SnapshotError; a file at `path` is replaced only by a whole one.
     """
     manifest = snapshots.manifest(version)
     reader = TapeReader(snapshots, manifest)
     plan = Plan(manifest.model, manifest.shards)
-    tensors = {spec.name: _tensor(reader, plan, index) for index, spec in enumerate(manifest.model.tensors)}
+    write_model(path, manifest.model, [_tensor(reader, plan, index) for index in range(len(manifest.model.tensors))])
+
+
+def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the tensors of a model, in its order, under all their names.
+
+    Raises SnapshotError; a file at `path` is replaced only by a whole one, durably.
+    """
     if path.is_dir():
         raise SnapshotError(f"cannot write {path}: it is a folder")
+    path = path.resolve()  # a link stays one
+    named = {
+        name: tensor for spec, tensor in zip(model.tensors, tensors, strict=True) for name in (spec.name, *spec.aliases)
+    }
     files, folder = Files(), path.parent
     with writing(path), temporary(files, folder, f"export-{os.getpid()}") as temp:
         # "format" is what transformers and its kin look for
-        files.save(temp / path.name, tensors, {"format": "pt"})
+        files.save(temp / path.name, named, {"format": "pt"})
         publish(files, temp / path.name, path)
+
+
+def tensors_on_tape(plan: Plan, tape: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of a tape of plan.nbytes bytes (uint8, CPU), one for each tensor of the model."""
+    return [_view(tape, plan, index) for index in range(len(plan.spec.tensors))]
+
+
+def _view(tape: torch.Tensor, plan: Plan, index: int) -> torch.Tensor:
+    spec, extent = plan.spec.tensors[index], plan.extent(index)
+    return tape[extent.start : extent.stop].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _tensor(reader: TapeReader, plan: Plan, index: int) -> torch.Tensor:

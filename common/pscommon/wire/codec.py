@@ -36,7 +36,9 @@ ROLE_FROM_PROTO: Mapping[int, Role] = {number: role for role, number in ROLE_TO_
 
 def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
     tensors = [
-        mo.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, role=ROLE_TO_PROTO[t.role], group=t.group)
+        mo.TensorSpec(
+            name=t.name, shape=t.shape, dtype=t.dtype, role=ROLE_TO_PROTO[t.role], group=t.group, aliases=t.aliases
+        )
         for t in spec.tensors
     ]
     return mo.ModelSpec(tensors=tensors, optimizer_json=spec.optimizer.as_json())
@@ -58,7 +60,7 @@ def _tensor_from_proto(tensor: mo.TensorSpec) -> TensorSpec:
     role = ROLE_FROM_PROTO.get(tensor.role)
     if role is None:
         raise InvalidRequestError(f"tensor {tensor.name!r}: unknown role {tensor.role}")
-    return TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, role, tensor.group)
+    return TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype, role, tensor.group, tuple(tensor.aliases))
 
 
 def batches_to_proto(batches: Iterable[BatchKey]) -> list[ps.Batch]:

@@ -55,6 +55,7 @@ class TensorSpec(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
     name: builtins.str
     dtype: builtins.str
     """numpy's name of the dtype, or "bfloat16" """
@@ -63,6 +64,10 @@ class TensorSpec(google.protobuf.message.Message):
     """index of the optimizer's parameter group"""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """further names under which the model's state_dict has this tensor (tied weights)"""
+
     def __init__(
         self,
         *,
@@ -71,8 +76,9 @@ class TensorSpec(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         role: global___Role.ValueType = ...,
         group: builtins.int = ...,
+        aliases: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "group", b"group", "name", b"name", "role", b"role", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "group", b"group", "name", b"name", "role", b"role", "shape", b"shape"]) -> None: ...
 
 global___TensorSpec = TensorSpec
 

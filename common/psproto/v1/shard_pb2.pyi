@@ -24,6 +24,7 @@ class ReadShardRequest(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     START_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    CURRENT_FIELD_NUMBER: builtins.int
     job: builtins.str
     epoch: builtins.int
     """of the log entry with which the move began"""
@@ -32,6 +33,8 @@ class ReadShardRequest(google.protobuf.message.Message):
     start: builtins.int
     """bytes of the tape"""
     stop: builtins.int
+    current: builtins.bool
+    """what the shard holds at its newest version; epoch and index are not used"""
     def __init__(
         self,
         *,
@@ -41,8 +44,9 @@ class ReadShardRequest(google.protobuf.message.Message):
         kind: builtins.str = ...,
         start: builtins.int = ...,
         stop: builtins.int = ...,
+        current: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "index", b"index", "job", b"job", "kind", b"kind", "start", b"start", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["current", b"current", "epoch", b"epoch", "index", b"index", "job", b"job", "kind", b"kind", "start", b"start", "stop", b"stop"]) -> None: ...
 
 global___ReadShardRequest = ReadShardRequest
 

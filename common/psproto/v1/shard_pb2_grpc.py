@@ -48,7 +48,7 @@ class ShardServiceServicer(object):
 
     def ReadShard(self, request, context):
         """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-        not there yet, or not any more.
+        not there yet, or not any more. With `current`: what it holds now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

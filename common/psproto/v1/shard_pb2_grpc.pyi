@@ -26,7 +26,7 @@ class ShardServiceStub:
         psproto.v1.shard_pb2.ReadShardResponse,
     ]
     """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-    not there yet, or not any more.
+    not there yet, or not any more. With `current`: what it holds now.
     """
 
 class ShardServiceAsyncStub:
@@ -37,7 +37,7 @@ class ShardServiceAsyncStub:
         psproto.v1.shard_pb2.ReadShardResponse,
     ]
     """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-    not there yet, or not any more.
+    not there yet, or not any more. With `current`: what it holds now.
     """
 
 class ShardServiceServicer(metaclass=abc.ABCMeta):
@@ -50,7 +50,7 @@ class ShardServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.shard_pb2.ReadShardResponse], collections.abc.AsyncIterator[psproto.v1.shard_pb2.ReadShardResponse]]:
         """While the model moves to another number of shards: what this one held before. NOT_READY where it is
-        not there yet, or not any more.
+        not there yet, or not any more. With `current`: what it holds now.
         """
 
 def add_ShardServiceServicer_to_server(servicer: ShardServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
