@@ -100,7 +100,7 @@ def test_a_place_where_no_file_can_be_is_named(cluster: Make, tmp_path: Path, pl
         with pytest.raises(InvalidRequestError, match=r"call job\.optimizer first"):
             job.save(tmp_path / "model.safetensors")
         trained(job, 1)
-        with pytest.raises(InvalidRequestError, match="it is a folder|does not exist"):
+        with pytest.raises(InvalidRequestError, match=r"it is a folder|does not exist"):
             job.save(tmp_path / place)
 
 
