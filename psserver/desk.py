@@ -74,6 +74,10 @@ class Desk:
             before = coordinator.log.index
             try:
                 return action(self._recorder, time.monotonic())
+            except MemoryError as error:  # what it has done is not written down: nobody may learn of it
+                before = coordinator.log.index
+                self._broken(error)
+                raise
             finally:
                 entries = coordinator.entries_after(before)
                 afterwards.callback(self._carry_out, coordinator, coordinator.epoch, entries)

@@ -16,7 +16,7 @@ from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
-from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.recorder import Command, Recorder
 from psserver.core.roster import GENERATION
 from psserver.core.rules import Rules
 from psserver.desk import Desk
@@ -366,7 +366,7 @@ class Epochs:
                 if recorder is None:
                     recorder = self._from_base(note, manifest)
                 elif isinstance(note, Command):
-                    replay(recorder.coordinator, [note])
+                    JobJournal.replay(recorder.coordinator, note)
                 else:
                     check_goes_on(note, recorder.coordinator)
         except (LogDamagedError, OSError, KeyError, ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 from pscommon.core.errors import InvalidRequestError
 from pscommon.snapshot import Manifest
 from psserver.core.coordinator import Coordinator
-from psserver.core.recorder import Command
+from psserver.core.recorder import Command, replay
 from psserver.records import Records
 from psserver.replica import LogUnfitError
 
@@ -52,6 +52,11 @@ class JobJournal:
         for record in self._log.since(version):
             raw = json.loads(record.header)
             yield raw if record.kind == Kind.BASE else Command.from_json(raw)
+
+    @staticmethod
+    def replay(coordinator: Coordinator, command: Command) -> None:
+        """Carry out a recorded command; an unexpected error of it is logged, and replayed as it happened."""
+        replay(coordinator, [command], _log_failed_command)
 
     def retire(self, version: int) -> None:
         """There is a snapshot of this version."""
@@ -108,3 +113,8 @@ def check_goes_on(note: Mapping[str, Any], coordinator: Coordinator) -> None:
     state = json.loads(json.dumps(coordinator.state()))
     if differing := [key for key in state if note.get(key) != state[key]]:
         raise LogUnfitError(f"commands before version {note.get('version')} are missing: {', '.join(differing)}")
+
+
+def _log_failed_command(command: Command, error: Exception) -> None:
+    extra = {"command": command.name, "problem": repr(error)}
+    log.warning("a recorded command fails as it did before; going on after it", extra=extra)

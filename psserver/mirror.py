@@ -11,8 +11,9 @@ from pscommon.snapshot import Manifest
 from pscommon.team import Team
 from psserver.config import ServerConfig
 from psserver.core.coordinator import Coordinator
-from psserver.core.recorder import Command, replay
+from psserver.core.recorder import Command
 from psserver.core.tenure import Tenure
+from psserver.job_journal import JobJournal
 from psserver.job_journal import Kind as JobKind
 from psserver.records import Source
 from psserver.replica import Replica
@@ -74,7 +75,7 @@ class Mirror:
             model = model_from_json(values["model"]) if values["model"] else None
             self.coordinator.become(values, model, 0.0)
         elif self.coordinator is not None:
-            replay(self.coordinator, [Command.from_json(values)])
+            JobJournal.replay(self.coordinator, Command.from_json(values))
 
     def _compare(self, version: int, checksum: int) -> None:
         mine = self.checksum()

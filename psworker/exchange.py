@@ -7,6 +7,7 @@ from pscommon.core.errors import (
     REASONS,
     FencedError,
     InFlightError,
+    InvalidRequestError,
     MismatchError,
     PSError,
     UnreachableError,
@@ -18,6 +19,9 @@ from psworker.calls import Answer, Cancellation, Receiver
 from psworker.lane import Lane
 from psworker.patience import Limits, Patience
 from psworker.results import PushResult, Status
+
+REFUSALS = (FencedError, MismatchError, InvalidRequestError)
+"""Errors that a rejected push is raised as."""
 
 SLICE_SECONDS = 5.0
 """How long a server may hold a call before it says whom it waits for."""
@@ -194,7 +198,8 @@ def in_turn(exchanges: Sequence[ShardExchange]) -> None:
 def combined(parts: Sequence[ShardExchange]) -> PushResult:
     """One result of all shards. They follow one log and so decide alike, but one may have forgotten the reason.
 
-    FencedError or MismatchError where the push was rejected because this worker or job is not the job's.
+    FencedError or MismatchError where the push was rejected because this worker or job is not the job's;
+    InvalidRequestError where it cannot be a push of this job.
     """
     unfit = next((part for part in parts if part.status in ("rejected", "stale")), None)
     if unfit is not None and unfit.status == "rejected":
@@ -211,5 +216,5 @@ def combined(parts: Sequence[ShardExchange]) -> PushResult:
 
 def _raise_if_out(part: ShardExchange) -> None:
     reason = part.result.reason
-    if reason in REASONS and issubclass(REASONS[reason].error, (FencedError, MismatchError)):
+    if reason in REASONS and issubclass(REASONS[reason].error, REFUSALS):
         raise error_for(reason, part.result.detail or reason)

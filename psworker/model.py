@@ -249,6 +249,9 @@ class SharedModel:
         header.base = base
         try:
             result = self._exchange(move, header, repeats)
+        except InvalidRequestError:  # a server has refused it, so it can never count
+            pushes.close()
+            raise
         except BaseException as error:
             pushes.fail(digest_of(move, content))
             if isinstance(error, QuarantinedError):

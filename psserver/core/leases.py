@@ -25,6 +25,10 @@ class Leases:
         """A worker's numbers, in the order in which they were dealt."""
         return [number for number, holder in self._holders.items() if holder == worker]
 
+    def holds(self, worker: int, number: int) -> bool:
+        """Is this number the worker's?"""
+        return self._holders.get(number) == worker
+
     def items(self) -> list[tuple[int, int]]:
         """Numbers and who holds them, in the order in which they were dealt."""
         return list(self._holders.items())
@@ -58,7 +62,7 @@ class Leases:
 
     def end(self, worker: int, number: int) -> bool:
         """The number is nobody's any more. False: it was not this worker's."""
-        if self._holders.get(number) != worker:
+        if not self.holds(worker, number):
             return False
         del self._holders[number]
         if number in self.ready(worker):

@@ -157,8 +157,9 @@ class LoopLedger(ABC):
             self._free(number)
 
     def _held(self, worker: int, numbers: Iterable[int] | None) -> list[int]:
-        held = self._leases.held(worker)
-        return held if numbers is None else sorted(set(held) & set(numbers))
+        if numbers is None:
+            return self._leases.held(worker)
+        return sorted({number for number in numbers if self._leases.holds(worker, number)})
 
     def lose(self, worker: int) -> None:
         """The worker is out of the job: what it holds is free again."""

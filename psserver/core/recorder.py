@@ -7,6 +7,10 @@ status, and the question whose lease has ended - the answer to that is a request
 request for data that is asked again and still has no answer, if it has changed nothing.
 
 A snapshot's Cut is the last thing in a stretch of requests; the next stretch begins with the state at the cut.
+
+Requests that no correct process sends are refused before they become commands (core/request_checks.py). A command that
+raises an unexpected error all the same is recorded with what it has changed so far. The error depends on nothing but
+the command and the state, so a replay and a standby meet it at the same place, and go on from the same state.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +27,7 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.cuts import PartReport
 from psserver.core.pending import staged_from_json, staged_to_json
 from psserver.core.policy import policy
+from psserver.core.request_checks import check_request, unfit_pushes
 from psserver.core.roster import Member
 from psserver.core.rules import Rules
 
@@ -91,7 +96,10 @@ class Recorder:
         """The answer of the coordinator; whatever is raised, the command is written.
 
         But not where a worker that waits for data has asked once more, for nothing: it asks several times a second.
+        And not where check_request refuses it, which changes nothing. MemoryError depends on more than the command, so
+        it is not written either: the caller has to end this process.
         """
+        check_request(self.coordinator, name, args)
         command, idle = Command(name, now, args), False
         asks = partial(self.coordinator.waits, args["worker"], args["spec"]) if name == "next_batches" else None
         before = asks() if asks else None
@@ -99,6 +107,9 @@ class Recorder:
             answer = perform(self.coordinator, command)
             idle = answer is None and asks is not None and before is not None and asks() == before
             return answer
+        except MemoryError:
+            idle = True
+            raise
         finally:
             if not idle:
                 self.journal.write(command)
@@ -111,6 +122,8 @@ class Recorder:
         if self.coordinator.has_moved(report):
             self.do("moved", now, shard=report.shard)
             self._end_move(now)
+        for key, problem in unfit_pushes(self.coordinator, report):
+            self.do("refuse_push", now, worker=key.worker, seq=key.seq, problem=problem)
         if self.coordinator.has_news(report):
             self.do("report", now, report=report)
         else:
@@ -195,15 +208,28 @@ class Recorder:
         self.do("recovered", now, generation=generation, **({"resumes": True} if resumes else {}))
 
 
-def replay(coordinator: Coordinator, commands: Iterable[Command]) -> int:
-    """Do everything again; returns how many commands there were."""
+def replay(
+    coordinator: Coordinator, commands: Iterable[Command], failed: Callable[[Command, Exception], None] | None = None
+) -> int:
+    """Do everything again; returns how many commands there were.
+
+    failed: told of each command that raised an unexpected error, as it did when it was recorded. Raises ValueError for
+    a command that this release does not know.
+    """
     count = 0
     for command in commands:
+        if command.name not in _PERFORM:
+            raise ValueError(f"this release does not know the command {command.name!r}")
         count += 1
         try:
             perform(coordinator, command)
         except PSError:
             continue  # it failed the first time, too
+        except MemoryError:
+            raise
+        except Exception as error:
+            if failed is not None:
+                failed(command, error)
     return count
 
 
@@ -225,7 +251,7 @@ _PERFORM: Mapping[str, Action] = {
         for name in (
             "join", "register", "leave", "drain", "missing", "back", "lose", "next_batches", "return_batches",
             "report_metrics", "report", "follows", "advance", "cut", "recovered",
-            "reshard", "moved", "settle", "reborn",
+            "reshard", "moved", "settle", "reborn", "refuse_push",
         )
     },
     "go_by": lambda c, now, args: c.go_by(Rules.from_json(args["rules"]), now),

@@ -57,6 +57,8 @@ class Stream(LoopLedger):
 
         What was dealt behind the end is nobody's any more.
         """
+        if not self.spec.laps:
+            return  # a loop over no epochs has no batches
         lap, total = self.spec.lap(number), self.spec.place(number) + (count > 0)
         pool = self._begun.get(lap)
         if pool is None or (pool.total is not None and pool.total <= total):

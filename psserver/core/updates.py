@@ -80,6 +80,17 @@ class Updates:
         decided = member is not None and member.alive and staged.key.seq <= member.seq and self.begun
         return not decided and not self.pending.holds(shard, staged.key)
 
+    def is_undecided(self, key: PushKey) -> bool:
+        """Return whether this is a push of a member that nothing has been decided on."""
+        member = self.roster.members.get(key.worker)
+        return member is not None and member.alive and key.seq > member.seq
+
+    def refuse_push(self, worker: int, seq: int, problem: str, now: float) -> None:
+        """Reject a push that cannot be one of this job. Its batches stay leased: its worker may return them."""
+        if self.is_undecided(key := PushKey(worker, seq)):
+            self._reject(key, "INVALID_REQUEST", f"push {seq} of worker {worker} refused: {problem}")
+            self.advance(now)
+
     def shard_lost(self, shard: int) -> None:
         """A shard's process is new and holds nothing. Once there are weights, all go back to a snapshot instead."""
         self.pending.shard_lost(shard)
@@ -181,6 +192,8 @@ class Updates:
         pushes = [self.pending.ready[key] for key in keys]
         contributions = tuple(Contribution(p.key, p.samples, p.base, self._scale(p.key)) for p in pushes)
         self.log.append(Apply(self.log.next, self.version, contributions))
+        for push in pushes:  # decided, whatever the counting below leads to: nothing may apply them again
+            self._forget(push.key)
         for push, contribution in zip(pushes, contributions, strict=True):
             self._count(push, bad=contribution.scale < 1.0 or bool(push.mended), now=now)
         self._reject_unfit(now)
@@ -199,7 +212,6 @@ class Updates:
         self.samples += push.samples
         self.counts["applied"] += 1
         self.ledger.commit(push.key.worker, push.batches)
-        self._forget(push.key)
         self._judge(member, bad, "its gradients had to be clipped", now)
         self.end_loops()
 

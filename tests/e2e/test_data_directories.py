@@ -13,6 +13,8 @@ from tests.e2e.workers import digest, status
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "data_directories"
 
+NAMES = ("sync-adam-1", "sync-momentum-2", "async-clip-2", "failed-command-1")
+
 Make = Callable[..., Cluster]
 
 
@@ -39,14 +41,14 @@ def restored(cluster: Make, name: str, folder: Path) -> dict[str, Any]:
     return {**{key: settings[key] for key in ("shards", "settings")}, **kept, "weights_sha256": weights, "data": data}
 
 
-@pytest.mark.parametrize("name", ["sync-adam-1", "sync-momentum-2", "async-clip-2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_data_directory_of_an_earlier_release_replays_to_the_same_weights(
     cluster: Make, tmp_path: Path, name: str
 ) -> None:
     assert restored(cluster, name, tmp_path) == expected(name)
 
 
-@pytest.mark.parametrize("name", ["sync-adam-1", "sync-momentum-2", "async-clip-2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_data_directory_replays_again_after_a_crash_of_the_new_servers(
     cluster: Make, tmp_path: Path, name: str
 ) -> None:

@@ -1,10 +1,15 @@
 """What happens to workers of the simulated world, and what people do to it."""
 
+import json
 import random
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
+from pscommon.core.errors import InvalidRequestError, PSError
 from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Recorder
+from tests.sim import absurd
 from tests.sim.scenario import Scenario
 from tests.sim.servers import check
 from tests.sim.workers import SimWorker
@@ -84,6 +89,42 @@ class Faults:
         victims = [worker for worker in self.workers if worker.alive and not worker.done and worker.used == []]
         if len(victims) > 1 and self.coordinator.started:
             self.rng.choice(victims).draining = True
+
+    def send_absurd_requests(self) -> None:
+        """A process that is no correct worker joins and sends what it should not, or what raises a planted error.
+
+        What is refused changes nothing. Its numbers are its own, so what it may ask for harms nobody but itself.
+        """
+        if 0 in self.down:
+            return
+        rng, coordinator = random.Random(self.rng.random()), self.coordinator
+        worker = self.recorder.do("join", self.now, rank=None, host="h", pid=1, device="cpu").worker
+        for _ in range(5):
+            name, args = absurd.request(rng, [worker, 0, 2**64 - 1])
+            if name in absurd.OF_OPERATORS or (name == "next_batches" and args["spec"].loop == 0):
+                continue  # the loop of the others is what its first worker says that it is
+            before = json.dumps(coordinator.state())
+            try:
+                self.recorder.do(name, self.now, **args)
+            except InvalidRequestError:
+                check(json.dumps(coordinator.state()) == before, "a refused {} changed something", name)
+            except PSError:
+                continue
+        with suppress(ZeroDivisionError, PSError):
+            self.recorder.do("report_metrics", self.now, worker=worker, metrics={absurd.FAULT: 1.0})
+        self.push_unfit(rng, worker)
+        self.recorder.do("leave", self.now, worker=worker, reason="it was absurd")
+        self.flush()
+
+    def push_unfit(self, rng: random.Random, worker: int) -> None:
+        """Every shard reports a push of it that must not count."""
+        before, push = self.coordinator.version, absurd.unfit_push(self.coordinator, rng, worker)
+        for shard in self.shards[: self.coordinator.shards]:
+            self.recorder.report(replace(shard.machine.report(), staged=(push,)), self.now)
+        check(self.coordinator.version == before, "{} was applied", push)
+        here = {shard.machine.epoch for shard in self.shards} == {self.coordinator.epoch}
+        if here and self.all_ready and self.coordinator.move is None:
+            check(not self.coordinator.is_undecided(push.key), "{} was not refused", push)
 
     def switch_policy(self) -> None:
         if 0 not in self.down:

@@ -1,21 +1,25 @@
 """Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation proves nothing."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psserver.core.recorder as recorder_module
 import psserver.core.updates as updates_module
-from pscommon.core.log import Apply, Entry, PushKey, Reshard, Staged
+import tests.sim.servers as servers_module
+from pscommon.core.errors import PSError
+from pscommon.core.log import Apply, Entry, PushKey, Report, Reshard, Staged
 from pscommon.core.model import ModelSpec
 from psserver.core.batch_ledger import Loop
 from psserver.core.coordinator import Coordinator
 from psserver.core.ledger import Ledger
 from psserver.core.pending import Pending
 from psserver.core.policy import Policy, choose
-from psserver.core.recorder import NO_DEATHS, Command, Recorder
+from psserver.core.recorder import NO_DEATHS, Command, Recorder, perform
 from psserver.core.roster import Member, Roster
 from psserver.core.shard import Outcome, Shard
+from tests.sim.absurd import FAULT
 from tests.sim.disks import JobJournal
 from tests.sim.servers import SimShard
 
@@ -196,9 +200,9 @@ class TrustsTheReborn(Coordinator):
 RECOVERED = Recorder.recovered
 
 
-def keeps_everybody(recorder: Recorder, now: float, generation: int, whole: bool = True) -> None:
+def keeps_everybody(recorder: Recorder, now: float, generation: int, whole: bool = True, resumes: bool = False) -> None:
     """Lets workers go on where they stand, though who took over may lack what they were told."""
-    RECOVERED(recorder, now, generation)
+    RECOVERED(recorder, now, generation, resumes=resumes)
 
 
 TICK = Recorder.tick
@@ -218,6 +222,31 @@ def believes_late_messages(roster: Roster, now: float) -> list[Member]:
     return [member for member in roster.here() if now - member.heard_at > roster.lease]
 
 
+def replay_until_an_error(coordinator: Coordinator, commands: Iterable[Command]) -> int:
+    """Stops where a recorded command raises an unexpected error."""
+    for count, command in enumerate(commands):
+        try:
+            perform(coordinator, command)
+        except PSError:
+            continue
+        except ZeroDivisionError:
+            return count
+    return -1
+
+
+class ForgetsFailedCommands(JobJournal):
+    """Does not write down a command that raised an unexpected error."""
+
+    def write(self, command: Command) -> None:
+        if FAULT not in command.args.get("metrics", ()):
+            super().write(command)
+
+
+def no_unfit_pushes(coordinator: Coordinator, report: Report) -> list[tuple[PushKey, str]]:
+    """Lets every push be applied."""
+    return []
+
+
 CLASSES: dict[str, dict[str, type]] = {
     "sum in arrival order": {"shard_class": SumsInArrivalOrder},
     "no duplicate check": {"machine_class": ShardForgets, "coordinator_class": NoDuplicateCheck},
@@ -225,6 +254,7 @@ CLASSES: dict[str, dict[str, type]] = {
     "a push reported before it is written": {"shard_class": ReportsBeforeWriting},
     "outcomes forgotten over a restart": {"shard_class": ForgetsOutcomes},
     "commands that are not written": {"journal_class": ForgetsCommands},
+    "a command that failed is not written": {"journal_class": ForgetsFailedCommands},
     "a standby without the newest entries": {"coordinator_class": ForgetsEntries},
     "a standby that knows of no cut": {"coordinator_class": ForgetsTheCut},
     "batches of a lost worker are lost": {"coordinator_class": LosesBatchesOfTheDead},
@@ -243,6 +273,8 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "a push counted on one shard only": (updates_module, "Pending", ReadyOnOneShard),
     "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
     "a dead worker is believed to live": (Roster, "expired", believes_late_messages),
+    "a replay ends at a command that failed": (servers_module, "replay", replay_until_an_error),
+    "an unfit push is not refused": (recorder_module, "unfit_pushes", no_unfit_pushes),
     "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),
     "a batch counts when it is handed out": (Ledger.open.__globals__, "Loop", CommitsWhenHandedOut),
 }

@@ -18,7 +18,7 @@ class Scenario:
 
     bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started; lag: they may lack the
     newest records when they take over (--shipping async). proven: it is soon known for certain that a worker has died.
-    hangs: scripts that make no call for a while.
+    hangs: scripts that make no call for a while. absurd: processes that send absurd requests.
     """
 
     seed: int
@@ -45,6 +45,7 @@ class Scenario:
     proven: bool = False
     hangs: int = 0
     progress_timeout: float | None = None
+    absurd: int = 0
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -66,6 +67,7 @@ class Scenario:
             switches=rng.choice([0, 0, 0, 1]) * durable, bad=rng.choice([0, 0, 3]) * durable,
             standbys=standbys,
             reshards=rng.choice([0, 0, 1, 2]), proven=random.Random(seed * 31 + 7).random() < 0.5,
+            absurd=2 * (seed % 5 == 1),
         )  # fmt: skip
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)

@@ -22,6 +22,7 @@ from psserver.core.rules import Rules
 from psserver.core.shard import NO_LOG, Outcome, Shard
 from psserver.core.waiting import waiting_for
 from tests.sim import verdict
+from tests.sim.absurd import Faulty
 from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.faults import Faults
 from tests.sim.lives import Lives
@@ -42,7 +43,7 @@ class World(Faults, Lives):
     """The cluster, its clock and its network."""
 
     scenario: Scenario
-    coordinator_class: type[Coordinator] = Coordinator
+    coordinator_class: type[Coordinator] = Faulty
     shard_class: type[SimShard] = SimShard
     machine_class: type[Shard] = Shard
     journal_class: type[JobJournal] = JobJournal
@@ -83,6 +84,7 @@ class World(Faults, Lives):
             (scenario.switches, self.switch_policy),
             (scenario.standbys, self.attach_standby),
             (scenario.reshards, self.reshard),
+            (scenario.absurd, self.send_absurd_requests),
         ]
         for count, fault in faults:
             for _ in range(count):

@@ -109,6 +109,7 @@ class Row(NamedTuple):
 REASONS: dict[str, Row] = {
     "INTERNAL": Row(PSError, "INTERNAL", False, "a bug of this system; please report the log"),
     "INVALID_REQUEST": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the call does not fit the job"),
+    "OUT_OF_RANGE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "a number or size is outside its bounds"),
     "UNKNOWN_TENSOR": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the model has no such tensor"),
     "WRONG_SHAPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "another shape than registered"),
     "WRONG_DTYPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "another dtype than registered"),

@@ -1,0 +1,145 @@
+"""Checks of requests before they become commands of the coordinator.
+
+What is refused here changes nothing and is not recorded, so a replay never sees it. The machine itself
+does not call these checks: commands that an earlier release recorded are carried out as they were.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pscommon.core import limits
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log import BatchKey, PushKey, Report, Staged
+from pscommon.core.loop import LoopSpec
+from pscommon.core.stream import Spec, StreamSpec
+from psserver.core.coordinator import Coordinator
+from psserver.core.policy import policy
+
+Check = Callable[[Coordinator, Mapping[str, Any]], None]
+
+
+def check_request(coordinator: Coordinator, name: str, args: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for arguments that no correct worker sends."""
+    if (check := _CHECKS.get(name)) is not None:
+        check(coordinator, args)
+
+
+def unfit_pushes(coordinator: Coordinator, report: Report) -> list[tuple[PushKey, str]]:
+    """Return the reported pushes of members that must not be applied, each with the reason."""
+    if report.epoch != coordinator.epoch or coordinator.move is not None:
+        return []
+    return [
+        (staged.key, problem)
+        for staged in report.staged
+        if staged.key.seq > 0
+        and coordinator.is_undecided(staged.key)
+        and (problem := push_problem(coordinator, staged))
+    ]
+
+
+def push_problem(coordinator: Coordinator, staged: Staged) -> str:
+    """Return why a push cannot be one of this job, or an empty string."""
+    if staged.base > coordinator.version:
+        return f"its base version {staged.base} is above the job's version {coordinator.version}"
+    if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
+        return f"it stands for {staged.samples} samples, above {limits.MAX_SAMPLES_PER_PUSH}"
+    return batches_problem(coordinator, staged.batches)
+
+
+def batches_problem(coordinator: Coordinator, batches: Sequence[BatchKey]) -> str:
+    """Return why batches of a push or of a return cannot be the job's, or an empty string."""
+    if len(batches) > limits.MAX_BATCHES_PER_PUSH:
+        return f"it names {len(batches)} batches, above {limits.MAX_BATCHES_PER_PUSH}"
+    loops = coordinator.ledger.loops
+    known = ((loops[batch.loop].spec, batch) for batch in batches if batch.loop in loops)
+    return next((problem for spec, batch in known if (problem := _batch_problem(spec, batch))), "")
+
+
+def _batch_problem(spec: Spec, batch: BatchKey) -> str:
+    name = f"batch {batch.number} of loop {batch.loop}"
+    if isinstance(spec, LoopSpec):
+        return "" if 0 <= batch.number < spec.total else f"{name} does not exist: the loop has {spec.total} batches"
+    if spec.laps == 0 or not 0 <= batch.number <= limits.MAX_BATCH_NUMBER:
+        return f"{name} does not exist: the loop has {spec.epochs} epochs over {spec.sources} sources"
+    if not 0 <= batch.count <= spec.batch_size:
+        return f"{name} has {batch.count} samples, above the loop's batch_size {spec.batch_size}"
+    return ""
+
+
+def loop_problem(spec: Spec) -> str:
+    """Return why no ledger can deal the batches of this loop, or an empty string."""
+    if isinstance(spec, StreamSpec):
+        if spec.laps > limits.MAX_LAPS:
+            return f"{spec.sources} sources x {spec.epochs} epochs are above {limits.MAX_LAPS}"
+        return ""
+    if spec.total > limits.MAX_BATCH_NUMBER:
+        return f"{spec.epochs} epochs of {spec.batches_in_epoch} batches are above {limits.MAX_BATCH_NUMBER}"
+    return ""
+
+
+def _join(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
+    rank = args["rank"]
+    if rank is not None and not 0 <= rank <= limits.MAX_RANK:
+        _refuse("join", f"rank {rank} is not between 0 and {limits.MAX_RANK}", "set PS_WORKER_RANK to a smaller number")
+    if not 0 <= args.get("attempt", 0) <= limits.MAX_ATTEMPT:
+        _refuse("join", f"attempt {args['attempt']} is above {limits.MAX_ATTEMPT}", "unset PS_WORKER_ATTEMPT")
+    _check_names("join", (args["host"], args["device"]))
+
+
+def _next_batches(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
+    spec, count, global_batch = args["spec"], args["count"], coordinator.rules.global_batch
+    if not 1 <= count <= limits.MAX_BATCHES_PER_REQUEST:
+        least = f"is not between 1 and {limits.MAX_BATCHES_PER_REQUEST}"
+        _refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
+    if args["received"] < 0:
+        _refuse("data", f"{args['received']} batches cannot have been received", "send 0 or more")
+    if problem := loop_problem(spec):
+        _refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
+    if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
+        units = f"--global-batch {global_batch} takes {global_batch // spec.batch_size} batches of {spec.batch_size}"
+        _refuse(f"data of loop {spec.loop}", f"{units}, above {limits.MAX_BATCHES_PER_PUSH}", "a larger batch_size")
+
+
+def _return_batches(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
+    if problem := batches_problem(coordinator, args["batches"]):
+        _refuse("returning batches", problem, "return only batches that were received")
+
+
+def _report_metrics(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
+    names = args["metrics"].keys()
+    _check_names("report", names)
+    if len(coordinator.metrics.keys() | names) > limits.MAX_METRICS:
+        _refuse("report", f"the job has more than {limits.MAX_METRICS} names of values", "reuse names")
+
+
+def _set_policy(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
+    try:
+        policy(*args["row"])
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _reshard(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
+    if not 1 <= args["shards"] <= limits.MAX_SHARDS:
+        _refuse("reshard", f"{args['shards']} is not between 1 and {limits.MAX_SHARDS}", "fewer servers")
+
+
+def _check_names(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        if len(name) > limits.MAX_NAME_CHARACTERS:
+            text = f"{name[:20]!r}... has {len(name)} characters, above {limits.MAX_NAME_CHARACTERS}"
+            _refuse(what, text, "a shorter name")
+
+
+def _refuse(what: str, why: str, how: str) -> None:
+    raise InvalidRequestError(f"{what} refused: {why}. Try: {how}.", "OUT_OF_RANGE")
+
+
+_CHECKS: Mapping[str, Check] = {
+    "join": _join,
+    "next_batches": _next_batches,
+    "return_batches": _return_batches,
+    "report_metrics": _report_metrics,
+    "set_policy": _set_policy,
+    "reshard": _reshard,
+}

@@ -1,0 +1,266 @@
+"""Absurd requests between honest ones: refused, and the job goes on the same live, after a restart and on a standby."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscommon.core.errors import FencedError, InvalidRequestError, PSError
+from pscommon.core.log import Apply, BatchKey, PushKey, Reject, Report, Staged
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.stream import StreamSpec
+from psserver.core.coordinator import Coordinator
+from psserver.core.policy import Policy, policy
+from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.rules import Rules
+from tests.sim import absurd
+
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+LOOP = LoopSpec(0, size=9, batch_size=1, epochs=3)
+STREAM = StreamSpec(1, sources=2, batch_size=3, epochs=2)
+ROWS = (policy("sync"), policy("async"), policy("ssp", 1), policy("async", max_staleness=2))
+
+
+class Book:
+    """A journal in memory: what a restart and a standby read."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, command: Command) -> None:
+        self.lines.append(json.dumps(command.as_json()))
+
+    def rotate(self, coordinator: Coordinator) -> None:
+        """One segment is enough here."""
+
+    @property
+    def commands(self) -> list[Command]:
+        return [Command.from_json(json.loads(line)) for line in self.lines]
+
+
+class Job:
+    """A coordinator of two shards whose commands are recorded. Honest workers take turns."""
+
+    def __init__(self, row: Policy, workers: int = 2, kind: type[Coordinator] = Coordinator, **rules: Any) -> None:
+        self.rules, self.kind = Rules(row, workers, **{"bad_gradients": "skip", **rules}), kind
+        self.book, self.now = Book(), 0.0
+        self.recorder = Recorder(self.made(), self.book)
+        self.seqs: dict[int, int] = {}
+        self.received: dict[tuple[int, int], int] = {}
+        self.workers = [self.join() for _ in range(workers)]
+
+    def made(self) -> Coordinator:
+        return self.kind(2, self.rules, 0, epoch=5)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.recorder.coordinator
+
+    def join(self) -> int:
+        worker: int = self.recorder.do("join", self.now, rank=None, host="h", pid=1, device="cpu").worker
+        if self.recorder.do("register", self.now, worker=worker, spec=MODEL) == "upload":
+            self.report(Staged(PushKey(worker, 0), 1, 0))
+            self.recorder.do("register", self.now, worker=worker, spec=MODEL)
+        self.seqs[worker] = 0
+        return worker
+
+    def report(self, *staged: Staged) -> None:
+        for shard in range(2):
+            self.recorder.report(Report(shard, 5, self.coordinator.log.index, staged), self.now)
+
+    def step(self, worker: int, spec: LoopSpec | StreamSpec) -> None:
+        """Ask for a batch, and push where there is one."""
+        received = self.received.get((worker, spec.loop), 0)
+        batches = self.recorder.do(
+            "next_batches", self.now, worker=worker, spec=spec, received=received, count=1, idle=True
+        )
+        if batches is None or not batches.numbers:
+            return
+        self.received[worker, spec.loop] = received + 1
+        key = BatchKey(spec.loop, batches.numbers[0])
+        if isinstance(spec, StreamSpec):
+            key = key._replace(count=3, end=spec.place(key.number) == 2)
+        self.push(worker, key)
+
+    def push(self, worker: int, *batches: BatchKey) -> None:
+        self.seqs[worker] += 1
+        self.report(Staged(PushKey(worker, self.seqs[worker]), 1, self.coordinator.version, batches))
+
+    def replayed(self) -> Coordinator:
+        """The coordinator made again from its commands, as a restart does it and a standby."""
+        coordinator = self.made()
+        replay(coordinator, self.book.commands)
+        return coordinator
+
+
+def whole(coordinator: Coordinator) -> str:
+    """Everything that a coordinator has decided, NaN included. How far shards say that they are is not recorded."""
+    return json.dumps(coordinator.whole() | {"log": [], "failure": str(coordinator.failure)})
+
+
+@settings(max_examples=150)
+@given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
+def test_absurd_requests_are_refused_and_a_replay_meets_the_same_state(rng: random.Random, row: Policy) -> None:
+    """Refusals are errors of the tree; nothing else is raised, and honest workers are served in between."""
+    job = Job(row)
+    for _ in range(rng.randint(1, 40)):
+        job.now += rng.random()
+        try:
+            if rng.random() < 0.5:
+                absurd.send(job.recorder, rng, [*job.workers, 0, 999, 2**64 - 1], job.now)
+            else:
+                job.step(rng.choice(job.workers), rng.choice([LOOP, STREAM]))
+        except PSError:
+            pass
+
+    assert whole(job.replayed()) == whole(job.coordinator)
+
+
+@settings(max_examples=100)
+@given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
+def test_commands_that_bypassed_the_checks_replay_to_the_same_state(rng: random.Random, row: Policy) -> None:
+    """Journals of releases without these checks hold such commands; some of them raised unexpected errors."""
+    job = Job(row)
+    for _ in range(rng.randint(1, 25)):
+        job.now += rng.random()
+        name, args = absurd.request(rng, [*job.workers, 999])
+        if name == "next_batches":
+            args["count"] = min(args["count"], 50)  # it would deal them all
+        if name == "reshard":
+            args["shards"] = min(args["shards"], 5)  # earlier releases refused more than there are servers
+        command = Command(name, job.now, args)
+        job.book.write(command)
+        replay(job.coordinator, [command])
+
+    assert whole(job.replayed()) == whole(job.coordinator)
+
+
+class Faulty(Coordinator):
+    """Raises in the midst of a command, as a bug would."""
+
+    def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
+        self.samples += 1
+        super().report_metrics(worker, metrics, now)
+        raise ZeroDivisionError("planted")
+
+
+def test_an_unexpected_error_leaves_the_same_state_live_and_in_a_replay() -> None:
+    job = Job(policy("async"), kind=Faulty)
+    job.step(job.workers[0], LOOP)
+    with pytest.raises(ZeroDivisionError):
+        job.recorder.do("report_metrics", job.now, worker=job.workers[0], metrics={"loss": 1.0})
+    job.step(job.workers[1], LOOP)
+    failed: list[str] = []
+    again = job.made()
+    replay(again, job.book.commands, lambda command, error: failed.append(f"{command.name}: {error}"))
+
+    assert failed == ["report_metrics: planted"]
+    assert whole(again) == whole(job.coordinator)
+    assert again.version == 2
+
+
+def test_an_error_that_depends_on_memory_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends instead, and a replay does not know of the command."""
+    job = Job(policy("async"))
+    before = list(job.book.lines)
+
+    def full(self: Coordinator, worker: int, now: float) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Coordinator, "drain", full)
+    with pytest.raises(MemoryError):
+        job.recorder.do("drain", job.now, worker=job.workers[0])
+    assert job.book.lines == before
+
+
+def test_a_replay_refuses_a_command_of_a_later_release() -> None:
+    with pytest.raises(ValueError, match="does not know the command 'later'"):
+        replay(Coordinator(1, Rules(policy("sync"))), [Command("later", 0.0, {})])
+
+
+# ---- single requests -------------------------------------------------------------------------------------------------
+
+
+def refused(job: Job, name: str, **args: Any) -> str:
+    """The reason of a refusal that changes nothing and is not recorded."""
+    before, lines = whole(job.coordinator), len(job.book.lines)
+    with pytest.raises(InvalidRequestError) as caught:
+        job.recorder.do(name, job.now, **args)
+    assert (whole(job.coordinator), len(job.book.lines)) == (before, lines)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_returned_batches_of_a_stream_without_epochs_are_refused(end: bool) -> None:
+    job = Job(policy("async"))
+    worker, empty = job.workers[0], StreamSpec(0, sources=2, batch_size=3, epochs=0)
+    job.step(worker, empty)
+
+    assert refused(job, "return_batches", worker=worker, batches=[BatchKey(0, 5, 3, end)]) == "OUT_OF_RANGE"
+
+
+def test_batches_that_a_loop_does_not_have_cannot_be_returned() -> None:
+    job = Job(policy("async"))
+    job.step(job.workers[0], LOOP), job.step(job.workers[0], STREAM)
+    for batch in (BatchKey(0, 27), BatchKey(0, 2**64 - 1), BatchKey(1, 2**63), BatchKey(1, 0, 4)):
+        assert refused(job, "return_batches", worker=job.workers[0], batches=[batch]) == "OUT_OF_RANGE"
+
+
+UNFIT = {
+    "a base above the version": {"base": 3},
+    "a batch that the loop does not have": {"batches": (BatchKey(0, 27),)},
+    "a batch of a stream without epochs": {"batches": (BatchKey(2, 0, 3, True),)},
+    "more samples than a batch of the stream has": {"batches": (BatchKey(1, 0, 4),)},
+    "too many batches": {"batches": (BatchKey(0, 1),) * 65_537},
+    "too many samples": {"samples": 2**60},
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_an_unfit_push_is_rejected_before_anything_is_applied(name: str, row: Policy) -> None:
+    """Its worker learns why, keeps its place, and its next push counts."""
+    job = Job(row)
+    first, second = job.workers
+    for spec in (LOOP, StreamSpec(2, 2, 3, epochs=0)):
+        job.recorder.do("next_batches", job.now, worker=first, spec=spec, received=0, count=1, idle=False)
+    job.step(first, STREAM), job.step(second, STREAM)
+    version = job.coordinator.version
+    push = Staged(PushKey(first, 2), **{"samples": 1, "base": version, **UNFIT[name]})  # type: ignore[arg-type]
+    job.report(push)
+    rejected = [entry for entry in job.coordinator.entries_after(0) if isinstance(entry, Reject)]
+
+    assert [(entry.key, entry.reason) for entry in rejected] == [(push.key, "INVALID_REQUEST")]
+    assert job.coordinator.version == version
+    assert whole(job.replayed()) == whole(job.coordinator)
+    job.seqs[first] = 2
+    job.push(first), job.push(second)
+    assert job.coordinator.version > version
+
+
+def test_a_push_of_a_worker_that_is_out_is_fenced_whatever_its_base() -> None:
+    """After a rollback the bases of old workers are above the version: they have to hear that they are out."""
+    job = Job(policy("async"))
+    job.report(Staged(PushKey(77, 3), 1, base=100))
+
+    assert not any(isinstance(entry, Reject) for entry in job.coordinator.entries_after(0))
+    with pytest.raises(FencedError):
+        job.recorder.do("return_batches", job.now, worker=77, batches=[])
+
+
+def test_a_worker_that_is_put_out_in_a_round_does_not_apply_the_round_again() -> None:
+    """Its gradient had to be clipped once too often; the other push of the same round is decided already."""
+    job = Job(policy("sync"), workers=2, bad_gradients="clip", max_norm=1.0, quarantine_after=1)
+    first, second = job.workers
+    job.report(Staged(PushKey(first, 1), 1, 0, square_norm=100.0))
+    job.report(Staged(PushKey(second, 1), 1, 0, square_norm=0.1))
+    applied = [entry for entry in job.coordinator.entries_after(0) if isinstance(entry, Apply)]
+
+    assert [[part.key for part in entry.contributions] for entry in applied] == [
+        [PushKey(first, 1), PushKey(second, 1)]
+    ]
+    assert not job.coordinator.roster.members[first].alive
