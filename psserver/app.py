@@ -21,6 +21,7 @@ from pscommon.exits import Exit
 from pscommon.local_jobs import Announcement
 from pscommon.malloc import tune_malloc
 from pscommon.monitor import Monitor, new_registry
+from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import DataDirLock
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
@@ -176,6 +177,7 @@ class Server:
             hello = about(
                 LineKind.HELLO, term=shipper.term, sync=self.config.shipping == "sync", job=identity.job,
                 coordinator=identity.coordinator, standbys=list(identity.standbys), settings=settings(self.config),
+                optimizers=digest_of_user_defined(),
                 **first,
             )  # fmt: skip
             begin([hello, *shard, *([job_state(job)] if job is not None else []), about(LineKind.LOADED)])

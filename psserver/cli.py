@@ -42,6 +42,9 @@ def start(ctx: click.Context) -> int:
         log.warning(sentence)
     with quick_imports():
         from psserver import app  # imports torch: not for --help, not for a bad flag
+    if config.optimizers is not None:
+        from pscommon.optim import load_module
 
+        load_module(config.optimizers)
     raise_on_ctrl_c()
     return app.run(config)

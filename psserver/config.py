@@ -76,6 +76,8 @@ class ServerConfig:
     """So many bad gradients in a row, and the worker is out; None: never."""
     job: str | None = None
     """The job's name; None: shard 0 makes one up."""
+    optimizers: str | None = None
+    """Module that registers optimizers of the user's; None: there are none."""
     exit_when_done: bool = False
     """Stop once every worker that took part has left, done."""
     data_dir: Path | None = None

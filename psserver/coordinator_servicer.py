@@ -10,6 +10,7 @@ import grpc
 
 from pscommon import strict_json
 from pscommon.core.model import ModelSpec
+from pscommon.optim import check_same_optimizers
 from pscommon.optimizers import validate
 from pscommon.wire.codec import (
     batches_from_proto,
@@ -192,6 +193,7 @@ class Coordinator(CoordinatorServiceServicer):
             if first is None:
                 return  # it had nothing to say after all
             self._hub.check_job(first.job)
+            check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
             followed, term = first.report.epoch != NO_LOG, max(1, first.term)
             server, line = self._hub.shard_up(first.shard, first.shards, first.address, first.instance, followed, term)
             # at once, not when _follow looks again: a shard that was restarted may be at the door

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from pscommon.core.errors import MismatchError, PSError, TakenError, UnreachableError
+from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import Manifest
 from pscommon.wire.channel import open_channel
 from pscommon.wire.codec import entry_from_proto, model_from_proto, report_to_proto
@@ -59,6 +60,7 @@ class Link:
         self._patience = patience
         self._line = line
         self._durable = durable
+        self._optimizers = digest_of_user_defined()
         self._places: dict[str, None] = {}  # at which shard 0 was or may be
         self._term = 0  # the highest of the coordinators that were heard
         self.told_to_end = self._leaves = self._connected = False
@@ -214,6 +216,7 @@ class Link:
         identity = self._identity
         request.shard, request.shards, request.address = identity.shard, identity.shards, identity.address
         request.instance, request.job = identity.instance, identity.bound
+        request.optimizers = self._optimizers
         request.term, request.standby = self._line.term, self._line.address
         return request
 

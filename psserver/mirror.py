@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from pscommon.core.errors import MismatchError, PSError
 from pscommon.core.model import model_from_json
 from pscommon.monitor import Monitor
+from pscommon.optim import check_same_optimizers
 from pscommon.record_log import Record
 from pscommon.snapshot import Manifest
 from pscommon.team import Team
@@ -118,6 +119,7 @@ def settings(config: ServerConfig) -> dict[str, Any]:
 
 def check_settings(config: ServerConfig, hello: dict[str, Any]) -> None:
     """MismatchError that names what differs."""
+    check_same_optimizers("its primary", hello.get("optimizers", ""), "this standby")
     mine, theirs = settings(config), hello["settings"]
     differing = [key for key in mine if mine[key] != theirs.get(key)]
     if differing:

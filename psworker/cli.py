@@ -86,6 +86,10 @@ def start(ctx: click.Context) -> int:
     if settings["malloc"] == "tuned":
         tune_malloc()
     _import_first(settings["threads"])
+    if settings["optimizers"]:
+        from pscommon.optim import load_module
+
+        load_module(settings["optimizers"])
     export(settings, os.environ)
     if settings["metrics_bind"]:
         from psworker import metrics

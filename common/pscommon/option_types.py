@@ -12,6 +12,7 @@ FILE = values.Place(dir_okay=False)
 SECONDS = Value("SECONDS", values.seconds, int, float)
 LISTEN = Value("HOST:PORT", values.listening)
 ADDRESS = Value("HOST:PORT", values.address)
+MODULE = Value("MODULE", values.module)
 TEXT = Value("TEXT", values.utf8)
 
 PLACE = "Place"

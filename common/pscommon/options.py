@@ -7,7 +7,7 @@ import click
 
 from pscommon import values
 from pscommon.config import Command, Option, Setting, sources
-from pscommon.option_types import COUNT, COUNT_OR_NONE, LISTEN, LOCAL, OUTPUT, PLACE, SECONDS
+from pscommon.option_types import COUNT, COUNT_OR_NONE, JOB, LISTEN, LOCAL, MODULE, OUTPUT, PLACE, SECONDS
 from pscommon.run_options import RUN_ONLY
 from pscommon.server_options import DURABILITY, EXIT_WHEN_DONE, JOB_NAME, PLACEMENT, POLICY, STANDBY
 from pscommon.values import Value
@@ -72,6 +72,13 @@ MALLOC = Option(
     help="tuned: this process keeps freed memory for its next large buffers; system: glibc's own settings.",
 )
 
+OPTIMIZERS = Option(
+    "--optimizers",
+    section=JOB,
+    type=MODULE,
+    help="Module that registers optimizers of your own; the same for all servers and workers [default: none].",
+)
+
 IN_FLIGHT = Option(
     "--in-flight",
     section=LOCAL,
@@ -112,15 +119,18 @@ WORKER_RANK = Option(
     help="0, 1, ... among workers that start together: order of sums [default: order of joining].",
 )
 
+SERVER_JOB = (*POLICY, EXIT_WHEN_DONE, OPTIMIZERS)
+
 SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS, MALLOC)
 
-SERVER: tuple[Option, ...] = (*PLACEMENT, *POLICY, EXIT_WHEN_DONE, *DURABILITY, *STANDBY, *SERVER_LOCAL, *LOGGING)
+SERVER: tuple[Option, ...] = (*PLACEMENT, *SERVER_JOB, *DURABILITY, *STANDBY, *SERVER_LOCAL, *LOGGING)
 
 WORKER: tuple[Option, ...] = (
     SERVERS_ADDRESSES,
     CONNECT_TIMEOUT,
     WORKER_RANK,
     JOB_NAME,
+    OPTIMIZERS,
     DEVICE,
     LANES,
     OVERLAP,
@@ -130,9 +140,9 @@ WORKER: tuple[Option, ...] = (
     *LOGGING,
 )
 
-FORWARDED_TO_SERVERS: tuple[Option, ...] = (*POLICY, *DURABILITY, LANES, IN_FLIGHT, MALLOC)
+FORWARDED_TO_SERVERS: tuple[Option, ...] = (*POLICY, OPTIMIZERS, *DURABILITY, LANES, IN_FLIGHT, MALLOC)
 
-FORWARDED_TO_WORKERS: tuple[Option, ...] = (JOB_NAME, CONNECT_TIMEOUT, DEVICE, LANES, OVERLAP, MALLOC)
+FORWARDED_TO_WORKERS: tuple[Option, ...] = (JOB_NAME, OPTIMIZERS, CONNECT_TIMEOUT, DEVICE, LANES, OVERLAP, MALLOC)
 
 RUN: tuple[Option, ...] = (
     *RUN_ONLY,

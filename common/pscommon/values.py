@@ -129,6 +129,13 @@ def utf8(text: str) -> str:
     return text
 
 
+def module(text: str) -> str:
+    """The dotted name of a Python module."""
+    if text.endswith(".py") or not all(part.isidentifier() for part in text.split(".")):
+        raise ValueError(f"{text!r} is not the name of a module; give package.module, without .py")
+    return text
+
+
 def count(text: str) -> int:
     """How many, one at least."""
     return _whole(text, 1, MOST)

@@ -17,6 +17,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.entry import raise_on_ctrl_c
 from pscommon.exits import Exit
 from pscommon.team import cores
+from pscommon.user_modules import check_module
 from pscommon.values import check_policy, host_and_port
 from pscommon.variables import unread
 from pscommon.whole_file import is_special
@@ -107,6 +108,8 @@ def check(settings: dict[str, Any], script: Script) -> None:
         )
     if not script.module:
         script.check()
+    if settings["optimizers"]:
+        check_module("--optimizers", settings["optimizers"])
     if settings["summary"]:
         check_summary(settings["summary"])
 

@@ -26,6 +26,7 @@ from psserver.app import Server
 from psserver.config import ServerConfig
 from psworker import OptimizerSpec
 from tests.e2e import test_settings_faults as faults
+from tests.e2e import test_user_optimizers as user_optimizers
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
@@ -386,4 +387,4 @@ def test_log_format(two: tuple[Program, Program]) -> None:
 
 def test_every_setting_is_seen() -> None:
     assert set(options.TABLES) == {"server", "worker", "run"}
-    seen.check(faults.seen)
+    seen.check(faults.seen, user_optimizers.servers)

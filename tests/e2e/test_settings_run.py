@@ -13,6 +13,7 @@ import pytest
 import psworker
 from pscommon.snapshot import Snapshots
 from psworker import Client
+from tests.e2e import test_user_optimizers as user_optimizers
 from tests.e2e.conftest import Cluster
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, Programs, programs_in
@@ -243,4 +244,4 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_every_setting_is_seen() -> None:
-    seen.check()
+    seen.check(user_optimizers.runs)

@@ -16,6 +16,7 @@ import torch
 import psworker
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from psworker import cli
+from tests.e2e import test_user_optimizers as user_optimizers
 from tests.e2e.conftest import Cluster
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, Programs, programs_in
@@ -202,4 +203,4 @@ def test_log_format(two: tuple[Program, Program]) -> None:
 
 
 def test_every_setting_is_seen() -> None:
-    seen.check()
+    seen.check(user_optimizers.workers)

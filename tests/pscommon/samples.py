@@ -25,6 +25,7 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "failover_lock": ("lock", '"lock"'),
     "shipping": ("async", '"async"'),
     "job": ("otter", '"otter"'),
+    "optimizers": ("my_optimizers", '"my_optimizers"'),
     "exit_when_done": ("true", "true"),
     "allow_idle": ("true", "true"),
     "progress_timeout": ("90s", '"90s"'),

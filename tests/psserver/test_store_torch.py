@@ -58,6 +58,13 @@ CASES = [(name, groups, workers) for name, groups in DEFAULT.items() for workers
 CASES += [(name, groups, 2) for name, groups in VARIANTS]
 
 
+def test_every_built_in_optimizer_has_a_case() -> None:
+    """A new entry of pscommon/optim needs one here, see docs/optimizers.md."""
+    built_in = {name for name, kind in SUPPORTED.items() if not kind.source}
+
+    assert built_in - DEFAULT.keys() == set(), "add its hyper-parameters to DEFAULT and VARIANTS"
+
+
 def mixed(name: str, groups: list[dict[str, Any]], dtypes: tuple[str, ...] = ("float32", "float64")) -> ModelSpec:
     """Awkward shapes of each dtype, dealt to the parameter groups in turn."""
     tensors = [(shape, dtype, place % len(groups)) for dtype in dtypes for place, shape in enumerate(SHAPES)]

@@ -17,7 +17,7 @@ from pscommon.optim.registry import (
     kind_of_class,
 )
 from pscommon.optim.torch_kinds import REFUSED_CLASSES
-from pscommon.optim.user_defined import digest_of_user_defined, load_module, register
+from pscommon.optim.user_defined import check_same_optimizers, digest_of_user_defined, load_module, register
 
 __all__ = [
     "KINDS",
@@ -30,6 +30,7 @@ __all__ = [
     "OptimizerState",
     "Rows",
     "ScalarState",
+    "check_same_optimizers",
     "digest_of_user_defined",
     "kind_of_class",
     "load_module",

@@ -92,7 +92,7 @@ class OptimizerKind:
     first: hyper-parameters with another value in a tensor's first step.
     constructor_only: hyper-parameters that torch reads from the constructor and not from parameter groups.
     check: refuses values that torch's constructor refuses, or with which the formula would raise an exception.
-    user_defined: registered by a module of `--optimizers`.
+    source: digest of the module that registered it; empty: it is built in.
     """
 
     torch_class: type[Any]
@@ -105,7 +105,7 @@ class OptimizerKind:
     first: Mapping[str, Scalar] = field(default_factory=dict)
     constructor_only: frozenset[str] = frozenset()
     check: Check = find_out_of_range
-    user_defined: bool = False
+    source: str = ""
 
     def states_of(self, group: Mapping[str, Scalar]) -> tuple[OptimizerState, ...]:
         """Return what is kept for the weights of a parameter group with these hyper-parameters."""

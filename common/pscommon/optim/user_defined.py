@@ -2,17 +2,15 @@
 
 import hashlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pscommon.core.errors import InvalidRequestError
+from pscommon.core.errors import InvalidRequestError, MismatchError
 from pscommon.core.model import Scalar
 from pscommon.optim.registry import (
     KINDS,
@@ -25,6 +23,7 @@ from pscommon.optim.registry import (
     add,
     find_out_of_range,
 )
+from pscommon.user_modules import import_user_module
 
 TensorFormula = Callable[[Tensor, Tensor, Mapping[str, Any], Mapping[str, Any]], None]
 """formula(weight, gradient, state, group): one step of one flat tensor in place."""
@@ -67,7 +66,8 @@ def register(
     Raises:
         InvalidRequestError: the name is taken, a default is no number, or the formula is not elementwise.
     """
-    add_formula(optimizer_class, formula, states=states, scalars=scalars, check=check, user_defined=True)
+    source = _digest_of_source(optimizer_class)
+    add_formula(optimizer_class, formula, states=states, scalars=scalars, check=check, source=source)
 
 
 def add_formula(
@@ -77,9 +77,9 @@ def add_formula(
     states: Sequence[str] = (),
     scalars: Mapping[str, float] = MappingProxyType({}),
     check: Check = find_out_of_range,
-    user_defined: bool = False,
+    source: str = "",
 ) -> None:
-    """As `register`; user_defined: it comes from a module of `--optimizers`."""
+    """As `register`; source: digest of the module, empty for a built-in optimizer."""
     name = optimizer_class.__name__.lower()
     kind = OptimizerKind(
         optimizer_class,
@@ -89,34 +89,22 @@ def add_formula(
         tuple(ScalarState(each, first) for each, first in scalars.items()),
         by_step=True,
         check=check,
-        user_defined=user_defined,
+        source=source,
     )
-    if user_defined:
+    if source:
         _check_names(name, kind)
         _check_elementwise(optimizer_class.__name__, kind)
     add(name, kind)
 
 
 def load_module(module: str) -> None:
-    """Import the module that an operator named with `--optimizers`; the current folder is searched last.
+    """Import the module that an operator named with `--optimizers`.
 
     Raises:
         InvalidRequestError: it is not there, cannot be imported, or registers nothing.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        import_module(module)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"--optimizers {module}: {error}") from error
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-            raise InvalidRequestError(
-                f"--optimizers {module}: there is no module {error.name}. Try: start this command in the module's "
-                "folder, or put that folder on PYTHONPATH."
-            ) from None
-        raise InvalidRequestError(f"--optimizers {module}: importing it failed: {error!r}") from error
-    if not any(kind.user_defined for kind in KINDS.values()):
+    import_user_module("--optimizers", module)
+    if not any(kind.source for kind in KINDS.values()):
         raise InvalidRequestError(
             f"--optimizers {module}: it registers no optimizer. Try: call pscommon.optim.register in it."
         )
@@ -125,23 +113,34 @@ def load_module(module: str) -> None:
 def digest_of_user_defined() -> str:
     """Return a text that is equal on servers with the same user-defined optimizers; empty where there are none.
 
-    It covers names, hyper-parameters, states, and the source of the modules that define the classes.
+    It has their names, and a digest of hyper-parameters, states, and the source of the modules that define them.
     """
-    rows = [
-        f"{name} {dict(kind.defaults)} {kind.states} {kind.scalars} {_source(kind.torch_class)}"
-        for name, kind in sorted(KINDS.items())
-        if kind.user_defined
-    ]
-    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
-    names = ",".join(name for name, kind in sorted(KINDS.items()) if kind.user_defined)
-    return f"{names}:{digest}" if rows else ""
+    kinds = {name: kind for name, kind in sorted(KINDS.items()) if kind.source}
+    rows = [f"{name} {kind.defaults} {kind.states} {kind.scalars} {kind.source}" for name, kind in kinds.items()]
+    return f"{','.join(kinds)} ({_digest(rows)})" if kinds else ""
 
 
-def _source(optimizer_class: type[Any]) -> str:
+def check_same_optimizers(other: str, theirs: str, this: str) -> None:
+    """Raise MismatchError where another server's `digest_of_user_defined` is not this server's."""
+    mine = digest_of_user_defined()
+    if theirs != mine:
+        raise MismatchError(
+            f"{other} and {this} were started with different --optimizers: {theirs or 'none'} and {mine or 'none'}. "
+            "Try: start every server with the same module, of the same version.",
+            "SHARD_MISMATCH",
+        )
+
+
+def _digest_of_source(optimizer_class: type[Any]) -> str:
     try:
-        return inspect.getsource(sys.modules[optimizer_class.__module__])
+        source = inspect.getsource(sys.modules[optimizer_class.__module__])
     except (OSError, TypeError, KeyError):  # defined in an interactive session
-        return ""
+        source = ""
+    return _digest([source])
+
+
+def _digest(rows: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
 
 
 def _for_each(formula: TensorFormula) -> Formula:

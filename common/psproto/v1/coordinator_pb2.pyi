@@ -834,6 +834,7 @@ class LinkShardRequest(google.protobuf.message.Message):
     STANDBY_FIELD_NUMBER: builtins.int
     MOVED_FIELD_NUMBER: builtins.int
     ALIVE_FIELD_NUMBER: builtins.int
+    OPTIMIZERS_FIELD_NUMBER: builtins.int
     shard: builtins.int
     shards: builtins.int
     address: builtins.str
@@ -847,6 +848,8 @@ class LinkShardRequest(google.protobuf.message.Message):
     """the shard's primary of this term speaks; who has a higher one takes its place"""
     standby: builtins.str
     """where its standby is; empty: it has none"""
+    optimizers: builtins.str
+    """names and digest of the optimizers that --optimizers registered; empty: none"""
     @property
     def report(self) -> global___Report: ...
     @property
@@ -875,9 +878,10 @@ class LinkShardRequest(google.protobuf.message.Message):
         standby: builtins.str = ...,
         moved: global___MoveResult | None = ...,
         alive: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        optimizers: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "instance", b"instance", "job", b"job", "moved", b"moved", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "instance", b"instance", "job", b"job", "moved", b"moved", "optimizers", b"optimizers", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
 
 global___LinkShardRequest = LinkShardRequest
 
