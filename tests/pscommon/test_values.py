@@ -39,6 +39,7 @@ PRINTED: dict[str, list[str]] = {
     "NORM": ["1", "0.1", "1e-300", "1.7976931348623157e308", "123456789.12345679"],
     "BYTES": ["1", "1.5kiB", "0.1GB", "9007199254740993", "9223372TB", "8388607TiB"],
     "TEXT": ["otter", "é", ""],
+    "MODULE": ["my_optimizers", "package.module"],
     "I/N": ["0/1", "2147483646/2147483647"],
     "auto|never|VERSION": ["auto", "never", "0", "9223372036854775807"],
     "auto|cpu|cuda[:K]": ["auto", "cpu", "cuda", "cuda:1"],
