@@ -244,7 +244,7 @@ class Batches:
         """Return the number of batches that this worker can expect of a pass (with epochs=N of all N).
 
         Under sync this is exact for the workers that are registered; under async and ssp it is an even share. It is
-        fixed during a pass. What ends a pass is the job's ledger.
+        fixed from the beginning of a pass to the next `iter()`. What ends a pass is the job's ledger.
 
         Raises:
             TypeError: The data is a stream, or its sampler has no length.
@@ -302,7 +302,6 @@ class Pass:
         self._source = source
         self._reseed = reseed
         self._past = job.client.has_ended(spec.loop)
-        self._over = False
 
     @property
     def skipped(self) -> bool:
@@ -310,17 +309,12 @@ class Pass:
 
     @property
     def share(self) -> int | None:
-        """Batches that this worker can expect, as of the beginning; None before, and once the pass is over."""
-        return None if self._over else self._leases.share
+        """Batches that this worker can expect, as of the beginning; None before."""
+        return self._leases.share
 
     def batches(self) -> Generator[Any, None, None]:
         """What the script gets; to be gone through once."""
-        try:
-            yield from self._run(self._leases)
-        finally:
-            self._over = True
-
-    def _run(self, leases: Leases) -> Iterator[Any]:
+        leases = self._leases
         if not self._job.loops.open:  # what was used in loops before this one
             self._void(0)
             self._job.usage.begin()

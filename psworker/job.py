@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, SupportsFloat, TypeVar
@@ -15,6 +15,7 @@ from pscommon.core.errors import FencedError, InvalidRequestError, PSError, Quar
 from psworker import metrics
 from psworker.batches import Batches, Leases, Usage
 from psworker.data.loader import loader_of
+from psworker.data.torch_loader import Given
 from psworker.drain import DrainedError
 from psworker.environment import is_on
 from psworker.finished import tell_finished
@@ -128,6 +129,8 @@ class Job:
         seed: int = 0,
         drop_last: bool = False,
         *,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Sequence[Any]] | None = None,
         sources: int | None = None,
         reseed: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -150,12 +153,19 @@ class Job:
             dataset: Map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
                 Or a stream, read in its own order: torch's IterableDataset, or what has read(source, offset), see
                 psworker.StreamDataset. Every worker must find the same samples in a source, whenever it reads it.
-                shuffle does not apply to a stream, drop_last and DataLoader's keywords cannot.
+                shuffle does not apply to a stream; drop_last, samplers and DataLoader's keywords cannot. Or torch's
+                DataLoader, which then says all that the arguments from batch_size to loader would, but epochs, seed,
+                sources and reseed.
             batch_size: Samples per batch and worker.
             epochs: Passes over the data in one `for` loop, for scripts that do not call for each pass.
-            shuffle: A new order in each pass, from (seed, epoch). None: True.
+            shuffle: A new order in each pass, from (seed, epoch). None: True, unless there is a sampler.
             seed: Any 64-bit integer.
             drop_last: Leave out the last batch of an epoch where it is smaller.
+            sampler: Gives the indices of a pass, in its order: each batch is the next batch_size of them. It runs on
+                every worker, with the global generators of torch, numpy and random seeded by (seed, epoch), and must
+                give the same order on all of them.
+            batch_sampler: Gives lists of indices instead, which may differ in length: batch_size is left out. A step
+                weighs as many samples as its batch has.
             sources: How many a stream has, 1 by default; each is read by one worker at a time.
             reseed: Before each batch is fetched, and before it is given out, set the global generators of torch, numpy
                 and random from (seed, epoch, place in the epoch), so that augmentation and dropout are the same on any
@@ -164,11 +174,10 @@ class Job:
 
         Raises:
             InvalidRequestError: These arguments make no loader.
+            MismatchError: From a pass: other workers go through other data, or in another order (LOOP_MISMATCH).
         """
-        return loader_of(
-            self, dataset, batch_size, epochs=epochs, shuffle=shuffle, seed=seed, drop_last=drop_last, sources=sources,
-            reseed=reseed, collate_fn=collate_fn, options=loader,
-        )  # fmt: skip
+        given = Given(dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader)
+        return loader_of(self, given, epochs, seed, sources, reseed)
 
     def pull(self) -> None:
         """The job's newest weights into the model, without a step."""

@@ -4,7 +4,7 @@ A worker reads a source alone, from where it had counted before. It looks one sa
 batch whether the source ends there.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import IOBase
 from itertools import islice
@@ -17,6 +17,7 @@ from pscommon.core.log import BatchKey
 from pscommon.core.stream import StreamSpec
 from psworker.batches import FETCH, Found, Leases
 from psworker.data.map_dataset import spec_made
+from psworker.data.torch_loader import Given
 from psworker.generators import reseed
 
 END = object()
@@ -62,9 +63,11 @@ def stream_of(dataset: Any, sources: int) -> StreamDataset:
     return Whole(dataset)
 
 
-def refuse(drop_last: bool, loader: Mapping[str, Any]) -> None:
-    """InvalidRequestError for options that mean nothing here."""
-    unfit = ["drop_last"] * drop_last + sorted(loader)
+def refuse(given: Given) -> None:
+    """InvalidRequestError for arguments that mean nothing here."""
+    chosen = {"sampler": given.sampler, "batch_sampler": given.batch_sampler}
+    unfit = [name for name, value in chosen.items() if value is not None]
+    unfit += [*(["drop_last"] if given.drop_last else []), *sorted(given.options)]
     if unfit:
         raise InvalidRequestError(f"a stream is read in order, in this process: {', '.join(unfit)} cannot apply to it")
 
@@ -75,7 +78,7 @@ class StreamData:
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None,
         epochs: int,
         sources: int,
         collate: Callable[[list[Any]], Any],

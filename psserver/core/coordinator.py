@@ -229,6 +229,11 @@ class Coordinator(Moves):
                 f"--global-batch {global_batch} needs data with a length: how much a stream holds, and so what an "
                 "update would take, is not known beforehand; start the servers without it"
             )
+        if spec.batches:
+            raise InvalidRequestError(
+                f"--global-batch {global_batch} cannot apply to a batch_sampler, whose batches may differ in size. "
+                "Try: sampler= with batch_size="
+            )
         units, rest = divmod(global_batch, spec.batch_size)
         if rest or not units:
             raise InvalidRequestError(

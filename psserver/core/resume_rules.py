@@ -55,6 +55,13 @@ def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchEr
     """origin: what this loop was resumed from, in words; empty where this run has begun it. reason: why epochs, where
     only they differ, cannot be raised."""
     number = job.loop + 1
+    if another_order(mine, job):
+        return MismatchError(
+            f"the sampler {mine.as_dict()['sampler']} gave another order in loop {number} than in "
+            f"{origin or 'the job'}: {_differences(mine, job)}. Try: let it depend only on what all workers share, and "
+            "on the global generators of torch, numpy and random, which are seeded by (seed, pass)",
+            "LOOP_MISMATCH",
+        )
     if origin:
         remedy = f"run the script as it was, {START_OVER}"
     else:
@@ -64,6 +71,12 @@ def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchEr
         f"{'; ' if reason else ''}{reason}. Try: {remedy}",
         "LOOP_MISMATCH",
     )
+
+
+def another_order(mine: Spec, job: Spec) -> bool:
+    """Did the same sampler give another order?"""
+    theirs, ours = job.as_dict(), mine.as_dict()
+    return "sampler" in ours and ours["sampler"] == theirs.get("sampler") and ours["order"] != theirs["order"]
 
 
 def only_epochs_differ(mine: Spec, job: Spec) -> bool:

@@ -13,6 +13,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from psworker.batches import FETCH, Leases, Wanted
+from psworker.data.order import name_of, order_of
 from psworker.generators import reseed
 
 T = TypeVar("T")
@@ -48,92 +49,96 @@ class Loaded:
 class MapStyle:
     """A data set with items by number, as a loader goes through it (psworker.batches.Data).
 
-    epochs: passes in each loop. made: how many passes the script's loaders have made so far, by size and seed.
-    options: of torch's DataLoader.
+    loop: as the first pass, with number 0. options: of torch's DataLoader. made: how many passes the script's loaders
+    have made so far, by size and seed. sampler: gives the order, by_batch: as whole batches; None: the loop says it.
     """
 
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
-        epochs: int,
-        drop_last: bool,
-        shuffle: bool,
-        seed: int,
+        loop: LoopSpec,
         fetcher: Fetcher,
-        options: dict[str, Any],
+        options: Mapping[str, Any],
         made: dict[tuple[int, int], int],
+        sampler: Any = None,
+        by_batch: bool = False,
     ) -> None:
         self.dataset = dataset
+        self.batch_size = None if by_batch else loop.batch_size
+        self._loop = loop
         self._made = made
         self._next: int | None = None
-        self._loop = spec_made(LoopSpec, 0, len(dataset), batch_size, epochs, drop_last, shuffle, seed)
-        self.batch_size: int | None = self._loop.batch_size
+        self._order = sampler
         self._fetcher = fetcher
         self._options = options
         self._generator = options.get("generator") or torch.Generator().manual_seed(self._loop.seed)
         self._kept: tuple[Sampler, Loaded] | None = None
 
     def spec(self) -> LoopSpec:
-        return self._loop
+        return self._loop if self._order is None else replace(self._loop, size=len(self._order))
 
     def next_pass(self, loop: int) -> tuple[LoopSpec, "MapPass"]:
-        spec = replace(self._loop, loop=loop, first_epoch=self._first_epoch())
-        return spec, MapPass(self, spec)
-
-    def _first_epoch(self) -> int:
         """A loader's passes are epochs in a row, after those that the loaders before it had made."""
         key = self._loop.size, self._loop.seed
         first = self._made.get(key, 0) if self._next is None else self._next
-        self._next = first + self._loop.epochs
+        spec, indices = self._ordered(replace(self._loop, loop=loop, first_epoch=first))
+        self._next = first + spec.epochs
         self._made[key] = max(self._made.get(key, 0), self._next)
-        return first
+        return spec, MapPass(self, spec, indices)
 
-    def load(self, spec: LoopSpec, leases: Leases) -> Loaded:
-        """What the leases stand for. With persistent_workers=True one DataLoader serves all passes."""
+    def _ordered(self, spec: LoopSpec) -> tuple[LoopSpec, Callable[[int], list[int]]]:
+        """The pass, with its order, and which samples a batch has."""
+        if self._order is None:
+            return spec, lambda number: spec.indices(number).tolist()
+        order = order_of(self._order, self.batch_size, spec.drop_last, spec.seed, spec.first_epoch)
+        size, by_batch = len(order.indices), self.batch_size is None
+        spec = replace(
+            spec, size=size, order=order.digest, sampler=name_of(self._order),
+            batch_size=order.largest if by_batch else spec.batch_size, batches=order.batches if by_batch else 0,
+        )  # fmt: skip
+        return spec, order.batch
+
+    def load(self, wanted: Callable[[], Iterator[Wanted]]) -> Loaded:
+        """What a pass wants. With persistent_workers=True one DataLoader serves all passes."""
         if self._kept is None:
             # a generator of its own: the loader would draw its workers' seeds from the script's
             options = {"persistent_workers": self._options.get("num_workers", 0) > 0}
-            options |= self._options | {"generator": self._generator}
-            sampler = Sampler(spec, leases)
+            options |= {**self._options, "generator": self._generator}
+            sampler = Sampler(wanted)
             loader = DataLoader(self._fetcher, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
             if not self._options.get("persistent_workers", False):
                 return Loaded(loader)
             self._kept = sampler, Loaded(loader)
         sampler, loaded = self._kept
-        sampler.turn_to(spec, leases)
+        sampler.wanted = wanted
         return loaded
 
 
 class MapPass:
-    """One pass over a map-style data set."""
+    """One pass over a map-style data set. indices: the samples of a batch."""
 
-    def __init__(self, data: MapStyle, spec: LoopSpec) -> None:
+    def __init__(self, data: MapStyle, spec: LoopSpec, indices: Callable[[int], list[int]]) -> None:
         self._data = data
         self._spec = spec
+        self._indices = indices
 
     def open(self, leases: Leases) -> Loaded:
-        return self._data.load(self._spec, leases)
-
-
-class Sampler:
-    """What to fetch, in the order of the leases."""
-
-    def __init__(self, spec: LoopSpec, leases: Leases) -> None:
-        self.turn_to(spec, leases)
-
-    def turn_to(self, spec: LoopSpec, leases: Leases) -> None:
-        """From now on it is about this pass."""
-        self._spec = spec
-        self._leases = leases
-
-    def __iter__(self) -> Iterator[Wanted]:
-        return map(self._wanted, self._leases)
+        return self._data.load(lambda: map(self._wanted, leases))
 
     def _wanted(self, number: int) -> Wanted:
         spec = self._spec
         seeds = spec.seed % 2**64, spec.epoch(number), spec.position(number)
-        return Wanted(BatchKey(spec.loop, number), spec.indices(number).tolist(), seeds)
+        return Wanted(BatchKey(spec.loop, number), self._indices(number), seeds)
+
+
+class Sampler:
+    """What torch's DataLoader is to fetch: what the pass wants that goes on."""
+
+    def __init__(self, wanted: Callable[[], Iterator[Wanted]]) -> None:
+        self.wanted = wanted
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return self.wanted()
 
 
 def spec_made(kind: Callable[..., T], *fields: Any) -> T:
@@ -148,11 +153,6 @@ def map_style(dataset: Any) -> Any:
     """A data set with a length and items by number, or InvalidRequestError. A tuple of tensors gives tuples of rows."""
     if isinstance(dataset, tuple):
         dataset = TensorDataset(*_rows(dataset))
-    if isinstance(dataset, DataLoader):
-        raise InvalidRequestError(
-            "a DataLoader deals its samples to one process: give the data set that it has (loader.dataset), and what "
-            "it was told, such as batch_size, as arguments of this call"
-        )
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InvalidRequestError(
             f"job.batches needs a map-style data set, with len() and items by number, or a stream, an IterableDataset "
@@ -162,14 +162,9 @@ def map_style(dataset: Any) -> Any:
 
 
 def check_options(loader: Mapping[str, Any]) -> None:
-    """InvalidRequestError for what is no option of DataLoader, or would choose the samples."""
+    """InvalidRequestError for what is no option of DataLoader."""
     known = inspect.signature(DataLoader).parameters
     for name in loader:
-        if name in ("sampler", "batch_sampler"):
-            raise InvalidRequestError(
-                f"{name}=... cannot apply: the job deals the samples to its workers. To choose or to order them, give "
-                "torch.utils.data.Subset as the data set, with shuffle=False for its own order"
-            )
         if name not in known or name == "dataset":
             raise InvalidRequestError(f"{name}=... is known neither to job.batches nor to torch's DataLoader")
 

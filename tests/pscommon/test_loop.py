@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -91,3 +93,43 @@ def test_indices_are_int64_and_cannot_be_scribbled_on() -> None:
 def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"batch_size|negative"):
         LoopSpec(**{"loop": 0, "size": 5, "batch_size": 2} | wrong)
+
+
+DIGEST = "0123456789abcdef" * 2
+SAMPLED: dict[str, Any] = {"loop": 0, "size": 5, "batch_size": 2, "shuffle": False, "order": DIGEST, "sampler": "Mine"}
+
+
+def test_a_loop_without_a_sampler_has_the_fields_that_it_always_had() -> None:
+    """What is written to logs and snapshots stays as it was."""
+    assert list(LoopSpec(0, 5, 2).as_dict()) == [
+        "loop", "size", "batch_size", "epochs", "drop_last", "shuffle", "seed", "first_epoch",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batches", "total"), [(0, 3), (4, 4)])
+def test_a_loop_with_a_sampler_is_written_whole(batches: int, total: int) -> None:
+    spec = LoopSpec(**SAMPLED, batches=batches)
+
+    assert LoopSpec(**spec.as_dict()) == spec
+    assert spec.total == spec.batches_in_epoch == total
+    with pytest.raises(IndexError, match="known to its sampler, Mine, alone"):
+        spec.indices(0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"order": "0" * 31}, "digest of 32 hexadecimal digits"),
+        ({"order": "x" * 32}, "digest of 32 hexadecimal digits"),
+        ({"order": ""}, "digest of 32 hexadecimal digits"),
+        ({"sampler": ""}, "1 to 100 letters, not 0"),
+        ({"sampler": "s" * 101}, "1 to 100 letters, not 101"),
+        ({"epochs": 2}, "one epoch"),
+        ({"batches": 6}, "at least one sample"),
+        ({"batches": -1}, "at least one sample"),
+        ({"order": "", "sampler": "", "batches": 3}, "digest of 32"),
+    ],
+)
+def test_a_sampler_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoopSpec(**SAMPLED | wrong)

@@ -73,6 +73,7 @@ def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int) -> 
     [
         LoopSpec(3, 2**40, 64, epochs=5, drop_last=True, shuffle=False, seed=-(2**62), first_epoch=7),
         StreamSpec(3, sources=1000, batch_size=64, epochs=5),
+        LoopSpec(3, 20, 7, shuffle=False, order="0f" * 16, sampler="Mine", batches=4),
     ],
 )
 def test_loop_round_trip_keeps_every_field(spec: Spec) -> None:
@@ -84,6 +85,8 @@ def test_loop_that_cannot_be_is_refused() -> None:
         codec.loop_from_proto(co.LoopSpec(size=10))
     with pytest.raises(InvalidRequestError, match="batch_size"):
         codec.loop_from_proto(co.LoopSpec(sources=10))
+    with pytest.raises(InvalidRequestError, match="digest of 32 hexadecimal digits"):
+        codec.loop_from_proto(co.LoopSpec(size=10, batch_size=1, epochs=1, order="0" * 10**6, sampler="Mine"))
 
 
 def test_a_batch_of_a_map_style_loop_costs_what_its_two_numbers_cost() -> None:

@@ -1,5 +1,7 @@
 """Which batch goes to whom: dealt, committed, returned, once each."""
 
+from dataclasses import replace
+
 import pytest
 
 from pscommon.core.errors import MismatchError
@@ -166,6 +168,36 @@ def test_workers_that_describe_a_loop_differently_are_told() -> None:
 
     with pytest.raises(MismatchError, match="of the job: batch_size is 2 here and 1 there"):
         ledger.open(2, LoopSpec(0, size=3, batch_size=2))
+
+
+def test_another_order_of_a_sampler_names_it() -> None:
+    ledger = Ledger()
+    mine = LoopSpec(1, size=3, batch_size=1, shuffle=False, order="0" * 32, sampler="RandomWalk")
+    ledger.open(1, mine)
+
+    with pytest.raises(
+        MismatchError,
+        match=r"sampler RandomWalk gave another order in loop 2 than in the job: order is 1+ here and 0+ there. Try:",
+    ) as caught:
+        ledger.open(2, replace(mine, order="1" * 32))
+    assert caught.value.reason == "LOOP_MISMATCH"
+    with pytest.raises(MismatchError, match="sampler is Other here and RandomWalk there") as caught:
+        ledger.open(2, replace(mine, sampler="Other"))
+    assert caught.value.reason == "LOOP_MISMATCH"
+    with pytest.raises(MismatchError, match="sampler is not there here and RandomWalk there"):
+        ledger.open(2, LoopSpec(1, size=3, batch_size=1))
+
+
+def test_a_ledger_with_samplers_is_brought_back() -> None:
+    ledger = Ledger()
+    mine = LoopSpec(0, size=3, batch_size=2, shuffle=False, order="0" * 32, sampler="Mine", batches=2)
+    ledger.open(1, mine).take(1, 0, 1, [1])
+
+    again = Ledger()
+    again.recover(ledger.state())
+
+    assert again.loops[0].spec == mine
+    assert again.loops[0].take(1, 1, 5, [1]) == [1]
 
 
 def test_a_restored_loop_hands_out_exactly_what_had_not_counted() -> None:

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from string import hexdigits
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+ORDER_LENGTH, NAME_LENGTH = 32, 100
+"""Letters of an order's digest, and at most of a sampler's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,10 @@ class LoopSpec:
     seed: of the shuffle, any 64-bit integer; without `shuffle`, batches go through the data in order.
     first_epoch: the shuffle of epoch e is that of (seed, first_epoch + e), so that a script which calls for its epochs
     one at a time sees the orders that one call for all of them would have given.
+
+    order: digest of the order that a sampler gave, by which workers are compared; only they know the order itself.
+    sampler: its class. batches: how many batches a batch sampler gave; their sizes vary, and batch_size is the largest.
+    These are set for samplers only; they then make one epoch.
     """
 
     loop: int
@@ -27,15 +35,31 @@ class LoopSpec:
     shuffle: bool = True
     seed: int = 0
     first_epoch: int = 0
+    order: str = ""
+    sampler: str = ""
+    batches: int = 0
 
     def __post_init__(self) -> None:
         if min(self.loop, self.size, self.epochs, self.first_epoch) < 0:
             raise ValueError(f"a loop's numbers cannot be negative: {self}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if not self.order and not self.sampler and not self.batches:
+            return
+        if len(self.order) != ORDER_LENGTH or not set(self.order) <= set(hexdigits):
+            raise ValueError(f"the order of a sampler is a digest of {ORDER_LENGTH} hexadecimal digits")
+        if not 0 < len(self.sampler) <= NAME_LENGTH:
+            raise ValueError(f"the name of a sampler has 1 to {NAME_LENGTH} letters, not {len(self.sampler)}")
+        if self.epochs != 1 or not 0 <= self.batches <= self.size:
+            raise ValueError("a loop with a sampler has one epoch, and a batch at least one sample")
 
     @property
     def batches_in_epoch(self) -> int:
+        if self.batches:
+            return self.batches
         return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
 
     @property
@@ -55,6 +79,8 @@ class LoopSpec:
         """The samples of a batch: int64, at most batch_size of them; IndexError for a number that the loop lacks."""
         if not 0 <= number < self.total:
             raise IndexError(f"loop {self.loop} has batches 0 to {self.total - 1}, not {number}")
+        if self.order:
+            raise IndexError(f"the samples of loop {self.loop} are known to its sampler, {self.sampler}, alone")
         start = self.position(number) * self.batch_size
         stop = min(start + self.batch_size, self.size)
         if not self.shuffle:
@@ -62,8 +88,9 @@ class LoopSpec:
         return _order(self.size, self.seed, self.epoch(number))[start:stop]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; LoopSpec(**d) is the way back."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """JSON-ready; LoopSpec(**d) is the way back. Without what is only set for samplers."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in fields.items() if value or name not in ("order", "sampler", "batches")}
 
 
 @lru_cache(maxsize=4)

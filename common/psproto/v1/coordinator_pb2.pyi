@@ -373,6 +373,9 @@ class LoopSpec(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     FIRST_EPOCH_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    SAMPLER_FIELD_NUMBER: builtins.int
+    BATCHES_FIELD_NUMBER: builtins.int
     loop: builtins.int
     size: builtins.int
     batch_size: builtins.int
@@ -385,6 +388,11 @@ class LoopSpec(google.protobuf.message.Message):
     """number of this loop's first epoch, for the shuffle"""
     sources: builtins.int
     """0: not a stream"""
+    order: builtins.str
+    """digest of the order that a sampler gave, 32 hexadecimal digits, and the class of the sampler; empty: there is none"""
+    sampler: builtins.str
+    batches: builtins.int
+    """number of batches that a batch sampler gave; batch_size is the size of the largest one"""
     def __init__(
         self,
         *,
@@ -397,8 +405,11 @@ class LoopSpec(google.protobuf.message.Message):
         seed: builtins.int = ...,
         first_epoch: builtins.int = ...,
         sources: builtins.int = ...,
+        order: builtins.str = ...,
+        sampler: builtins.str = ...,
+        batches: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "drop_last", b"drop_last", "epochs", b"epochs", "first_epoch", b"first_epoch", "loop", b"loop", "seed", b"seed", "shuffle", b"shuffle", "size", b"size", "sources", b"sources"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "batches", b"batches", "drop_last", b"drop_last", "epochs", b"epochs", "first_epoch", b"first_epoch", "loop", b"loop", "order", b"order", "sampler", b"sampler", "seed", b"seed", "shuffle", b"shuffle", "size", b"size", "sources", b"sources"]) -> None: ...
 
 global___LoopSpec = LoopSpec
 

@@ -1,0 +1,393 @@
+"""Samplers and DataLoaders that are given to `job.batches`: what they choose is honoured, or refused with a reason."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.loop import LoopSpec
+from psworker.data import order as orders
+from psworker.data.order import order_of
+from psworker.job import Job
+from psworker.optimizer import ServerOptimizer
+from psworker.results import PushResult
+from tests.psworker.test_loader import Count, Ledger
+
+NUMBERS = torch.arange(10.0)
+
+
+class Weighing(Ledger):
+    """Remembers how many samples each push weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[int] = []
+
+    def exchange(self, **call: Any) -> PushResult:
+        if call["gradients"] is not None:
+            self.weights.append(call["samples"])
+        return super().exchange(**call)
+
+
+def started() -> tuple[Job, ServerOptimizer, Weighing]:
+    client = Weighing()
+    job, model = Job(client), nn.Linear(1, 1)
+    return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model), client
+
+
+def passed(loader: Any, optimizer: ServerOptimizer) -> list[list[float]]:
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        optimizer.step()
+    return seen
+
+
+class Evens(Sampler[int]):
+    """Every other index; the last one first."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([8, 0, 2, 4, 6])
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Drawn(Sampler[int]):
+    """Draws from all three generators; of no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield int(torch.randint(10, ()))
+        yield int(np.random.randint(10))
+        yield random.randrange(10)
+        yield from torch.randperm(10).tolist()
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of several sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield [0, 1, 2, 3]
+        yield [4]
+        yield [5, 6]
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield 0
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_runs_of_what_a_sampler_gives(workers: int) -> None:
+    job, optimizer, client = started()
+    loader = job.batches(NUMBERS, 2, sampler=Evens(), num_workers=workers)
+
+    assert len(loader) == 3
+    assert passed(loader, optimizer) == [[8, 0], [2, 4], [6]]
+    assert len(loader) == 3
+    assert client.weights == [2, 2, 1]
+    (spec,) = client.loops
+    assert isinstance(spec, LoopSpec)
+    assert (spec.size, spec.sampler, spec.shuffle, spec.batches, len(spec.order)) == (5, "Evens", False, 0, 32)
+
+
+def test_a_sampler_with_drop_last_leaves_the_rest_out() -> None:
+    job, optimizer, _ = started()
+    loader = job.batches(NUMBERS, 2, sampler=Evens(), drop_last=True)
+
+    assert len(loader) == 2
+    assert passed(loader, optimizer) == [[8, 0], [2, 4]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_batch_sampler_weigh_what_they_hold(workers: int) -> None:
+    job, optimizer, client = started()
+    loader = job.batches(NUMBERS, batch_sampler=Buckets(), num_workers=workers)
+
+    assert loader.batch_size is None
+    assert len(loader) == 3
+    assert passed(loader, optimizer) == [[0, 1, 2, 3], [4], [5, 6]]
+    assert client.weights == [4, 1, 2]
+    (spec,) = client.loops
+    assert isinstance(spec, LoopSpec)
+    assert (spec.size, spec.batch_size, spec.batches, spec.total) == (7, 4, 3, 3)
+
+
+@pytest.mark.parametrize("given", [{"batch_size": 2, "sampler": []}, {"batch_sampler": []}])
+def test_a_sampler_may_have_nothing_to_give(given: dict[str, Any]) -> None:
+    job, optimizer, _ = started()
+    loader = job.batches(NUMBERS, **given)
+
+    assert len(loader) == 0
+    assert passed(loader, optimizer) == []
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        [3, 1, 2],
+        torch.tensor([3, 1, 2]),
+        np.array([3, 1, 2]),
+        SubsetRandomSampler([3, 1, 2]),
+        WeightedRandomSampler([1.0] * 10, 7),
+        RandomSampler(range(10), replacement=True, num_samples=30),
+        Drawn(),
+    ],
+)
+def test_a_sampler_draws_the_same_whatever_was_drawn_before(sampler: Any) -> None:
+    """Its pass is a function of (seed, pass), and the script's own generators do not notice."""
+    runs = []
+    for noise in (0, 3):
+        job, optimizer, _ = started()
+        loader = job.batches(NUMBERS, 4, sampler=sampler, seed=5, reseed=False)
+        torch.manual_seed(noise), np.random.seed(noise), random.seed(noise)
+        before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        iterator = iter(loader)
+        after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        runs.append([passed(iterator, optimizer), passed(loader, optimizer)])
+
+    assert runs[0] == runs[1]
+
+
+def test_a_sampler_that_draws_has_another_order_in_each_pass_and_for_each_seed() -> None:
+    one, other, third = (order_of(Drawn(), 2, False, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
+
+    assert len({tuple(order.indices.tolist()) for order in (one, other, third)}) == 3
+    assert len({order.digest for order in (one, other, third)}) == 3
+
+
+def test_the_digest_tells_orders_and_batches_apart_and_is_the_same_for_ever() -> None:
+    """Literal letters: a job may be resumed by another release, on another machine."""
+    given: list[tuple[Any, int | None]] = [
+        ([0, 1, 2, 3], 2),
+        ([0, 1, 3, 2], 2),
+        ([0, 1, 2, 3], 3),
+        ([[0, 1], [2, 3]], None),
+        ([[0], [1, 2, 3]], None),
+    ]
+    digests = [order_of(sampler, size, False, 0, 0).digest for sampler, size in given]
+
+    assert digests[0] == digests[3]
+    assert len(set(digests)) == 4
+    assert digests[0] == "92ed0f5aa7330c92675d184e509ec413"
+
+
+def test_a_sampler_without_a_length_has_one_during_a_pass() -> None:
+    job, optimizer, _ = started()
+    loader = job.batches(NUMBERS, 4, sampler=Drawn())
+
+    with pytest.raises(TypeError, match=r"'Drawn' has no len\(\)"):
+        len(loader)
+    for _ in loader:
+        assert len(loader) == 4
+        optimizer.step()
+
+
+# ---- misuse ----------------------------------------------------------------------------------------------------------
+
+
+class Stopper(Sampler[int]):
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.given)
+
+
+DISTRIBUTED = DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 2, "sampler": Evens(), "shuffle": True}, "sampler excludes shuffle=True.*leave out shuffle"),
+        ({"batch_size": 2, "batch_sampler": Buckets()}, "batch_sampler excludes batch_size:.*leave out batch_size"),
+        (
+            {"batch_sampler": Buckets(), "shuffle": True, "drop_last": True, "sampler": Evens()},
+            "batch_sampler excludes shuffle=True, drop_last, sampler",
+        ),
+        ({"batch_size": 2, "sampler": DISTRIBUTED}, "sampler=DistributedSampler would divide the data twice"),
+        (
+            {"batch_sampler": BatchSampler(DISTRIBUTED, 2, False)},
+            "batch_sampler=DistributedSampler would divide the data twice.*Try: leave it out",
+        ),
+        ({"batch_size": 2, "sampler": 3}, "sampler=3 is not iterable"),
+        (
+            {"batch_size": 2, "sampler": iter([1])},
+            r"sampler is an iterator \(list_iterator\), which gives one pass only",
+        ),
+        ({"batch_sampler": (x for x in [[1]])}, r"batch_sampler is an iterator \(generator\)"),
+        ({"batch_size": 2, "sampler": Evens(), "epochs": 2}, "sampler excludes epochs=2.*for epoch in range"),
+        ({"batch_sampler": Buckets(), "epochs": 0}, "batch_sampler excludes epochs=0"),
+        ({"batch_size": 0, "sampler": Evens()}, "batch_size must be at least 1"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_at_the_call(given: dict[str, Any], message: str) -> None:
+    job, _, _ = started()
+
+    with pytest.raises(InvalidRequestError, match=message):
+        job.batches(NUMBERS, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 2, "sampler": Stopper(["a"])}, "sampler Stopper failed to give indices: 'str'"),
+        ({"batch_size": 2, "sampler": Stopper([1.5])}, "sampler Stopper failed to give indices: 'float'"),
+        ({"batch_size": 2, "sampler": Stopper([2**70])}, "sampler Stopper failed to give indices: .*64 bits"),
+        (
+            {"batch_sampler": Stopper([1, 2])},
+            "batch_sampler Stopper gave 1 instead of a list of indices. Try: sampler=",
+        ),
+        ({"batch_sampler": Stopper([[1], []])}, "batch_sampler Stopper gave an empty batch"),
+        ({"batch_sampler": Stopper([[1], [None]])}, "sampler Stopper failed to give indices: 'NoneType'"),
+    ],
+)
+def test_what_a_sampler_must_not_give_is_refused_at_the_pass(given: dict[str, Any], message: str) -> None:
+    """The pass has not begun then: the next one has its number."""
+    job, optimizer, client = started()
+
+    with pytest.raises(InvalidRequestError, match=message):
+        iter(job.batches(NUMBERS, **given))
+    passed(job.batches(NUMBERS, 5), optimizer)
+    assert client.loops == [LoopSpec(0, 10, 5)]
+
+
+@pytest.mark.parametrize("given", [{"batch_size": 2, "sampler": Endless()}, {"batch_sampler": Stopper([[0] * 3] * 40)}])
+def test_a_sampler_without_an_end_is_refused(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "INDICES_LIMIT", 100)
+    job, _, _ = started()
+
+    with pytest.raises(InvalidRequestError, match="gave more than 100 indices in a pass, and perhaps has no end"):
+        iter(job.batches(NUMBERS, **given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 2, "sampler": Evens()}, "a stream is read in order, in this process: sampler cannot apply"),
+        ({"batch_sampler": Buckets()}, "a stream is read in order, in this process: batch_sampler cannot apply"),
+        ({"batch_size": 2, "drop_last": True, "num_workers": 1}, "drop_last, num_workers cannot apply"),
+        ({}, "batch_size is missing"),
+    ],
+)
+def test_a_stream_takes_no_sampler(given: dict[str, Any], message: str) -> None:
+    job, _, _ = started()
+
+    with pytest.raises(InvalidRequestError, match=message):
+        job.batches(Count(), **given)
+
+
+# ---- DataLoader ------------------------------------------------------------------------------------------------------
+
+
+def doubled(samples: list[Tensor]) -> Tensor:
+    return 2 * torch.stack(samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"batch_size": 4}, {"batch_size": 4, "shuffle": False}),
+        ({}, {"batch_size": 1, "shuffle": False}),
+        ({"batch_size": 4, "shuffle": True, "drop_last": True}, {"batch_size": 4, "drop_last": True}),
+        ({"batch_size": 4, "shuffle": True, "num_workers": 2}, {"batch_size": 4}),
+        ({"batch_size": 2, "sampler": Evens()}, {"batch_size": 2, "sampler": Evens()}),
+        ({"batch_sampler": Buckets(), "num_workers": 1}, {"batch_sampler": Buckets()}),
+        ({"batch_size": 4, "collate_fn": doubled}, {"batch_size": 4, "shuffle": False, "collate_fn": doubled}),
+        (
+            {"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=6)},
+            {"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=6)},
+        ),
+    ],
+)
+def test_a_data_loader_gives_the_batches_that_its_options_give(options: dict[str, Any], same: dict[str, Any]) -> None:
+    job, optimizer, _ = started()
+    other, other_optimizer, _ = started()
+    given = DataLoader(NUMBERS, **options)  # type: ignore[arg-type]
+    loader, expected = job.batches(given, seed=3), other.batches(NUMBERS, seed=3, **same)
+
+    assert loader.dataset is NUMBERS
+    assert len(loader) == len(expected) == len(given)
+    assert loader.batch_size == expected.batch_size == given.batch_size
+    for _ in range(2):
+        assert passed(loader, optimizer) == passed(expected, other_optimizer)
+
+
+def test_a_data_loader_s_generator_orders_its_sampler_pass_after_pass() -> None:
+    runs = []
+    for _ in range(2):
+        job, optimizer, _ = started()
+        generator = torch.Generator().manual_seed(4)
+        loader = job.batches(DataLoader(NUMBERS, 5, shuffle=True, generator=generator))  # type: ignore[arg-type]
+        runs.append([passed(loader, optimizer) for _ in range(2)])
+
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_a_data_loader_s_epochs_and_seed_are_given_in_the_call() -> None:
+    job, optimizer, client = started()
+
+    seen = passed(job.batches(DataLoader(NUMBERS, 5, shuffle=True), epochs=2, seed=9), optimizer)  # type: ignore[arg-type]
+
+    assert len(seen) == 4
+    assert client.loops == [LoopSpec(0, 10, 5, epochs=2, seed=9)]
+
+
+def test_a_data_loader_over_a_stream_is_read_as_the_stream() -> None:
+    job, optimizer, _ = started()
+
+    assert passed(job.batches(DataLoader(Count(), batch_size=2)), optimizer) == [[0, 1], [2, 3], [4]]
+
+
+class Wrapped(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("loader", "call", "message"),
+    [
+        (DataLoader(NUMBERS, 2), {"batch_size": 2}, "the DataLoader says itself what batch_size is"),  # type: ignore[arg-type]
+        (
+            DataLoader(NUMBERS, 2),  # type: ignore[arg-type]
+            {"shuffle": False, "num_workers": 2, "sampler": Evens()},
+            "says itself what shuffle, sampler, num_workers is. Try: job.batches",
+        ),
+        (Wrapped(NUMBERS, 2), {}, "Wrapped has an __iter__ of its own"),
+        (DataLoader(NUMBERS, batch_size=None), {}, "batch_size=None makes no batches"),  # type: ignore[arg-type]
+        (DataLoader(Count(), 2, num_workers=1), {}, "num_workers, prefetch_factor cannot apply to it"),
+        (DataLoader(Count(), 2, drop_last=True), {}, "drop_last cannot apply to it"),
+        (DataLoader(NUMBERS, 2, sampler=DISTRIBUTED), {}, "sampler=DistributedSampler would divide the data twice"),  # type: ignore[arg-type]
+        (DataLoader(NUMBERS, 2, sampler=Evens()), {"epochs": 2}, "sampler excludes epochs=2"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_data_loader_cannot_be_here_is_refused(loader: Any, call: dict[str, Any], message: str) -> None:
+    job, _, _ = started()
+
+    with pytest.raises(InvalidRequestError, match=message):
+        job.batches(loader, **call)
