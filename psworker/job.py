@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -23,6 +22,7 @@ from psworker.local import JobClient
 from psworker.loops import Loops
 from psworker.optimizer import ServerOptimizer
 from psworker.results import PushResult
+from psworker.schedulers import fast_forward
 from psworker.stats import Stats
 
 T = TypeVar("T")
@@ -217,15 +217,7 @@ class Job:
         scheduler that is stepped with every step. Under async and ssp a version is one step of one worker, so divide
         by the number of workers; for a scheduler stepped once an epoch give the epochs. A new job's version is 0.
         """
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise InvalidRequestError(
-                "ReduceLROnPlateau goes by what was measured, which no job keeps: save and load its state_dict()"
-            )
-        with warnings.catch_warnings():
-            # torch misses the optimizer's steps, which earlier workers have made
-            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
-            for _ in range(self.first_version if steps is None else steps):
-                scheduler.step()
+        fast_forward(scheduler, self.first_version if steps is None else steps)
 
     def enter(self, phase: str) -> None:
         """The worker does something else now: times it, and lets `ps-ctl workers` show it."""

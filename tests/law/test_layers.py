@@ -24,8 +24,8 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.changes",
     "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.data", "psworker.examples",
     "psworker.generators", "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape",
-    "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.simulation", "psworker.streams",
-    "psworker.training",
+    "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.schedulers",
+    "psworker.simulation", "psworker.streams", "psworker.training",
 }  # fmt: skip
 COMMANDS = {
     "pscommon.config", "pscommon.options", "pscommon.run_options", "pscommon.server_options", "pscommon.values",
