@@ -9,6 +9,7 @@ import grpc
 
 from pscommon.core.errors import TakenError
 from pscommon.wire.channel import SERVER_OPTIONS
+from psserver.decoding import DecodingGuard
 
 PAUSE = 0.05
 
@@ -24,7 +25,7 @@ def listen(
     while True:
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
-            interceptors=list(interceptors),
+            interceptors=[*interceptors, DecodingGuard()],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=calls,
         )

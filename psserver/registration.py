@@ -2,7 +2,9 @@
 
 import time
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import ModelSpec
+from pscommon.snapshot.tensor_file import RESERVED
 from psserver.core.recorder import Recorder
 from psserver.core.room import check_room, push_nbytes
 from psserver.desk import Desk
@@ -15,7 +17,7 @@ def register(
 ) -> str:
     """Return ready, upload or pending; wait up to `seconds` while there is nothing to do but wait.
 
-    Raises MismatchError where the job trains another model.
+    Raises MismatchError where the job trains another model, and InvalidRequestError for one that no file could hold.
     """
     nbytes, asked = push_nbytes(spec, shards), time.monotonic()
 
@@ -25,6 +27,8 @@ def register(
         if coordinator.doubtful(worker, asked):
             coordinator.member(worker, now)
             return None
+        if coordinator.model is None:
+            check_names(spec)
         before = coordinator.model
         state: str = recorder.do("register", now, worker=worker, spec=spec)
         tell_adopted(before, coordinator.model)
@@ -34,3 +38,12 @@ def register(
     if desk.coordinator.model is not None:
         engine.set_model(desk.coordinator.model)
     return answer or "pending"
+
+
+def check_names(spec: ModelSpec) -> None:
+    """Refuse a new model whose weights no file could hold. InvalidRequestError."""
+    if any(RESERVED in (tensor.name, *tensor.aliases) for tensor in spec.tensors):
+        raise InvalidRequestError(
+            f"cannot register the model: a tensor is named {RESERVED}, which safetensors files reserve. "
+            "Try: rename this parameter or buffer"
+        )

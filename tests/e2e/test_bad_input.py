@@ -239,6 +239,20 @@ def test_an_optimizer_that_no_server_has(cluster: Make) -> None:
     assert status(address)["model"] is None
 
 
+def test_a_tensor_whose_name_no_file_could_hold(cluster: Make) -> None:
+    """A snapshot could be written, but never be exported. The next worker may bring another model."""
+    address = cluster(1).address
+    with (
+        refused(InvalidRequestError, 2, "INVALID_REQUEST", "__metadata__", "Try: rename"),
+        connected(address) as client,
+    ):
+        client.register({"a": ZEROS["a"], "__metadata__": SMALL}, SGD)
+
+    assert status(address)["model"] is None
+    with counter(address) as client:
+        count(client)
+
+
 def test_initial_weights_that_are_not_finite(cluster: Make) -> None:
     address = cluster(2).address
     with refused(NonFiniteError, 14, "NON_FINITE", "worker 1", "tensor b"), connected(address) as client:

@@ -118,3 +118,14 @@ def test_a_place_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path
 
     with pytest.raises(SnapshotError, match=f"cannot write {tmp_path / target}"):
         export(snapshots, 4, tmp_path / target)
+
+
+def test_a_name_that_the_format_reserves_is_told_with_a_remedy(tmp_path: Path) -> None:
+    """Of a job that began when that was not refused."""
+    spec = ModelSpec((TensorSpec("__metadata__", (2,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+    snapshots = Snapshots(tmp_path)
+    save(snapshots, 3, spec, 1, {"weight": tape_of(spec, 3)})
+
+    with pytest.raises(SnapshotError, match=r"a tensor is named __metadata__, which the format reserves\. Try: "):
+        export(snapshots, 3, tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()

@@ -12,7 +12,7 @@ from pscommon.core.tape import Plan
 from pscommon.snapshot.files import Files, publish, temporary, writing
 from pscommon.snapshot.snapshots import Snapshots
 from pscommon.snapshot.tape_reader import TapeReader
-from pscommon.snapshot.tensor_file import raw
+from pscommon.snapshot.tensor_file import RESERVED, raw
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
@@ -41,6 +41,9 @@ def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -
     named = {
         name: tensor for spec, tensor in zip(model.tensors, tensors, strict=True) for name in (spec.name, *spec.aliases)
     }
+    if RESERVED in named:  # of a job that began before this name was refused
+        remedy = "Try: pull the weights of the running job with psworker.Client(observe=True).pull()"
+        raise SnapshotError(f"cannot write {path}: a tensor is named {RESERVED}, which the format reserves. {remedy}")
     files, folder = Files(), path.parent
     with writing(path), temporary(files, folder, f"export-{os.getpid()}") as temp:
         # "format" is what transformers and its kin look for

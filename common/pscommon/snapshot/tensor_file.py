@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+RESERVED = "__metadata__"
+"""Name that the format keeps for itself."""
+
 PART_BYTES = 256 << 10
 """Written in one call."""
 
@@ -41,7 +44,7 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
         name: {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [stop - tensor.nbytes, stop]}
         for (name, tensor), stop in zip(tensors.items(), stops, strict=True)
     }
-    text = json.dumps({"__metadata__": dict(metadata), **entries}).encode("ascii")
+    text = json.dumps({RESERVED: dict(metadata), **entries}).encode("ascii")
     text += b" " * (-len(text) % 8)
     return memoryview(len(text).to_bytes(8, "little") + text)
 
