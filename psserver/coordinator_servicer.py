@@ -11,7 +11,7 @@ import grpc
 from pscommon import strict_json
 from pscommon.core.model import ModelSpec
 from pscommon.optim import check_same_optimizers
-from pscommon.optimizers import validate
+from pscommon.optimizers import check_numbers, validate
 from pscommon.wire.codec import (
     batches_from_proto,
     entry_to_proto,
@@ -70,6 +70,7 @@ class Coordinator(CoordinatorServiceServicer):
                 return self._observed()
             spec = model_from_proto(request.model)
             spec = ModelSpec(spec.tensors, validate(spec.optimizer))
+            check_numbers(spec.optimizer, spec.tensors)
             state = self._hub.register(request.worker, spec, request.wait_ms / 1000)
             if state not in STATES:
                 waiting = self._hub.waiting_for

@@ -14,9 +14,9 @@ from typing import Any
 
 from pscommon.core.errors import LayoutError, UnreachableError
 from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Reshard, Staged
-from pscommon.core.model import ModelSpec, OptimizerSpec, Scalar
+from pscommon.core.model import ModelSpec, Scalar
 from pscommon.core.tape import Plan
-from pscommon.optimizers import groups_from_json, validate
+from pscommon.optimizers import groups_of_push, validate
 from pscommon.snapshot import Manifest
 from pscommon.team import Team
 from pscommon.values import Lanes
@@ -88,7 +88,6 @@ class Engine:
         self._kept: dict[PushKey, Kept] = {}
         self._model: ModelSpec | None = None
         self._store: Store | None = None
-        self._like: OptimizerSpec | None = None
         self._stopping = ""
 
     # ---- the model --------------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ class Engine:
             self._log.model(spec)
 
     def _install(self, spec: ModelSpec, store: Store) -> None:
-        self._model, self._store, self._like = spec, store, validate(spec.optimizer)
+        self._model, self._store = spec, store
         self._changed.notify_all()
         self.metrics.model(numbers_of(Plan(spec, self.shards), self.shard), store.nbytes)
 
@@ -138,7 +137,7 @@ class Engine:
         with self._carrying, self._logging, self._changed:
             self._forget(Shard(self.shard), shards)
             self._machine.follow(epoch, base)
-            self._model = self._store = self._like = None
+            self._model = self._store = None
             self._begin_segment()
 
     def restore(self, epoch: int, manifest: Manifest, reader: TapeReader, shards: int) -> None:
@@ -157,7 +156,7 @@ class Engine:
         with self._carrying, self._logging, self._changed:
             self._forget(Shard(self.shard), shards)
             self._machine.adopt({**state, "epoch": epoch})
-            self._model, self._store, self._like = spec, None, validate(spec.optimizer)
+            self._model, self._store = spec, None
             self._begin_segment()
         self.metrics.version(self._machine.version)
         self.report()
@@ -217,7 +216,7 @@ class Engine:
             self._machine, self._kept = replica.machine, replica.kept
             self.shards, self.moves.held, self._store = replica.shards, replica.frozen, None
             if replica.model is not None:
-                self._model, self._like = replica.model, validate(replica.model.optimizer)
+                self._model = replica.model
             if replica.model is not None and replica.store is not None:
                 self._install(replica.model, replica.store)
             self._begin_segment()
@@ -250,8 +249,8 @@ class Engine:
 
     def groups(self, text: str) -> tuple[Mapping[str, Scalar], ...]:
         """A push's hyper-parameters, checked against the job's optimizer."""
-        assert self._like is not None
-        return groups_from_json(text, self._like)
+        assert self._model is not None
+        return groups_of_push(text, validate(self._model.optimizer), self._model.tensors)
 
     # ---- pushes -----------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
-from pscommon.core.model import OptimizerSpec, Scalar
-from pscommon.optim import KINDS, REFUSED_CLASSES, OptimizerKind, kind_of_class
+from pscommon.core.model import OptimizerSpec, Scalar, TensorSpec
+from pscommon.optim import KINDS, REFUSED_CLASSES, OptimizerKind, find_overflow, is_harmless, kind_of_class
 
 SUPPORTED = KINDS
 
@@ -87,6 +87,33 @@ def groups_from_json(text: str, like: OptimizerSpec) -> Groups:
         _complete(f"{like.name}, group {index}", group, present)
         for index, (group, present) in enumerate(zip(raw, like.groups, strict=True))
     )
+
+
+def groups_of_push(text: str, like: OptimizerSpec, tensors: Iterable[TensorSpec]) -> Groups:
+    """Return a push's parameter groups: as `groups_from_json`, and InvalidRequestError as `check_numbers`."""
+    groups = groups_from_json(text, like)
+    check_numbers(OptimizerSpec(like.name, groups), tensors)
+    return groups
+
+
+def check_numbers(optimizer: OptimizerSpec, tensors: Iterable[TensorSpec]) -> None:
+    """Raise InvalidRequestError for hyper-parameters with which a formula may raise an exception.
+
+    A server would stop at an update that all servers have agreed on. As in torch, a learning rate may be just below
+    zero, to which schedulers round, and SGD's nesterov may stand beside a momentum of zero.
+    """
+    kind = _kind(optimizer.name)
+    for index, group in enumerate(optimizer.groups):
+        where = f"{optimizer.name}, group {index}"
+        values: Mapping[str, Any] = {key: value for key, value in group.items() if key != "nesterov"}
+        lr = {"lr": max(0.0, values["lr"])} if "lr" in values else {}
+        if problem := kind.check({**values, **lr}):
+            raise InvalidRequestError(f"{where}: {problem}")
+        if is_harmless(kind, group):
+            continue
+        for dtype in {each.dtype for each in tensors if each.role == "trainable" and each.group == index}:
+            if problem := find_overflow(kind, group, getattr(torch, dtype)):
+                raise InvalidRequestError(f"{where}: too large a number for {dtype} weights: {problem}")
 
 
 def scalars_to_json(scalars: Scalars) -> str:

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from pscommon.core.errors import InvalidRequestError
 from pscommon.optimizers import SUPPORTED
 from psserver.shipped import checksum
 from psworker import Client, OptimizerSpec
+from psworker.arrays import spec_of
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
 from tests.e2e.test_reshard import reshard
@@ -127,3 +129,21 @@ def test_a_standby_that_comes_late(cluster: Make, name: str, hyper: dict[str, An
             assert checksum(store) == checksum(server.engine.store)
             assert store.scalars() == server.engine.store.scalars()
         check(client, name, hyper, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [("rmsprop", '[{"lr": 1e39}]'), ("nadam", '[{"betas": [1.0, 0.9]}]'), ("asgd", '[{"lambd": -1e9}]')],
+)
+def test_a_push_with_numbers_that_no_formula_can_use_changes_nothing(cluster: Make, name: str, groups: str) -> None:
+    """Else every server would raise an exception at an update that all have agreed on, and again after a restart."""
+    servers = cluster(2)
+    with connected(servers.address) as client:
+        plan = client.agree(spec_of({"w": np.zeros(900, np.float32)}, {}, {}, OptimizerSpec(name)))
+        weights, gradients = (np.zeros(plan.nbytes, np.uint8) for _ in range(2))
+        client.start(weights.data)
+        with pytest.raises(InvalidRequestError, match=f"{name}, group 0: "):
+            client.exchange(gradients=gradients.data, weights=None, groups_json=groups)
+        result = client.exchange(gradients=gradients.data, weights=weights.data)
+
+        assert (result.status, result.version) == ("applied", 1)

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model import OptimizerSpec
 from pscommon.optim import REFUSED_CLASSES
-from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, spec_of, validate
+from pscommon.optimizers import (
+    SUPPORTED,
+    groups_from_json,
+    groups_to_json,
+    spec_of,
+    validate,
+)
 
 IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 

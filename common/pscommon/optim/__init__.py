@@ -17,6 +17,7 @@ from pscommon.optim.registry import (
     kind_of_class,
 )
 from pscommon.optim.torch_kinds import REFUSED_CLASSES
+from pscommon.optim.trial import find_overflow, is_harmless
 from pscommon.optim.user_defined import check_same_optimizers, digest_of_user_defined, load_module, register
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "ScalarState",
     "check_same_optimizers",
     "digest_of_user_defined",
+    "find_overflow",
+    "is_harmless",
     "kind_of_class",
     "load_module",
     "register",

@@ -91,6 +91,7 @@ class OptimizerKind:
     by_step: the number of the step enters the formula, so tensors with different counts need a call each.
     first: hyper-parameters with another value in a tensor's first step.
     constructor_only: hyper-parameters that torch reads from the constructor and not from parameter groups.
+    free: hyper-parameters that the formula only compares with step counts, so their size does not matter.
     check: refuses values that torch's constructor refuses, or with which the formula would raise an exception.
     source: digest of the module that registered it; empty: it is built in.
     """
@@ -104,6 +105,7 @@ class OptimizerKind:
     by_step: bool = False
     first: Mapping[str, Scalar] = field(default_factory=dict)
     constructor_only: frozenset[str] = frozenset()
+    free: frozenset[str] = frozenset()
     check: Check = find_out_of_range
     source: str = ""
 

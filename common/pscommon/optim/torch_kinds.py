@@ -52,7 +52,7 @@ def _sgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
 
 
 def _refuse_sgd(group: Mapping[str, Any]) -> str:
-    if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+    if group.get("nesterov") and (group["momentum"] == 0 or group["dampening"] != 0):
         return "nesterov needs a momentum, and no dampening"
     return find_out_of_range(group, frozenset({"dampening"}))
 
@@ -280,6 +280,7 @@ add(
         (OptimizerState("ax"),),
         (ScalarState("eta", "lr"), ScalarState("mu", 1.0)),
         by_step=True,
+        free=frozenset({"t0"}),
         check=_refuse_asgd,
     ),
 )  # fmt: skip

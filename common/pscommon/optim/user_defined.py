@@ -23,6 +23,7 @@ from pscommon.optim.registry import (
     add,
     find_out_of_range,
 )
+from pscommon.optim.trial import try_formula
 from pscommon.user_modules import import_user_module
 
 TensorFormula = Callable[[Tensor, Tensor, Mapping[str, Any], Mapping[str, Any]], None]
@@ -200,38 +201,12 @@ def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
     """Compare two steps on a whole tensor with the same steps on its parts."""
     count = 3 * NUMBERS_IN_A_REGISTER
     try:
-        whole = _trial(kind, [count])
-        parts = _trial(kind, [NUMBERS_IN_A_REGISTER, count - NUMBERS_IN_A_REGISTER])
+        whole = try_formula(kind, kind.defaults, [count])
+        parts = try_formula(kind, kind.defaults, [NUMBERS_IN_A_REGISTER, count - NUMBERS_IN_A_REGISTER])
     except Exception as error:
-        raise InvalidRequestError(
-            f"{shown}: its formula failed on a flat tensor of {count} numbers: {error!r}"
-        ) from error
-    if not all(
-        torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
-        for one, other in zip(whole, parts, strict=True)
-    ):
+        raise InvalidRequestError(f"{shown}: its formula failed on {count} float32 numbers: {error!r}") from error
+    if not all(torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True) for pair in zip(whole, parts, strict=True)):
         raise InvalidRequestError(
             f"{shown}: its formula is not elementwise: the parts of a tensor step differently than the whole, and "
             "servers hold parts. Methods that need whole tensors cannot run on servers."
         )
-
-
-def _trial(kind: OptimizerKind, sizes: list[int]) -> list[Tensor]:
-    """Two steps on a tensor in parts of these sizes: its weights, states, and each part's scalars."""
-    weights = torch.linspace(-1.0, 1.0, sum(sizes))
-    gradients = torch.linspace(2.0, -3.0, sum(sizes))
-    kept = torch.zeros_like(gradients)
-    rows = Rows(
-        [*torch.split(weights, sizes)],
-        {each.name: [*torch.split(torch.zeros_like(weights), sizes)] for each in kind.states},
-        {each.name: [torch.tensor(each.first_value(kind.defaults)) for _ in sizes] for each in kind.scalars},
-        [torch.zeros(()) for _ in sizes],
-    )
-    with torch.no_grad():
-        for _ in range(2):
-            kept.copy_(gradients)
-            kind.formula(rows, [*torch.split(gradients, sizes)], dict(kind.defaults))
-            if not torch.equal(kept, gradients):
-                raise ValueError("it changes the gradient")
-    scalars = [column[place] for column in rows.scalars.values() for place in (0, -1)]
-    return [weights, *(torch.cat(column) for column in rows.state.values()), *scalars]

@@ -1,0 +1,79 @@
+"""Formulas on a few numbers: to find out, before a server relies on them, whether they can compute at all."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pscommon.core.model import Scalar
+from pscommon.optim.registry import OptimizerKind, Rows
+
+HARMLESS = 100.0
+"""Numbers up to this size, and products of two of them, fit into every dtype of weights (float16 ends at 65504)."""
+
+
+class ChangedGradientError(ValueError):
+    """The formula has written to the gradient, which may be a worker's memory."""
+
+
+def try_formula(
+    kind: OptimizerKind,
+    group: Mapping[str, Any],
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    steps: int = 2,
+) -> list[Tensor]:
+    """Perform steps on a small tensor in parts of these sizes.
+
+    Returns:
+        The weights, each state, and for each scalar the values of the first and the last part.
+
+    Raises:
+        ChangedGradientError: the formula has written to the gradient.
+        Exception: whatever the formula raises.
+    """
+    weights = torch.linspace(-1.0, 1.0, sum(sizes)).to(dtype)
+    gradients = torch.linspace(2.0, -3.0, sum(sizes)).to(dtype)
+    kept = gradients.clone()
+    rows = Rows(
+        [*torch.split(weights, [*sizes])],
+        {each.name: _parts(_first_values(each.initial, group, weights), sizes) for each in kind.states_of(group)},
+        {each.name: [torch.zeros(()).fill_(each.first_value(group)) for _ in sizes] for each in kind.scalars},
+        [torch.zeros(()) for _ in sizes],
+        fused=dtype in kind.fused,
+    )
+    with torch.no_grad():
+        for _ in range(steps):
+            kind.formula(rows, _parts(gradients, sizes), dict(group))
+            if not torch.equal(kept, gradients):
+                raise ChangedGradientError("it changes the gradient")
+    scalars = [column[place] for column in rows.scalars.values() for place in (0, -1)]
+    return [weights, *(torch.cat(column) for column in rows.state.values()), *scalars]
+
+
+def is_harmless(kind: OptimizerKind, group: Mapping[str, Scalar]) -> bool:
+    """Whether all numbers are so small that they fit into every dtype of weights."""
+    return all(_is_harmless(value) for key, value in group.items() if key not in kind.free)
+
+
+def find_overflow(kind: OptimizerKind, group: Mapping[str, Scalar], dtype: torch.dtype) -> str:
+    """Return what torch says of hyper-parameters that are too large for weights of this dtype; empty: nothing."""
+    try:
+        try_formula(kind, group, [2], dtype, steps=1)  # torch fills a single number without a check
+    except (ArithmeticError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _is_harmless(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(abs(part) <= HARMLESS for part in parts)
+
+
+def _first_values(initial: str, group: Mapping[str, Any], like: Tensor) -> Tensor:
+    return torch.zeros_like(like).fill_(group[initial] if initial else 0.0)
+
+
+def _parts(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [*torch.split(whole, [*sizes])]
