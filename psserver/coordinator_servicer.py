@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import grpc
 
 from pscommon import strict_json
+from pscommon.core.limits import MAX_NAME_CHARACTERS
 from pscommon.core.model import ModelSpec
 from pscommon.optim import check_same_optimizers
 from pscommon.optimizers import check_numbers, validate
@@ -26,6 +27,7 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.archive import groups_of
 from psserver.core.cuts import PartReport
 from psserver.core.following import Way
+from psserver.core.request_checks import wait_seconds
 from psserver.core.shard import NO_LOG
 from psserver.fleet import Server, Told
 from psserver.hub import Hub
@@ -71,7 +73,7 @@ class Coordinator(CoordinatorServiceServicer):
             spec = model_from_proto(request.model)
             spec = ModelSpec(spec.tensors, validate(spec.optimizer))
             check_numbers(spec.optimizer, spec.tensors)
-            state = self._hub.register(request.worker, spec, request.wait_ms / 1000)
+            state = self._hub.register(request.worker, spec, wait_seconds(request.wait_ms))
             if state not in STATES:
                 waiting = self._hub.waiting_for
                 return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
@@ -99,7 +101,7 @@ class Coordinator(CoordinatorServiceServicer):
             self._hub.check_job(request.job)
             stopping, draining = self._hub.beat(
                 request.worker, step_seconds=request.step_seconds, samples_per_second=request.samples_per_second,
-                phase=request.phase, no_call_seconds=request.no_call_seconds,
+                phase=request.phase[:MAX_NAME_CHARACTERS], no_call_seconds=request.no_call_seconds,
             )  # fmt: skip
             self._hub.exits.learn(request.worker, request.process)
             fleet = self._hub.fleet
@@ -125,7 +127,7 @@ class Coordinator(CoordinatorServiceServicer):
             if request.share_only:
                 return pb.NextBatchResponse(share=self._hub.shares.of(request.worker, spec))
             batches = self._hub.next_batches(
-                request.wait_ms / 1000, worker=request.worker, spec=spec, received=request.received,
+                wait_seconds(request.wait_ms), worker=request.worker, spec=spec, received=request.received,
                 count=max(1, request.count), idle=request.idle, first_open=request.first_open,
             )  # fmt: skip
             if batches is None:
@@ -154,7 +156,7 @@ class Coordinator(CoordinatorServiceServicer):
 
     def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: Context) -> pb.SaveSnapshotResponse:
         with answering(context):
-            version = self._hub.snapshots.save(request.wait_ms / 1000)
+            version = self._hub.snapshots.save(wait_seconds(request.wait_ms))
             return pb.SaveSnapshotResponse(version=version, path=self._hub.archive.path(version))
 
     def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
@@ -164,7 +166,7 @@ class Coordinator(CoordinatorServiceServicer):
 
     def RestoreSnapshot(self, request: pb.RestoreSnapshotRequest, context: Context) -> pb.RestoreSnapshotResponse:
         with answering(context):
-            self._hub.restore(request.version, request.wait_ms / 1000)
+            self._hub.restore(request.version, wait_seconds(request.wait_ms))
             return pb.RestoreSnapshotResponse()
 
     def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
@@ -176,7 +178,7 @@ class Coordinator(CoordinatorServiceServicer):
 
     def Reshard(self, request: pb.ReshardRequest, context: Context) -> pb.ReshardResponse:
         with answering(context):
-            seconds, nbytes = self._hub.reshards.reshard(request.shards, request.wait_ms / 1000)
+            seconds, nbytes = self._hub.reshards.reshard(request.shards, wait_seconds(request.wait_ms))
             return pb.ReshardResponse(seconds=seconds, nbytes=nbytes)
 
     def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:

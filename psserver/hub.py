@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.core.limits import MAX_REASON_CHARACTERS
 from pscommon.core.log import BatchKey, Report
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
@@ -153,7 +154,7 @@ class Hub:
 
     def leave(self, worker: int, reason: str, version: int) -> None:
         """version: the newest that it knows of."""
-        self._desk.do("leave", worker=worker, reason=reason)
+        self._desk.do("leave", worker=worker, reason=reason[:MAX_REASON_CHARACTERS])
         self._epochs.had(worker, version)
         self.metrics.gone(worker)
         log.info("worker left", extra={"worker": worker, "reason": reason or "done"})

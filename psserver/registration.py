@@ -4,8 +4,10 @@ import time
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model import ModelSpec
+from pscommon.memory import usable_memory
 from pscommon.snapshot.tensor_file import RESERVED
 from psserver.core.recorder import Recorder
+from psserver.core.request_checks import check_memory
 from psserver.core.room import check_room, push_nbytes
 from psserver.desk import Desk
 from psserver.engine import Engine
@@ -17,8 +19,10 @@ def register(
 ) -> str:
     """Return ready, upload or pending; wait up to `seconds` while there is nothing to do but wait.
 
-    Raises MismatchError where the job trains another model, and InvalidRequestError for one that no file could hold.
+    Raises MismatchError where the job trains another model, and InvalidRequestError for one that no file or no server
+    could hold.
     """
+    check_memory(spec, shards, usable_memory())
     nbytes, asked = push_nbytes(spec, shards), time.monotonic()
 
     def ask(recorder: Recorder, now: float) -> str | None:

@@ -12,12 +12,16 @@ from psproto.v1 import coordinator_pb2 as pb
 from psserver.archive import Archive
 from psserver.config import ServerConfig
 from psserver.core.recorder import Recorder
+from psserver.core.request_checks import check_shards
 from psserver.core.room import check_reshard
 from psserver.desk import Desk
 from psserver.engine import Engine
 from psserver.fleet import Fleet
 from psserver.handover import move_in
 from psserver.identity import Identity
+
+SHOWN = 8
+"""Commands of servers still to be started that an error lists."""
 
 log = logging.getLogger("psserver")
 
@@ -57,16 +61,19 @@ class Reshards:
         return ended - began, nbytes
 
     def _check(self, shards: int) -> None:
+        check_shards(shards)
         with self._desk.changed:
             now, coordinator = self._fleet.shards, self._desk.coordinator
-            if shards < 1 or shards == now:
-                raise InvalidRequestError(f"--servers {shards}: there are {now}, and at least one has to be")
+            if shards == now:
+                raise InvalidRequestError(f"--servers {shards}: there are {now} already")
             if coordinator.move is not None:
                 raise InvalidRequestError(f"a move to {now} servers is under way, and waits for {self.waiting_for}")
             if not coordinator.begun:
                 raise UnreachableError("there is nothing to move yet: no weights have come", "NOT_READY")
             if missing := [shard for shard in range(now, shards) if (shard, shards) not in self._fleet.candidates]:
-                lines = "".join(f"\n  ps-server --shard {s}/{shards} --join {self._identity.address}" for s in missing)
+                shown = missing[:SHOWN]
+                lines = "".join(f"\n  ps-server --shard {s}/{shards} --join {self._identity.address}" for s in shown)
+                lines += f"\n  and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
                 raise InvalidRequestError(f"{len(missing)} of {shards} servers are still to be started:{lines}")
             check_reshard(coordinator, shards, self._config.in_flight)
 

@@ -12,6 +12,7 @@ from pscommon.wire.codec import batches_from_proto
 from pscommon.wire.frames import Frame, decode_request, encode_header
 from pscommon.wire.status import answering
 from psproto.v1 import parameter_server_pb2 as pb
+from psserver.core.request_checks import wait_seconds
 from psserver.core.shard import Outcome
 from psserver.engine import Engine
 from psserver.identity import Identity
@@ -94,11 +95,12 @@ class ParameterServer:
         self._identity.check_job(header.job)
         self._identity.check_term(header.term)
         self._engine.check_layout(header.shards)
+        seconds = wait_seconds(header.wait_ms)
         self._engine.traffic.asked(header.worker)
         pushing = header.initial or header.seq > 0
         key = PushKey(header.worker, header.seq) if pushing else None
         again = key is not None and header.has_data and self._receive(key, header, opening, frames, alive)
-        outcome = self._engine.wait(key, header.min_version, header.wait_ms / 1000, alive)
+        outcome = self._engine.wait(key, header.min_version, seconds, alive)
         return header, self._answer(header, key, outcome, again)
 
     def _receive(
@@ -135,7 +137,7 @@ class ParameterServer:
             if outcome.reason == "FENCED":
                 raise out_of_the_job(header.worker, outcome.detail)
             result.outcome = pb.OUTCOME_DUPLICATE if again else OUTCOMES[outcome.status]
-            result.version, result.staleness = outcome.version, outcome.staleness
+            result.version, result.staleness = outcome.version, max(0, outcome.staleness)
             result.reason, result.detail = outcome.reason, outcome.detail
             if key is not None:
                 _, result.wait_seconds, result.apply_seconds = self._engine.timings.of(key)

@@ -11,6 +11,7 @@ from pscommon.core.errors import InvalidRequestError, MismatchError, Unreachable
 from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceServicer
+from psserver.core.request_checks import wait_seconds
 from psserver.identity import Identity
 from psserver.listening import when_ended
 from psserver.shipper import Shipper
@@ -59,7 +60,7 @@ class StandbyServicer(StandbyServiceServicer):
         with answering(context):
             if self._promote is None:
                 raise InvalidRequestError("this server is primary of its shard")
-            return self._promote(request.wait_ms / 1000)
+            return self._promote(wait_seconds(request.wait_ms))
 
     def _primary(self) -> Shipper:
         if self._shipper is None:

@@ -112,7 +112,7 @@ class LocalClient:
         self.version = 0
         self.groups_json = ""
         self.metrics: dict[str, float] = {}
-        self._free: dict[int, list[int]] = {}
+        self._free: dict[int, FreeBatches] = {}
         self._laps: dict[int, Laps] = {}
 
     def agree(self, spec: ModelSpec) -> Plan:
@@ -193,8 +193,7 @@ class LocalClient:
         if isinstance(loop, StreamSpec):
             numbers = self._laps.setdefault(loop.loop, Laps(loop)).take()
         else:
-            free = self._free.setdefault(loop.loop, list(range(loop.total)))
-            numbers = tuple(heapq.heappop(free) for _ in range(min(count, len(free))))
+            numbers = self._free.setdefault(loop.loop, FreeBatches(loop.total)).take(count)
         return Lease(numbers, end=not numbers, sat_out=False, share=self.share(loop))
 
     def share(self, loop: Spec) -> int:
@@ -209,7 +208,7 @@ class LocalClient:
             if batch.loop in self._laps:
                 self._laps[batch.loop].put_back(batch)
             else:
-                heapq.heappush(self._free[batch.loop], batch.number)
+                self._free[batch.loop].put_back(batch.number)
 
     def report(self, **values: SupportsFloat) -> None:
         numbers = {name: float(value) for name, value in values.items()}
@@ -239,6 +238,25 @@ class LocalClient:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class FreeBatches:
+    """The batches of a loop that are to be dealt, smallest number first. Its size does not depend on their number."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._next = total, 0
+        self._returned: list[int] = []
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """Up to `count` batches."""
+        numbers = [heapq.heappop(self._returned) for _ in range(min(count, len(self._returned)))]
+        stop = min(self._total, self._next + count - len(numbers))
+        numbers += range(self._next, stop)
+        self._next = stop
+        return tuple(numbers)
+
+    def put_back(self, number: int) -> None:
+        heapq.heappush(self._returned, number)
 
 
 class Laps:

@@ -28,6 +28,10 @@ Scalars = Mapping[str, Mapping[int, float]]
 _NOT_HYPER = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
 
 
+ROUNDING, SMALLEST_RATE = 1e-6, 1e-12
+"""How far below zero rounding may bring a learning rate: relative to the registered one, and in any case."""
+
+
 def validate(spec: OptimizerSpec) -> OptimizerSpec:
     """The same optimizer with every hyper-parameter of every group filled in, numbers as floats.
 
@@ -90,8 +94,9 @@ def groups_from_json(text: str, like: OptimizerSpec) -> Groups:
 
 
 def groups_of_push(text: str, like: OptimizerSpec, tensors: Iterable[TensorSpec]) -> Groups:
-    """Return a push's parameter groups: as `groups_from_json`, and InvalidRequestError as `check_numbers`."""
+    """Return a push's parameter groups: as `groups_from_json`, with `check_rates` and `check_numbers`."""
     groups = groups_from_json(text, like)
+    check_rates(groups, like)
     check_numbers(OptimizerSpec(like.name, groups), tensors)
     return groups
 
@@ -114,6 +119,21 @@ def check_numbers(optimizer: OptimizerSpec, tensors: Iterable[TensorSpec]) -> No
         for dtype in {each.dtype for each in tensors if each.role == "trainable" and each.group == index}:
             if problem := find_overflow(kind, group, getattr(torch, dtype)):
                 raise InvalidRequestError(f"{where}: too large a number for {dtype} weights: {problem}")
+
+
+def check_rates(groups: Groups, like: OptimizerSpec) -> None:
+    """Raise InvalidRequestError for a learning rate below -1e-6 times the registered one.
+
+    A scheduler may round a rate to just below zero. A clearly negative one makes every update ascend the loss.
+    """
+    for index, (group, registered) in enumerate(zip(groups, like.groups, strict=True)):
+        rate, own = group.get("lr", 0.0), registered.get("lr", 0.0)
+        if isinstance(rate, float) and isinstance(own, float) and rate < -max(ROUNDING * own, SMALLEST_RATE):
+            raise InvalidRequestError(
+                f"push refused: the learning rate of group {index} is {rate}, below 0 (registered: {own}). "
+                "Try: correct the scheduler of the script.",
+                "OUT_OF_RANGE",
+            )
 
 
 def scalars_to_json(scalars: Scalars) -> str:

@@ -11,7 +11,8 @@ from pscommon.core import limits
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey, PushKey, Report, Staged
 from pscommon.core.loop import LoopSpec
-from pscommon.core.stream import Spec, StreamSpec
+from pscommon.core.model import ModelSpec
+from pscommon.core.stream import Spec
 from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
 
@@ -66,15 +67,31 @@ def _batch_problem(spec: Spec, batch: BatchKey) -> str:
     return ""
 
 
-def loop_problem(spec: Spec) -> str:
-    """Return why no ledger can deal the batches of this loop, or an empty string."""
-    if isinstance(spec, StreamSpec):
-        if spec.laps > limits.MAX_LAPS:
-            return f"{spec.sources} sources x {spec.epochs} epochs are above {limits.MAX_LAPS}"
-        return ""
-    if spec.total > limits.MAX_BATCH_NUMBER:
-        return f"{spec.epochs} epochs of {spec.batches_in_epoch} batches are above {limits.MAX_BATCH_NUMBER}"
-    return ""
+def wait_seconds(wait_ms: int) -> float:
+    """Return for how long a request may wait. Raises InvalidRequestError for more than a day."""
+    if not 0 <= wait_ms <= limits.MAX_WAIT_MS:
+        _refuse("waiting", f"wait_ms {wait_ms} is not between 0 and {limits.MAX_WAIT_MS}", "ask again later instead")
+    return wait_ms / 1000
+
+
+def check_shards(shards: int) -> None:
+    """Raise InvalidRequestError for more servers than a job may have."""
+    if not 1 <= shards <= limits.MAX_SHARDS:
+        _refuse("reshard", f"--servers {shards} is not between 1 and {limits.MAX_SHARDS}", "fewer servers")
+
+
+def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
+    """Raise InvalidRequestError for a model whose weights cannot fit into the memory of `shards` servers.
+
+    Args:
+        spec: The model.
+        shards: Number of servers.
+        usable_nbytes: Memory of one server, in bytes.
+    """
+    needed = sum(tensor.nbytes for tensor in spec.tensors) // shards
+    if needed > usable_nbytes:
+        why = f"its weights take {needed} bytes on each of {shards} servers, which may use {usable_nbytes}"
+        _refuse("the model", why, "more servers")
 
 
 def _join(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
@@ -93,7 +110,7 @@ def _next_batches(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
         _refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
     if args["received"] < 0:
         _refuse("data", f"{args['received']} batches cannot have been received", "send 0 or more")
-    if problem := loop_problem(spec):
+    if problem := limits.loop_problem(spec):
         _refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
     if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
         units = f"--global-batch {global_batch} takes {global_batch // spec.batch_size} batches of {spec.batch_size}"
@@ -120,8 +137,7 @@ def _set_policy(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
 
 
 def _reshard(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
-    if not 1 <= args["shards"] <= limits.MAX_SHARDS:
-        _refuse("reshard", f"{args['shards']} is not between 1 and {limits.MAX_SHARDS}", "fewer servers")
+    check_shards(args["shards"])
 
 
 def _check_names(what: str, names: Iterable[str]) -> None:

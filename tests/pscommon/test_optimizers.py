@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
 from pscommon.core.model import OptimizerSpec
 from pscommon.optim import REFUSED_CLASSES
-from pscommon.optimizers import (
-    SUPPORTED,
-    groups_from_json,
-    groups_to_json,
-    spec_of,
-    validate,
-)
+from pscommon.optimizers import SUPPORTED, check_rates, groups_from_json, groups_to_json, spec_of, validate
 
 IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -253,6 +247,24 @@ def test_a_learning_rate_that_a_scheduler_rounded_below_zero_is_no_error() -> No
     optimizer.param_groups[0]["lr"] = -1e-20
 
     assert spec_of(optimizer).groups[0]["lr"] == -1e-20
+
+
+@pytest.mark.parametrize(("registered", "rate"), [(0.1, -1e-20), (0.1, -0.9e-7), (0.0, -1e-13), (1.0, 0.0), (1.0, 9.0)])
+def test_a_push_may_bring_a_learning_rate_that_is_negative_by_rounding(registered: float, rate: float) -> None:
+    like = validate(OptimizerSpec("adam", ({"lr": registered},)))
+
+    check_rates(groups_from_json(json.dumps([{"lr": rate}]), like), like)
+
+
+@pytest.mark.parametrize(("registered", "rate"), [(0.1, -0.1), (0.1, -1.1e-7), (0.0, -1e-9), (1e-3, -1e-3)])
+def test_a_push_with_a_negative_learning_rate_is_refused(registered: float, rate: float) -> None:
+    """Only where it arrives: what an earlier release logged is replayed as it was."""
+    like, text = validate(OptimizerSpec("sgd", ({"lr": registered},))), json.dumps([{"lr": rate}])
+
+    with pytest.raises(InvalidRequestError) as caught:
+        check_rates(groups_from_json(text, like), like)
+    assert caught.value.reason == "OUT_OF_RANGE"
+    assert groups_from_json(text, like)[0]["lr"] == rate
 
 
 def test_adagrad_starts_from_what_its_constructor_was_given_as_torch_does() -> None:

@@ -4,6 +4,8 @@ Each bound is far above what a real job needs. None depends on the length of a t
 10**9 epochs is two numbers in the ledger.
 """
 
+from pscommon.core.stream import Spec, StreamSpec
+
 MAX_BATCHES_PER_REQUEST = 1024
 """Batches that one request for data may ask for."""
 
@@ -36,3 +38,14 @@ MAX_METRICS = 1000
 
 MAX_WAIT_MS = 24 * 3600 * 1000
 """How long a request may wait for its answer."""
+
+
+def loop_problem(spec: Spec) -> str:
+    """Return why no ledger can deal the batches of this loop, or an empty string."""
+    if isinstance(spec, StreamSpec):
+        if spec.laps > MAX_LAPS:
+            return f"{spec.sources} sources x {spec.epochs} epochs are above {MAX_LAPS}"
+        return ""
+    if spec.total > MAX_BATCH_NUMBER:
+        return f"{spec.epochs} epochs of {spec.batches_in_epoch} batches are above {MAX_BATCH_NUMBER}"
+    return ""

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import loop_problem
 from pscommon.core.log import (
     Apply,
     BatchKey,
@@ -76,12 +77,15 @@ def loop_to_proto(spec: Spec) -> co.LoopSpec:
 
 
 def loop_from_proto(message: co.LoopSpec) -> Spec:
-    """InvalidRequestError for numbers that make no loop."""
+    """InvalidRequestError for numbers that make no loop, or one that no ledger can deal."""
     kind = StreamSpec if message.sources else LoopSpec
     try:
-        return kind(**{field.name: getattr(message, field.name) for field in fields(kind)})
+        spec = kind(**{field.name: getattr(message, field.name) for field in fields(kind)})
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
+    if problem := loop_problem(spec):
+        raise InvalidRequestError(f"loop {spec.loop} refused: {problem}. Try: fewer epochs.", "OUT_OF_RANGE")
+    return spec
 
 
 def key_to_proto(key: PushKey) -> co.PushKey:

@@ -1,0 +1,185 @@
+"""What a request may ask for is bounded before anything is allocated; the length of a training costs nothing."""
+
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pscommon.core import limits
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log import BatchKey
+from pscommon.core.loop import LoopSpec
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.stream import StreamSpec
+from pscommon.wire.codec import loop_from_proto, loop_to_proto
+from psserver.core.policy import policy
+from psserver.core.request_checks import check_memory, check_shards, wait_seconds
+from psserver.core.worker_share import worker_share
+from psworker.local import LocalClient
+from tests.psserver.test_absurd_requests import Job
+
+MEGABYTE = 1 << 20
+FOREVER = 10**9
+
+
+@contextmanager
+def bounded(nbytes: int, seconds: float) -> Iterator[None]:
+    """At most so much memory at any moment inside, and so much time of the processor."""
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        yield
+        spent, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= nbytes
+    assert spent <= seconds
+
+
+def reason(call: Callable[[], object]) -> str:
+    """Of the refusal."""
+    with pytest.raises(InvalidRequestError) as caught:
+        call()
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+@pytest.mark.parametrize("count", [0, limits.MAX_BATCHES_PER_REQUEST + 1, 20_000_000, 2**32 - 1])
+def test_a_request_for_too_many_batches_is_refused_and_costs_nothing(name: str, count: int) -> None:
+    job = Job(policy(name))
+    loop = LoopSpec(0, size=10**9, batch_size=1)
+
+    with bounded(MEGABYTE, 0.5):
+        asked = {"worker": job.workers[0], "spec": loop, "received": 0, "count": count, "idle": False}
+        assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
+    assert not job.coordinator.ledger.loops
+
+
+def test_the_largest_request_for_batches_is_cheap_with_many_workers() -> None:
+    """sync deals to all of them at once."""
+    job = Job(policy("sync"), workers=16)
+    asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "received": 0, "idle": False}
+
+    with bounded(16 * MEGABYTE, 5.0):
+        answer = job.recorder.do("next_batches", job.now, count=limits.MAX_BATCHES_PER_REQUEST, **asked)
+    assert len(answer.numbers) == limits.MAX_BATCHES_PER_REQUEST
+
+
+def test_a_global_batch_of_too_many_batches_is_refused() -> None:
+    job = Job(policy("sync"), global_batch=10**9)
+    asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "received": 0, "count": 1, "idle": False}
+
+    with bounded(MEGABYTE, 0.5):
+        assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
+
+
+@pytest.mark.parametrize("spec", [LoopSpec(0, 60, 3, FOREVER), StreamSpec(1, 1000, 3, FOREVER)])
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_a_loop_over_a_thousand_million_epochs_costs_nothing(name: str, spec: LoopSpec | StreamSpec) -> None:
+    """Its ledger, its state in a snapshot and its length are as those of a short loop."""
+    job = Job(policy(name))
+
+    with bounded(2 * MEGABYTE, 5.0):
+        for _ in range(100):
+            for worker in job.workers:
+                job.step(worker, spec)
+        worker_share(job.coordinator, job.workers[0], spec)
+        state = json.dumps(job.coordinator.ledger.state())
+    assert job.coordinator.ledger.loops[spec.loop].committed == 200
+    assert len(state) < 5000
+
+
+def test_a_local_loop_over_a_thousand_million_epochs_costs_nothing() -> None:
+    client, loop = LocalClient(), LoopSpec(0, 60, 3, FOREVER)
+
+    with bounded(MEGABYTE, 1.0):
+        numbers = [client.next_batches(loop, 2).numbers for _ in range(3)]
+        client.return_batches([BatchKey(0, 4), BatchKey(0, 1)])
+        numbers.append(client.next_batches(loop, 3).numbers)
+    assert numbers == [(0, 1), (2, 3), (4, 5), (1, 4, 6)]
+
+
+def test_a_local_loop_ends_with_its_last_batch() -> None:
+    client, loop = LocalClient(), LoopSpec(0, 5, 2)
+
+    assert client.next_batches(loop, 2).numbers == (0, 1)
+    assert client.next_batches(loop, 2).numbers == (2,)
+    assert client.next_batches(loop, 2).end
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        StreamSpec(0, sources=2**32 - 1, batch_size=1, epochs=2**32 - 1),
+        StreamSpec(0, sources=20_000, batch_size=1, epochs=FOREVER),
+        LoopSpec(0, size=2**64 - 1, batch_size=1, epochs=2),
+    ],
+)
+def test_a_loop_whose_batches_cannot_be_numbered_is_refused(spec: LoopSpec | StreamSpec) -> None:
+    """Numbers of batches travel as 64 bits."""
+    assert reason(lambda: loop_from_proto(loop_to_proto(spec))) == "OUT_OF_RANGE"
+    job = Job(policy("async"))
+    asked = {"worker": job.workers[0], "spec": spec, "received": 0, "count": 1, "idle": False}
+    assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
+
+
+def test_a_loop_of_the_greatest_length_is_accepted() -> None:
+    for spec in (StreamSpec(0, 2**14, 1, 2**30), LoopSpec(0, 2**32, 1, 2**31 - 1)):
+        assert loop_from_proto(loop_to_proto(spec)) == spec
+
+
+def test_many_returned_batches_are_found_at_once() -> None:
+    """One that a worker does not hold costs no look at all that it does hold."""
+    job = Job(policy("async"))
+    asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "idle": False}
+    for received in range(0, 8 * 1024, 1024):
+        job.recorder.do("next_batches", job.now, received=received, count=1024, **asked)
+    batches = [BatchKey(0, number) for number in range(limits.MAX_BATCHES_PER_PUSH)]
+
+    with bounded(64 * MEGABYTE, 10.0):
+        job.recorder.do("return_batches", job.now, worker=job.workers[0], batches=batches)
+    assert job.coordinator.ledger.loops[0].leased == 0
+
+
+@pytest.mark.parametrize("shards", [-1, 0, limits.MAX_SHARDS + 1, 100_000_000])
+def test_a_number_of_servers_that_cannot_be_is_refused(shards: int) -> None:
+    assert reason(lambda: check_shards(shards)) == "OUT_OF_RANGE"
+
+
+def test_a_wait_of_more_than_a_day_is_refused() -> None:
+    assert wait_seconds(86_400_000) == 86_400.0
+    assert reason(lambda: wait_seconds(86_400_001)) == "OUT_OF_RANGE"
+
+
+@pytest.mark.parametrize("role", ["trainable", "frozen"])
+def test_a_model_that_no_server_has_room_for_is_refused(role: str) -> None:
+    tensor = TensorSpec("w", (2**31, 2**31), "float64", role)  # type: ignore[arg-type]
+    spec = ModelSpec((tensor,), OptimizerSpec("sgd"))
+
+    assert reason(lambda: check_memory(spec, 2, 10**12)) == "OUT_OF_RANGE"
+
+
+@pytest.mark.parametrize(
+    "args", [{"rank": limits.MAX_RANK + 1}, {"rank": 2**32 - 1}, {"host": "h" * 257}, {"attempt": 2**32 - 1}]
+)
+def test_a_worker_with_an_absurd_place_is_refused(args: dict[str, object]) -> None:
+    job = Job(policy("async"))
+    join = {"rank": None, "host": "h", "pid": 1, "device": "cpu", "attempt": 0, **args}
+
+    assert reason(lambda: job.recorder.do("join", job.now, **join)) == "OUT_OF_RANGE"
+
+
+def test_the_names_of_reported_values_are_bounded() -> None:
+    job = Job(policy("async"))
+    worker = job.workers[0]
+
+    def report(*names: str) -> None:
+        job.recorder.do("report_metrics", job.now, worker=worker, metrics=dict.fromkeys(names, 1.0))
+
+    report(*(f"value {number}" for number in range(limits.MAX_METRICS)))
+    report("value 1")
+    assert reason(lambda: report("one more")) == "OUT_OF_RANGE"
+    assert reason(lambda: report("n" * 257)) == "OUT_OF_RANGE"
