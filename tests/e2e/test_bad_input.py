@@ -227,7 +227,7 @@ def test_an_optimizer_that_no_server_has(cluster: Make) -> None:
     address, model = cluster(1).address, network()
 
     for unsupported in (
-        torch.optim.NAdam(model.parameters()),
+        torch.optim.LBFGS(model.parameters()),
         type("Mine", (torch.optim.Adam,), {})(model.parameters()),
     ):
         with (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import psworker
 from pscommon.core.loop import LoopSpec
 from pscommon.weights import weights_sha256
 from psworker import Job
@@ -32,6 +33,15 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, lr_decay=1e-3, initial_accumulator_value=0.1),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5, centered=True, eps=1e-4),
+    "adadelta": lambda groups: torch.optim.Adadelta(groups, lr=0.5, rho=0.8, eps=1e-4, weight_decay=1e-3),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=2e-3, betas=(0.8, 0.99), weight_decay=1e-3, eps=1e-4),
+    "nadam": lambda groups: torch.optim.NAdam(
+        groups, lr=2e-3, momentum_decay=0.05, weight_decay=0.1, decoupled_weight_decay=True, eps=1e-4
+    ),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=2e-3, betas=(0.9, 0.9), weight_decay=1e-3, eps=1e-4),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=1e-2, lambd=1e-2, t0=20.0, weight_decay=1e-3),
+    "rprop": lambda groups: torch.optim.Rprop(groups, lr=1e-4, step_sizes=(1e-6, 1e-3)),
+    "lion": lambda groups: psworker.Lion(groups, lr=1e-4, weight_decay=0.1),
 }
 OTHER_SETTINGS: dict[str, Make] = {
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.02),
@@ -172,7 +182,7 @@ def test_the_last_round_may_have_fewer_workers() -> None:
     assert_equivalent(results[0], plain(make, 3, epochs=1))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "nadam"])
 def test_over_the_network_every_run_gives_the_same_bytes(name: str, cluster: Callable[..., Cluster]) -> None:
     """Real servers and threads, again and again and on 1, 2 and 3 shards, as in one process step by step."""
     make, epochs = OPTIMIZERS[name], 5

@@ -147,7 +147,7 @@ CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str
     ),
     "an optimizer that nobody has": (
         lambda stub, job: stub.Register(
-            co.RegisterRequest(job=job, worker=1, model={"optimizer_json": '{"name": "lion", "groups": [{}]}',
+            co.RegisterRequest(job=job, worker=1, model={"optimizer_json": '{"name": "lamb", "groups": [{}]}',
             "tensors": [{"name": "a", "shape": [1], "dtype": "float32", "role": 1}]}), timeout=WAIT),
         "INVALID_ARGUMENT", "UNSUPPORTED_OPTIMIZER",
     ),
