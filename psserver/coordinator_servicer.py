@@ -254,6 +254,7 @@ class Coordinator(CoordinatorServiceServicer):
             mends=hub.config.fitness.mends,
             norms=hub.config.fitness.norms,
             durable=durable,
+            processes=hub.exits.at(server.place),
         )
         response.recover, response.begin = news.way is Way.RECOVER, news.way is Way.BEGIN
         if news.snapshot is not None and news.way in (Way.RECOVER, Way.RESTORE):
@@ -298,6 +299,9 @@ class _Listener(threading.Thread):
 
     def _carry_out(self, request: pb.LinkShardRequest) -> None:
         hub, shard = self._hub, self._server.shard
+        self._server.place = request.place
+        if request.ended:
+            hub.exits.found(request.ended)
         if request.alive:
             hub.alive(request.alive)
         if request.stats_json:

@@ -59,7 +59,7 @@ class Server:
 
     ready: it follows the log of now. way: what it was told to do to come there. recovers: it was asked to read its log.
     log_broken: it could not write some of it. leaves: the job has no place for it any more. term: it is the shard's
-    how-many-eth primary; standby: where that is.
+    how-many-eth primary; standby: where that is. place: where its PIDs hold (`pscommon.process_id`).
     """
 
     shard: int
@@ -74,6 +74,7 @@ class Server:
     leaves: bool = False
     term: int = 1
     standby: str = ""
+    place: str = ""
     stats: dict[str, Any] = field(default_factory=dict)
 
 

@@ -335,7 +335,7 @@ class Hub:
         self._gathering.look(self._coordinator)
         if alive := self.engine.traffic.alive():
             self.alive(alive)
-        self._watch.lost(self._desk.step(lambda r, now: r.tick(now, self.exits.among(r.coordinator.roster.here()))))
+        self._watch.lost(self._desk.step(lambda r, now: r.tick(now, self.exits.among(r.coordinator.roster.workers()))))
         with self._desk.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = health(coordinator, now)

@@ -12,6 +12,7 @@ import grpc
 
 from pscommon.core.errors import MismatchError, PSError, TakenError, UnreachableError
 from pscommon.optim import digest_of_user_defined
+from pscommon.process_id import place
 from pscommon.snapshot import Manifest
 from pscommon.wire.channel import open_channel
 from pscommon.wire.codec import entry_from_proto, model_from_proto, report_to_proto
@@ -25,9 +26,12 @@ from psserver.engine import Engine
 from psserver.handover import move_in
 from psserver.identity import Identity
 from psserver.records import Line
+from psserver.worker_exits import WorkerExits
 
 BEAT = 1.0
 """Seconds between reports when nothing happens."""
+LOOK = 0.2
+"""Seconds between two looks at processes of workers, where shard 0 cannot see them."""
 PAUSE = 0.2
 """Seconds before the next try when the line is cut."""
 NOTICE = 8.0
@@ -69,6 +73,7 @@ class Link:
         self._news = threading.Event()
         self._outbox: deque[pb.LinkShardRequest] = deque()  # of the line of now
         self._saying = threading.Lock()
+        self._exits, self._watched = WorkerExits(), dict[int, str]()  # workers here, and their processes
         self._last_part: pb.LinkShardRequest | None = None
         self._call: object = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
@@ -209,15 +214,16 @@ class Link:
                 request.stats_json = json.dumps(self._statistics())
                 request.alive.update(self._engine.traffic.alive())
             request.report.CopyFrom(report_to_proto(self._engine.make_report()))
+            request.ended.extend(self._exits.among(self._watched))
             yield self._request(request)
-            self._news.wait(BEAT)
+            self._news.wait(LOOK if self._watched else BEAT)
 
     def _request(self, request: pb.LinkShardRequest) -> pb.LinkShardRequest:
         identity = self._identity
         request.shard, request.shards, request.address = identity.shard, identity.shards, identity.address
         request.instance, request.job = identity.instance, identity.bound
         request.optimizers = self._optimizers
-        request.term, request.standby = self._line.term, self._line.address
+        request.term, request.standby, request.place = self._line.term, self._line.address, place()
         return request
 
     def _part(self, part: PartReport) -> None:
@@ -232,6 +238,9 @@ class Link:
         self._identity.standbys = response.standbys
         self._note(*response.standbys[:1])  # one that is lost for now may be there again when it is needed
         self._waiting_for = response.waiting_for
+        self._watched = dict(response.processes)
+        for worker, process in self._watched.items():
+            self._exits.learn(worker, process)
         if response.addresses:  # else the job has no room for this shard, not yet or not any more
             self._follow(response)
         if response.stop:

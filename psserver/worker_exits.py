@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterable
 
 from pscommon.process_id import has_ended, runs_here
-from psserver.core.roster import Member
 
 FOUND = "its process has ended"
 
@@ -41,13 +40,24 @@ class WorkerExits:
             self._reported.update(dict.fromkeys(workers, reason))
             return workers
 
-    def among(self, members: Iterable[Member]) -> dict[int, str]:
+    def at(self, place: str) -> dict[int, str]:
+        """Return the processes of workers at another place, for a server there to watch."""
+        with self._lock:
+            others = self._names.keys() - self._local if place else ()
+            return {worker: name for worker in others if (name := self._names[worker]).startswith(f"{place}/")}
+
+    def found(self, workers: Iterable[int]) -> None:
+        """Take note that the processes of these workers have ended, as a server at their place has seen."""
+        with self._lock:
+            self._reported.update(dict.fromkeys(workers, FOUND))
+
+    def among(self, workers: Iterable[int]) -> dict[int, str]:
         """Return the proof for each of these workers whose process has ended; others are forgotten.
 
         Reads one small file of /proc for each local worker (about 20 us).
         """
         with self._lock:
-            here = {member.worker for member in members}
+            here = set(workers)
             self._names = {worker: name for worker, name in self._names.items() if worker in here}
             self._local &= self._names.keys()
             self._reported = {worker: how for worker, how in self._reported.items() if worker in self._names}

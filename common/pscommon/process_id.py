@@ -27,14 +27,14 @@ class ProcessId(NamedTuple):
 def process_id(pid: int | None = None) -> str:
     """Return the name of a process that runs here; this one by default. Empty where the system has no such names."""
     number = os.getpid() if pid is None else pid
-    place, stat = _place(), _stat(number)
-    return str(ProcessId(place, number, stat[1])) if place and stat else ""
+    here, stat = place(), _stat(number)
+    return str(ProcessId(here, number, stat[1])) if here and stat else ""
 
 
 def runs_here(name: str) -> bool:
     """Is there such a process, and can this one see it?"""
     process = _parsed(name)
-    stat = _stat(process.pid) if process is not None and process.place == _place() else None
+    stat = _stat(process.pid) if process is not None and process.place == place() else None
     return (
         process is not None and stat is not None and stat[1] == process.started and not _is_dead(process.pid, stat[0])
     )
@@ -43,7 +43,7 @@ def runs_here(name: str) -> bool:
 def has_ended(name: str) -> bool:
     """Has a process ended that was seen to run here? False wherever that is not certain."""
     process = _parsed(name)
-    if process is None or process.place != _place():
+    if process is None or process.place != place():
         return False
     try:
         state, started = _read_stat(process.pid)
@@ -54,7 +54,8 @@ def has_ended(name: str) -> bool:
     return started != process.started or _is_dead(process.pid, state)
 
 
-def _place() -> str:
+def place() -> str:
+    """Return where PIDs mean the same processes as here; empty where that cannot be told."""
     return _place_of(os.getpid())
 
 
@@ -71,10 +72,10 @@ def _place_of(pid: int) -> str:
 
 
 def _parsed(name: str) -> ProcessId | None:
-    place, *numbers = name.rsplit("/", 2)
+    where, *numbers = name.rsplit("/", 2)
     if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
         return None
-    return ProcessId(place, *map(int, numbers))
+    return ProcessId(where, *map(int, numbers))
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

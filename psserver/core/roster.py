@@ -160,6 +160,10 @@ class Roster:
         """Those who have a place, in worker order."""
         return list(self._here)
 
+    def workers(self) -> list[int]:
+        """The numbers of those who have a place."""
+        return [member.worker for member in self._here]
+
     def active(self) -> list[Member]:
         """Those a round waits for, in worker order."""
         return [m for m in self._here if m.state is State.ACTIVE]

@@ -20,7 +20,7 @@ class Crew:
 
     @property
     def proofs(self) -> dict[int, str]:
-        return self.exits.among(self.roster.here())
+        return self.exits.among(self.roster.workers())
 
 
 @pytest.fixture

@@ -846,6 +846,8 @@ class LinkShardRequest(google.protobuf.message.Message):
     MOVED_FIELD_NUMBER: builtins.int
     ALIVE_FIELD_NUMBER: builtins.int
     OPTIMIZERS_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     shard: builtins.int
     shards: builtins.int
     address: builtins.str
@@ -861,6 +863,8 @@ class LinkShardRequest(google.protobuf.message.Message):
     """where its standby is; empty: it has none"""
     optimizers: builtins.str
     """names and digest of the optimizers that --optimizers registered; empty: none"""
+    place: builtins.str
+    """boot and PID namespace of the shard's process, as JoinRequest.process begins with them"""
     @property
     def report(self) -> global___Report: ...
     @property
@@ -872,6 +876,10 @@ class LinkShardRequest(google.protobuf.message.Message):
     @property
     def alive(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """workers whose bytes have moved through the shard since it last said so, and how many seconds ago: a sign of life"""
+
+    @property
+    def ended(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """workers of `processes` whose processes the shard has seen, and which have ended"""
 
     def __init__(
         self,
@@ -890,9 +898,11 @@ class LinkShardRequest(google.protobuf.message.Message):
         moved: global___MoveResult | None = ...,
         alive: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
         optimizers: builtins.str = ...,
+        place: builtins.str = ...,
+        ended: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "instance", b"instance", "job", b"job", "moved", b"moved", "optimizers", b"optimizers", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "ended", b"ended", "instance", b"instance", "job", b"job", "moved", b"moved", "optimizers", b"optimizers", "place", b"place", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
 
 global___LinkShardRequest = LinkShardRequest
 
@@ -1054,6 +1064,22 @@ global___RestoreResult = RestoreResult
 class LinkShardResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class ProcessesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     JOB_FIELD_NUMBER: builtins.int
     ADDRESSES_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
@@ -1075,6 +1101,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     MENDS_FIELD_NUMBER: builtins.int
     NORMS_FIELD_NUMBER: builtins.int
     DURABLE_FIELD_NUMBER: builtins.int
+    PROCESSES_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -1121,6 +1148,10 @@ class LinkShardResponse(google.protobuf.message.Message):
     def move(self) -> global___Move:
         """the model moves: make the new part of what these shards held before, once the log has come to `index`"""
 
+    @property
+    def processes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
+        """workers at the shard's place, and their processes, which shard 0 cannot see"""
+
     def __init__(
         self,
         *,
@@ -1145,9 +1176,10 @@ class LinkShardResponse(google.protobuf.message.Message):
         mends: builtins.bool = ...,
         norms: builtins.bool = ...,
         durable: builtins.bool = ...,
+        processes: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___LinkShardResponse = LinkShardResponse
 
