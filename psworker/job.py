@@ -85,10 +85,10 @@ class Job:
     ) -> ServerOptimizer:
         """Hands the model to the servers, once a job; returns what takes the optimizer's place in the script.
 
-        optimizer: torch.optim's SGD, Adam, AdamW, Adagrad or RMSprop, fresh, over parameters of `model`; list all that
-        will ever train and switch requires_grad; its groups keep their members. Those that it lacks are frozen: changed
-        by the script (an EMA teacher) they stay this worker's own until it loses its place in the job, and snapshots
-        keep the initial values.
+        optimizer: elementwise (docs/optimizers.md), fresh, of parameters of `model`; list all that will ever train and
+        switch requires_grad; its groups keep their members. Those that it lacks are frozen: changed by the script (an
+        EMA teacher) they stay this worker's own until it loses its place in the job, and snapshots keep the initial
+        values.
         model: on the device where it will compute. Afterwards its weights are the job's (the first worker's, or those
         of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
         weights into it later, or changing them in place, is lost with the next step: a warning says so.
