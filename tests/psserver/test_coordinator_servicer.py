@@ -14,6 +14,7 @@ from psserver.coordinator_servicer import SILENCE, Coordinator, _Listener
 from psserver.core.following import Way
 from psserver.core.rules import Fitness
 from psserver.fleet import News, Picture, Server, Told
+from psserver.worker_exits import WorkerExits
 
 BEFORE = Picture(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
 
@@ -27,7 +28,7 @@ class HubThatMoves:
     def __init__(self) -> None:
         self.server = Server(1, "s1:1", connected=True, line=1)
         self.fleet: Any = [Server(0, term=3)]
-        self.stopped = threading.Event()
+        self.stopped, self.exits = threading.Event(), WorkerExits()
         self.reshards = self.report = self.shard_down = self.check_job = Mock()
 
     def shard_up(self, *args: object) -> tuple[Server, int]:
