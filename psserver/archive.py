@@ -51,6 +51,7 @@ class Archive:
         self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
         self.resumed: dict[str, int] | None = None  # what this process's job had done before, for status
+        self._reserved = -1  # workers have numbers of the generations up to this one
         self._uncounted = False  # it could not be written down
         self._shard, self._keep, self._metrics = shard, keep, metrics
         self._data_dir = data_dir
@@ -68,7 +69,7 @@ class Archive:
 
         least: the smallest number that it may get.
         """
-        least = max(least, self.generation + 1)
+        least = max(least, self.generation + 1, self._reserved + 1)
         if self._data_dir is None:
             self.generation = least
             return
@@ -85,18 +86,27 @@ class Archive:
     def count_on(self, least: int = 0) -> None:
         """next_generation in a job that runs, which does not stop for a disk: where that refuses the number is written
         down with the next snapshot."""
-        least = max(least, self.generation + 1)
+        least = max(least, self.generation + 1, self._reserved + 1)
         try:
             self.next_generation(least)
         except SnapshotError as error:
             self.generation, self._uncounted = least, True
             log.error("a start of the job could not be counted; the job goes on", extra={"problem": str(error)})
 
+    def reserve_generation(self, number: int) -> None:
+        """Leave out this generation at the next start: the numbers of its workers have been given out."""
+        if number <= max(self.generation, self._reserved):
+            return
+        self._reserved, self._uncounted = number, True
+        self._count_again()
+        if self._uncounted and self._data_dir is not None:
+            log.error("a generation could not be reserved; the job goes on", extra={"generation": number})
+
     def _count_again(self) -> None:
         """The disk works again."""
         if self._uncounted and self._data_dir is not None:
             with contextlib.suppress(OSError, GenerationDamagedError):
-                GenerationFile(self._data_dir).count_up(self.generation)
+                GenerationFile(self._data_dir).count_up(max(self.generation, self._reserved))
                 self._uncounted = False
 
     def check_place(self) -> None:

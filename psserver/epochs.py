@@ -109,7 +109,7 @@ class Epochs:
         first, self.newest = mirror.snapshots
         self._fleet.form(coordinator.members)
         self._fleet.new_log(first)
-        self._archive.count_on(mirror.hello["generation"] + 1)
+        self._archive.count_on(max(mirror.hello["generation"], coordinator.roster.generation) + 1)
         recorder = Recorder(coordinator, self.journal)
         self._begin_journal(coordinator, coordinator.version, coordinator.whole())
         self._take_over(recorder)

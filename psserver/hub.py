@@ -19,7 +19,7 @@ from psserver.core.cuts import PartReport
 from psserver.core.following import Way
 from psserver.core.ledger import Ledger
 from psserver.core.room import check_switch, is_full
-from psserver.core.roster import Member
+from psserver.core.roster import GENERATION, Member
 from psserver.core.waiting import waiting_for
 from psserver.desk import Desk
 from psserver.engine import Engine
@@ -117,6 +117,7 @@ class Hub:
         self.check_job(job)
         self._check_goes_on()
         member: Member = self._desk.do("join", rank=rank, host=host, pid=pid, device=device, attempt=attempt)
+        self.archive.reserve_generation((member.worker - 1) // GENERATION)
         log.info("worker joined", extra={"worker": member.worker, "rank": member.rank, "host": host, "pid": pid})
         return member
 

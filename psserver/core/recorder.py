@@ -46,6 +46,9 @@ MEND = 10.0
 HUNG = "--progress-timeout: its script made no call"
 """How the reason begins why such a worker is lost."""
 
+DEPARTED_KEPT, EVICTED_MOST = 100, 500
+"""Departed workers that stay known, and numbers of evicted ones; both may be more for a moment."""
+
 NOT_WHOLE = "another server took over, and may lack the newest of what the workers were told"
 """Why all workers have to come as new."""
 
@@ -152,6 +155,8 @@ class Recorder:
         late = self._late(now)
         for member, name, reason in late:
             self.do(name, now, worker=member.worker, **({"reason": reason} if name == "lose" else {}))
+        if roster.departed > 2 * DEPARTED_KEPT or len(self.coordinator.evicted) > EVICTED_MOST:
+            self.do("forget_departed", now, keep=DEPARTED_KEPT)
         self._cut_if_due(now)
         if self.coordinator.cuts.age(now) >= AGAIN:
             self._end_move(now)
@@ -251,7 +256,7 @@ _PERFORM: Mapping[str, Action] = {
         for name in (
             "join", "register", "leave", "drain", "missing", "back", "lose", "next_batches", "return_batches",
             "report_metrics", "report", "follows", "advance", "cut", "recovered",
-            "reshard", "moved", "settle", "reborn", "refuse_push",
+            "reshard", "moved", "settle", "reborn", "refuse_push", "forget_departed",
         )
     },
     "go_by": lambda c, now, args: c.go_by(Rules.from_json(args["rules"]), now),

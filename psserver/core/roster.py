@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -75,6 +75,11 @@ class Member:
             setattr(self, name, value)
 
     @property
+    def is_done(self) -> bool:
+        """Has it taken part, be it that there was no data left for it, and left without giving a reason?"""
+        return self.state is State.LEFT and not self.reason and (self.steps > 0 or self.ended)
+
+    @property
     def heard_at(self) -> float:
         """When there was the last sign of life of it. Its bytes are one, for they can keep heartbeats from arriving."""
         return max(self.last_seen, self.last_moved)
@@ -99,8 +104,51 @@ HANGING_SECONDS = 30.0
 """A script that makes no call for so long is named as hanging; a shorter --progress-timeout counts instead."""
 
 
+@dataclass(slots=True)
+class Forgotten:
+    """What is still known of departed members that are forgotten.
+
+    states: how many there were in each state.
+    done: how many of them had finished.
+    lost_ranks: ranks whose newest worker had not left in order; unranked: some worker without a rank had not.
+    """
+
+    states: Counter[str] = field(default_factory=Counter)
+    done: int = 0
+    lost_ranks: set[int] = field(default_factory=set)
+    unranked: bool = False
+
+    def add(self, member: Member, is_newest: bool) -> None:
+        """is_newest: no later member has its rank."""
+        self.states[member.state] += 1
+        self.done += member.is_done
+        if not is_newest:
+            return
+        if not member.ranked:
+            self.unranked = self.unranked or member.state is not State.LEFT
+        elif member.state is State.LEFT:
+            self.lost_ranks.discard(member.rank)
+        else:
+            self.lost_ranks.add(member.rank)
+
+    def has_lost(self, ranks: Collection[int]) -> bool:
+        """Was the newest worker of some rank lost, if none of these ranks replaces it?"""
+        return self.unranked or not self.lost_ranks.issubset(ranks)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready; `recovered` is the way back."""
+        ranks = sorted(self.lost_ranks)
+        return {"states": dict(self.states), "done": self.done, "lost_ranks": ranks, "unranked": self.unranked}
+
+    @staticmethod
+    def recovered(state: Mapping[str, Any]) -> "Forgotten":
+        if not state:
+            return Forgotten()
+        return Forgotten(Counter(state["states"]), state["done"], set(state["lost_ranks"]), state["unranked"])
+
+
 class Roster:
-    """All workers that ever joined, in worker order: by rank, then by order of joining."""
+    """All workers that joined, but for those that are forgotten, in worker order: by rank, then by order of joining."""
 
     def __init__(self, lease: float, generation: int = 0) -> None:
         self.lease = lease
@@ -110,10 +158,17 @@ class Roster:
         self._here: list[Member] = []  # in worker order
         self._gone: Counter[str] = Counter()
         self._past: frozenset[int] = frozenset()
+        self._forgotten = Forgotten()
+        self._past_forgotten = 0  # done before this process began another run, and forgotten
 
     def new_generation(self, generation: int) -> None:
         """The servers were started again: whoever joins from now on gets a number of this start."""
         self._next_worker = max(self._next_worker, generation * GENERATION + 1)
+
+    @property
+    def generation(self) -> int:
+        """The newest one of which numbers have been given out, or will be next."""
+        return (self._next_worker - 1) // GENERATION
 
     def join(self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0) -> Member:
         worker = self._next_worker
@@ -133,6 +188,7 @@ class Roster:
         for worker, seq in pushes.items():
             gone = Member(worker, worker, "", 0, "", 0.0, State.PAST, seq=seq, reason="the job was restarted")
             self.members[worker] = gone
+            self._next_worker = max(self._next_worker, worker + 1)  # one start may have given out more than GENERATION
         self._gone[State.PAST] += len(pushes)
 
     def state(self) -> dict[str, Any]:
@@ -141,7 +197,8 @@ class Roster:
             {name: getattr(member, name) for name in Member.__slots__ if name not in _HEARD}
             for member in self.members.values()
         ]
-        return {"next": self._next_worker, "members": members, "here": [m.worker for m in self._here]}
+        state = {"next": self._next_worker, "members": members, "here": [m.worker for m in self._here]}
+        return state | ({"forgotten": self._forgotten.state()} if self._forgotten.states else {})
 
     def recover(self, state: Mapping[str, Any], now: float) -> None:
         """As it was; all leases run from now."""
@@ -150,7 +207,9 @@ class Roster:
             member = Member(**{**values, "state": State(values["state"])}, last_seen=now, joined_at=now)
             self.members[member.worker] = member
         self._here = [self.members[worker] for worker in state["here"]]
-        self._gone = Counter(member.state for member in self.members.values() if not member.alive)
+        self._forgotten = Forgotten.recovered(state.get("forgotten", {}))
+        self._gone = Counter[str](member.state for member in self.members.values() if not member.alive)
+        self._gone.update(self._forgotten.states)
 
     def __iter__(self) -> Iterator[Member]:
         """Everybody who was ever here, in worker order."""
@@ -267,11 +326,10 @@ class Roster:
     @property
     def finished(self) -> int:
         """Workers that took part, be it that there was no data left for them, and have left, done."""
-        return len(self._done() - self._past)
+        return len(self._done() - self._past) + self._forgotten.done - self._past_forgotten
 
     def _done(self) -> set[int]:
-        left = (m for m in self.members.values() if m.state is State.LEFT and not m.reason)
-        return {m.worker for m in left if m.steps > 0 or m.ended}
+        return {m.worker for m in self.members.values() if m.is_done}
 
     def all_done(self, least: int) -> bool:
         """At least so many have finished, and nobody is there any more."""
@@ -280,13 +338,30 @@ class Roster:
     def begin_run(self, least: int) -> None:
         """This process was started for another run where all were done: those do not count as finished in it."""
         if self.all_done(least):
-            self._past = frozenset(self._done())
+            self._past, self._past_forgotten = frozenset(self._done()), self._forgotten.done
 
     @property
     def all_left(self) -> bool:
         """Nobody of before will come: whoever last had a place has left it. One that was fenced comes back as new."""
         last = {member.rank: member.state for member in self.members.values()}
-        return bool(last) and set(last.values()) == {State.LEFT}
+        return bool(last) and set(last.values()) == {State.LEFT} and not self._forgotten.has_lost(last.keys())
+
+    @property
+    def departed(self) -> int:
+        """How many members have no place any more and are still known."""
+        return len(self.members) - len(self._here)
+
+    def forget(self, keep: int) -> None:
+        """Forget departed members but for the newest `keep`, so that long jobs with many joins stay small.
+
+        To the others a forgotten worker is a stranger: it is out of the job, too. Counts of them stay.
+        """
+        newest = {member.rank: member.worker for member in self.members.values()}
+        gone = [member for member in self.members.values() if not member.alive]
+        for member in gone[: max(0, len(gone) - keep)]:
+            self._forgotten.add(member, newest[member.rank] == member.worker)
+            self._past_forgotten += member.is_done and member.worker in self._past
+            del self.members[member.worker]
 
     def forgive(self, seconds: float) -> None:
         """This process itself was stopped for so long: nobody's lease ran meanwhile."""

@@ -15,6 +15,9 @@ from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, 
 REMEMBERED = 16
 """Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in flight."""
 
+EVICTED_KEPT = 1000
+"""Evicted workers whose pushes a shard answers by itself, the newest ones."""
+
 GIVEN_UP = "its worker has gone on to another push"
 """Why a push will never count that some shard may lack."""
 
@@ -168,8 +171,7 @@ class Shard:
             case Reject():
                 self._rejected(entry)
             case Evict():
-                self._evicted[entry.worker] = entry.reason
-                self._outcomes.pop(entry.worker, None)
+                self._evict(entry)
                 for key in [key for key in self.staged if key.worker == entry.worker]:
                     del self.staged[key]
             case Reshard():
@@ -177,6 +179,13 @@ class Shard:
                 self.moving = True
             case Cut():
                 pass
+
+    def _evict(self, entry: Evict) -> None:
+        self._evicted.pop(entry.worker, None)
+        self._evicted[entry.worker] = entry.reason
+        while len(self._evicted) > EVICTED_KEPT:  # a later push of such a worker makes the coordinator evict it again
+            del self._evicted[next(iter(self._evicted))]
+        self._outcomes.pop(entry.worker, None)
 
     def missing(self, entry: Entry) -> list[PushKey]:
         """Pushes that an entry counts and this shard does not hold; anything in it is a bug."""

@@ -57,7 +57,7 @@ class Updates:
             return
         self.reached(report)
         for staged in report.staged if self._is_of_layout(report) else ():
-            self._staged(report.shard, staged, now)
+            self._staged(report, staged, now)
         self.advance(now)
 
     def reached(self, report: Report) -> None:
@@ -105,11 +105,11 @@ class Updates:
         """Workers with a push that all shards hold and that is not decided."""
         return {key.worker for key in self.pending.ready}
 
-    def _staged(self, shard: int, staged: Staged, now: float) -> None:
+    def _staged(self, report: Report, staged: Staged, now: float) -> None:
         key = staged.key
         member = self.roster.members.get(key.worker)
         if member is None or not member.alive:
-            return self._fence_stranger(key.worker)
+            return self._fence_stranger(key.worker, report.index)
         if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
             return None
         if staged.problem and self.move is not None:
@@ -117,15 +117,24 @@ class Updates:
         if staged.problem:
             reason, _, detail = staged.problem.partition(": ")
             return self._bad(staged, reason, f"{member}: {detail}", now)
-        self.pending.staged(shard, staged)
+        self.pending.staged(report.shard, staged)
         if key in self.pending.ready:
             member.pace.end(now)
         return None
 
-    def _fence_stranger(self, worker: int) -> None:
-        """A push of a worker that is out (since before a restart, say): the shards must let go of it."""
-        if worker not in self.evicted:
+    def _fence_stranger(self, worker: int, index: int) -> None:
+        """A push of a worker that is out (since before a restart, say): the shards must let go of it.
+
+        index: of the newest entry that the shard has carried out. One that has carried out all of them and holds the
+        push has forgotten this worker.
+        """
+        if worker not in self.evicted or index >= self.log.index:
             self._evict(worker, "it is not a worker of this job any more")
+
+    def forget_departed(self, keep: int, now: float) -> None:
+        """Forget all but the newest `keep` members that are out. A push of a forgotten one evicts it again."""
+        self.roster.forget(keep)
+        self.evicted &= self.roster.members.keys()
 
     def _evict(self, worker: int, reason: str) -> None:
         self.evicted.add(worker)

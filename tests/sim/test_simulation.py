@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import psserver.core.recorder as recorder_module
+import psserver.core.shard as shard_module
 from pscommon.core.log import Apply, Cut, Entry
 from psserver.core.policy import policy
 from psserver.core.recorder import HUNG
@@ -99,6 +101,20 @@ def test_the_seeds_reach_what_they_should() -> None:
     fewer = ("gone back to a snapshot", "reproduced", "taken over in a job that moved", "taken over by one that lags")
     assert min(seen[name] for name in fewer) >= 5
     assert seen["messages"] > 20_000
+
+
+def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the coordinator and by the shards."""
+    monkeypatch.setattr(recorder_module, "DEPARTED_KEPT", 0)
+    monkeypatch.setattr(shard_module, "EVICTED_KEPT", 1)
+    forgotten = 0
+    for seed in range(600):
+        world = run(seed)
+        forgotten += sum(world.coordinator.roster._forgotten.states.values())
+
+    assert forgotten >= 100
 
 
 @pytest.mark.parametrize("name", [*mutants.CLASSES, *mutants.PATCHES])
