@@ -89,7 +89,7 @@ POLICY = (
         type=SECONDS,
         default="5",
         show_default=True,
-        help="A worker silent for so long is dropped.",
+        help="Silence after which a worker is dropped; one whose process has ended is dropped at once.",
     ),
     Option(
         "--progress-timeout",
