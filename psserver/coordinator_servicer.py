@@ -4,7 +4,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import grpc
 
@@ -30,6 +31,7 @@ from psserver.core.following import Way
 from psserver.core.request_checks import wait_seconds
 from psserver.core.shard import NO_LOG
 from psserver.fleet import Server, Told
+from psserver.heartbeats import Sent
 from psserver.hub import Hub
 from psserver.listening import when_ended
 
@@ -63,6 +65,7 @@ class Coordinator(CoordinatorServiceServicer):
                 open_loops=self._hub.ledger.open_loops,
                 bad_gradients=self._hub.config.bad_gradients,
                 standbys=self._hub.fleet.standbys,
+                **self._standing(member.worker),
             )
 
     def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
@@ -77,7 +80,11 @@ class Coordinator(CoordinatorServiceServicer):
             if state not in STATES:
                 waiting = self._hub.waiting_for
                 return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
-            return self._registered(STATES[state])
+            return self._registered(STATES[state], request.worker)
+
+    def _standing(self, worker: int) -> dict[str, Any]:
+        workers, is_first = self._hub.heartbeats.standing(worker)
+        return {"workers": workers, "first": is_first}
 
     def _observed(self) -> pb.RegisterResponse:
         """For those who only look: the model, once there are weights."""
@@ -86,7 +93,7 @@ class Coordinator(CoordinatorServiceServicer):
             return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
         return self._registered(pb.RegisterResponse.STATE_READY)
 
-    def _registered(self, state: pb.RegisterResponse.State.ValueType) -> pb.RegisterResponse:
+    def _registered(self, state: pb.RegisterResponse.State.ValueType, worker: int = 0) -> pb.RegisterResponse:
         plan = self._hub.plan
         return pb.RegisterResponse(
             state=state,
@@ -94,20 +101,24 @@ class Coordinator(CoordinatorServiceServicer):
             plan_digest=plan.digest,
             version=self._hub.version,
             groups_json=groups_of(self._hub.engine.store),
+            **self._standing(worker),
         )
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         with answering(context):
             self._hub.check_job(request.job)
-            stopping, draining = self._hub.beat(
+            beats = self._hub.heartbeats
+            beat = beats.beat(
                 request.worker, step_seconds=request.step_seconds, samples_per_second=request.samples_per_second,
                 phase=request.phase[:MAX_NAME_CHARACTERS], no_call_seconds=request.no_call_seconds,
             )  # fmt: skip
+            beats.report_beside(request.worker, _sent(request.values))
             self._hub.exits.learn(request.worker, request.process)
             fleet = self._hub.fleet
             return pb.HeartbeatResponse(
-                version=self._hub.version, stopping=stopping, draining=draining,
+                version=self._hub.version, stopping=beat.over, draining=beat.draining,
                 addresses=fleet.served, terms=fleet.terms, standbys=fleet.standbys, policy=self._hub.policy,
+                workers=beat.workers, first=beat.is_first,
             )  # fmt: skip
 
     def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitResponse:
@@ -117,6 +128,7 @@ class Coordinator(CoordinatorServiceServicer):
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
             self._hub.check_job(request.job)
+            self._hub.heartbeats.report_beside(request.worker, _sent(request.values))
             self._hub.leave(request.worker, request.reason, request.version)
             return pb.LeaveResponse()
 
@@ -147,8 +159,14 @@ class Coordinator(CoordinatorServiceServicer):
     def ReportMetrics(self, request: pb.ReportMetricsRequest, context: Context) -> pb.ReportMetricsResponse:
         with answering(context):
             self._hub.check_job(request.job)
-            self._hub.report_metrics(request.worker, dict(request.metrics))
+            plain = [Sent(name, value, self._hub.version, 0.0) for name, value in request.metrics.items()]
+            self._hub.heartbeats.report(request.worker, [*plain, *_sent(request.values)])
             return pb.ReportMetricsResponse()
+
+    def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> pb.GetHistoryResponse:
+        with answering(context):
+            rows = [pb.HistoryRow(**row._asdict()) for row in self._hub.heartbeats.history()]
+            return pb.GetHistoryResponse(rows=rows)
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         with answering(context):
@@ -266,6 +284,10 @@ class Coordinator(CoordinatorServiceServicer):
             model = news.model.fingerprint()
             response.model.CopyFrom(model_to_proto(news.model))
         return response, news.told, model
+
+
+def _sent(values: Iterable[pb.ReportedValue]) -> list[Sent]:
+    return [Sent(value.name, value.value, value.version, value.age_seconds) for value in values]
 
 
 class _Listener(threading.Thread):

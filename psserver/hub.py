@@ -26,6 +26,7 @@ from psserver.engine import Engine
 from psserver.epochs import Epochs
 from psserver.fleet import Fleet, News, Server, Told
 from psserver.gathering import Gathering
+from psserver.heartbeats import Heartbeats
 from psserver.identity import Identity
 from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
@@ -68,6 +69,7 @@ class Hub:
             self._fail, self._broken,
         )  # fmt: skip
         self._epochs.lead = self._desk.lead
+        self.heartbeats = Heartbeats(self._desk, self._is_over)
         self.snapshots = Snapshots(self._desk, self._epochs, archive, self.fleet)
         self.reshards = Reshards(self._desk, self.fleet, engine, archive, identity, config)
         self.shares = Shares(self._desk)
@@ -141,13 +143,11 @@ class Hub:
         """ready, upload or pending; waits while there is nothing to do but wait."""
         return register(self._desk, self.engine, self.fleet.shards, self.config.in_flight, worker, spec, seconds)
 
-    def beat(self, worker: int, **values: float | str) -> tuple[bool, bool]:
-        """A sign of life (see Member.take); is the job over, is the worker to leave? Why the job failed is raised."""
-        member = self._desk.step(lambda recorder, now: recorder.coordinator.member(worker, now), quiet=True)
-        member.take(**values)
+    def _is_over(self) -> bool:
+        """Return whether the job is over. Raises why it has failed."""
         if self.failure is not None:
             raise self.failure
-        return self.over, member.draining
+        return self.over
 
     def alive(self, ago: Mapping[int, float]) -> None:
         """Bytes of these workers have moved through a shard, so many seconds ago."""
@@ -185,9 +185,6 @@ class Hub:
 
     def return_batches(self, worker: int, batches: Iterable[BatchKey]) -> None:
         self._desk.do("return_batches", worker=worker, batches=list(batches))
-
-    def report_metrics(self, worker: int, metrics: dict[str, float]) -> None:
-        self._desk.do("report_metrics", worker=worker, metrics=metrics)
 
     @property
     def begun(self) -> bool:

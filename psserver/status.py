@@ -50,7 +50,7 @@ def describe(
         "snapshot_age_seconds": round(time.time() - archive.newest_time, 3) if archive.newest_time else None,
         "snapshot_problem": archive.problem,
         "pushes": coordinator.counts | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in hub.fleet)},
-        "metrics": {name: value for name, (_, value) in sorted(coordinator.metrics.items())},
+        "metrics": {name: value for name, (_, value) in sorted(coordinator.reported.latest.items())},
         "model": model(hub, coordinator),
         "finished": coordinator.roster.finished,
     }

@@ -17,12 +17,12 @@ from psproto.v1 import coordinator_pb2 as co
 from psworker import forgotten, metrics
 from psworker.arguments import attempt_of, connect_timeout_of, lanes_of, rank_of, time_limit
 from psworker.arrays import Array, Arrays, ArrayTape, Gradients, spec_of
-from psworker.connection import Connection
-from psworker.discovery import addresses_of, discover
+from psworker.client_facts import ClientFacts
+from psworker.connection import connected
 from psworker.drain import DrainedError
 from psworker.flow import ClientFlow
-from psworker.lane import GrpcLane, Lane
-from psworker.lease import Place, Progress
+from psworker.lane import Lane
+from psworker.lease import Progress
 from psworker.model import SharedModel
 from psworker.patience import Limits
 from psworker.results import Lease, PushResult
@@ -33,7 +33,7 @@ from psworker.whole_flow import WholeFlow
 COMES_BACK = "comes back as a new worker"
 
 
-class Client:
+class Client(ClientFacts):
     """A worker's connection to all servers of a job.
 
     servers: "HOST:PORT,..." or a sequence of them; one is enough where the servers know each other. None: PS_SERVERS,
@@ -67,7 +67,7 @@ class Client:
         environment = os.environ if servers is None and lane is None else {}
         limits = Limits(connect_timeout_of(connect_timeout, environment), time_limit("wait_timeout", wait_timeout))
         rank = rank_of(rank, environment)
-        self._connection = _connected(servers, lane, environment, limits)
+        super().__init__(connected(servers, lane, environment, limits))
         if not self._connection.lane.direct:  # else it has no threads to live on in
             forgotten.watch(self, self._connection)
         self._observes = observe
@@ -89,31 +89,6 @@ class Client:
             raise
 
     @property
-    def job(self) -> str:
-        """The id of the job that the servers run."""
-        return self._connection.place.job
-
-    @property
-    def worker(self) -> int:
-        """This worker's number, new at every connect and `rejoin`; 0 for an observer."""
-        return self._connection.place.worker
-
-    @property
-    def policy(self) -> str:
-        """How the servers let pushes count, as the last heartbeat said: sync, async or ssp; empty for an observer."""
-        return self._connection.place.policy
-
-    @property
-    def bad_gradients(self) -> str:
-        """What becomes of gradients with NaN or Inf: abort, skip or clip; empty for an observer."""
-        return self._connection.bad_gradients
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """Of the servers, by shard."""
-        return self._connection.lane.addresses
-
-    @property
     def plan(self) -> Plan:
         """Where the model's bytes live; InvalidRequestError before a model is registered."""
         return self._model.plan
@@ -127,20 +102,6 @@ class Client:
     def groups_json(self) -> str:
         """The optimizer's parameter groups as they stood when the model was registered."""
         return self._model.groups_json
-
-    @property
-    def open_loop(self) -> int:
-        """Loops before it had ended when this worker joined."""
-        return self._connection.place.open_loop
-
-    def has_ended(self, loop: int) -> bool:
-        """Had this loop ended when this worker joined?"""
-        return self._connection.place.has_ended(loop)
-
-    @property
-    def draining(self) -> bool:
-        """This worker was asked to leave, by SIGTERM to ps-worker, ps-ctl drain or `drain`."""
-        return self._connection.drain.asked
 
     def drain(self) -> None:
         """Asks this worker to leave, as SIGTERM to ps-worker does. From any thread: what waits ends within seconds."""
@@ -322,8 +283,17 @@ class Client:
         for name, value in numbers.items():
             metrics.reported(name, value)
 
+    def report_soon(self, values: Mapping[str, Any]) -> None:
+        """Report values with the next heartbeat: at most one per second and name, the newest in any case."""
+        self._connection.reports.add(values, self.version)
+
+    def send_reports(self) -> None:
+        """Send now what `report_soon` has left to the next heartbeat."""
+        self._connection.send_reports()
+
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None:
         """What the next heartbeat tells people: steps made, seconds a step, and "compute", "push", "data" or "idle"."""
+        self._connection.reports.settle()
         self._connection.show(Progress(steps, step_seconds, samples_per_second, phase))
 
     def status(self) -> dict[str, Any]:
@@ -386,15 +356,3 @@ class Client:
         if kind is not None and not issubclass(kind, DrainedError):
             self.leave(f"failed: {kind.__name__}")
         self.close()
-
-
-def _connected(
-    servers: str | Sequence[str] | None, lane: Lane | None, environment: Mapping[str, str], limits: Limits
-) -> Connection:
-    """To the lane that was given, or over gRPC to the job that was found."""
-    job = environment.get("PS_JOB", "")
-    if lane is not None:
-        return Connection(lane, limits, Place(job, 0))
-    given = addresses_of(servers)
-    cluster = discover(given, limits.connect)
-    return Connection(GrpcLane(cluster.addresses, given), limits, Place(job or cluster.job, 0))

@@ -3,7 +3,8 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,11 +15,13 @@ from psproto.v1 import coordinator_pb2 as co
 from psworker import metrics
 from psworker.calls import Cancellation
 from psworker.crew import Crew
+from psworker.discovery import addresses_of, discover
 from psworker.drain import Drain
 from psworker.exchange import ShardExchange, in_turn
-from psworker.lane import Lane
+from psworker.lane import GrpcLane, Lane
 from psworker.lease import Heartbeat, Place, Progress
 from psworker.patience import FIRST_PAUSE, Limits, Patience, Waits
+from psworker.reports import Report, Reports
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
@@ -41,6 +44,7 @@ class Connection:
         self.place = place
         self.bad_gradients = ""
         self.drain = Drain(lane.clock)
+        self.reports = Reports(lane.clock.now)
         self._limits = limits
         self._waits = Waits()
         self._crew = Crew("psworker-shard")
@@ -89,6 +93,8 @@ class Connection:
             answer.job, answer.worker, answer.open_loop, answer.policy, answer.known_loops, answer.open_loops
         )
         self._left = False
+        self.place.reports = self.reports
+        self.place.learn_standing(answer)
         self.bad_gradients = answer.bad_gradients
         metrics.in_job(True)
         if not lane.direct:
@@ -159,10 +165,23 @@ class Connection:
         self.drain.closes()
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        self._say_goodbye(self.place, reason)
+        with suppress(Exception):  # a device that is out of order must not keep the worker from leaving
+            self.reports.settle(final=True)
+        self._say_goodbye(self.place, reason, self.reports.unsent())
 
-    def _say_goodbye(self, place: Place, reason: str) -> None:
+    def send_reports(self) -> None:
+        """Send what the script has reported and no heartbeat has brought to the servers."""
+        self.reports.settle(final=True)
+        if not (reports := self.reports.unsent()):
+            return
+        place = self.place
+        request = co.ReportMetricsRequest(job=place.job, worker=place.worker, values=place.wire_values(reports))
+        self.call("reporting", lambda: self.lane.report(request, self.call_seconds))
+        self.reports.confirm(reports)
+
+    def _say_goodbye(self, place: Place, reason: str, reports: Sequence[Report] = ()) -> None:
         request = co.LeaveRequest(job=place.job, worker=place.worker, reason=reason, version=place.at_least)
+        request.values.extend(place.wire_values(reports))
         try:
             self.lane.leave(request, LEAVE_SECONDS)
         except PSError as error:
@@ -193,3 +212,15 @@ class Connection:
             deadline=lambda: drain.deadline,
             waits=self._waits,
         )
+
+
+def connected(
+    servers: str | Sequence[str] | None, lane: Lane | None, environment: Mapping[str, str], limits: Limits
+) -> Connection:
+    """Return a connection over the lane that was given, or over gRPC to the job that these servers run."""
+    job = environment.get("PS_JOB", "")
+    if lane is not None:
+        return Connection(lane, limits, Place(job, 0))
+    given = addresses_of(servers)
+    cluster = discover(given, limits.connect)
+    return Connection(GrpcLane(cluster.addresses, given), limits, Place(job or cluster.job, 0))

@@ -18,6 +18,7 @@ from psworker.data.torch_loader import Given
 from psworker.drain import DrainedError
 from psworker.environment import is_on
 from psworker.finished import tell_finished
+from psworker.job_facts import JobFacts
 from psworker.local import JobClient
 from psworker.loops import Loops
 from psworker.optimizer import ServerOptimizer
@@ -33,7 +34,7 @@ MOST_RETURNS = 5
 log = logging.getLogger("psworker")
 
 
-class Job:
+class Job(JobFacts):
     """Made by `psworker.connect`. Use it as a context manager, or call `close` at the end.
 
     client: the connection underneath. rank: 0, 1, ... among the workers that started together, for logs and tests.
@@ -42,7 +43,7 @@ class Job:
     """
 
     def __init__(self, client: JobClient, rank: int = 0, device: torch.device | None = None) -> None:
-        self.client = client
+        super().__init__(client)
         self.rank = rank
         self.device = device or torch.device("cpu")
         self.stats = Stats()
@@ -54,21 +55,6 @@ class Job:
         self._returns = 0
         self.passes: dict[tuple[int, int], int] = {}
         self._closed = False
-
-    @property
-    def version(self) -> int:
-        """How many updates the job's weights have had, as far as this worker knows."""
-        return self.client.version
-
-    @property
-    def policy(self) -> str:
-        """How the servers let steps count: sync, async or ssp; "local" without servers."""
-        return self.client.policy
-
-    @property
-    def stopping(self) -> bool:
-        """The job ends, or this worker was asked to leave: make no further step. `batches` looks itself."""
-        return self.client.stopping
 
     @property
     def last(self) -> PushResult | None:
@@ -207,8 +193,12 @@ class Job:
         self._optimizer.save(file)
 
     def report(self, **values: SupportsFloat) -> None:
-        """Values for ps-run's summary, metrics and logs, by name; anything that float() takes. The last one stands."""
-        self.insist(lambda: self.client.report(**values))
+        """Report values by name, such as loss=loss, after any step: numbers, or tensors with one element.
+
+        Heartbeats send them, at most one per second and name, the newest in any case; a value on a GPU is read only
+        then. ps-run shows them, its summary has the last ones, --history writes all. Raises InvalidRequestError.
+        """
+        self.client.report_soon(values)
 
     def resume(self, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int | None = None) -> None:
         """Fast-forwards a fresh scheduler to where the job stood when this worker came.
@@ -380,6 +370,9 @@ class Job:
         try:
             if self._optimizer is not None:
                 self._optimizer.close()
+            if not reason:
+                with suppress(PSError):  # what was reported is worth no failure
+                    self.insist(self.client.send_reports)
         finally:
             self.client.leave(reason)
             self.client.close()

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from psworker.core.pushes import Pushes
 from psworker.drain import Drain
 from psworker.lane import Lane
 from psworker.patience import Announcer, Waits
+from psworker.reports import Report, Reports
 
 BEATS_PER_LEASE = 5
 MIN_CALL_SECONDS = 1.0
@@ -53,7 +54,8 @@ class Place:
 
     open_loop: loops before it had ended when the worker joined. known_loops: how many had begun by then; open_loops:
     those of them that had not ended. policy: the job's, as the last heartbeat said. pushes: their numbers. received:
-    batches got so far, by loop. at_least: the version that pulls must bring.
+    batches got so far, by loop. at_least: the version that pulls must bring. workers: how many are registered;
+    is_first: this worker is the first of them; both as last heard.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Place:
         self.open_loop = open_loop
         self._known_loops, self._open_loops = known_loops, frozenset(open_loops)
         self.policy = policy
+        self.reports = Reports(time.monotonic)
+        self.workers, self.is_first = 0, False
         self.pushes = Pushes()
         self.received: dict[int, int] = {}
         self.at_least = 0
@@ -101,7 +105,7 @@ class Place:
 
     def beat(self, lane: Lane, timeout: float, drain: Drain, no_call_seconds: float = 0.0) -> str:
         """One heartbeat; why nobody has answered, or empty. Silence is no loss. no_call_seconds: of the script."""
-        now = self.progress
+        now, reports = self.progress, self.reports.unsent()
         request = co.HeartbeatRequest(
             job=self.job,
             worker=self.worker,
@@ -111,6 +115,7 @@ class Place:
             phase=now.phase,
             process=process_id(),
             no_call_seconds=no_call_seconds,
+            values=self.wire_values(reports),
         )
         try:
             answer = lane.heartbeat(request, timeout)
@@ -121,13 +126,26 @@ class Place:
             return str(error)
         else:
             lane.learn(self.job, answer.addresses, answer.terms, answer.standbys)
+            self.reports.confirm(reports)
             self.policy = answer.policy or self.policy
+            self.learn_standing(answer)
             if answer.stopping and not self.stopping:
                 log.info("job %s is over: worker %d ends its step and leaves", self.job, self.worker)
                 self.stopping = True
             if answer.draining:
                 drain.ask()
         return ""
+
+    def wire_values(self, reports: Sequence[Report]) -> list[co.ReportedValue]:
+        """Return reported values as they are sent."""
+        return [
+            co.ReportedValue(name=r.name, value=r.value, version=r.version, age_seconds=self.reports.age(r))
+            for r in reports
+        ]
+
+    def learn_standing(self, answer: co.JoinResponse | co.RegisterResponse | co.HeartbeatResponse) -> None:
+        """Take how many workers there are, and whether this one is the first."""
+        self.workers, self.is_first = answer.workers, answer.first
 
 
 class Silence:

@@ -4,7 +4,7 @@ import heapq
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from pscommon.core.model import ModelSpec
 from pscommon.core.stream import Spec, StreamSpec
 from pscommon.core.tape import Plan
 from pscommon.optimizers import SUPPORTED, groups_from_json, groups_to_json, validate
-from psworker import metrics
 from psworker.model_tape import tensor_of
+from psworker.reports import Reports
 from psworker.results import Lease, PushResult, Status
 from psworker.whole_flow import WholeFlow
 
@@ -84,9 +84,14 @@ class JobClient(Protocol):
     def share(self, loop: Spec) -> int: ...
     def has_ended(self, loop: int) -> bool: ...
     def return_batches(self, batches: Sequence[BatchKey]) -> None: ...
-    def report(self, **values: SupportsFloat) -> None: ...
     def status(self) -> Mapping[str, Any]: ...
     def newest(self) -> tuple[Plan, memoryview]: ...
+    @property
+    def workers(self) -> int: ...
+    @property
+    def is_first(self) -> bool: ...
+    def report_soon(self, values: Mapping[str, Any]) -> None: ...
+    def send_reports(self) -> None: ...
     def progress(self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str) -> None: ...
     def rejoin(self) -> None: ...
     def retire(self, reason: str = "") -> None: ...
@@ -107,9 +112,12 @@ class LocalClient:
     bad_gradients = "abort"
     open_loop = 0
     draining = stopping = False
+    workers = 1
+    is_first = True
 
     def __init__(self) -> None:
         self.version = 0
+        self._reports = Reports(time.monotonic)
         self.groups_json = ""
         self.metrics: dict[str, float] = {}
         self._free: dict[int, FreeBatches] = {}
@@ -210,11 +218,18 @@ class LocalClient:
             else:
                 self._free[batch.loop].put_back(batch.number)
 
-    def report(self, **values: SupportsFloat) -> None:
-        numbers = {name: float(value) for name, value in values.items()}
-        self.metrics.update(numbers)
-        for name, value in numbers.items():
-            metrics.reported(name, value)
+    def report_soon(self, values: Mapping[str, Any]) -> None:
+        self._reports.add(values, self.version)
+        self._take_reports()
+
+    def send_reports(self) -> None:
+        self._reports.settle(final=True)
+        self._take_reports()
+
+    def _take_reports(self) -> None:
+        reports = self._reports.unsent()
+        self.metrics.update({report.name: report.value for report in reports})
+        self._reports.confirm(reports)
 
     def newest(self) -> tuple[Plan, memoryview]:
         """The weights, and where what lies."""

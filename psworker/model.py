@@ -376,6 +376,7 @@ class SharedModel:
             answer = patience.ask(
                 lambda: connection.lane.register(request, request.wait_ms / 1000 + connection.call_seconds)
             )
+            connection.place.learn_standing(answer)
             if answer.state in (co.RegisterResponse.STATE_READY, co.RegisterResponse.STATE_UPLOAD):
                 self._must_upload = answer.state == co.RegisterResponse.STATE_UPLOAD
                 if connection.place.worker:  # a shard that was just restarted may be behind what the others have

@@ -28,6 +28,7 @@ from psserver.core.moves import Moves
 from psserver.core.pace import Pace
 from psserver.core.pending import Pending
 from psserver.core.policy import Policy, policy
+from psserver.core.reported import ReportedValues
 from psserver.core.resume_rules import adopted_model, model_mismatch
 from psserver.core.roster import Member, State
 from psserver.core.rules import Rules
@@ -51,7 +52,7 @@ class Coordinator(Moves):
 
     def __init__(self, shards: int, rules: Rules, generation: int = 0, epoch: int | None = None) -> None:
         super().__init__(shards, rules, generation, epoch)
-        self.metrics: dict[str, tuple[int, float]] = {}
+        self.reported = ReportedValues()
         self._resumed = False
 
     # ---- membership -------------------------------------------------------------------------------------------------
@@ -248,12 +249,10 @@ class Coordinator(Moves):
         self.ledger.put_back(worker, batches)
 
     def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
-        """Values that scripts report. Where several workers report one, the first in worker order is believed."""
+        """Take values without a history. Only logs of earlier releases have this command."""
         member = self.member(worker, now)
         for name, value in metrics.items():
-            rank, _ = self.metrics.get(name, (member.rank, value))
-            if member.rank <= rank:
-                self.metrics[name] = (member.rank, value)
+            self.reported.take_latest(member, name, value)
 
     def follows(self, shard: int, now: float) -> None:
         """A shard follows the log of this epoch."""
@@ -291,7 +290,7 @@ class Coordinator(Moves):
             "last_cut": self.cuts.last_version,
             "resumed": self._resumed,
             **({"extendable": True} if self.ledger.extendable else {}),
-            "metrics": {name: list(value) for name, value in self.metrics.items()},
+            **self.reported.state(),
             "registered": len(self.roster.registered()),
             "pushes": {str(m.worker): m.seq for m in self.roster},
             "evicted": sorted(self.evicted),
@@ -337,6 +336,7 @@ class Coordinator(Moves):
             self.policy = before.policy
         elif Rules.from_json(state["rules"]).policy == self.rules.policy:
             self.policy = policy(*state["policy"])
+        self.reported.recover(state)
         self.ledger.restore(state["loops"])
         self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(self.version, now)
@@ -352,7 +352,7 @@ class Coordinator(Moves):
         self.begun, self._uploader, self.epoch = whole["begun"], whole["uploader"], whole["epoch"]
         self.started, self._resumed = whole["started"], whole["resumed"]
         self.policy = policy(*whole["policy"])
-        self.metrics = {name: (rank, value) for name, (rank, value) in whole["metrics"].items()}
+        self.reported.recover(whole)
         self.roster.recover(whole["roster"], now)
         self.pending.recover(whole["pending"])
         self.ledger.recover(whole["loops"])

@@ -2,9 +2,10 @@
 
 Theory of operation. A Coordinator depends on nothing but the requests that it gets and their order. So the recorder
 carries each request out, has it written before anybody learns what came of it, and after a crash carries the same
-requests out again on the state that the last snapshot holds. Reading its mind is all that may go by it: heartbeats,
-status, and the question whose lease has ended - the answer to that is a request again ("lose"), with its time. So may a
-request for data that is asked again and still has no answer, if it has changed nothing.
+requests out again on the state that the last snapshot holds. Reading its mind is all that may go by it: heartbeats
+(the values that one brings are a request of their own, at most one a second and worker), status, and the question
+whose lease has ended - the answer to that is a request again ("lose"), with its time. So may a request for data that is
+asked again and still has no answer, if it has changed nothing.
 
 A snapshot's Cut is the last thing in a stretch of requests; the next stretch begins with the state at the cut.
 
@@ -263,6 +264,7 @@ _PERFORM: Mapping[str, Action] = {
     "set_policy": lambda c, now, args: c.set_policy(policy(*args["row"]), now),
     "part": lambda c, now, args: c.cuts.part(args["shard"], args["part"]),
     "shard_lost": lambda c, now, args: c.shard_lost(args["shard"]),
+    "report_values": lambda c, now, args: c.reported.take(c.member(args["worker"], now), args["values"], c.roster),
     "filed": lambda c, now, args: c.cuts.filed(),
 }  # fmt: skip
 

@@ -123,9 +123,19 @@ def _return_batches(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
 
 
 def _report_metrics(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
-    names = args["metrics"].keys()
+    _check_values(coordinator, args["metrics"].keys())
+
+
+def _report_values(coordinator: Coordinator, args: Mapping[str, Any]) -> None:
+    names = [name for name, _, _, _ in args["values"]]
+    if len(names) > limits.MAX_METRICS:
+        _refuse("report", f"{len(names)} values are above {limits.MAX_METRICS}", "fewer values at a time")
+    _check_values(coordinator, names)
+
+
+def _check_values(coordinator: Coordinator, names: Iterable[str]) -> None:
     _check_names("report", names)
-    if len(coordinator.metrics.keys() | names) > limits.MAX_METRICS:
+    if len({*coordinator.reported.latest, *names}) > limits.MAX_METRICS:
         _refuse("report", f"the job has more than {limits.MAX_METRICS} names of values", "reuse names")
 
 
@@ -156,6 +166,7 @@ _CHECKS: Mapping[str, Check] = {
     "next_batches": _next_batches,
     "return_batches": _return_batches,
     "report_metrics": _report_metrics,
+    "report_values": _report_values,
     "set_policy": _set_policy,
     "reshard": _reshard,
 }

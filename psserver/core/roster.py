@@ -231,6 +231,14 @@ class Roster:
         """Those who train, active or waiting for data, in worker order."""
         return [m for m in self._here if m.registered]
 
+    def standing(self, worker: int, started: bool) -> tuple[int, bool]:
+        """Return how many workers are registered, and whether this one is the first; before the start: of rank 0."""
+        registered = self.registered()
+        if started and registered:
+            return len(registered), registered[0].worker == worker
+        member = self.members.get(worker)
+        return len(registered), member is not None and member.rank == 0
+
     def clocks(self) -> dict[int, int]:
         """Clock of every active worker, in worker order."""
         return {m.worker: m.clock for m in self._here if m.state is State.ACTIVE}

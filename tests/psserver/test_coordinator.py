@@ -304,7 +304,7 @@ def test_of_reported_metrics_the_lowest_rank_s_is_believed() -> None:
     job.coordinator.report_metrics(1, {"loss": 1.0}, 0.0)
     job.coordinator.report_metrics(2, {"loss": 3.0}, 0.0)
 
-    assert {name: value for name, (_, value) in job.coordinator.metrics.items()} == {"loss": 1.0, "only": 5.0}
+    assert {name: value for name, (_, value) in job.coordinator.reported.latest.items()} == {"loss": 1.0, "only": 5.0}
 
 
 def test_the_log_is_kept_until_every_shard_has_carried_it_out() -> None:

@@ -323,6 +323,7 @@ class FakeServer(CoordinatorServiceServicer):
         if hooks := self.cluster.control[method]:
             hooks.popleft()()
         self._check(request.job, getattr(request, "worker", 0))
+        self.cluster.metrics |= {sent.name: sent.value for sent in getattr(request, "values", ())}
 
     def Join(self, request: co.JoinRequest, context: grpc.ServicerContext) -> co.JoinResponse:
         with answering(context), self.cluster.changed:
@@ -380,9 +381,7 @@ class FakeServer(CoordinatorServiceServicer):
             self._enter("NextBatch", request)
             return self.cluster.batches.popleft()
 
-    def ReturnBatches(
-        self, request: co.ReturnBatchesRequest, context: grpc.ServicerContext
-    ) -> co.ReturnBatchesResponse:
+    def ReturnBatches(self, request: co.ReturnBatchesRequest, context: Any) -> co.ReturnBatchesResponse:
         with answering(context), self.cluster.changed:
             self._enter("ReturnBatches", request)
             self.cluster.returned += [(batch.loop, batch.number) for batch in request.batches]

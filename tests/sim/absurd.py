@@ -99,6 +99,11 @@ def _loop(rng: random.Random) -> LoopSpec | StreamSpec:
     return LoopSpec(loop, rng.choice([0, 1, 5, 2**64 - 1]), rng.choice([1, 3, 2**64 - 1]), epochs, rng.random() < 0.5)
 
 
+def _values(rng: random.Random) -> list[tuple[str, float, int, float]]:
+    times = (0.0, -1e18, 1e18, math.inf, -math.inf, math.nan)
+    return [(name, value, _number(rng), rng.choice(times)) for name, value in _metrics(rng).items()]
+
+
 def _metrics(rng: random.Random) -> dict[str, float]:
     names = [rng.choice(TEXTS), *(f"name {number}" for number in range(rng.choice([0, 1, 2000])))]
     return dict.fromkeys(names, rng.choice([0.5, math.nan, math.inf, -math.inf]))
@@ -118,6 +123,7 @@ _ARGUMENTS: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
     },
     "return_batches": lambda rng, worker: {"worker": worker, "batches": list(_batches(rng))},
     "report_metrics": lambda rng, worker: {"worker": worker, "metrics": _metrics(rng)},
+    "report_values": lambda rng, worker: {"worker": worker, "values": _values(rng)},
     "set_policy": lambda rng, worker: {"row": [rng.choice(["sync", "async", "ssp", "all"]), *_row(rng)]},
     "reshard": lambda rng, worker: {"shards": rng.choice([-1, 0, 10**8, 2**32 - 1]), "keeps": False},
 }  # fmt: skip

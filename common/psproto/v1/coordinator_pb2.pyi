@@ -76,6 +76,8 @@ class JoinResponse(google.protobuf.message.Message):
     STANDBYS_FIELD_NUMBER: builtins.int
     KNOWN_LOOPS_FIELD_NUMBER: builtins.int
     OPEN_LOOPS_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
@@ -86,6 +88,8 @@ class JoinResponse(google.protobuf.message.Message):
     """what becomes of gradients with NaN or Inf, or with too large a norm: abort, skip or clip"""
     known_loops: builtins.int
     """number of loops that have begun so far, and which of them have not ended: all others are the past for this worker"""
+    workers: builtins.int
+    first: builtins.bool
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -107,8 +111,10 @@ class JoinResponse(google.protobuf.message.Message):
         standbys: collections.abc.Iterable[builtins.str] | None = ...,
         known_loops: builtins.int = ...,
         open_loops: collections.abc.Iterable[builtins.int] | None = ...,
+        workers: builtins.int = ...,
+        first: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "worker", b"worker", "workers", b"workers"]) -> None: ...
 
 global___JoinResponse = JoinResponse
 
@@ -175,12 +181,17 @@ class RegisterResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
     GROUPS_JSON_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
     state: global___RegisterResponse.State.ValueType
     plan_digest: builtins.str
     version: builtins.int
     waiting_for: builtins.str
     groups_json: builtins.str
     """parameter groups as they stand now (a resumed job's learning rate)"""
+    workers: builtins.int
+    """as in HeartbeatResponse"""
+    first: builtins.bool
     @property
     def model(self) -> psproto.v1.model_pb2.ModelSpec:
         """the job's model, which decides order and so placement"""
@@ -194,9 +205,11 @@ class RegisterResponse(google.protobuf.message.Message):
         version: builtins.int = ...,
         waiting_for: builtins.str = ...,
         groups_json: builtins.str = ...,
+        workers: builtins.int = ...,
+        first: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["groups_json", b"groups_json", "model", b"model", "plan_digest", b"plan_digest", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "groups_json", b"groups_json", "model", b"model", "plan_digest", b"plan_digest", "state", b"state", "version", b"version", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
 
 global___RegisterResponse = RegisterResponse
 
@@ -212,6 +225,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     NO_CALL_SECONDS_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     steps: builtins.int
@@ -223,6 +237,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """as in JoinRequest; a server that was started again, or took over, learns it here"""
     no_call_seconds: builtins.float
     """since its script last called into this library; 0 while a server has a request of it"""
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
+        """what its script has reported since the last answer; sending a value again does no harm"""
+
     def __init__(
         self,
         *,
@@ -234,10 +252,37 @@ class HeartbeatRequest(google.protobuf.message.Message):
         phase: builtins.str = ...,
         process: builtins.str = ...,
         no_call_seconds: builtins.float = ...,
+        values: collections.abc.Iterable[global___ReportedValue] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "no_call_seconds", b"no_call_seconds", "phase", b"phase", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "no_call_seconds", b"no_call_seconds", "phase", b"phase", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "values", b"values", "worker", b"worker"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
+
+@typing.final
+class ReportedValue(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    AGE_SECONDS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    value: builtins.float
+    version: builtins.int
+    """of the weights that the worker had"""
+    age_seconds: builtins.float
+    """how long ago it was reported"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.float = ...,
+        version: builtins.int = ...,
+        age_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_seconds", b"age_seconds", "name", b"name", "value", b"value", "version", b"version"]) -> None: ...
+
+global___ReportedValue = ReportedValue
 
 @typing.final
 class ReportExitRequest(google.protobuf.message.Message):
@@ -288,6 +333,8 @@ class HeartbeatResponse(google.protobuf.message.Message):
     TERMS_FIELD_NUMBER: builtins.int
     STANDBYS_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
     version: builtins.int
     stopping: builtins.bool
     """the job is ending: finish the step, then leave"""
@@ -295,6 +342,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
     """somebody asked this worker to leave: finish the step, then leave"""
     policy: builtins.str
     """of the moment"""
+    workers: builtins.int
+    """workers that have registered the model and still take part"""
+    first: builtins.bool
+    """this worker comes first among them; while the job waits for its workers: its rank is 0"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """of all shards, by index, as of now: the primaries, their terms, and their standbys (empty where there is none)"""
@@ -313,8 +364,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         terms: collections.abc.Iterable[builtins.int] | None = ...,
         standbys: collections.abc.Iterable[builtins.str] | None = ...,
         policy: builtins.str = ...,
+        workers: builtins.int = ...,
+        first: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "draining", b"draining", "policy", b"policy", "standbys", b"standbys", "stopping", b"stopping", "terms", b"terms", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "draining", b"draining", "first", b"first", "policy", b"policy", "standbys", b"standbys", "stopping", b"stopping", "terms", b"terms", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -326,6 +379,7 @@ class LeaveRequest(google.protobuf.message.Message):
     WORKER_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     reason: builtins.str
@@ -334,6 +388,10 @@ class LeaveRequest(google.protobuf.message.Message):
     """the newest version that this worker knows of: where the servers have gone back to an older one, what came after that
     is lost
     """
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
+        """as in HeartbeatRequest"""
+
     def __init__(
         self,
         *,
@@ -341,8 +399,9 @@ class LeaveRequest(google.protobuf.message.Message):
         worker: builtins.int = ...,
         reason: builtins.str = ...,
         version: builtins.int = ...,
+        values: collections.abc.Iterable[global___ReportedValue] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "reason", b"reason", "version", b"version", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "reason", b"reason", "values", b"values", "version", b"version", "worker", b"worker"]) -> None: ...
 
 global___LeaveRequest = LeaveRequest
 
@@ -558,18 +617,24 @@ class ReportMetricsRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     WORKER_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
+        """as in HeartbeatRequest"""
+
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         worker: builtins.int = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        values: collections.abc.Iterable[global___ReportedValue] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "metrics", b"metrics", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "metrics", b"metrics", "values", b"values", "worker", b"worker"]) -> None: ...
 
 global___ReportMetricsRequest = ReportMetricsRequest
 
@@ -582,6 +647,65 @@ class ReportMetricsResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___ReportMetricsResponse = ReportMetricsResponse
+
+@typing.final
+class GetHistoryRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GetHistoryRequest = GetHistoryRequest
+
+@typing.final
+class GetHistoryResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: builtins.int
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HistoryRow]: ...
+    def __init__(
+        self,
+        *,
+        rows: collections.abc.Iterable[global___HistoryRow] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rows", b"rows"]) -> None: ...
+
+global___GetHistoryResponse = GetHistoryResponse
+
+@typing.final
+class HistoryRow(google.protobuf.message.Message):
+    """A reported value; rows are ordered by time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    time: builtins.float
+    """seconds since 1970, by the clock of shard 0"""
+    version: builtins.int
+    worker: builtins.int
+    rank: builtins.int
+    name: builtins.str
+    value: builtins.float
+    def __init__(
+        self,
+        *,
+        time: builtins.float = ...,
+        version: builtins.int = ...,
+        worker: builtins.int = ...,
+        rank: builtins.int = ...,
+        name: builtins.str = ...,
+        value: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "rank", b"rank", "time", b"time", "value", b"value", "version", b"version", "worker", b"worker"]) -> None: ...
+
+global___HistoryRow = HistoryRow
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):

@@ -75,6 +75,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.ReportMetricsRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReportMetricsResponse.FromString,
                 _registered_method=True)
+        self.GetHistory = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/GetHistory',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.GetHistoryResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/GetStatus',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
@@ -174,6 +179,13 @@ class CoordinatorServiceServicer(object):
 
     def ReportMetrics(self, request, context):
         """Values that the script reports, for summaries and people.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHistory(self, request, context):
+        """All values that scripts have reported, thinned where they are too many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +292,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ReportMetrics,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReportMetricsRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.ReportMetricsResponse.SerializeToString,
+            ),
+            'GetHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.GetHistoryRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.GetHistoryResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -539,6 +556,33 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/ReportMetrics',
             psproto_dot_v1_dot_coordinator__pb2.ReportMetricsRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.ReportMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/GetHistory',
+            psproto_dot_v1_dot_coordinator__pb2.GetHistoryRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.GetHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,12 @@ class CoordinatorServiceStub:
     ]
     """Values that the script reports, for summaries and people."""
 
+    GetHistory: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.GetHistoryRequest,
+        psproto.v1.coordinator_pb2.GetHistoryResponse,
+    ]
+    """All values that scripts have reported, thinned where they are too many."""
+
     GetStatus: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.GetStatusRequest,
         psproto.v1.coordinator_pb2.GetStatusResponse,
@@ -180,6 +186,12 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.ReportMetricsResponse,
     ]
     """Values that the script reports, for summaries and people."""
+
+    GetHistory: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.GetHistoryRequest,
+        psproto.v1.coordinator_pb2.GetHistoryResponse,
+    ]
+    """All values that scripts have reported, thinned where they are too many."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.GetStatusRequest,
@@ -304,6 +316,14 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.ReportMetricsResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReportMetricsResponse]]:
         """Values that the script reports, for summaries and people."""
+
+    @abc.abstractmethod
+    def GetHistory(
+        self,
+        request: psproto.v1.coordinator_pb2.GetHistoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.GetHistoryResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.GetHistoryResponse]]:
+        """All values that scripts have reported, thinned where they are too many."""
 
     @abc.abstractmethod
     def GetStatus(

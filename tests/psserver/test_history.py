@@ -1,0 +1,146 @@
+"""The history of reported values: bounded, of even density, and the same after a restart."""
+
+import itertools
+import json
+import math
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pscommon.core.limits import MAX_METRICS, MAX_NAME_CHARACTERS
+from pscommon.core.metric import MetricRow
+from psserver.core.history import MAX_ROWS, MAX_THINNED_ROWS, History
+
+
+def row(time: float, value: float = 0.0, rank: int = 0, name: str = "loss", version: int | None = None) -> MetricRow:
+    return MetricRow(time, int(time * 10) if version is None else version, rank + 1, rank, name, value)
+
+
+def filled(seconds: int, ranks: int = 1, names: tuple[str, ...] = ("loss",)) -> History:
+    """Each rank has reported each name once a second."""
+    history = History()
+    for time in range(seconds):
+        for rank in range(ranks):
+            for name in names:
+                history.add(row(float(time), float(time), rank, name))
+    return history
+
+
+def again(history: History) -> History:
+    """What a restart makes of it."""
+    made = History()
+    made.recover(json.loads(json.dumps(history.state())))
+    return made
+
+
+def test_rows_are_kept_in_the_order_of_time() -> None:
+    history = History()
+    for time, rank in [(3.0, 1), (1.0, 0), (2.0, 1)]:
+        history.add(row(time, rank=rank))
+
+    assert [found.time for found in history.rows()] == [1.0, 2.0, 3.0]
+
+
+def test_within_a_second_the_newest_value_stands() -> None:
+    history = History()
+    for time in (0.0, 0.2, 0.4, 1.3, 1.5, 1.7, 2.9):
+        history.add(row(time, time))
+
+    assert [found.time for found in history.rows()] == [0.0, 1.3, 2.9]
+
+
+def test_a_row_that_was_sent_twice_counts_once() -> None:
+    history = History()
+    for time in (0.0, 0.01, 5.0, 5.01):
+        history.add(row(time, version=int(time)))
+
+    assert [found.time for found in history.rows()] == [0.0, 5.0]
+
+
+def test_a_full_history_has_half_the_density_over_its_whole_length() -> None:
+    history = filled(MAX_ROWS + 1)
+    rows = history.rows()
+
+    assert len(rows) == len(history) == MAX_ROWS // 2 + 1
+    assert rows[0].time == 0.0
+    assert rows[-1].time == MAX_ROWS
+    assert {later.time - earlier.time for earlier, later in itertools.pairwise(rows)} == {2.0}
+
+
+def test_it_stays_bounded_and_even_for_ever() -> None:
+    history = filled(5 * MAX_ROWS)
+    rows = history.rows()
+
+    assert MAX_ROWS // 4 < len(rows) <= MAX_ROWS
+    assert (rows[0].time, rows[-1].time) == (0.0, 5 * MAX_ROWS - 1)
+    steps = {later.time - earlier.time for earlier, later in itertools.pairwise(rows)}
+    assert steps <= {8.0, 7.0}  # the newest row may be nearer to its predecessor
+
+
+def test_thinning_treats_all_series_alike() -> None:
+    history = filled(4000, ranks=2, names=("loss", "accuracy"))
+    counts: dict[tuple[int, str], int] = {}
+    for found in history.rows():
+        counts[found.rank, found.name] = counts.get((found.rank, found.name), 0) + 1
+
+    assert len(counts) == 4
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_more_series_than_rows_lose_the_oldest() -> None:
+    history = History()
+    for rank in range(MAX_ROWS + 1):
+        history.add(row(float(rank), rank=rank))
+    rows = history.rows()
+
+    assert len(rows) == MAX_THINNED_ROWS
+    assert rows[-1].rank == MAX_ROWS
+
+
+def test_names_are_bounded() -> None:
+    history = History()
+    for number in range(MAX_METRICS):
+        history.add(row(0.0, name=f"name {number}"))
+
+    assert history.takes("name 7")
+    assert not history.takes("one too many")
+    assert not History().takes("")
+    assert not History().takes("x" * (MAX_NAME_CHARACTERS + 1))
+    assert not again(history).takes("one too many")
+
+
+def test_a_clock_that_is_set_back_does_not_stop_it() -> None:
+    history = filled(100)
+    for time in range(1000):
+        history.add(row(-5000.0 + time, float(time)))
+
+    assert len(history) == 1100
+
+
+def test_values_that_are_not_finite_survive_a_restart() -> None:
+    history = History()
+    for time, value in enumerate((math.nan, math.inf, -math.inf, 1.5)):
+        history.add(row(float(time), value))
+    state = json.loads(json.dumps(history.state(), allow_nan=False))
+
+    assert state == json.loads(json.dumps(again(history).state()))
+    assert str([found.value for found in again(history).rows()]) == "[nan, inf, -inf, 1.5]"
+
+
+TIMES = st.floats(-1e12, 1e12) | st.sampled_from([math.inf, -math.inf, math.nan])
+
+
+@given(st.lists(st.tuples(TIMES, st.floats(), st.integers(0, 3), st.sampled_from("abc"))), st.integers(0, 30))
+def test_a_history_that_is_made_again_goes_on_alike(rows: list[tuple[Any, ...]], at: int) -> None:
+    history = History()
+    for number, (time, value, rank, name) in enumerate(rows):
+        if number == at:
+            history = again(history)
+        history.add(MetricRow(time, number, rank, rank, name, value))
+    plain = History()
+    for number, (time, value, rank, name) in enumerate(rows):
+        plain.add(MetricRow(time, number, rank, rank, name, value))
+
+    assert str(history.state()) == str(plain.state())
+    assert len(history) == len(history.rows())
