@@ -33,6 +33,7 @@ from psserver.config import ServerConfig
 from psserver.coordinator_servicer import Coordinator
 from psserver.core.shipping import Shipping
 from psserver.engine import Engine
+from psserver.final_state import conclude
 from psserver.hub import Hub
 from psserver.identity import Identity
 from psserver.interceptor import RpcTimer
@@ -234,7 +235,7 @@ class Server:
 
     def _serve(self) -> None:
         add_parameter_server_to_server(ParameterServer(self.engine, self.identity), self._grpc)
-        add_ShardServiceServicer_to_server(ShardPeer(self.engine.moves, self.identity), self._grpc)
+        add_ShardServiceServicer_to_server(ShardPeer(self.engine, self.identity), self._grpc)
         if self.hub is not None:
             add_CoordinatorServiceServicer_to_server(Coordinator(self.hub), self._grpc)
         checked = of_this_shard(self.identity)
@@ -293,6 +294,11 @@ class Server:
         return self.hub.failure if self.hub is not None else self.link.failure if self.link is not None else None
 
     @property
+    def not_saved(self) -> str:
+        """Why the final weights are not on the disk, where they should be; empty on other servers than shard 0."""
+        return self.hub.not_saved if self.hub is not None else ""
+
+    @property
     def job_is_over(self) -> bool:
         """As far as this server goes: no other one is to take its place."""
         return self.hub.over if self.hub is not None else self.link is not None and self.link.told_to_end
@@ -349,7 +355,10 @@ def successor(config: ServerConfig, address: str, inherited: Inherited) -> Serve
         why = "whose holder still lives" if isinstance(error, TakenError) else "which cannot be used"
         then = "then start a standby of this server, and promote it: that one writes there again"
         log.error(f"going on without --data-dir, {why}", extra={"problem": f"{error}; {then}"})
-    return Server(replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited)
+    server = Server(replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited)
+    if server.hub is not None:
+        server.hub.lost_data_dir = f"this server went on without {config.data_dir}, {why}"
+    return server
 
 
 def serve(server: Server, signals: "_Signals | None" = None) -> int:
@@ -361,9 +370,7 @@ def serve(server: Server, signals: "_Signals | None" = None) -> int:
         interruptible.wait(server.ended)
     finally:
         server.close()
-    if server.failure is not None:
-        raise server.failure
-    return signals.exit_code(server.job_is_over)
+    return conclude(server.failure, server.not_saved, signals.exit_code(server.job_is_over))
 
 
 class _Signals:

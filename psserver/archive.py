@@ -48,6 +48,7 @@ class Archive:
         self.newest_time: float | None = None
         self.problem = ""
         self.failures = 0  # snapshots of the job that could not be made
+        self.tells = True  # failures are logged here, not by who asked for the snapshot
         self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
         self.resumed: dict[str, int] | None = None  # what this process's job had done before, for status
@@ -258,31 +259,36 @@ class Archive:
         self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
     def _failed(self, error: Exception) -> None:
+        """Shard 0 logs it, with all that went wrong with this snapshot; a bug is logged where it happened."""
         foreseen = isinstance(error, SnapshotError)
         self.problem = str(error) if foreseen else f"a bug: {error!r}"
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None
         self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
-        extra = {"problem": self.problem}
-        log.error("snapshot failed; training goes on", extra=extra, exc_info=None if foreseen else error)
+        if not foreseen:
+            log.error("a part of a snapshot failed", extra={"problem": self.problem}, exc_info=error)
+
+    def _tell_failed(self, version: int) -> None:
+        """The snapshot of this version was not made, because of self.problem."""
+        if self.tells:
+            extra = {"version": version, "problem": self.problem}
+            log.error("snapshot failed; training goes on", extra=extra)
+        self.failures += 1  # now those who wait for it go on
 
     def commit(self, cutting: Cutting, job: str, model: ModelSpec) -> Manifest | None:
         """All shards have written, or failed to: the manifest makes it a snapshot. None: it failed."""
         assert self._snapshots is not None
         if cutting.problem:
             self.problem = cutting.problem
-            self.failures += 1
             self._metrics.snapshot_failed("incomplete")
-            log.error(
-                "snapshot failed; training goes on", extra={"version": cutting.version, "problem": cutting.problem}
-            )
+            self._tell_failed(cutting.version)
             return None
         manifest = self._manifest(cutting, job, model)
         try:
             self._snapshots.commit(manifest)
         except SnapshotError as error:
             self._failed(error)
-            self.failures += 1
+            self._tell_failed(cutting.version)
             return None
         self._count_again()
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()

@@ -23,6 +23,7 @@ from pscommon.values import (
     check_policy,
     host_and_port,
 )
+from pscommon.whole_file import why_no_file
 from psserver.core.cuts import Every
 from psserver.core.policy import Policy, policy
 from psserver.core.rules import Fitness, OnLoss, Rules
@@ -96,6 +97,8 @@ class ServerConfig:
     """sync: nothing is acknowledged before the standby has it; async: it may be behind."""
     resume: Literal["auto", "never"] | int = "auto"
     """auto: from the newest valid snapshot if there is one; a number: from that version or not at all."""
+    save: Path | None = None
+    """Shard 0 writes the newest weights there as it ends, as one safetensors file; None: nothing."""
     metrics_bind: str | None = None
     """HOST:PORT of /metrics, /livez and /readyz; None: off."""
     port_file: Path | None = None
@@ -118,6 +121,8 @@ class ServerConfig:
                     f"--shard {self.shard}/{self.shards} needs --bind HOST:PORT: ports end at {LAST_PORT}"
                 )
             object.__setattr__(self, "bind", f"127.0.0.1:{FIRST_PORT + self.shard}")
+        if self.shard == 0 and self.save is not None and (problem := why_no_file(self.save)):
+            raise InvalidRequestError(f"--save {self.save}: {problem}")
         if self.data_dir and self.snapshot_every is None:
             object.__setattr__(self, "snapshot_every", SnapshotEvery(seconds=60.0))
         if not self.in_flight:

@@ -58,8 +58,9 @@ class Server:
     """What the coordinator knows of a shard's process. instance differs at every start of it, line at every connect.
 
     ready: it follows the log of now. way: what it was told to do to come there. recovers: it was asked to read its log.
-    log_broken: it could not write some of it. leaves: the job has no place for it any more. term: it is the shard's
-    how-many-eth primary; standby: where that is. place: where its PIDs hold (`pscommon.process_id`).
+    logs: it writes a log; log_broken: it could not write some of it. leaves: the job has no place for it any more.
+    term: it is the shard's how-many-eth primary; standby: where that is. place: where its PIDs hold
+    (`pscommon.process_id`).
     """
 
     shard: int
@@ -70,6 +71,7 @@ class Server:
     ready: bool = False
     way: Way | None = None
     recovers: bool = False
+    logs: bool = False
     log_broken: bool = False
     leaves: bool = False
     term: int = 1

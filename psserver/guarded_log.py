@@ -2,15 +2,12 @@
 
 import errno
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pscommon.core.errors import SnapshotError
 from pscommon.record_log import Fsync, LogDamagedError, Record, RecordLog
-
-EVERY = 10.0
-"""Seconds between two ERRORs about the same trouble."""
 
 Raw = tuple[int, bytes, Sequence[memoryview]]
 
@@ -39,7 +36,7 @@ class GuardedLog:
             raise SnapshotError(f"cannot read the log in {folder}: {why}") from error
         self._folder = folder
         self._on_failure = on_failure
-        self._told = -EVERY
+        self._told = 0  # errno of the trouble that lasts, which is told once; 0: none
         self.whole = self.broken = False
         self._mended: int | None = None  # the version from which on all is there again
         self._cleared = False
@@ -69,6 +66,7 @@ class GuardedLog:
         except OSError as error:
             self._failed(error)
         else:
+            self._told = 0
             if self.broken and self._mended is None:
                 log.info("the log can be written again", extra={"folder": str(self._folder)})
                 self._mended = version
@@ -78,8 +76,10 @@ class GuardedLog:
     def _failed(self, error: OSError) -> None:
         self.whole, self.broken, self._mended = False, True, None
         self._on_failure(errno.errorcode.get(error.errno or 0, "other"))
-        if time.monotonic() - self._told >= EVERY:
-            self._told = time.monotonic()
+        with suppress(OSError):  # made for a segment that could not be written
+            self._folder.rmdir()
+        if self._told != (error.errno or -1):
+            self._told = error.errno or -1
             text = "the log cannot be written; training goes on without it until the next snapshot"
             log.error(text, extra={"folder": str(self._folder), "problem": str(error)})
 

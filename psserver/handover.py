@@ -29,13 +29,20 @@ class Source(Protocol):
 
 
 class Peer:
-    """Another server. nbytes: that came from it."""
+    """Another server. nbytes: that came from it. current: what it holds now, instead of at a move's entry."""
 
-    def __init__(self, address: str, job: str, epoch: int, index: int) -> None:
+    def __init__(self, address: str, job: str, epoch: int = 0, index: int = 0, current: bool = False) -> None:
         self.nbytes = 0
         self._address, self._channel = address, open_channel(address, tensors=True)
         self._stub = ShardServiceStub(self._channel)
-        self._request = pb.ReadShardRequest(job=job, epoch=epoch, index=index)
+        self._request = pb.ReadShardRequest(job=job, epoch=epoch, index=index, current=current)
+
+    @property
+    def version(self) -> int:
+        """Of what it holds now."""
+        for response in self._asked("", Range(0, 0)):
+            return response.holding.version
+        raise UnreachableError(f"the server at {self._address} does not say what it holds", "NOT_READY")
 
     def about(self) -> About:
         for response in self._asked("", Range(0, 0)):

@@ -24,6 +24,7 @@ from psserver.core.waiting import waiting_for
 from psserver.desk import Desk
 from psserver.engine import Engine
 from psserver.epochs import Epochs
+from psserver.final_state import save_final_state
 from psserver.fleet import Fleet, News, Server, Told
 from psserver.gathering import Gathering
 from psserver.heartbeats import Heartbeats
@@ -62,6 +63,8 @@ class Hub:
         self.stop_reason: str | None = None  # why this server ends
         self.over = False  # the job ends with this server
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
+        self.not_saved = ""  # what of its end is not on the disk, and why
+        self.lost_data_dir = ""  # why a server that had a --data-dir goes on without
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
         self._epochs = Epochs(config, identity, engine, archive, self.fleet, metrics, self._fail, line)
         self._desk = Desk(
@@ -245,6 +248,7 @@ class Hub:
             changed = way is not server.way or server.ready is not (way is Way.FOLLOW)
             server.ready, server.way = way is Way.FOLLOW, way
             server.recovers, server.log_broken = server.recovers or way is Way.RECOVER, report.log_broken
+            server.logs = report.log_bytes > 0
             if changed:
                 self._desk.wake()
         if way is Way.FOLLOW:
@@ -361,8 +365,7 @@ class Hub:
         try:
             if self.over:
                 self._desk.farewell()
-            if not self.fleet.missing:
-                self.snapshots.last()
+            self.not_saved = save_final_state(self)
         finally:
             self.stopped.set()
             with self._desk.changed:

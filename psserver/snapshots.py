@@ -4,6 +4,7 @@ import logging
 
 from pscommon.core.errors import SnapshotError, UnreachableError, WaitTimeoutError
 from psserver.archive import Archive
+from psserver.core.coordinator import Coordinator
 from psserver.core.recorder import Recorder
 from psserver.desk import Desk
 from psserver.epochs import Epochs
@@ -52,17 +53,24 @@ class Snapshots:
         if not done:
             raise WaitTimeoutError(f"not every shard has loaded it: {self._fleet.missing or 'the job ends'}")
 
-    def last(self) -> None:
-        """As the job ends, where there is something to keep and somewhere to keep it."""
-        coordinator = self._desk.coordinator
-        if not (self._archive.enabled and coordinator.begun):
-            return
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._desk.coordinator
+
+    @property
+    def is_logged(self) -> bool:
+        """Do the logs of the job and of all shards hold every update since the newest snapshot?"""
+        whole = self._epochs.durable and not self._epochs.journal.broken
+        return whole and all(server.logs and not server.log_broken for server in self._fleet)
+
+    def last(self) -> str:
+        """As the job ends; returns why the version that stands is in no snapshot, or nothing."""
+        self._archive.tells = False  # that is told with what comes of it
         try:
-            written, problem = self._written(coordinator.version, LAST, TRIES), f"nothing for {LAST:.0f} s"
+            written = self._written(self.coordinator.version, LAST, TRIES)
         except SnapshotError as error:
-            written, problem = None, str(error)
-        if written is None:
-            log.error("this server ends without a last snapshot", extra={"problem": problem})
+            return str(error)
+        return "" if written is not None else f"nothing for {LAST:.0f} s"
 
     def look(self) -> None:
         """Now and then: finish one that is written, cut one that is wanted, mend logs that are broken with one."""

@@ -190,6 +190,12 @@ DURABILITY = (
         show_default=True,
         help="auto: from the newest valid snapshot, where there is one.",
     ),
+    Option(
+        "--save",
+        section=SNAPSHOTS,
+        type=FILE,
+        help="Write the newest weights there at the end, as safetensors; on servers shard 0 does.",
+    ),
 )
 
 EXIT_WHEN_DONE = Option(

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from pscommon import options
 
-OTHERS = frozenset({"PS_CONFIG", "PS_LOCAL", "PS_OUTPUT", "PS_TIMEOUT", "PS_TRACEBACK_FILE", "PS_WORKER_ATTEMPT"})
+OTHERS = frozenset(
+    {"PS_CONFIG", "PS_LOCAL", "PS_NOT_SAVED_FILE", "PS_OUTPUT", "PS_TIMEOUT", "PS_TRACEBACK_FILE", "PS_WORKER_ATTEMPT"}
+)
 """That our commands read, or tell one another, and that are no option's twin."""
 
 OF_A_SERVICE = re.compile(r"PS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")

@@ -38,7 +38,12 @@ class Cutting:
 
     @property
     def problem(self) -> str:
-        return "; ".join(f"shard {shard}: {part.problem}" for shard, part in self.parts.items() if part.problem)
+        """What went wrong, once where it is the same on several shards."""
+        found: dict[str, list[int]] = {}
+        for shard, part in sorted(self.parts.items()):
+            if part.problem:
+                found.setdefault(part.problem, []).append(shard)
+        return "; ".join(f"shard {', '.join(map(str, shards))}: {text}" for text, shards in found.items())
 
 
 class Cuts:

@@ -20,7 +20,7 @@ from pscommon.team import cores
 from pscommon.user_modules import check_module
 from pscommon.values import check_policy, host_and_port
 from pscommon.variables import unread
-from pscommon.whole_file import is_special
+from pscommon.whole_file import is_special, why_no_file
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
 from psworker.environment import is_on
 from psworker.finished import nothing_left
@@ -112,6 +112,8 @@ def check(settings: dict[str, Any], script: Script) -> None:
         check_module("--optimizers", settings["optimizers"])
     if settings["summary"]:
         check_summary(settings["summary"])
+    if settings["save"] is not None and (problem := why_no_file(settings["save"])):
+        raise InvalidRequestError(f"--save {settings['save']}: {problem}")
 
 
 def check_summary(path: Path) -> None:
@@ -193,7 +195,7 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
 
     Waits until that is read, unless a signal said that ps-run is to end.
     """
-    content = report.summary(ended.outcome, ended.result, settings, ended.seconds, ended.restarts)
+    content = report.summary(ended.outcome, ended.result, settings, ended.seconds, ended.restarts, ended.not_saved)
     code = ended.outcome.code
     if settings["summary"]:
         try:
@@ -206,7 +208,7 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
             err.write(f"[run] {line}\n")
         if ended.result.problem:
             err.write(f"[run] there are no weights to show: {ended.result.problem}\n")
-        out.write(report.table(content) + "\n")
+        out.write(report.table(content, coloured=out.isatty() and not os.environ.get("NO_COLOR")) + "\n")
     elif ended.outcome.status == "failed":
         err.write(ended.box + "\n")
     if ended.outcome.status != "interrupted":

@@ -41,7 +41,8 @@ START_SECONDS, SPARE_START_SECONDS = 5.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """All that is known when nothing runs any more."""
+    """All that is known when nothing runs any more. not_saved: why the final weights are not on the disk, in words;
+    empty where they are, None where that is not known."""
 
     outcome: Outcome
     result: Result
@@ -49,6 +50,7 @@ class Ended:
     restarts: int
     log: Path | None
     box: str
+    not_saved: str | None = None
 
 
 class Launch:
@@ -208,7 +210,12 @@ class Launch:
         tail, traceback = (list(culprit.tail), culprit.traceback) if culprit else ([], [])
         log = culprit.log if culprit else self._logs
         box = report.box(outcome, log, tail, traceback) if outcome.status == "failed" else ""
-        return Ended(outcome, result, seconds, self._supervisor.restarts, log, box)
+        return Ended(outcome, result, seconds, self._supervisor.restarts, log, box, self._not_saved())
+
+    def _not_saved(self) -> str | None:
+        """As shard 0 says; one that was killed says nothing."""
+        path = self._plan.not_saved_file
+        return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def successor(status: Status, name: str, own: str) -> str:

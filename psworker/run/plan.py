@@ -56,6 +56,11 @@ class Plan:
         """Where worker `name` writes what its script raised."""
         return self.folder / f"{name}.traceback"
 
+    @property
+    def not_saved_file(self) -> Path:
+        """Where the servers write why the final weights are not on the disk."""
+        return self.folder / "not-saved"
+
     def threads(self, name: str) -> int | None:
         """Threads of this process: what was asked for, else its share of the cores; None: OMP_NUM_THREADS decides."""
         if self.settings["threads"] is not None:
@@ -85,6 +90,7 @@ class Plan:
             result["OMP_NUM_THREADS"] = str(threads)
         if is_server(name):  # it runs nothing of the user's, and would say that it does not read PS_MINE
             result = {key: value for key, value in result.items() if not key.startswith("PS_")}
+            result["PS_NOT_SAVED_FILE"] = str(self.not_saved_file)
         else:
             result["PS_WORKER_RANK"] = str(index_of(name))
             result["PS_WORKER_ATTEMPT"] = str(attempt)

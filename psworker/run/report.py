@@ -11,14 +11,23 @@ from psworker.run.ending import Outcome
 from psworker.run.watch import Result
 
 LONGEST_TRACEBACK = 60
+NOT_SAVED = "NO: the final weights are not on the disk; the lines of s0 say why"
+RED, PLAIN = "\x1b[31m", "\x1b[0m"
 BAR = 100
 
 
 def summary(
-    outcome: Outcome, result: Result, settings: Mapping[str, Any], seconds: float, restarts: int
+    outcome: Outcome,
+    result: Result,
+    settings: Mapping[str, Any],
+    seconds: float,
+    restarts: int,
+    not_saved: str | None = None,
 ) -> dict[str, Any]:
     """What --summary writes. Values that the servers never told are 0 or null, metrics that are not finite null.
     `problem`: why there are no weights. The policy is the last one in force, which `ps-ctl policy set` may have chosen.
+    saved: whether --data-dir and --save have the final weights; null without either, and where that is not known.
+    not_saved: why they have not.
     steps and samples are the job's; this_run: what this run added to them, and the version that it resumed (null for a
     new job).
     """
@@ -37,11 +46,22 @@ def summary(
         "weights_sha256": result.sha256,
         "metrics": dict(result.status.get("metrics", {})),
     }
+    content["saved"] = saved(outcome, settings, not_saved)
+    if not_saved:
+        content["not_saved"] = not_saved
     if result.problem:
         content["problem"] = result.problem
     if outcome.status != "done":
         content["error"] = {"process": outcome.culprit or None, "exit_code": outcome.code, "reason": outcome.reason}
     return content
+
+
+def saved(outcome: Outcome, settings: Mapping[str, Any], not_saved: str | None) -> bool | None:
+    """As in the summary. not_saved: as shard 0 has said; None: it has said nothing."""
+    if not_saved or outcome.code == Exit.NOT_SAVED:
+        return False
+    asked = settings.get("data_dir") is not None or settings.get("save") is not None
+    return True if asked and (not_saved is not None or outcome.status == "done") else None
 
 
 def this_run(result: Result) -> dict[str, Any]:
@@ -56,8 +76,11 @@ def write_summary(path: Path, content: Mapping[str, Any]) -> None:
     write_whole(path, strict_json.dumps(content, indent=2) + "\n")
 
 
-def table(content: Mapping[str, Any]) -> str:
-    """The end of a run that went well, for stdout: what the script reported, then what it took."""
+def table(content: Mapping[str, Any], coloured: bool = False) -> str:
+    """The end of a run that went well, for stdout: what the script reported, then what it took.
+
+    coloured: in red that the final weights are not saved.
+    """
     rows = {
         label(name): "not finite" if value is None else f"{value:.6g}"
         for name, value in sorted(content["metrics"].items())
@@ -70,8 +93,13 @@ def table(content: Mapping[str, Any]) -> str:
     if content["restarts"]:
         rows["restarts"] = str(content["restarts"])
     rows["weights sha256"] = content["weights_sha256"] or f"unknown: {content.get('problem', 'nobody asked for them')}"
+    if content.get("saved") is False:
+        rows["saved"] = NOT_SAVED
     width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
+    if coloured and "saved" in rows:
+        lines[-1] = f"{RED}{lines[-1]}{PLAIN}"
+    return "\n".join(lines)
 
 
 def label(name: str) -> str:

@@ -13,6 +13,7 @@ place the job has another one, its standby, is not missed.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum, auto
 
 from pscommon.exits import Exit
@@ -84,6 +85,7 @@ class Supervisor:
         self.asked: set[str] = set()
         self.earlier: list[str] = []
         self.outcome = Outcome("done")
+        self.is_saved = True
         self.deadline = float("inf")
 
     @property
@@ -143,6 +145,8 @@ class Supervisor:
     def _exited(self, name: str, code: int, successor: str, now: float) -> Iterator[Action]:
         self.running.discard(name)
         self.unbound.pop(name, None)
+        if code == Exit.NOT_SAVED and name in self.servers:  # the job has ended well, but for that
+            self.is_saved, code = False, 0
         if self.phase is Phase.ENDING:
             yield from self._next_wave(now)
         elif self.phase is Phase.DRAINING and code == 0:
@@ -262,6 +266,8 @@ class Supervisor:
         wave = self._wave()
         if not wave:
             self._enter(Phase.OVER, float("inf"))
+            if self.outcome.status == "done" and not self.is_saved:
+                self.outcome = replace(self.outcome, code=Exit.NOT_SAVED)
             yield Finish(self.outcome)
         elif not self.asked.issuperset(wave):
             self.asked.update(wave)

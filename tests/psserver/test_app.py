@@ -22,7 +22,7 @@ def test_a_signal_to_a_standby_that_takes_over_just_then_ends_the_primary(monkey
     signals = app._Signals(lambda reason: None)
     signals._first(signal.SIGTERM, None)
     server = SimpleNamespace(start=lambda: None, close=lambda: None, stop=stop, ended=ended)
-    server.failure, server.job_is_over = None, False
+    server.failure, server.job_is_over, server.not_saved = None, False, ""
 
     assert app.serve(cast(Any, server), signals) == 128 + signal.SIGTERM
     assert told == ["SIGTERM"]

@@ -76,6 +76,7 @@ SERVER_VALUES = {
     "durability": "log",
     "log_fsync": "always",
     "lease": "2.5",
+    "progress_timeout": "30.0",
     "job": "otter",
     "data_dir": "/data",
     "snapshot_every": "5steps",
@@ -84,6 +85,7 @@ SERVER_VALUES = {
     "lanes": "grpc",
     "in_flight": "3000000",
     "malloc": "system",
+    "save": "/weights.safetensors",
 }
 
 
@@ -161,7 +163,9 @@ def test_settings_in_our_environment_travel_as_flags_only() -> None:
     environ = {"PS_POLICY": "async", "PS_CONFIG": "x.toml", "PS_SERVERS": "2", "PATH": "/bin", "PS_MINE": "1"}
     cluster = plan(environ=environ)
 
-    assert cluster.environment("s0", 0) == {"PATH": "/bin", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "8"}
+    server = cluster.environment("s0", 0)
+    assert server.pop("PS_NOT_SAVED_FILE") == str(cluster.not_saved_file)
+    assert server == {"PATH": "/bin", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "8"}
     worker = cluster.environment("w0", 0)
     assert worker["PS_MINE"] == "1"
     assert not {"PS_POLICY", "PS_CONFIG", "PS_SERVERS"} & worker.keys()

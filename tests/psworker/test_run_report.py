@@ -29,6 +29,7 @@ def test_summary_of_a_run_that_went_well() -> None:
         "restarts": 2,
         "weights_sha256": "f" * 64,
         "metrics": {"loss": 0.25, "accuracy": 0.987654321},
+        "saved": None,
     }
 
 
@@ -46,6 +47,27 @@ def test_a_resumed_run_tells_what_it_added_to_the_job_s_totals() -> None:
     assert (content["steps"], content["samples"]) == (10, 320)
     assert content["this_run"] == {"steps": 4, "samples": 20, "resumed_version": 3}
     assert "steps           10  (320 samples)\n  this run        4  (20 samples)" in report.table(content)
+
+
+SAVING = {**SETTINGS, "data_dir": Path("data"), "save": None}
+
+
+def test_a_run_that_has_a_data_directory_tells_whether_its_end_is_saved() -> None:
+    done = report.summary(Outcome("done"), RESULT, SAVING, 1.0, 0)
+    assert done["saved"] is True
+    assert "not_saved" not in done
+    assert "saved" not in report.table(done)
+
+    lost = report.summary(Outcome("done", 15), RESULT, SAVING, 1.0, 0, "the disk is full")
+    assert (lost["status"], lost["saved"], lost["not_saved"]) == ("done", False, "the disk is full")
+    assert report.table(lost).splitlines()[-1] == f"  saved           {report.NOT_SAVED}"
+    assert report.table(lost, coloured=True).splitlines()[-1].startswith("\x1b[31m  saved ")
+
+    interrupted = report.summary(Outcome("interrupted", 130), RESULT, SAVING, 1.0, 0)
+    assert interrupted["saved"] is None
+    assert report.summary(Outcome("interrupted", 130), RESULT, SAVING, 1.0, 0, "")["saved"] is True
+    interrupted = report.summary(Outcome("interrupted", 130), RESULT, SAVING, 1.0, 0, "the disk is full")
+    assert interrupted["saved"] is False
 
 
 def test_a_run_whose_servers_went_back_to_before_it_has_added_nothing() -> None:

@@ -1,9 +1,10 @@
 """The snapshots of a data directory: writing, finding, checking and removing them."""
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,7 +130,7 @@ class Snapshots:
         metadata = {"steps": json.dumps(dict(steps)), "groups": groups_json}
         if scalars_json:
             metadata["scalars"] = scalars_json
-        with writing(folder):
+        with self._no_empty_folder(folder), writing(folder):
             make_folders(self._files, folder)
             with temporary(self._files, folder, f"{shard}-part") as temp:
                 written = temp / "part.safetensors"
@@ -138,6 +139,17 @@ class Snapshots:
                 publish(self._files, written, folder / part.file)
             self._sound[folder / part.file] = (_fingerprint(folder / part.file), digest)
         return part
+
+    @contextlib.contextmanager
+    def _no_empty_folder(self, folder: Path) -> Iterator[None]:
+        """What was made for a part that could not be written is removed, unless another shard's part lies there."""
+        try:
+            yield
+        except BaseException:
+            for path in (folder, self.folder):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise
 
     def commit(self, manifest: Manifest) -> Path:
         """Makes the parts a snapshot by writing its manifest, and returns its folder.

@@ -100,9 +100,12 @@ class Holding(google.protobuf.message.Message):
     STEPS_FIELD_NUMBER: builtins.int
     GROUPS_JSON_FIELD_NUMBER: builtins.int
     SCALARS_JSON_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     groups_json: builtins.str
     scalars_json: builtins.str
     """what the optimizer keeps once for each tensor: JSON, names to index of tensor to number; empty: nothing"""
+    version: builtins.int
+    """of the weights, where `current` was asked for"""
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -116,7 +119,8 @@ class Holding(google.protobuf.message.Message):
         steps: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
         groups_json: builtins.str = ...,
         scalars_json: builtins.str = ...,
+        version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups_json", b"groups_json", "kinds", b"kinds", "scalars_json", b"scalars_json", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups_json", b"groups_json", "kinds", b"kinds", "scalars_json", b"scalars_json", "steps", b"steps", "version", b"version"]) -> None: ...
 
 global___Holding = Holding

@@ -1,0 +1,83 @@
+"""The file of --save: one version of all shards, or none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pscommon.core.errors import UnreachableError
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.tape import Plan, Range
+from psserver import final_weights
+from psserver.frozen import Piece
+
+MODEL = ModelSpec(
+    (
+        TensorSpec("w", (40, 3), "float32", aliases=("tied",)),
+        TensorSpec("b", (5,), "float32", "frozen"),
+        TensorSpec("n", (), "int64", "buffer"),
+    ),
+    OptimizerSpec("sgd"),
+)
+
+
+class Shard:
+    """Every byte of its part is its version. versions: what it says in turn, and the last one from then on."""
+
+    def __init__(self, *versions: int) -> None:
+        self._versions = list(versions)
+
+    @property
+    def version(self) -> int:
+        return self._versions.pop(0) if len(self._versions) > 1 else self._versions[0]
+
+    def read(self, kind: str, span: Range) -> Iterator[Piece]:
+        assert kind == "weight"
+        yield Piece(span.start, memoryview(bytes([self._versions[0]]) * span.nbytes))
+
+
+def settled(*shards: Shard, seconds: float = 5.0) -> torch.Tensor:
+    return final_weights._settled(Plan(MODEL, len(shards)), shards, seconds)
+
+
+def test_all_bytes_of_all_roles_are_read() -> None:
+    tape = settled(Shard(7), Shard(7), Shard(7))
+    plan = Plan(MODEL, 3)
+
+    for index in range(len(MODEL.tensors)):
+        assert set(tape[slice(*plan.extent(index))].tolist()) == {7}
+
+
+def test_shards_that_are_behind_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(final_weights, "PAUSE_SECONDS", 0.0)
+
+    assert 3 in settled(Shard(3), Shard(1, 2, 3)).tolist()
+
+
+def test_a_version_that_changes_meanwhile_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushes may still count where only a server ends, not the job."""
+    monkeypatch.setattr(final_weights, "PAUSE_SECONDS", 0.0)
+    tape = settled(Shard(1, 2), Shard(1, 2))
+
+    assert set(tape[slice(*Plan(MODEL, 2).extent(0))].tolist()) == {2}
+
+
+def test_shards_that_never_agree_are_named_by_their_versions() -> None:
+    with pytest.raises(UnreachableError, match=r"at versions \[3, 4\]"):
+        settled(Shard(3), Shard(4), seconds=0.0)
+
+
+def test_a_tape_becomes_tensors_under_all_names(tmp_path: Path) -> None:
+    plan = Plan(MODEL, 1)
+    tape = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_on_tape(plan, tape))
+
+    found = load_file(tmp_path / "f")
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {
+        "w": [40, 3],
+        "tied": [40, 3],
+        "b": [5],
+        "n": [],
+    }
