@@ -85,6 +85,7 @@ SERVER_VALUES = {
     "lanes": "grpc",
     "in_flight": "3000000",
     "malloc": "system",
+    "optimizers": "json",
     "save": "/weights.safetensors",
 }
 
