@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from pscommon.core.errors import NotSavedError, PSError, UnreachableError
 from pscommon.core.model import ROLES, ModelSpec
 from pscommon.core.tape import Plan, Range
@@ -80,7 +78,7 @@ def write_final_weights(
             raise NotSavedError(f"--save {path}: {error}") from error
 
 
-def _settled(plan: Plan, holders: Sequence[Holder], seconds: float) -> torch.Tensor:
+def _settled(plan: Plan, holders: Sequence[Holder], seconds: float) -> bytearray:
     """A tape of one version, once all shards are there and stay there while they are read."""
     deadline, pause = time.monotonic() + seconds, threading.Event()
     while True:
@@ -94,13 +92,12 @@ def _settled(plan: Plan, holders: Sequence[Holder], seconds: float) -> torch.Ten
         pause.wait(PAUSE_SECONDS)
 
 
-def _read(plan: Plan, holders: Sequence[Holder]) -> torch.Tensor:
-    tape = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    target: memoryview = tape.numpy().data
+def _read(plan: Plan, holders: Sequence[Holder]) -> bytearray:
+    tape = bytearray(plan.nbytes)
     for shard, holder in enumerate(holders):
         for role in ROLES:
             start, stop = plan.range(shard, role)
             for first in range(start, stop, CHUNK_BYTES):
                 for piece in holder.read("weight", Range(first, min(first + CHUNK_BYTES, stop))):
-                    target[piece.start : piece.start + piece.data.nbytes] = piece.data
+                    tape[piece.start : piece.start + piece.data.nbytes] = piece.data
     return tape

@@ -8,7 +8,6 @@ from pscommon.core.errors import InvalidRequestError, NotSavedError, SnapshotErr
 from pscommon.snapshot import tensors_on_tape, write_model
 from pscommon.whole_file import why_no_file
 from psworker.bridge import Bridge
-from psworker.model_tape import tensor_of
 
 if TYPE_CHECKING:
     from psworker.local import JobClient
@@ -22,7 +21,7 @@ def save(client: "JobClient", bridge: Bridge, file: str | os.PathLike[str]) -> N
     plan, memory = client.newest()
     # names and order as this worker registered them: the servers may know the model from an older release
     own = {tensor.name: tensor for tensor in bridge.spec.tensors}
-    by_name = dict(zip((t.name for t in plan.spec.tensors), tensors_on_tape(plan, tensor_of(memory)), strict=True))
+    by_name = dict(zip((t.name for t in plan.spec.tensors), tensors_on_tape(plan, memory), strict=True))
     try:
         write_model(path, bridge.spec, [by_name[name] for name in own])
     except SnapshotError as error:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from pscommon.core.errors import UnreachableError
@@ -38,7 +37,7 @@ class Shard:
         yield Piece(span.start, memoryview(bytes([self._versions[0]]) * span.nbytes))
 
 
-def settled(*shards: Shard, seconds: float = 5.0) -> torch.Tensor:
+def settled(*shards: Shard, seconds: float = 5.0) -> bytearray:
     return final_weights._settled(Plan(MODEL, len(shards)), shards, seconds)
 
 
@@ -47,13 +46,13 @@ def test_all_bytes_of_all_roles_are_read() -> None:
     plan = Plan(MODEL, 3)
 
     for index in range(len(MODEL.tensors)):
-        assert set(tape[slice(*plan.extent(index))].tolist()) == {7}
+        assert set(tape[slice(*plan.extent(index))]) == {7}
 
 
 def test_shards_that_are_behind_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final_weights, "PAUSE_SECONDS", 0.0)
 
-    assert 3 in settled(Shard(3), Shard(1, 2, 3)).tolist()
+    assert 3 in settled(Shard(3), Shard(1, 2, 3))
 
 
 def test_a_version_that_changes_meanwhile_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +60,7 @@ def test_a_version_that_changes_meanwhile_is_read_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(final_weights, "PAUSE_SECONDS", 0.0)
     tape = settled(Shard(1, 2), Shard(1, 2))
 
-    assert set(tape[slice(*Plan(MODEL, 2).extent(0))].tolist()) == {2}
+    assert set(tape[slice(*Plan(MODEL, 2).extent(0))]) == {2}
 
 
 def test_shards_that_never_agree_are_named_by_their_versions() -> None:
@@ -71,7 +70,7 @@ def test_shards_that_never_agree_are_named_by_their_versions() -> None:
 
 def test_a_tape_becomes_tensors_under_all_names(tmp_path: Path) -> None:
     plan = Plan(MODEL, 1)
-    tape = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    tape = bytearray(plan.nbytes)
     final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_on_tape(plan, tape))
 
     found = load_file(tmp_path / "f")

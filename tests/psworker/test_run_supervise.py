@@ -79,37 +79,6 @@ exit w0 20   |
 exit w1 20   | term s0
 exit s0 0    | finish failed 137 s1
 """,
-    "final weights that are not saved": STARTED
-    + """
-exit w1 0    |
-exit w0 0    | collect
-collected    | stop job
-stop ok      |
-exit s0 15   |
-exit s1 0    | finish done 15
-""",
-    "final weights that are not saved, of a job that was stopped": STARTED
-    + """
-exit s0 15   | say
-exit w1 0    |
-exit w0 0    |
-exit s1 0    | finish done 15
-""",
-    "a signal stays, saved or not": STARTED
-    + """
-signal 15    | say, term w0, term w1
-exit w0 143  |
-exit w1 143  | term s0, term s1
-exit s0 15   |
-exit s1 0    | finish interrupted 143
-""",
-    "a failure stays, saved or not": STARTED
-    + """
-exit w1 1    | term w0
-exit w0 143  | term s0, term s1
-exit s0 15   |
-exit s1 0    | finish failed 1 w1
-""",
     "a server that cannot start is the culprit": """
 begin        | start s0
 exit s0 10   | finish failed 10 s0

@@ -51,8 +51,11 @@ def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -
         publish(files, temp / path.name, path)
 
 
-def tensors_on_tape(plan: Plan, tape: torch.Tensor) -> list[torch.Tensor]:
-    """Return views of a tape of plan.nbytes bytes (uint8, CPU), one for each tensor of the model."""
+def tensors_on_tape(plan: Plan, memory: memoryview | bytearray) -> list[torch.Tensor]:
+    """Return views of a tape of plan.nbytes bytes, one for each tensor of the model."""
+    # frombuffer refuses empty memory; the device is said because the script may have set another default
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    tape = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else empty
     return [_view(tape, plan, index) for index in range(len(plan.spec.tensors))]
 
 
