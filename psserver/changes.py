@@ -4,7 +4,7 @@ many workers in async, every update would wake everybody else."""
 import threading
 from collections.abc import Iterable
 
-from pscommon.core.log import Apply, Entry, Evict, PushKey, Reject
+from pscommon.core.log import Apply, Entry, Evict, Measure, PushKey, Reject
 
 
 class Changes(threading.Condition):
@@ -37,6 +37,8 @@ class Changes(threading.Condition):
         match entry:
             case Apply():
                 keys = [contribution.key for contribution in entry.contributions]
+            case Measure():
+                return  # nothing has become of its pushes yet
             case Reject():
                 keys = [entry.key]
             case Evict():

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from pscommon.core.errors import LayoutError, UnreachableError
-from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Reshard, Staged
+from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, Measure, PushKey, Reject, Report, Reshard, Staged
 from pscommon.core.model import ModelSpec, Scalar
 from pscommon.core.tape import Plan
 from pscommon.optimizers import groups_of_push, validate
@@ -33,7 +33,7 @@ from psserver.places import Places
 from psserver.pulls import Pulls
 from psserver.records import Records, Source
 from psserver.recovery import Open, Recovery
-from psserver.replica import Kept, Replica, apply
+from psserver.replica import Kept, Replica, apply, measure
 from psserver.shard_log import Base, ShardLog
 from psserver.shipped import Shipped, shard_state
 from psserver.staging import Staging
@@ -120,6 +120,8 @@ class Engine:
 
     def set_model(self, spec: ModelSpec) -> None:
         """The job's model is known: make room for this shard's part. Repeating it is harmless."""
+        if self._machine.begun and self._store is not None:
+            self._store.clips = spec.optimizer.clip_norm is not None  # who resumes a job may change it
         if self._machine.begun or (self._model is not None and self._model.fingerprint() == spec.fingerprint()):
             return
         store = Store(Plan(spec, self.shards), self.shard, self._team)
@@ -149,7 +151,6 @@ class Engine:
             self._machine.restore(epoch, manifest.version, manifest.index)
             self._install(manifest.model, store)
             self._begin_segment()
-        self.metrics.version(manifest.version)
 
     def adopt(self, epoch: int, state: Mapping[str, Any], spec: ModelSpec, shards: int) -> None:
         """Join the others in a move to so many shards: know what one of them knows, and hold nothing yet."""
@@ -158,7 +159,6 @@ class Engine:
             self._machine.adopt({**state, "epoch": epoch})
             self._model, self._store = spec, None
             self._begin_segment()
-        self.metrics.version(self._machine.version)
         self.report()
 
     def room_to_move(self, index: int) -> tuple[Shard, ModelSpec, Store] | None:
@@ -191,6 +191,7 @@ class Engine:
         self._log.clear()
 
     def _begin_segment(self) -> None:
+        self.metrics.version(self._machine.version)
         self._log.begin(Base(self.shards, self._machine.state(), self.moves.at), self._model, self._staged())
 
     def _staged(self) -> list[tuple[Staged, Staging]]:
@@ -215,13 +216,11 @@ class Engine:
         with self._carrying, self._logging, self._changed:
             self._machine, self._kept = replica.machine, replica.kept
             self.shards, self.moves.held, self._store = replica.shards, replica.frozen, None
-            if replica.model is not None:
-                self._model = replica.model
+            self._model = replica.model or self._model
             if replica.model is not None and replica.store is not None:
                 self._install(replica.model, replica.store)
             self._begin_segment()
             self._changed.notify_all()
-        self.metrics.version(self._machine.version)
 
     @contextmanager
     def still(self, seconds: float) -> Iterator[Iterator[Shipped]]:
@@ -283,8 +282,7 @@ class Engine:
         if staged.key not in self._kept:
             self._log.push(staged, staging)
         with self._changed:
-            fresh = self._machine.offer(staged)
-            if fresh:
+            if fresh := self._machine.offer(staged):
                 self._kept[staged.key] = Kept(staging, time.monotonic())
             return False, fresh
 
@@ -345,9 +343,9 @@ class Engine:
 
     def _follow(self, entry: Entry) -> None:
         self._log.entry(entry)
-        self._carry_out(entry)
+        square_norm = self._carry_out(entry)
         with self._changed:
-            self._machine.done(entry)
+            self._machine.done(entry, square_norm)
             self._release([key for key in self._kept if key not in self._machine.staged])
             self._changed.notify_of(entry)
 
@@ -367,8 +365,10 @@ class Engine:
             self._stopping = reason or "the job ends"
             self._changed.notify_all()
 
-    def _carry_out(self, entry: Entry) -> None:
+    def _carry_out(self, entry: Entry) -> float:
         match entry:
+            case Measure():
+                return measure(self._numbers, entry, self._kept)
             case Begin():
                 self._numbers.begin(self._kept[PushKey(entry.worker, 0)].staging)
             case Apply():
@@ -387,6 +387,7 @@ class Engine:
                 self.memories.drop(entry.worker)
             case Cut() if not self._machine.moving:
                 self._cut(entry, self._numbers)
+        return 0.0
 
     @property
     def _numbers(self) -> Store:

@@ -16,4 +16,5 @@ def examined(staged: Staged, staging: Staging, store: Store, fitness: Fitness) -
         staged, tensor = replace(staged, mended=tensor), store.find_non_finite(staging)  # buffers cannot be mended
     if tensor:
         return replace(staged, problem=f"NON_FINITE: tensor {tensor}")
-    return replace(staged, square_norm=store.square_norm(staging)) if fitness.norms and not staging.initial else staged
+    looks = (fitness.norms or store.clips) and not staging.initial
+    return replace(staged, square_norm=store.square_norm([staging])) if looks else staged

@@ -1,11 +1,11 @@
 """A shard made of records: what its log holds, or what its primary sends, carried out on a state."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pscommon.core.log import Apply, Begin, Entry, PushKey, Reshard
+from pscommon.core.log import Apply, Begin, Contribution, Entry, Measure, PushKey, Reshard
 from pscommon.core.model import ModelSpec
 from pscommon.core.tape import Plan
 from pscommon.optimizers import groups_from_json
@@ -32,9 +32,19 @@ class Kept:
 
 def apply(store: Store, entry: Apply, kept: Mapping[PushKey, Kept]) -> None:
     """The numbers' part of an update."""
-    counted = entry.contributions
+    store.apply(*_weighted(entry.contributions, kept))
+
+
+def measure(store: Store, entry: Measure, kept: Mapping[PushKey, Kept]) -> float:
+    """The sum of squares of this shard's part of the average."""
+    return store.square_norm(*_weighted(entry.contributions, kept))
+
+
+def _weighted(
+    counted: Sequence[Contribution], kept: Mapping[PushKey, Kept]
+) -> tuple[list[Staging], list[int], list[float]]:
     stagings = [kept[contribution.key].staging for contribution in counted]
-    store.apply(stagings, [c.samples for c in counted], [c.scale for c in counted])
+    return stagings, [c.samples for c in counted], [c.scale for c in counted]
 
 
 class Replica:
@@ -87,7 +97,10 @@ class Replica:
     def _carry_out(self, entry: Entry) -> None:
         if missing := counted([entry]) - self.kept.keys():
             raise LogUnfitError(f"it lacks pushes {sorted(missing)}")
+        square_norm = 0.0
         match entry:
+            case Measure():
+                square_norm = measure(self.numbers, entry, self.kept)
             case Begin():
                 self.numbers.begin(self.kept[PushKey(entry.worker, 0)].staging)
             case Apply():
@@ -95,7 +108,7 @@ class Replica:
                 self.frozen = None
             case Reshard():
                 self.hold(entry.index, entry.shards)
-        self.machine.done(entry)
+        self.machine.done(entry, square_norm)
         for key in [key for key in self.kept if key not in self.machine.staged]:
             staging = self.kept.pop(key).staging
             if self.store is not None:

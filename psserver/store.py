@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from pscommon.optimizers import Scalars, groups_from_json, validate
 from pscommon.team import ALONE, Team
 from psserver.flat_optimizer import FlatOptimizer, StateReader
 from psserver.mean import mean_of_values, sum_gradients
+from psserver.norms import MeanBlock, mean_blocks, squares, total
 from psserver.reading import Reading, Readings
 from psserver.staging import Staging, StagingPool
 from psserver.stretch import DTYPES, Memory, Piece, Span, Stretch, Tape, raw
@@ -35,6 +37,7 @@ class Store:
 
     Memory: the weights, the optimizer's state from the first step on, the stagings in use, in whose place means are
     made, and a copy of the weights for each version that is still being sent after the next one was applied.
+    clips: updates keep to a clip norm, so the norm of each push is reported.
     Raises UnsupportedOptimizerError or InvalidRequestError for an optimizer that cannot be run.
     """
 
@@ -48,6 +51,7 @@ class Store:
         self._changed = dict.fromkeys(self._stretch.trainable, 0)
         self._all_changed = 0
         self._like = validate(plan.spec.optimizer)
+        self.clips = self._like.clip_norm is not None
         self._optimizer = FlatOptimizer(self._stretch, self._weights, self._like, team)
 
     @property
@@ -110,11 +114,17 @@ class Store:
         for piece in self._stretch.pieces((self._missing(staging),)):
             self._stretch.view(memory, piece.dtype, *piece.span).nan_to_num_(0.0, 0.0, 0.0)
 
-    def square_norm(self, staging: Staging) -> float:
-        """The sum of the squares of this shard's part of the gradient, in float64."""
-        memory = _memory(staging)
-        views = (self._stretch.view(memory, p.dtype, *p.span) for p in self._stretch.pieces((self._missing(staging),)))
-        return math.fsum(torch.linalg.vector_norm(view, dtype=torch.float64).item() ** 2 for view in views)
+    def square_norm(
+        self, stagings: Sequence[Staging], samples: Sequence[int] = (1,), scales: Sequence[float] = ()
+    ) -> float:
+        """Return the sum of squares, in float64, of the mean that `apply` would step with. Nothing changes."""
+        factors = [share * scale for share, scale in _shares(samples, scales)]
+        memories = [_memory(staging) for staging in stagings]
+        work: list[MeanBlock] = []
+        for piece in self._stretch.pieces(tuple(self._missing(staging) for staging in stagings)):
+            views = [self._stretch.view(memories[push], piece.dtype, *piece.span) for push in piece.holders]
+            work += mean_blocks(views, [factors[push] for push in piece.holders], self._stretch.padding(piece))
+        return total(chain.from_iterable(self._team.map(squares, work)))
 
     def begin(self, staging: Staging) -> None:
         """The initial weights."""
@@ -131,8 +141,10 @@ class Store:
         """
         if not stagings or min(samples) < 1:
             raise ValueError(f"cannot average {len(stagings)} pushes with samples {list(samples)}")
-        shares = [count / sum(samples) for count in samples]
-        factors = [share * scale for share, scale in zip(shares, scales or [1.0] * len(shares), strict=True)]
+        shares, factors = [], []
+        for share, scale in _shares(samples, scales):
+            shares.append(share)
+            factors.append(share * scale)
         memories = [_memory(staging) for staging in stagings]
         absent = tuple(self._missing(staging) for staging in stagings)
         self._optimizer.groups = next((s.groups for s in stagings if s.groups is not None), self._optimizer.groups)
@@ -284,6 +296,12 @@ class Store:
             yield f"weight@{segment.start}", self._view(self._weights, segment)
         for kind, start, tensor in self._optimizer.state():
             yield f"{kind}@{start}", tensor
+
+
+def _shares(samples: Sequence[int], scales: Sequence[float]) -> "zip[tuple[float, float]]":
+    """Each push's weight in the mean, and its scale."""
+    shares = [count / sum(samples) for count in samples]
+    return zip(shares, scales or [1.0] * len(shares), strict=True)
 
 
 def _memory(staging: Staging) -> Memory:

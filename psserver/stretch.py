@@ -73,6 +73,7 @@ class Stretch:
         self.trainable = frozenset(held.tensor for held in plan.slices(self.ranges["trainable"]))
         self.pieces = lru_cache(maxsize=32)(self._pieces)
         self.push = lru_cache(maxsize=32)(self._push)
+        self.padding = lru_cache(maxsize=32)(self._padding)
 
     def end_to_end(self, buffer: torch.Tensor) -> Memory:
         """The ranges in a buffer of `nbytes` or (without what is frozen) `step_nbytes` bytes, in the wire's order."""
@@ -139,6 +140,19 @@ class Stretch:
                 elif holders:
                     found.append(piece)
         return tuple(found)
+
+    def _padding(self, piece: Piece) -> torch.Tensor:
+        """Which elements of a piece belong to no tensor, in ascending order: a worker may send anything there.
+
+        Cached as `padding`.
+        """
+        size = piece.dtype.itemsize
+        gaps = [
+            torch.arange(held.stop - piece.start, padded(held.stop) - piece.start, size)
+            for held in self.slices(piece.start, piece.stop)
+            if held.stop % ALIGN
+        ]
+        return torch.cat(gaps) // size if gaps else torch.empty(0, dtype=torch.int64)
 
 
 class Tape:

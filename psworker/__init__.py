@@ -24,6 +24,7 @@ from pscommon.core.errors import (
 )
 from pscommon.core.model import OptimizerSpec as _OptimizerSpec
 from pscommon.core.model import Scalar
+from psworker.arguments import clip_norm_of
 from psworker.connect import connect
 from psworker.drain import DrainedError
 
@@ -77,10 +78,12 @@ class OptimizerSpec(_OptimizerSpec):
 
     name: a class of torch.optim in lower case (sgd, adamw, nadam, ...), lion, or one of --optimizers MODULE. What is
     left out has the class's default. Checked by `Client.register`.
+    clip_norm: the servers scale each update's averaged gradient down to this L2 norm; None: they do not.
     """
 
-    def __init__(self, name: str, **hyper: Scalar | SupportsFloat) -> None:
-        super().__init__(name, ({key: _plain(value) for key, value in hyper.items()},))
+    def __init__(self, name: str, *, clip_norm: SupportsFloat | None = None, **hyper: Scalar | SupportsFloat) -> None:
+        groups = ({key: _plain(value) for key, value in hyper.items()},)
+        super().__init__(name, groups, clip_norm_of(clip_norm))
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model import is_clip_norm
 from pscommon.values import LANES, Lanes, seconds
 
 CONNECT_SECONDS = "60"
@@ -20,6 +21,16 @@ def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
     if isinstance(value, bool) or not least <= number <= most:
         raise InvalidRequestError(f"{name}={value!r} is not a whole number from {least} to {most}")
     return number
+
+
+def clip_norm_of(value: Any) -> float | None:
+    """The largest L2 norm of an update's averaged gradient, from any kind of number; None: any norm."""
+    number = value.item() if hasattr(value, "item") else value
+    if number is not None and not is_clip_norm(number):
+        raise InvalidRequestError(
+            f"clip_norm={value!r} is not a finite number above 0. Try: clip_norm=1.0, or None for no clipping."
+        )
+    return None if number is None else float(number)
 
 
 def seed_of(value: Any) -> int:

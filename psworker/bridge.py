@@ -9,6 +9,7 @@ over them would cost more than moving their bytes. Loops stand only where someth
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_, is_not
@@ -91,10 +92,10 @@ class Bridge:
     name. Raises InvalidRequestError for a model that cannot be trained this way.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None = None) -> None:
         self._model = model
         self._tensors: dict[str, Tensor] = dict(model.named_parameters()) | _persistent_buffers(model)
-        self.spec = _model_spec(model, self._tensors, optimizer)
+        self.spec = _model_spec(model, self._tensors, optimizer, clip_norm)
         self.device = _only_device(self._tensors)
         _refuse_shared(model, self._tensors)
         # a GPU copies many at once, and on the stream of the script's own thread
@@ -286,7 +287,9 @@ def _aliases(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple
     return found
 
 
-def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> ModelSpec:
+def _model_spec(
+    model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, clip_norm: float | None
+) -> ModelSpec:
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     buffers = {id(buffer) for buffer in model.buffers()}
     aliases = _aliases(model, tensors)
@@ -302,7 +305,7 @@ def _model_spec(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torc
             raise InvalidRequestError(f"buffer {name}: the servers keep none of dtype {dtype}; {OWN}")
         group, shape = groups.get(id(tensor), 0), tuple(tensor.shape)
         specs.append(TensorSpec(name, shape, dtype, role, group, aliases.get(name, ())))
-    return _checked(tuple(specs), spec_of(optimizer))
+    return _checked(tuple(specs), replace(spec_of(optimizer), clip_norm=clip_norm))
 
 
 def _checked(tensors: tuple[TensorSpec, ...], optimizer: OptimizerSpec) -> ModelSpec:

@@ -68,13 +68,13 @@ class Job(JobFacts):
         *,
         overlap: bool | None = None,
         pipeline: bool = False,
+        clip_norm: float | None = None,
     ) -> ServerOptimizer:
         """Hands the model to the servers, once a job; returns what takes the optimizer's place in the script.
 
         optimizer: elementwise (docs/optimizers.md), fresh, of parameters of `model`; list all that will ever train and
         switch requires_grad; its groups keep their members. Those that it lacks are frozen: changed by the script (an
-        EMA teacher) they stay this worker's own until it loses its place in the job, and snapshots keep the initial
-        values.
+        EMA teacher) they stay this worker's own until it loses its place, and snapshots keep the initial values.
         model: on the device where it will compute. Afterwards its weights are the job's (the first worker's, or those
         of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
         weights into it later, or changing them in place, is lost with the next step: a warning says so.
@@ -89,6 +89,7 @@ class Job(JobFacts):
         its weights. So a gradient lacks the worker's own last push, and counts as that much staler. `job.last`, stale
         pushes and errors come one step later; `job.wait()` makes them come now. Instead of overlap. Without servers
         (PS_LOCAL=1) and in a job that is set to sync later, each step ends at once.
+        clip_norm: the servers clip each update's averaged gradient to this L2 norm, as clip_grad_norm_ would under DDP.
 
         Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains another model.
         """
@@ -102,7 +103,7 @@ class Job(JobFacts):
             )
         pipelined = pipeline and self.policy != "local"
         overlapped = not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap)
-        self._optimizer = ServerOptimizer(optimizer, model, self, overlapped, pipelined)
+        self._optimizer = ServerOptimizer(optimizer, model, self, overlapped, pipelined, clip_norm)
         self.first_version = self.version
         return self._optimizer
 

@@ -178,14 +178,20 @@ class LocalClient:
         for index, spec in enumerate(self.plan.spec.tensors):
             pushed = _view(tape, self.plan, index)
             if spec.role == "trainable":
-                self._weights[index].grad = None if index in absent else pushed
+                self._weights[index].grad = None if index in absent else self._own(pushed)
                 if index not in absent and not pushed.isfinite().all():
                     return f"NON_FINITE: NaN or Inf in the gradient of {spec.name}"
         self._take_buffers(tape)
         self._take_groups(groups_json)
+        if (clip_norm := self._optimizer_spec.clip_norm) is not None:
+            torch.nn.utils.clip_grad_norm_(self._weights, clip_norm)
         self._optimizer.step()
         self.version += 1
         return ""
+
+    def _own(self, pushed: Tensor) -> Tensor:
+        """What may be clipped: the worker's tape stays as it is."""
+        return pushed if self._optimizer_spec.clip_norm is None else pushed.clone()
 
     def _take_buffers(self, tape: Tensor) -> None:
         start, stop = self.plan.section("buffer")

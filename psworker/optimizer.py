@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
 from psworker.accumulation import Accumulation
+from psworker.arguments import clip_norm_of
 from psworker.bridge import Bridge
 from psworker.courier import Courier, Push
 from psworker.drain import DrainedError
@@ -91,10 +92,11 @@ class ServerOptimizer(torch.optim.Optimizer):
         job: "Job",
         overlap: bool = False,
         pipeline: bool = False,
+        clip_norm: float | None = None,
     ) -> None:
         _refuse_history(optimizer.state)
         _refuse_own_step(optimizer)
-        self._bridge = Bridge(model, optimizer)
+        self._bridge = Bridge(model, optimizer, clip_norm_of(clip_norm))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, StateOnServers()
         vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})

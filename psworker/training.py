@@ -73,6 +73,7 @@ class DistributedTraining:
         shuffle: bool = True,
         seed: int = 0,
         simulate: bool = False,
+        clip_norm: float | None = None,
     ) -> dict[str, Any]:
         """Trains, and returns model_name, nodes_used, device, status, steps, samples, seconds, final_loss, state_dict.
 
@@ -85,9 +86,8 @@ class DistributedTraining:
         them. loss(output, target): by default cross entropy for integer targets, mean squared error for others.
         A loss that uses the given model's parameters, which no node trains, is refused. optimizer: makes one from
         parameters, or is one whose settings are taken over; by default Adam. final_loss: mean over the workers' last
-        batches, NaN where there was none.
+        batches, NaN where there was none. clip_norm: as of Job.optimizer.
         use_gpus: workers compute on CUDA devices in turn; InvalidRequestError where there is none.
-
         simulate: the same workers, servers and policies one step at a time in this process, the same every time.
         """
         nodes = whole("nodes", nodes, 1)
@@ -95,7 +95,7 @@ class DistributedTraining:
             raise InvalidRequestError(f"simulate=True has servers of its own: leave out ps={self.ps!r}")
         module = _make(model)
         data, loss = _paired(data), _checked_loss(loss)
-        task = _Task(data, epochs, batch_size, loss, _maker(optimizer, module), shuffle, seed)
+        task = _Task(data, epochs, batch_size, loss, _maker(optimizer, module), shuffle, seed, clip_norm)
         devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
         began = time.monotonic()
         run = self._simulated if simulate else self._real
@@ -158,6 +158,7 @@ class _Task:
     make_optimizer: MakeOptimizer
     shuffle: bool
     seed: int
+    clip_norm: float | None
 
 
 class _Ending:
@@ -249,7 +250,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
     """A worker's whole life: what a user's script would say."""
-    optimizer = job.optimizer(task.make_optimizer(model.parameters()), model)
+    optimizer = job.optimizer(task.make_optimizer(model.parameters()), model, clip_norm=task.clip_norm)
     loss_of, told = _placed(task.loss, job.device), time.monotonic()
     for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
         inputs, target = _moved(_pair(batch), job.device)

@@ -47,7 +47,7 @@ def validate(spec: OptimizerSpec) -> OptimizerSpec:
         if problem := kind.check(group):
             raise InvalidRequestError(f"{spec.name}, group {index}: {problem}")
         groups.append(group)
-    return OptimizerSpec(spec.name, tuple(groups))
+    return OptimizerSpec(spec.name, tuple(groups), spec.clip_norm)
 
 
 def spec_of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from typing import Any, get_args
 
-from pscommon.core.log import Apply, Begin, Contribution, Entry, PushKey, Reject, Report, chained
+from pscommon.core.log import Apply, Begin, Contribution, Entry, Measure, PushKey, Reject, Report, chained
 
 KINDS: Mapping[str, type[Entry]] = {kind.__name__: kind for kind in get_args(Entry)}
 
@@ -95,11 +95,17 @@ def _entry(kind: str, index: int, *rest: Any) -> Entry:
     match kind:
         case "Apply":
             version, contributions = rest
-            return Apply(index, version, tuple(Contribution(PushKey(*key), *other) for key, *other in contributions))
+            return Apply(index, version, _contributions(contributions))
+        case "Measure":
+            return Measure(index, _contributions(*rest))
         case "Reject":
             key, reason, detail = rest
             return Reject(index, PushKey(*key), reason, detail)
     return KINDS[kind](index, *rest)
+
+
+def _contributions(raw: Iterable[Any]) -> tuple[Contribution, ...]:
+    return tuple(Contribution(PushKey(*key), *rest) for key, *rest in raw)
 
 
 def counted(entries: Iterable[Entry]) -> set[PushKey]:
@@ -109,6 +115,6 @@ def counted(entries: Iterable[Entry]) -> set[PushKey]:
         match entry:
             case Begin():
                 keys.add(PushKey(entry.worker, 0))
-            case Apply():
+            case Apply() | Measure():
                 keys.update(contribution.key for contribution in entry.contributions)
     return keys

@@ -5,18 +5,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pscommon.core.log import BatchKey, PushKey, Staged
+from psserver.core.clipping import Measurement
 
 
 class Pending:
     """By worker and seq, what each shard said of a push. `ready` is in order of arrival.
 
     A worker has one push under way at a time: with the next one it has given up those before it.
+    measurement: what the shards were asked to measure of these pushes last; None once an update has counted.
     """
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
         self._held: dict[int, dict[int, dict[int, Staged]]] = {}
         self._ready: dict[PushKey, Staged] = {}
+        self.measurement: Measurement | None = None
 
     @property
     def ready(self) -> Mapping[PushKey, Staged]:
@@ -46,8 +49,16 @@ class Pending:
 
     def norm(self, key: PushKey) -> float:
         """Of the whole gradient: the root of the squares that the shards reported."""
+        return math.sqrt(self.square_norm(key))
+
+    def square_norm(self, key: PushKey) -> float:
+        """The sum of squares of the whole gradient, as the shards reported it with the push."""
         held = self._held[key.worker][key.seq]
-        return math.sqrt(sum(held[shard].square_norm for shard in sorted(held)))
+        return sum(held[shard].square_norm for shard in sorted(held))
+
+    def is_measured(self, key: PushKey) -> bool:
+        """Did each shard report a sum of squares? 0 is also what one says that was not told yet to look at norms."""
+        return all(staged.square_norm > 0 for staged in self._held[key.worker][key.seq].values())
 
     def forget(self, key: PushKey) -> None:
         """It is decided, and those that its worker gave up before it never will be."""
@@ -74,12 +85,14 @@ class Pending:
         """JSON-ready; `recover` is the way back."""
         parts = (held for pushes in self._held.values() for held in pushes.values())
         held = [[shard, _to_json(staged)] for part in parts for shard, staged in part.items()]
-        return {"held": held, "ready": [list(key) for key in self._ready]}
+        measurement = {} if self.measurement is None else {"measurement": self.measurement.state()}
+        return {"held": held, "ready": [list(key) for key in self._ready], **measurement}
 
     def recover(self, state: Mapping[str, Any]) -> None:
         for shard, staged in state["held"]:
             self.staged(shard, _from_json(staged))
         self._ready = {key: self._ready[key] for key in map(_key, state["ready"])}
+        self.measurement = Measurement.from_state(state["measurement"]) if "measurement" in state else None
 
 
 def _key(pair: Iterable[int]) -> PushKey:

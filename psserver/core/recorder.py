@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from pscommon.core.errors import PSError
-from pscommon.core.log import BatchKey, Report
+from pscommon.core.log import BatchKey, Measured, Report
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import model_from_json, model_to_json
 from pscommon.core.stream import StreamSpec, spec_from_dict
@@ -274,15 +274,18 @@ def _to_json(value: Any) -> Any:
         case LoopSpec() | StreamSpec():
             return value.as_dict()
         case Report():
-            return [value.shard, value.epoch, value.index, staged_to_json(value.staged)]
+            measured = [list(value.measured)] if value.measured is not None else []
+            return [value.shard, value.epoch, value.index, staged_to_json(value.staged), *measured]
         case _ if hasattr(value, "tensors"):
             return model_to_json(value)
     return value
 
 
 def _report_from_json(values: list[Any]) -> Report:
-    shard, epoch, index, staged = values
-    return Report(shard, epoch, index, tuple(staged_from_json(staged)))
+    shard, epoch, index, staged, *measured = values
+    return Report(
+        shard, epoch, index, tuple(staged_from_json(staged)), measured=Measured(*measured[0]) if measured else None
+    )
 
 
 _FROM_JSON: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -44,6 +44,8 @@ def push_problem(coordinator: Coordinator, staged: Staged) -> str:
         return f"its base version {staged.base} is above the job's version {coordinator.version}"
     if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
         return f"it stands for {staged.samples} samples, above {limits.MAX_SAMPLES_PER_PUSH}"
+    if not staged.square_norm >= 0:
+        return f"the square of its norm is {staged.square_norm}"
     return batches_problem(coordinator, staged.batches)
 
 

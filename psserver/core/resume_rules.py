@@ -30,11 +30,16 @@ def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
 def hyper_parameter_changes(before: OptimizerSpec, after: OptimizerSpec) -> str:
     """Return what differs between two optimizers of one class, as "lr 0.1 -> 0.05"; empty where nothing does."""
     several = len(before.groups) > 1
+    clips = before.clip_norm, after.clip_norm
+    clip_norm = [f"clip_norm {clips[0]!r} -> {clips[1]!r}"] if clips[0] != clips[1] else []
     return ", ".join(
-        f"{f'group {index} ' if several else ''}{key} {old.get(key)!r} -> {new.get(key)!r}"
-        for index, (old, new) in enumerate(zip(before.groups, after.groups, strict=True))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        clip_norm
+        + [
+            f"{f'group {index} ' if several else ''}{key} {old.get(key)!r} -> {new.get(key)!r}"
+            for index, (old, new) in enumerate(zip(before.groups, after.groups, strict=True))
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
     )
 
 

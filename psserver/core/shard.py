@@ -10,7 +10,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pscommon.core.log import Apply, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Reshard, Staged, chained
+from pscommon.core.log import (
+    Apply,
+    Begin,
+    Cut,
+    Entry,
+    Evict,
+    Measure,
+    Measured,
+    PushKey,
+    Reject,
+    Report,
+    Reshard,
+    Staged,
+    chained,
+)
 
 REMEMBERED = 16
 """Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in flight."""
@@ -44,6 +58,7 @@ class Shard:
     """The machine. version: applied updates; index: log entries carried out, and their digest.
 
     moving: the model was dealt to another number of shards, and this one does not hold its new part yet.
+    measured: the answer to the newest Measure, until its pushes count or are void.
     """
 
     def __init__(self, shard: int) -> None:
@@ -55,6 +70,7 @@ class Shard:
         self.begun = False
         self.moving = False
         self.staged: dict[PushKey, Staged] = {}
+        self.measured: Measured | None = None
         self._handed = 0  # last entry that accept() gave out
         self._early: dict[int, Entry] = {}
         self._outcomes: dict[int, OrderedDict[int, Outcome]] = {}
@@ -79,6 +95,7 @@ class Shard:
                 [worker, [[seq, o.status, o.version, o.staleness, o.reason, o.detail] for seq, o in known.items()]]
                 for worker, known in self._outcomes.items()
             ],
+            **({"measured": list(self.measured)} if self.measured is not None else {}),
         }
 
     def recover(self, state: Mapping[str, Any]) -> None:
@@ -86,6 +103,7 @@ class Shard:
         self.epoch, self.index, self._handed = state["epoch"], state["index"], state["index"]
         self.version, self.begun, self.digest = state["version"], state["begun"], state["digest"]
         self.moving = state["moving"]
+        self.measured = Measured(*state["measured"]) if "measured" in state else None
         self._evicted = dict(state["evicted"])
         self._outcomes = {
             worker: OrderedDict((seq, Outcome(*values)) for seq, *values in known)
@@ -104,6 +122,7 @@ class Shard:
         """This is the log to follow, kept from `base` on."""
         if epoch != self.epoch:
             self._early.clear()
+            self.measured = None
             self.epoch, self.index, self._handed, self.digest = epoch, base, base, 0
         else:
             self.index = self._handed = max(base, self._handed)
@@ -157,8 +176,8 @@ class Shard:
             ready.append(self._early.pop(self._handed))
         return ready
 
-    def done(self, entry: Entry) -> None:
-        """The shell has carried this entry out."""
+    def done(self, entry: Entry, square_norm: float = 0.0) -> None:
+        """The shell has carried this entry out. square_norm: what it measured, where the entry is a Measure."""
         if entry.index != self.index + 1:
             raise LogError(f"shard {self.shard}: entry {entry.index} done after {self.index}")
         self.index, self.digest = entry.index, chained(self.digest, entry)
@@ -168,6 +187,9 @@ class Shard:
                 self.staged.pop(PushKey(entry.worker, 0), None)
             case Apply():
                 self._applied(entry)
+            case Measure():
+                self._check(entry, True)
+                self.measured = Measured(entry.index, square_norm)
             case Reject():
                 self._rejected(entry)
             case Evict():
@@ -176,7 +198,7 @@ class Shard:
                     del self.staged[key]
             case Reshard():
                 self.staged.clear()
-                self.moving = True
+                self.moving, self.measured = True, None
             case Cut():
                 pass
 
@@ -189,19 +211,22 @@ class Shard:
 
     def missing(self, entry: Entry) -> list[PushKey]:
         """Pushes that an entry counts and this shard does not hold; anything in it is a bug."""
-        if not isinstance(entry, Apply):
+        if not isinstance(entry, Apply | Measure):
             return []
         return [c.key for c in entry.contributions if c.key not in self.staged]
 
     def _applied(self, entry: Apply) -> None:
-        if self.moving or entry.version != self.version + 1 or self.missing(entry):
-            raise LogError(f"shard {self.shard} at version {self.version} cannot apply {entry}")
-        self.version = entry.version
+        self._check(entry, entry.version == self.version + 1)
+        self.version, self.measured = entry.version, None
         for contribution in entry.contributions:
             del self.staged[contribution.key]
             staleness = entry.version - 1 - contribution.base
             self._ended(contribution.key, Outcome("applied", entry.version, staleness))
         self._drop_given_up()
+
+    def _check(self, entry: Apply | Measure, is_next: bool) -> None:
+        if self.moving or self.missing(entry) or not is_next:
+            raise LogError(f"shard {self.shard} at version {self.version} cannot apply {entry}")
 
     def _rejected(self, entry: Reject) -> None:
         push = self.staged.pop(entry.key, None)
@@ -224,5 +249,6 @@ class Shard:
     def report(self) -> Report:
         """Everything that the coordinator needs to know, whole."""
         return Report(
-            self.shard, self.epoch, self.index, tuple(self.staged.values()), 0, self.digest, False, self.moving
-        )
+            self.shard, self.epoch, self.index, tuple(self.staged.values()), digest=self.digest,
+            moving=self.moving, measured=self.measured,
+        )  # fmt: skip

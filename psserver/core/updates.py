@@ -6,8 +6,20 @@ The half of the coordinator (see its module's text) that writes the job's log. I
 from collections.abc import Iterable
 
 from pscommon.core.errors import QUARANTINED, NonFiniteError, PSError
-from pscommon.core.log import Apply, Begin, Contribution, Entry, Evict, PushKey, Reject, Report, Staged
+from pscommon.core.log import (
+    Apply,
+    Begin,
+    Contribution,
+    Entry,
+    Evict,
+    Measure,
+    PushKey,
+    Reject,
+    Report,
+    Staged,
+)
 from pscommon.core.model import ModelSpec
+from psserver.core.clipping import Measurement, clip_factor
 from psserver.core.cuts import Cuts
 from psserver.core.job_log import JobLog
 from psserver.core.ledger import Ledger
@@ -58,6 +70,8 @@ class Updates:
         self.reached(report)
         for staged in report.staged if self._is_of_layout(report) else ():
             self._staged(report, staged, now)
+        if self.pending.measurement is not None and self._is_of_layout(report):
+            self.pending.measurement.take(report)
         self.advance(now)
 
     def reached(self, report: Report) -> None:
@@ -66,9 +80,11 @@ class Updates:
             self.log.reached(report.shard, report.index)
 
     def has_news(self, report: Report) -> bool:
-        """Does a shard report a push that it has not reported before?"""
+        """Does a shard report a push that it has not reported before, or what it was asked to measure?"""
         if report.epoch != self.epoch or not self._is_of_layout(report):
             return False
+        if self.pending.measurement is not None and self.pending.measurement.is_answered_by(report):
+            return True
         return any(self._is_news(report.shard, staged) for staged in report.staged)
 
     def _is_of_layout(self, report: Report) -> bool:
@@ -151,9 +167,8 @@ class Updates:
         self._reject_unfit(now)
         while self.failure is None and not self.cuts.due_at(self.version):
             keys = choose(self.policy, self.roster.clocks(), self._oldest_ready())
-            if not keys:
+            if not keys or not self._apply(keys, now):
                 return
-            self._apply(keys, now)
 
     def _begin_if_uploaded(self, now: float) -> None:
         if not self.begun and self._uploader is not None and PushKey(self._uploader, 0) in self.pending.ready:
@@ -196,16 +211,43 @@ class Updates:
                     member = self.roster.members[key.worker]
                     self._bad(staged, "OUTLIER", f"{member}: its gradient's norm is {norm:.6g}", now)
 
-    def _apply(self, keys: Iterable[PushKey], now: float) -> None:
-        self.version += 1
+    def _apply(self, keys: Iterable[PushKey], now: float) -> bool:
+        """Append the update of these pushes. False: the shards have to measure it first."""
         pushes = [self.pending.ready[key] for key in keys]
         contributions = tuple(Contribution(p.key, p.samples, p.base, self._scale(p.key)) for p in pushes)
-        self.log.append(Apply(self.log.next, self.version, contributions))
+        clipped = self._clipped(contributions)
+        if clipped is None:
+            return False
+        self.version += 1
+        self.pending.measurement = None
+        self.log.append(Apply(self.log.next, self.version, clipped))
         for push in pushes:  # decided, whatever the counting below leads to: nothing may apply them again
             self._forget(push.key)
         for push, contribution in zip(pushes, contributions, strict=True):
             self._count(push, bad=contribution.scale < 1.0 or bool(push.mended), now=now)
         self._reject_unfit(now)
+        return True
+
+    def _clipped(self, contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...] | None:
+        """The same, scaled so that their average keeps to the clip norm; None: its norm is not known yet."""
+        clip_norm = self.model.optimizer.clip_norm if self.model is not None else None
+        if clip_norm is None:
+            return contributions
+        square_norm = self._square_norm(contributions)
+        if square_norm is None:
+            return None
+        factor = clip_factor(clip_norm, square_norm)
+        return tuple(each._replace(scale=each.scale * factor) for each in contributions)
+
+    def _square_norm(self, contributions: tuple[Contribution, ...]) -> float | None:
+        """Of their average; None: the shards were asked for it."""
+        first = contributions[0]
+        if len(contributions) == 1 and self.pending.is_measured(first.key):
+            return self.pending.square_norm(first.key) * first.scale**2
+        if self.pending.measurement is None or self.pending.measurement.contributions != contributions:
+            self.pending.measurement = Measurement(self.log.next, contributions)
+            self.log.append(Measure(self.log.next, contributions))
+        return self.pending.measurement.square_norm(self.shards)
 
     def _scale(self, key: PushKey) -> float:
         """1, or what brings a gradient that is too long down to max_norm."""

@@ -20,7 +20,7 @@ WIRE = {"pscommon.wire", "psserver", "psworker"}
 NUMBERS = {  # the only places that touch tensors; the client of psworker is framework-free
     "pscommon.optim", "pscommon.optimizers", "pscommon.snapshot", "pscommon.weights",
     "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean",
-    "psserver.memories", "psserver.staging", "psserver.store", "psserver.stretch",
+    "psserver.memories", "psserver.norms", "psserver.staging", "psserver.store", "psserver.stretch",
     "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.changes",
     "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.data", "psworker.examples",
     "psworker.generators", "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape",

@@ -91,6 +91,7 @@ def test_differences_are_told_by_tensor(line: str) -> None:
 OPTIMIZERS = {
     "optimizer: adam, the job has sgd": OptimizerSpec("adam", SGD.groups),
     "optimizer: 3 parameter groups, the job has 2": OptimizerSpec("sgd", (*SGD.groups, {})),
+    "optimizer: clip_norm=1.0, the job has None": replace(SGD, clip_norm=1),
     "optimizer group 1: lr=0.3, the job has 0.2": OptimizerSpec("sgd", (SGD.groups[0], {"lr": 0.3})),
 }
 
@@ -105,3 +106,18 @@ def test_an_optimizer_survives_json_bit_by_bit() -> None:
 
     assert OptimizerSpec.from_json(spec.as_json()) == spec
     assert freeze({"betas": [0.9, 0.99]}) == {"betas": (0.9, 0.99)}
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1.0, float("inf"), float("nan"), True, "1"])
+def test_a_clip_norm_is_a_finite_number_above_0(clip_norm: Any) -> None:
+    with pytest.raises(InvalidModelError, match=r"clip_norm is .*, not a finite number above 0"):
+        replace(SGD, clip_norm=clip_norm)
+
+
+def test_a_model_without_a_clip_norm_has_the_json_of_before() -> None:
+    clipped = replace(MODEL, optimizer=replace(SGD, clip_norm=0.5))
+
+    assert model_to_json(MODEL)["optimizer"] == {"name": "sgd", "groups": [{"lr": 0.1}, {"lr": 0.2}]}
+    assert SGD.as_json() == '{"groups": [{"lr": 0.1}, {"lr": 0.2}], "name": "sgd"}'
+    assert model_from_json(json.loads(json.dumps(model_to_json(clipped)))) == clipped
+    assert clipped.fingerprint() != MODEL.fingerprint()

@@ -1,5 +1,6 @@
 """Values survive the wire, byte for byte, and bad ones are refused."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -15,6 +16,8 @@ from pscommon.core.log import (
     Cut,
     Entry,
     Evict,
+    Measure,
+    Measured,
     PushKey,
     Reject,
     Report,
@@ -41,6 +44,7 @@ entries = st.one_of(
     st.builds(Reject, whole, keys, st.text(), st.text()),
     st.builds(Evict, whole, whole, st.text()),
     st.builds(Cut, whole, whole),
+    st.builds(Measure, whole, contributions),
 )
 
 SPEC = ModelSpec(
@@ -59,9 +63,12 @@ def test_entry_round_trip(entry: Entry) -> None:
     assert codec.entry_from_proto(_again(codec.entry_to_proto(entry))) == entry
 
 
-@given(st.lists(staged).map(tuple), signed, whole)
-def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int) -> None:
-    report = Report(2, epoch, index, held)
+@given(
+    st.lists(staged).map(tuple), signed, whole,
+    st.none() | st.builds(Measured, whole, st.floats(0.0, allow_infinity=True)),
+)  # fmt: skip
+def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int, measured: Measured | None) -> None:
+    report = Report(2, epoch, index, held, measured=measured)
 
     message = co.Report.FromString(codec.report_to_proto(report).SerializeToString())
 
@@ -114,6 +121,13 @@ def test_model_round_trip() -> None:
     assert [tensor.aliases for tensor in read.tensors] == [tensor.aliases for tensor in SPEC.tensors]
 
 
+def test_the_clip_norm_travels_with_the_optimizer() -> None:
+    spec = replace(SPEC, optimizer=replace(SPEC.optimizer, clip_norm=0.5))
+
+    assert codec.model_from_proto(codec.model_to_proto(spec)) == spec
+    assert "clip_norm" not in codec.model_to_proto(SPEC).optimizer_json
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -126,6 +140,11 @@ def test_model_round_trip() -> None:
         (lambda m: setattr(m, "optimizer_json", ""), "no optimizer"),
         (lambda m: setattr(m, "optimizer_json", "[1]"), "no optimizer"),
         (lambda m: setattr(m, "optimizer_json", '{"name": "sgd", "groups": [3]}'), "no optimizer"),
+        (lambda m: setattr(m, "optimizer_json", '{"name": "sgd", "groups": [{}], "clip_norm": -1}'), "clip_norm is -1"),
+        (
+            lambda m: setattr(m, "optimizer_json", '{"name": "sgd", "groups": [{}], "clip_norm": "1"}'),
+            "clip_norm is '1'",
+        ),
     ],
 )
 def test_bad_model_is_refused(change, words: str) -> None:  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ from pscommon.core.log import (
     Cut,
     Entry,
     Evict,
+    Measure,
     PushKey,
     Reject,
     Report,
@@ -112,7 +113,7 @@ def test_a_log_with_entries_of_every_kind_is_read_again() -> None:
     """A standby of shard 0 may come when any of them is still kept: there was one without Reshard."""
     kinds = [
         Begin(1, 1), apply(2, FIRST), Reject(3, SECOND, "STALE", "too late"), Evict(4, 7, "gone"), Cut(5, 1),
-        Reshard(6, 1, 3),
+        Reshard(6, 1, 3), Measure(7, (Contribution(FIRST, 3, 0, 0.5), Contribution(SECOND, 4, 0))),
     ]  # fmt: skip
     assert {type(entry) for entry in kinds} == set(get_args(Entry))
     log, again = JobLog(2), JobLog(2)

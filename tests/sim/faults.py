@@ -120,7 +120,7 @@ class Faults:
         """Every shard reports a push of it that must not count."""
         before, push = self.coordinator.version, absurd.unfit_push(self.coordinator, rng, worker)
         for shard in self.shards[: self.coordinator.shards]:
-            self.recorder.report(replace(shard.machine.report(), staged=(push,)), self.now)
+            self.recorder.report(replace(shard.machine.report(), staged=(push,), measured=None), self.now)
         check(self.coordinator.version == before, "{} was applied", push)
         here = {shard.machine.epoch for shard in self.shards} == {self.coordinator.epoch}
         if here and self.all_ready and self.coordinator.move is None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 
 from pscommon.core.log import Apply, Reject
 from psserver.core.coordinator import Coordinator
@@ -9,7 +10,7 @@ from psserver.core.recorder import Recorder
 from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.mirror import Mirror, mirror_of
 from tests.sim.scenario import Scenario
-from tests.sim.servers import MODEL, SimShard, check, promoted_coordinator, recovered_coordinator
+from tests.sim.servers import SimShard, check, promoted_coordinator, recovered_coordinator
 
 
 class Lives:
@@ -26,6 +27,7 @@ class Lives:
     saved: Saved | None
     decided: list[Apply]
     dropped: list[Reject]
+    amid_measures: Counter[str]
 
     def kill_server(self, number: int | None = None) -> None:
         """A server dies, and is started again."""
@@ -35,6 +37,8 @@ class Lives:
             return
         self.down.add(number)
         self.shards[number].up = False
+        if self.coordinator.pending.measurement is not None:
+            self.amid_measures["takeover" if self.disks[number].mirror is not None else "restart"] += 1
         self.restarts += 1
         self.after(self.rng.random() * 4, lambda: self.start_server(number))
 
@@ -128,7 +132,7 @@ class Lives:
         self.decided, self._flushed = list(saved.decided if saved else ()), 0
         self.dropped = list(saved.dropped if saved else ())
         if saved is not None:
-            self.coordinator.restore(json.loads(saved.state), MODEL, self.now)
+            self.coordinator.restore(json.loads(saved.state), self.model, self.now)
             self._flushed = saved.index
             if isinstance(journal := self.recorder.journal, JobJournal):
                 journal.begin(saved.version, self.coordinator.whole(), self.layout)

@@ -1,7 +1,7 @@
 """Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation proves nothing."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,28 +9,28 @@ import psserver.core.recorder as recorder_module
 import psserver.core.updates as updates_module
 import tests.sim.servers as servers_module
 from pscommon.core.errors import PSError
-from pscommon.core.log import Apply, Entry, PushKey, Report, Reshard, Staged
+from pscommon.core.log import Contribution, Entry, PushKey, Report, Reshard, Staged
 from pscommon.core.model import ModelSpec
 from psserver.core.batch_ledger import Loop
 from psserver.core.coordinator import Coordinator
 from psserver.core.ledger import Ledger
 from psserver.core.pending import Pending
-from psserver.core.policy import Policy, choose
+from psserver.core.policy import Policy, choose, policy
 from psserver.core.recorder import NO_DEATHS, Command, Recorder, perform
 from psserver.core.roster import Member, Roster
 from psserver.core.shard import Outcome, Shard
 from tests.sim.absurd import FAULT
 from tests.sim.disks import JobJournal
+from tests.sim.scenario import Scenario
 from tests.sim.servers import SimShard
 
 
 class SumsInArrivalOrder(SimShard):
     """Adds gradients in the order in which they came."""
 
-    def averages(self, entry: Apply, total: int) -> list[float]:
-        counted = {contribution.key: contribution for contribution in entry.contributions}
-        in_order = tuple(counted[key] for key in self.kept if key in counted)
-        return super().averages(replace(entry, contributions=in_order), total)
+    def averages(self, contributions: Sequence[Contribution]) -> list[float]:
+        counted = {contribution.key: contribution for contribution in contributions}
+        return super().averages([counted[key] for key in self.kept if key in counted])
 
 
 class ShardForgets(Shard):
@@ -139,9 +139,9 @@ class CommitsWhenHandedOut(Loop):
 class StagedOverReshard(Shard):
     """Keeps what was staged for another number of shards."""
 
-    def done(self, entry: Entry) -> None:
+    def done(self, entry: Entry, square_norm: float = 0.0) -> None:
         staged = dict(self.staged)
-        super().done(entry)
+        super().done(entry, square_norm)
         if isinstance(entry, Reshard):
             self.staged.update(staged)
 
@@ -246,6 +246,21 @@ def no_unfit_pushes(coordinator: Coordinator, report: Report) -> list[tuple[Push
     """Lets every push be applied."""
     return []
 
+
+def three_unclipped(scenario: Scenario) -> Scenario:
+    """Two pushes have the same sum in any order."""
+    return replace(scenario, policy=policy("sync"), workers=3, clip_norm=None)
+
+
+def moved_among_kills(scenario: Scenario) -> Scenario:
+    return replace(scenario, durable=True, lag=False, reshards=3, server_kills=4)
+
+
+SCENARIOS: dict[str, Callable[[Scenario], Scenario]] = {
+    "sum in arrival order": three_unclipped,
+    "a move that is over too early": moved_among_kills,
+}
+"""Where histories of any kind would take too many seeds to meet a bug."""
 
 CLASSES: dict[str, dict[str, type]] = {
     "sum in arrival order": {"shard_class": SumsInArrivalOrder},

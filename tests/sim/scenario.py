@@ -19,6 +19,7 @@ class Scenario:
     bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started; lag: they may lack the
     newest records when they take over (--shipping async). proven: it is soon known for certain that a worker has died.
     hangs: scripts that make no call for a while. absurd: processes that send absurd requests.
+    clip_norm: of the job's optimizer.
     """
 
     seed: int
@@ -46,6 +47,7 @@ class Scenario:
     hangs: int = 0
     progress_timeout: float | None = None
     absurd: int = 0
+    clip_norm: float | None = None
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
@@ -67,7 +69,7 @@ class Scenario:
             switches=rng.choice([0, 0, 0, 1]) * durable, bad=rng.choice([0, 0, 3]) * durable,
             standbys=standbys,
             reshards=rng.choice([0, 0, 1, 2]), proven=random.Random(seed * 31 + 7).random() < 0.5,
-            absurd=2 * (seed % 5 == 1),
+            absurd=2 * (seed % 5 == 1), clip_norm=random.Random(seed * 131 + 3).choice([None, 1.0, 1e9]),
         )  # fmt: skip
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)
@@ -97,5 +99,5 @@ class Scenario:
         """The same job, and nothing goes wrong."""
         return Scenario(
             self.seed, self.policy, self.workers, self.shards, self.batches, self.epochs, self.accumulate, 0.0, None,
-            bad=self.bad,
+            bad=self.bad, clip_norm=self.clip_norm,
         )  # fmt: skip

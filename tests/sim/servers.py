@@ -6,10 +6,21 @@ A server is a process: killing it takes its memory, its disk stays. Server 0 is 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pscommon.core.log import Apply, Begin, Cut, Entry, PushKey, Report, Reshard, Staged
+from pscommon.core.log import (
+    Apply,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Measure,
+    PushKey,
+    Report,
+    Reshard,
+    Staged,
+)
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from psserver.core.coordinator import Coordinator
 from psserver.core.cuts import PartReport
@@ -25,7 +36,9 @@ if TYPE_CHECKING:
 UNITS = 3
 """Numbers in the model: each shard has as many as the others, or one more."""
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float64"),), OptimizerSpec("sgd"))
+
+def model_of(clip_norm: float | None) -> ModelSpec:
+    return ModelSpec((TensorSpec("w", (1,), "float64"),), OptimizerSpec("sgd", clip_norm=clip_norm))
 
 
 class InvariantError(AssertionError):
@@ -106,7 +119,13 @@ class SimShard:
 
     def push(self, staged: Staged, gradient: list[float], shards: int) -> None:
         if self.fits(shards) and self.is_ready:
+            if self.looks_at_norms():
+                staged = replace(staged, square_norm=sum(value * value for value in gradient))
             self.stage(staged, gradient)
+
+    def looks_at_norms(self) -> bool:
+        """A shard that was just told of the model may not know yet that it is to."""
+        return self.world.scenario.clip_norm is not None and self.world.rng.random() < 0.9
 
     def fits(self, shards: int) -> bool:
         """Is it cut for so many shards as there are?"""
@@ -141,7 +160,7 @@ class SimShard:
         for entry in self.machine.accept(epoch, entries):
             self.write(entry)
             self.carry_out(entry)
-            self.machine.done(entry)
+            self.machine.done(entry, self.measured(entry) if isinstance(entry, Measure) else 0.0)
             self.kept = {key: value for key, value in self.kept.items() if key in self.machine.staged}
             if isinstance(entry, Cut):
                 self.start_log(entry.version)
@@ -162,16 +181,21 @@ class SimShard:
             self.part = PartReport(entry.version, entry.index, "", 0, "")
             self.send_part()
 
+    def measured(self, entry: Measure) -> float:
+        check(not self.machine.missing(entry), "shard {} lacks a push of {}", self.machine.shard, entry)
+        check(not self.machine.moving, "shard {} has no numbers for {}", self.machine.shard, entry)
+        return sum(mean * mean for mean in self.averages(entry.contributions))
+
     def apply(self, entry: Apply) -> None:
-        total = sum(c.samples for c in entry.contributions)
-        means = self.averages(entry, total)
+        means = self.averages(entry.contributions)
         check(len(means) == len(self.weights), "{} gradients for {} weights", len(means), len(self.weights))
         self.weights = [weight - mean for weight, mean in zip(self.weights, means, strict=True)]
         self.history.append(tuple(c.key for c in entry.contributions))
 
-    def averages(self, entry: Apply, total: int) -> list[float]:
-        shares = [(self.kept[c.key], c.samples / total) for c in entry.contributions]
-        check(len({len(gradient) for gradient, _ in shares}) == 1, "pushes of different layouts in {}", entry)
+    def averages(self, contributions: Sequence[Contribution]) -> list[float]:
+        total = sum(c.samples for c in contributions)
+        shares = [(self.kept[c.key], c.samples / total * c.scale) for c in contributions]
+        check(len({len(gradient) for gradient, _ in shares}) == 1, "pushes of different layouts in {}", contributions)
         means = [0.0] * len(shares[0][0])
         for gradient, share in shares:
             means = [mean + value * share for mean, value in zip(means, gradient, strict=True)]
@@ -341,7 +365,7 @@ def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Re
     segments = since(disk.job, saved.version if saved else None)
     coordinator = world.new_coordinator(json.loads(segments[0].base)["epoch"], segments[0].shards)
     if saved is not None:
-        coordinator.become(json.loads(segments[0].base), MODEL, world.now, saved.index)
+        coordinator.become(json.loads(segments[0].base), world.model, world.now, saved.index)
     for segment in segments:
         replay(coordinator, (Command.from_json(json.loads(record)) for record in segment.records))
     watch(coordinator)
@@ -352,7 +376,7 @@ def promoted_coordinator(world: "World", mirror: Mirror) -> Recorder:
     """The coordinator that the standby of shard 0 has followed."""
     coordinator = world.new_coordinator(-1, mirror.shards)
     whole = json.loads(mirror.whole)
-    coordinator.become(whole, MODEL if whole["model"] else None, world.now)
+    coordinator.become(whole, world.model if whole["model"] else None, world.now)
     replay(coordinator, (Command.from_json(json.loads(command)) for command in mirror.told("command")))
     watch(coordinator)
     return Recorder(coordinator, world.recorder.journal)

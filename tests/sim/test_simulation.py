@@ -16,7 +16,7 @@ from pscommon.core.log import Apply, Cut, Entry
 from psserver.core.policy import policy
 from psserver.core.recorder import HUNG
 from psserver.core.rules import OnLoss
-from tests.sim import mutants
+from tests.sim import clipping_mutants, mutants
 from tests.sim.scenario import Scenario
 from tests.sim.servers import UNITS, InvariantError, SimShard, part_of
 from tests.sim.world import World, run
@@ -83,6 +83,7 @@ def test_the_seeds_reach_what_they_should() -> None:
         seen["moved among restarts"] += world.moves > 0 and world.restarts > 0
         seen["proven dead"] += world.proofs > 0
         seen["messages"] += world.messages
+        seen.update({f"{name} amid a measure": 1 for name in world.amid_measures})
 
     reached = (
         "sync",
@@ -100,6 +101,8 @@ def test_the_seeds_reach_what_they_should() -> None:
     assert seen["hung"] >= 5
     fewer = ("gone back to a snapshot", "reproduced", "taken over in a job that moved", "taken over by one that lags")
     assert min(seen[name] for name in fewer) >= 5
+    amid = ("evict", "reshard", "cut", "restart", "takeover", "measure", "reject")
+    assert min(seen[f"{name} amid a measure"] for name in amid) >= 3
     assert seen["messages"] > 20_000
 
 
@@ -117,17 +120,24 @@ def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_o
     assert forgotten >= 100
 
 
-@pytest.mark.parametrize("name", [*mutants.CLASSES, *mutants.PATCHES])
+CLASSES = mutants.CLASSES | clipping_mutants.CLASSES
+PATCHES = mutants.PATCHES | clipping_mutants.PATCHES
+SCENARIOS = {**mutants.SCENARIOS, **clipping_mutants.SCENARIOS}
+
+
+@pytest.mark.parametrize("name", [*CLASSES, *PATCHES])
 def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = mutants.CLASSES.get(name, {})
-    if name in mutants.PATCHES:
-        target, attribute, value = mutants.PATCHES[name]
+    classes = CLASSES.get(name, {})
+    if name in PATCHES:
+        target, attribute, value = PATCHES[name]
         set_item = monkeypatch.setitem if isinstance(target, dict) else monkeypatch.setattr
         set_item(target, attribute, value)
 
+    drawn = SCENARIOS.get(name, lambda scenario: scenario)
+
     def histories() -> None:
         for seed in range(MUTANT_SEEDS):
-            run(seed, **classes)
+            World(drawn(Scenario.for_seed(seed)), **classes).run()  # type: ignore[arg-type]
 
     with pytest.raises(AssertionError):
         histories()
@@ -162,6 +172,18 @@ def test_async_depends_on_the_network() -> None:
     assert len(results) > 1
 
 
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_clipped_sync_gives_the_same_bits_on_any_network(shards: int) -> None:
+    """What is measured, and so how much an update is clipped, does not depend on when reports come."""
+    results = set()
+    for seed in range(20):
+        world = World(replace(quiet("sync", 3, seed), shards=shards, clip_norm=1e6))
+        world.run()
+        results.add(tuple(world.weights))
+
+    assert len(results) == 1
+
+
 def test_a_cut_is_one_version_on_all_shards() -> None:
     for seed in range(200):
         scenario = replace(Scenario.for_seed(seed), every=2, server_kills=0, reshards=0)
@@ -182,7 +204,8 @@ def unit_at(world: World, unit: int, version: int) -> float:
     for apply in world.decided[:version]:
         total, mean = sum(c.samples for c in apply.contributions), 0.0
         for contribution in apply.contributions:
-            mean += world.pushes[contribution.key].gradients[unit] * (contribution.samples / total)
+            share = contribution.samples / total * contribution.scale
+            mean += world.pushes[contribution.key].gradients[unit] * share
         weight -= mean
     return weight
 

@@ -8,7 +8,7 @@ from pscommon.core.log import BatchKey, PushKey, Staged
 from psserver.core.recorder import Recorder
 from psserver.core.shard import Outcome
 from psworker.core.pushes import Pushes
-from tests.sim.servers import MODEL, UNITS, Push, check, gradient, part_of
+from tests.sim.servers import UNITS, Push, check, gradient, part_of
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -123,7 +123,7 @@ class SimWorker:
             self.restart()
 
     def register(self) -> None:
-        self.call("register", self.registered, worker=self.worker, spec=MODEL)
+        self.call("register", self.registered, worker=self.worker, spec=self.world.model)
 
     def registered(self, answer: tuple[str, int]) -> None:
         state, self.at_least = answer

@@ -7,12 +7,13 @@ Each invariant of ARCHITECTURE.md is checked, as far as possible from the world'
 import heapq
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pscommon.core.errors import FencedError
-from pscommon.core.log import Apply, Entry, PushKey, Reject, Report
+from pscommon.core.log import Apply, Entry, Measure, PushKey, Reject, Report
 from pscommon.core.loop import LoopSpec
 from psserver.core.coordinator import Coordinator
 from psserver.core.cuts import Every, PartReport
@@ -33,6 +34,7 @@ from tests.sim.servers import (
     Push,
     SimShard,
     check,
+    model_of,
     watch,
 )
 from tests.sim.workers import SimWorker
@@ -53,6 +55,7 @@ class World(Faults, Lives):
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
+        self.model = model_of(self.scenario.clip_norm)
         self.loop = LoopSpec(0, self.scenario.batches, 1, self.scenario.epochs, False, True, 0)
         self._count = self.to_come = self.messages = self.restarts = self.rollbacks = self.takeovers = 0
         self.proofs = 0
@@ -61,6 +64,8 @@ class World(Faults, Lives):
         self.dropped: list[Reject] = []
         self.saved: Saved | None = None
         self.perfect = self.is_over = False
+        self.is_measuring = False
+        self.amid_measures: Counter[str] = Counter()  # what has come between a Measure and the next update
         self.layout = self.scenario.shards
         self.moves = 0
         self.disks = [Disk() for _ in range(UNITS)]
@@ -121,6 +126,11 @@ class World(Faults, Lives):
     @property
     def weights(self) -> list[float]:
         return [weight for shard in self.shards for weight in shard.weights]
+
+    @property
+    def is_inexact(self) -> bool:
+        """May bits differ from a run with another number of shards? A norm is the sum of what each shard measures."""
+        return self.scenario.clip_norm is not None and self.moves > 0
 
     def is_bad(self, number: int) -> bool:
         return self.scenario.bad > 0 and number % self.scenario.bad == 1
@@ -306,6 +316,10 @@ class World(Faults, Lives):
         self.send(hear, shard)
 
     def note(self, entry: Entry) -> None:
+        if self.is_measuring:
+            self.amid_measures[type(entry).__name__.lower()] += 1
+        if isinstance(entry, Apply | Measure):
+            self.is_measuring = isinstance(entry, Measure)
         if isinstance(entry, Apply):
             check(entry.version == len(self.decided) + 1, "version {} after {}", entry.version, len(self.decided))
             self.decided.append(entry)

@@ -75,6 +75,17 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """Measure the average of these pushes, as an Apply of them would make it, and report it. Nothing changes.
+
+    With a clip norm, an Apply of several pushes follows such an entry: only all shards together know the norm.
+    """
+
+    index: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reject:
     """Drop this push and tell its worker why."""
 
@@ -110,7 +121,14 @@ class Reshard:
     shards: int
 
 
-Entry = Begin | Apply | Reject | Evict | Cut | Reshard
+Entry = Begin | Apply | Reject | Evict | Cut | Reshard | Measure
+
+
+class Measured(NamedTuple):
+    """What a shard measured: the index of the Measure, and the sum of squares of its part of the average."""
+
+    index: int  # type: ignore[assignment]  # a field hides tuple.index
+    square_norm: float
 
 
 def chained(digest: int, entry: Entry) -> int:
@@ -125,6 +143,7 @@ class Report:
     epoch: which start of the job's log this is about; index: the last entry of it that the shard has carried out.
     log_bytes: of what the shard has written down since the last cut; log_broken: some of it could not be written.
     digest: of all entries up to the index. moving: it does not hold yet what the last Reshard gives it.
+    measured: the answer to the newest Measure; None once its pushes have counted, or void.
     """
 
     shard: int
@@ -135,3 +154,4 @@ class Report:
     digest: int = 0
     log_broken: bool = False
     moving: bool = False
+    measured: Measured | None = None

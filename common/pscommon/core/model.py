@@ -55,18 +55,38 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """A torch.optim class by name and the hyper-parameters of each parameter group. Names travel, code never does."""
+    """A torch.optim class by name and the hyper-parameters of each parameter group. Names travel, code never does.
+
+    clip_norm: the averaged gradient of an update is scaled down to this L2 norm over all parameters; None: it is not.
+    """
 
     name: str
     groups: tuple[Mapping[str, Scalar], ...] = field(default=({},))
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not is_clip_norm(self.clip_norm):
+            raise InvalidModelError(f"clip_norm is {self.clip_norm!r}, not a finite number above 0")
+        if self.clip_norm is not None:
+            object.__setattr__(self, "clip_norm", float(self.clip_norm))  # 1 and 1.0 are one text
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready. The clip norm is in it only where there is one: without, the bytes are those of before."""
+        clip = {} if self.clip_norm is None else {"clip_norm": self.clip_norm}
+        return {"name": self.name, "groups": [dict(group) for group in self.groups], **clip}
 
     def as_json(self) -> str:
-        return json.dumps({"name": self.name, "groups": [dict(group) for group in self.groups]}, sort_keys=True)
+        return json.dumps(self.as_dict(), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "OptimizerSpec":
         raw = json.loads(text)
-        return OptimizerSpec(raw["name"], tuple(freeze(group) for group in raw["groups"]))
+        return OptimizerSpec(raw["name"], tuple(freeze(group) for group in raw["groups"]), raw.get("clip_norm"))
+
+
+def is_clip_norm(value: object) -> bool:
+    """Is it a finite number above 0?"""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def freeze(group: Mapping[str, object]) -> dict[str, Scalar]:
@@ -129,7 +149,9 @@ def _optimizer_differences(mine: OptimizerSpec, theirs: OptimizerSpec) -> list[s
         return [f"optimizer: {mine.name}, the job has {theirs.name}"]
     if len(mine.groups) != len(theirs.groups):
         return [f"optimizer: {len(mine.groups)} parameter groups, the job has {len(theirs.groups)}"]
-    return [
+    clips = [mine.clip_norm, theirs.clip_norm]
+    different = clips[0] != clips[1]
+    return [f"optimizer: clip_norm={clips[0]!r}, the job has {clips[1]!r}"] * different + [
         f"optimizer group {index}: {key}={ours.get(key)!r}, the job has {job.get(key)!r}"
         for index, (ours, job) in enumerate(zip(mine.groups, theirs.groups, strict=True))
         for key in sorted(ours.keys() | job.keys())
@@ -149,16 +171,17 @@ def model_to_json(model: ModelSpec) -> dict[str, Any]:
     """JSON-ready; `model_from_json` is the way back."""
     return {
         "tensors": [_tensor_to_json(tensor) for tensor in model.tensors],
-        "optimizer": {"name": model.optimizer.name, "groups": [dict(group) for group in model.optimizer.groups]},
+        "optimizer": model.optimizer.as_dict(),
     }
 
 
 def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
     """KeyError, TypeError, AttributeError or ValueError where it is not what `model_to_json` made."""
     optimizer = typed(raw, "optimizer", dict)
+    groups = tuple(freeze(group) for group in typed(optimizer, "groups", list))
     return ModelSpec(
         tuple(_tensor_from_json(tensor) for tensor in typed(raw, "tensors", list)),
-        OptimizerSpec(typed(optimizer, "name", str), tuple(freeze(g) for g in typed(optimizer, "groups", list))),
+        OptimizerSpec(typed(optimizer, "name", str), groups, optimizer.get("clip_norm")),
     )
 
 

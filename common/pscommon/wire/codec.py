@@ -14,6 +14,8 @@ from pscommon.core.log import (
     Cut,
     Entry,
     Evict,
+    Measure,
+    Measured,
     PushKey,
     Reject,
     Report,
@@ -130,11 +132,13 @@ def report_to_proto(report: Report) -> co.Report:
         digest=report.digest,
         log_broken=report.log_broken,
         moving=report.moving,
+        measured=co.Measured(**report.measured._asdict()) if report.measured is not None else None,
     )
 
 
 def report_from_proto(shard: int, message: co.Report) -> Report:
     staged = tuple(map(staged_from_proto, message.staged))
+    measured = Measured(message.measured.index, message.measured.square_norm) if message.HasField("measured") else None
     return Report(
         shard,
         message.epoch,
@@ -144,6 +148,7 @@ def report_from_proto(shard: int, message: co.Report) -> Report:
         message.digest,
         message.log_broken,
         message.moving,
+        measured,
     )
 
 
@@ -152,7 +157,11 @@ def entry_to_proto(entry: Entry) -> co.Entry:
         case Begin():
             return co.Entry(index=entry.index, begin=co.Begin(worker=entry.worker))
         case Apply():
-            return co.Entry(index=entry.index, apply=_apply_to_proto(entry))
+            contributions = _contributions_to_proto(entry.contributions)
+            return co.Entry(index=entry.index, apply=co.Apply(version=entry.version, contributions=contributions))
+        case Measure():
+            contributions = _contributions_to_proto(entry.contributions)
+            return co.Entry(index=entry.index, measure=co.Measure(contributions=contributions))
         case Reject():
             reject = co.Reject(key=key_to_proto(entry.key), reason=entry.reason, detail=entry.detail)
             return co.Entry(index=entry.index, reject=reject)
@@ -164,17 +173,23 @@ def entry_to_proto(entry: Entry) -> co.Entry:
             return co.Entry(index=entry.index, reshard=co.Reshard(version=entry.version, shards=entry.shards))
 
 
-def _apply_to_proto(entry: Apply) -> co.Apply:
-    contributions = [
+def _contributions_to_proto(contributions: Iterable[Contribution]) -> list[co.Contribution]:
+    return [
         co.Contribution(
             key=key_to_proto(part.key),
             samples=part.samples,
             base=part.base,
             scale=None if part.scale == 1.0 else part.scale,
         )
-        for part in entry.contributions
+        for part in contributions
     ]
-    return co.Apply(version=entry.version, contributions=contributions)
+
+
+def _contributions_from_proto(messages: Iterable[co.Contribution]) -> tuple[Contribution, ...]:
+    return tuple(
+        Contribution(key_from_proto(part.key), part.samples, part.base, part.scale if part.HasField("scale") else 1.0)
+        for part in messages
+    )
 
 
 def entry_from_proto(message: co.Entry) -> Entry:
@@ -187,16 +202,8 @@ def entry_from_proto(message: co.Entry) -> Entry:
 
 _ENTRIES: Mapping[str, Callable[[int, Any], Entry]] = {
     "begin": lambda index, body: Begin(index, body.worker),
-    "apply": lambda index, body: Apply(
-        index,
-        body.version,
-        tuple(
-            Contribution(
-                key_from_proto(part.key), part.samples, part.base, part.scale if part.HasField("scale") else 1.0
-            )
-            for part in body.contributions
-        ),
-    ),
+    "apply": lambda index, body: Apply(index, body.version, _contributions_from_proto(body.contributions)),
+    "measure": lambda index, body: Measure(index, _contributions_from_proto(body.contributions)),
     "reject": lambda index, body: Reject(index, key_from_proto(body.key), body.reason, body.detail),
     "evict": lambda index, body: Evict(index, body.worker, body.reason),
     "cut": lambda index, body: Cut(index, body.version),

@@ -1041,6 +1041,7 @@ class Report(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     LOG_BROKEN_FIELD_NUMBER: builtins.int
     MOVING_FIELD_NUMBER: builtins.int
+    MEASURED_FIELD_NUMBER: builtins.int
     index: builtins.int
     epoch: builtins.int
     """which start of the log this is about; a report about another one is ignored"""
@@ -1054,6 +1055,10 @@ class Report(google.protobuf.message.Message):
     """it does not hold yet what the last Reshard gives it"""
     @property
     def staged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Staged]: ...
+    @property
+    def measured(self) -> global___Measured:
+        """the answer to the newest Measure; absent once its pushes have counted, or void"""
+
     def __init__(
         self,
         *,
@@ -1064,10 +1069,32 @@ class Report(google.protobuf.message.Message):
         digest: builtins.int = ...,
         log_broken: builtins.bool = ...,
         moving: builtins.bool = ...,
+        measured: global___Measured | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "index", b"index", "log_broken", b"log_broken", "log_bytes", b"log_bytes", "moving", b"moving", "staged", b"staged"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["measured", b"measured"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "epoch", b"epoch", "index", b"index", "log_broken", b"log_broken", "log_bytes", b"log_bytes", "measured", b"measured", "moving", b"moving", "staged", b"staged"]) -> None: ...
 
 global___Report = Report
+
+@typing.final
+class Measured(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    SQUARE_NORM_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """of the Measure in the log"""
+    square_norm: builtins.float
+    """sum of the squares of this shard's part of the average"""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        square_norm: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "square_norm", b"square_norm"]) -> None: ...
+
+global___Measured = Measured
 
 @typing.final
 class Staged(google.protobuf.message.Message):
@@ -1365,6 +1392,7 @@ class Entry(google.protobuf.message.Message):
     EVICT_FIELD_NUMBER: builtins.int
     CUT_FIELD_NUMBER: builtins.int
     RESHARD_FIELD_NUMBER: builtins.int
+    MEASURE_FIELD_NUMBER: builtins.int
     index: builtins.int
     @property
     def begin(self) -> global___Begin: ...
@@ -1378,6 +1406,8 @@ class Entry(google.protobuf.message.Message):
     def cut(self) -> global___Cut: ...
     @property
     def reshard(self) -> global___Reshard: ...
+    @property
+    def measure(self) -> global___Measure: ...
     def __init__(
         self,
         *,
@@ -1388,10 +1418,11 @@ class Entry(google.protobuf.message.Message):
         evict: global___Evict | None = ...,
         cut: global___Cut | None = ...,
         reshard: global___Reshard | None = ...,
+        measure: global___Measure | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "kind", b"kind", "reject", b"reject", "reshard", b"reshard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "index", b"index", "kind", b"kind", "reject", b"reject", "reshard", b"reshard"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["begin", "apply", "reject", "evict", "cut", "reshard"] | None: ...
+    def HasField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "kind", b"kind", "measure", b"measure", "reject", b"reject", "reshard", b"reshard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["apply", b"apply", "begin", b"begin", "cut", b"cut", "evict", b"evict", "index", b"index", "kind", b"kind", "measure", b"measure", "reject", b"reject", "reshard", b"reshard"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["begin", "apply", "reject", "evict", "cut", "reshard", "measure"] | None: ...
 
 global___Entry = Entry
 
@@ -1456,6 +1487,24 @@ class Contribution(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_scale", b"_scale"]) -> typing.Literal["scale"] | None: ...
 
 global___Contribution = Contribution
+
+@typing.final
+class Measure(google.protobuf.message.Message):
+    """Measure the average of these pushes and report it (Report.measured); nothing changes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTRIBUTIONS_FIELD_NUMBER: builtins.int
+    @property
+    def contributions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Contribution]: ...
+    def __init__(
+        self,
+        *,
+        contributions: collections.abc.Iterable[global___Contribution] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contributions", b"contributions"]) -> None: ...
+
+global___Measure = Measure
 
 @typing.final
 class Reject(google.protobuf.message.Message):

@@ -1,0 +1,366 @@
+"""How the coordinator clips updates, request by request. Histories with faults are tests/sim."""
+
+import json
+import math
+
+import pytest
+
+from pscommon.core.log import (
+    Apply,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    Measure,
+    Measured,
+    PushKey,
+    Report,
+    Reshard,
+    Staged,
+)
+from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from psserver.core.clipping import clip_factor
+from psserver.core.coordinator import Coordinator
+from psserver.core.policy import Policy, policy
+from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.roster import State
+from psserver.core.rules import Rules
+from psserver.core.shard import LogError, Shard
+
+MODEL = ModelSpec((TensorSpec("w", (2,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},), clip_norm=1.0))
+
+
+class Written:
+    """A journal in memory, as JSON."""
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    def write(self, command: Command) -> None:
+        self.commands.append(json.dumps(command.as_json()))
+
+    def rotate(self, coordinator: Coordinator) -> None: ...
+
+
+class Job:
+    """Two shards, workers 1 to `workers`, and a clip norm of 1."""
+
+    def __init__(self, row: Policy | None = None, workers: int = 2, model: ModelSpec = MODEL, **rules: object) -> None:
+        self.rules = Rules(row or policy("sync"), workers, **rules)  # type: ignore[arg-type]
+        self.journal = Written()
+        self.recorder = Recorder(Coordinator(2, self.rules), self.journal)
+        self.machine = self.recorder.coordinator
+        self.staged: dict[int, dict[PushKey, Staged]] = {0: {}, 1: {}, 2: {}}
+        for rank in range(workers):
+            self.add(rank, model)
+        self.told = self.machine.log.index
+
+    def add(self, rank: int, model: ModelSpec = MODEL) -> int:
+        worker = self.recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker
+        if self.recorder.do("register", 0.0, worker=worker, spec=model) == "upload":
+            self.push(worker, 0)
+            self.recorder.do("register", 0.0, worker=worker, spec=model)
+        return int(worker)
+
+    def push(self, worker: int, seq: int, squares: tuple[float, float] = (4.0, 5.0), mended: str = "") -> None:
+        """All shards hold it. squares: of its parts."""
+        for shard in range(self.machine.shards):
+            key = PushKey(worker, seq)
+            self.staged[shard][key] = Staged(key, 8, 0, square_norm=squares[shard], mended=mended)
+            self.report(shard)
+
+    def report(self, shard: int, measured: Measured | None = None) -> None:
+        staged = tuple(self.staged[shard].values())
+        report = Report(shard, 0, self.machine.layout_index, staged, measured=measured)  # entries stay
+        self.recorder.report(report, 0.0)
+
+    def measure(self, *squares: float, index: int | None = None) -> None:
+        """The shards answer to the newest Measure, or to that of an index."""
+        at = index if index is not None else self.machine.pending.measurement.index  # type: ignore[union-attr]
+        for shard, square in enumerate(squares):
+            self.report(shard, Measured(at, square))
+
+    def news(self) -> list[Entry]:
+        entries = self.machine.entries_after(self.told)
+        self.told = self.machine.log.index
+        return entries
+
+    def again(self) -> Coordinator:
+        """The coordinator made again from its journal."""
+        coordinator = Coordinator(2, self.rules)
+        replay(coordinator, (Command.from_json(json.loads(text)) for text in self.journal.commands))
+        return coordinator
+
+
+def scales(entry: Entry) -> list[float]:
+    assert isinstance(entry, Apply)
+    return [contribution.scale for contribution in entry.contributions]
+
+
+def part(worker: int, seq: int = 1, scale: float = 1.0) -> Contribution:
+    return Contribution(PushKey(worker, seq), 8, 0, scale)
+
+
+def test_the_factor_is_that_of_torch() -> None:
+    assert clip_factor(1.0, 9.0) == 1.0 / (3.0 + 1e-6)
+    assert clip_factor(5.0, 9.0) == 1.0
+    assert clip_factor(1.0, math.inf) == 0.0
+
+
+def test_a_round_of_several_pushes_is_measured_and_then_applied() -> None:
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    assert job.news() == [Measure(2, (part(1), part(2)))]
+
+    job.measure(4.0)
+    job.report(1)
+    assert job.news() == []
+    job.report(1, Measured(2, 12.0))
+
+    (update,) = job.news()
+    assert scales(update) == [1.0 / (4.0 + 1e-6)] * 2
+    assert job.machine.pending.measurement is None
+
+
+def test_a_gradient_within_the_clip_norm_counts_as_it_is() -> None:
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    job.measure(0.25, 0.25)
+
+    assert scales(job.news()[-1]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("row", [policy("sync"), policy("async"), policy("ssp", 1)])
+def test_an_update_of_one_push_goes_by_the_norm_that_was_reported_with_it(row: Policy) -> None:
+    job = Job(row, workers=1)
+    job.push(1, 1, (4.0, 12.0))
+
+    (update,) = job.news()
+    assert scales(update) == [1.0 / (4.0 + 1e-6)]
+
+
+def test_a_push_that_a_shard_did_not_look_at_is_measured() -> None:
+    """A shard may not know yet that norms matter: who resumes a job may bring a clip norm."""
+    job = Job(policy("async"), workers=1)
+    job.push(1, 1, (4.0, 0.0))
+    assert job.news() == [Measure(2, (part(1),))]
+    job.measure(4.0, 12.0)
+
+    assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)]
+
+
+def test_without_a_clip_norm_nothing_is_measured() -> None:
+    job = Job(model=ModelSpec(MODEL.tensors, OptimizerSpec("sgd", ({"lr": 0.1},))))
+    job.push(1, 1)
+    job.push(2, 1)
+
+    assert job.news() == [Apply(2, 1, (part(1), part(2)))]
+    assert "measurement" not in job.machine.state()["pending"]
+
+
+def test_the_norm_is_that_after_max_norm() -> None:
+    """The push of norm 3 is scaled to 1.5 first, which is what the shards measure and what both factors make of it."""
+    job = Job(bad_gradients="clip", max_norm=1.5)
+    job.push(1, 1, (4.0, 5.0))
+    job.push(2, 1, (1.0, 1.0))
+    assert job.news() == [Measure(2, (part(1, scale=0.5), part(2)))]
+    job.measure(2.0, 2.0)
+    factor = 1.0 / (2.0 + 1e-6)
+
+    assert scales(job.news()[-1]) == [0.5 * factor, factor]
+
+
+def test_one_push_is_clipped_after_max_norm() -> None:
+    job = Job(workers=1, bad_gradients="clip", max_norm=1.5)
+    job.push(1, 1, (4.0, 5.0))
+
+    assert scales(job.news()[-1]) == [0.5 * (1.0 / (1.5 + 1e-6))]
+
+
+def test_clipping_an_update_is_no_fault_of_its_workers() -> None:
+    job = Job(bad_gradients="clip", max_norm=100.0, quarantine_after=1)
+    job.push(1, 1)
+    job.push(2, 1)
+    job.measure(50.0, 50.0)
+
+    assert [type(entry) for entry in job.news()] == [Measure, Apply]
+    assert {member.state for member in job.machine.roster} == {State.ACTIVE}
+
+
+def test_a_quarantined_worker_of_a_round_does_not_make_the_rest_of_it_count_twice() -> None:
+    """The first of a round's workers was put out before the others' pushes were taken off what is ready."""
+    job = Job(bad_gradients="clip", quarantine_after=1)
+    job.push(1, 1, mended="w")
+    job.push(2, 1)
+    job.measure(0.1, 0.1)
+
+    assert [type(entry) for entry in job.news()] == [Measure, Apply, Evict]
+    assert job.machine.version == 1
+
+
+def test_what_was_measured_is_void_when_a_contributor_is_evicted() -> None:
+    """The round is that of the others then, and of another norm."""
+    job = Job(workers=3)
+    for worker in (1, 2, 3):
+        job.push(worker, 1)
+    job.measure(100.0)
+    job.recorder.do("lose", 0.0, worker=2, reason="silent")
+
+    first, evict, second = job.news()
+    assert isinstance(first, Measure)
+    assert evict == Evict(3, 2, "silent")
+    assert second == Measure(4, (part(1), part(3)))
+    job.measure(100.0, 100.0, index=2)
+    assert job.news() == []
+    job.measure(4.0, 12.0)
+    assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)] * 2
+
+
+def test_when_one_contributor_is_left_the_norm_of_its_push_is_enough() -> None:
+    job = Job()
+    job.push(1, 1, (4.0, 12.0))
+    job.push(2, 1)
+    job.recorder.do("leave", 0.0, worker=2, reason="")
+
+    measure, evict, update = job.news()
+    assert [type(measure), type(evict)] == [Measure, Evict]
+    assert scales(update) == [1.0 / (4.0 + 1e-6)]
+
+
+def test_a_worker_that_joins_in_between_takes_part() -> None:
+    """As it would without clipping, a moment before: a round is of all workers that are here when it is applied."""
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    newcomer = job.add(2)
+    job.measure(1.0, 1.0)
+    assert [type(entry) for entry in job.news()] == [Measure]
+    job.push(newcomer, 1)
+
+    assert job.news() == [Measure(3, (part(1), part(2), part(newcomer)))]
+
+
+def test_another_policy_in_between_lets_each_push_count_alone() -> None:
+    job = Job()
+    job.push(1, 1, (4.0, 12.0))
+    job.push(2, 1, (0.01, 0.01))
+    job.recorder.do("set_policy", 0.0, row=("async", None, None, 0))
+
+    measure, first, second = job.news()
+    assert isinstance(measure, Measure)
+    assert [scales(first), scales(second)] == [[1.0 / (4.0 + 1e-6)], [1.0]]
+
+
+def test_a_cut_in_between_leaves_what_was_measured() -> None:
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    job.measure(4.0)
+    job.recorder.cut(0.0)
+    assert [type(entry) for entry in job.news()] == [Measure, Cut]
+    job.report(1, Measured(2, 12.0))
+
+    assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)] * 2
+
+
+def test_a_reshard_in_between_voids_what_was_measured() -> None:
+    """The same pushes come again, cut for the shards that there are then."""
+    job = Job()
+    for shard in (0, 1):
+        job.report(shard)
+    job.push(1, 1)
+    job.push(2, 1)
+    job.measure(4.0)
+    job.recorder.do("reshard", 0.0, shards=1, keeps=False)
+    assert [type(entry) for entry in job.news()] == [Measure, Reshard]
+    assert job.machine.pending.measurement is None
+    job.report(0)
+    job.measure(12.0, 12.0, index=2)
+
+    assert job.machine.version == 0
+    assert job.machine.pending.measurement is not None
+    assert job.machine.pending.measurement.square_norms == {}
+    job.measure(16.0)
+    assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)] * 2
+
+
+def test_a_coordinator_made_again_waits_for_the_same_answers() -> None:
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    job.measure(4.0)
+    again = job.again()
+    assert again.state() == job.machine.state()
+    other = Coordinator(2, job.rules)
+    other.become(json.loads(json.dumps(job.machine.whole())), MODEL, 0.0)
+    assert other.whole() == job.machine.whole()
+
+    for machine in (again, other):
+        machine.report(Report(1, 0, 2, tuple(job.staged[1].values()), measured=Measured(2, 12.0)), 0.0)
+        (update,) = machine.entries_after(2)
+        assert scales(update) == [1.0 / (4.0 + 1e-6)] * 2
+
+
+def test_an_answer_is_news_once() -> None:
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    before = len(job.journal.commands)
+    for _ in range(3):
+        job.measure(4.0)
+    job.measure(1.0, 1.0, index=1)
+
+    assert len(job.journal.commands) == before + 1
+
+
+def test_a_failed_job_does_not_apply_what_was_measured() -> None:
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    key = PushKey(1, 2)
+    job.staged[0][key] = Staged(key, 8, 0, problem="NON_FINITE: tensor w")
+    job.report(0)
+    job.measure(1.0, 1.0)
+
+    assert job.machine.failure is not None
+    assert job.machine.version == 0
+
+
+# ---- a shard
+
+
+def shard_with(*keys: PushKey) -> Shard:
+    shard = Shard(0)
+    shard.restore(1, 0, 0)
+    for key in keys:
+        shard.offer(Staged(key, 8, 0))
+    return shard
+
+
+def test_a_shard_keeps_its_answer_until_the_pushes_count() -> None:
+    shard = shard_with(PushKey(1, 1))
+    shard.done(Measure(1, (part(1),)), 2.5)
+    assert shard.report().measured == Measured(1, 2.5)
+    assert list(shard.staged) == [PushKey(1, 1)]
+
+    again = Shard(0)
+    again.recover(json.loads(json.dumps(shard.state())))
+    assert again.measured == Measured(1, 2.5)
+    shard.done(Apply(2, 1, (part(1),)))
+    assert shard.report().measured is None
+    assert "measured" not in shard.state()
+
+
+def test_a_reshard_voids_a_shards_answer() -> None:
+    shard = shard_with(PushKey(1, 1))
+    shard.done(Measure(1, (part(1),)), 2.5)
+    shard.done(Reshard(2, 0, 3))
+
+    assert shard.report().measured is None
+
+
+def test_a_shard_measures_only_what_it_holds() -> None:
+    with pytest.raises(LogError, match="cannot apply Measure"):
+        shard_with().done(Measure(1, (part(1),)), 2.5)

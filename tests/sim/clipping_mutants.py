@@ -1,0 +1,127 @@
+"""Bugs planted in how updates are clipped, as in mutants.py."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import psserver.core.job_log as job_log_module
+from pscommon.core.log import Contribution, Entry, Measure, PushKey, Report
+from pscommon.core.model import ModelSpec
+from psserver.core.clipping import Measurement
+from psserver.core.coordinator import Coordinator
+from psserver.core.pending import Pending
+from psserver.core.policy import policy
+from tests.sim.scenario import SHRINK, Scenario
+from tests.sim.servers import SimShard
+
+
+class TakesAnyMeasurement(Coordinator):
+    """Clips an update by what was measured of another one."""
+
+    def _square_norm(self, contributions: tuple[Contribution, ...]) -> float | None:
+        if self.pending.measurement is not None:
+            return self.pending.measurement.square_norm(self.shards)
+        return super()._square_norm(contributions)
+
+
+class MeasurementOverReshard(Coordinator):
+    """Adds up what shards of two layouts measured."""
+
+    def _lay_out(self, shards: int, index: int) -> None:
+        measurement = self.pending.measurement
+        super()._lay_out(shards, index)
+        if measurement is not None:
+            kept = {shard: value for shard, value in measurement.square_norms.items() if shard < shards}
+            self.pending.measurement = replace(measurement, square_norms=kept)
+
+
+class ForgetsWhatItMeasured(SimShard):
+    """After a restart it does not know what it measured before the cut."""
+
+    def recover_machine(self, state: dict[str, Any]) -> None:
+        super().recover_machine({key: value for key, value in state.items() if key != "measured"})
+
+
+class ForgetsTheMeasurement(Coordinator):
+    """Made again, or a standby's, it does not know what it waits for."""
+
+    def become(self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0) -> None:
+        super().become(whole, model, now, snapshot)
+        self.pending.measurement = None
+
+
+class ClipsEachPush(Coordinator):
+    """Clips each push of a round by its own norm instead of their average."""
+
+    def _clipped(self, contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...] | None:
+        clipped = [super(ClipsEachPush, self)._clipped((each,)) for each in contributions]
+        return None if None in clipped else tuple(each[0] for each in clipped if each is not None)
+
+
+class AnswersUnwritten(Coordinator):
+    """Acts on what shards measured without having it written down."""
+
+    def has_news(self, report: Report) -> bool:
+        return super().has_news(replace(report, measured=None))
+
+    def reached(self, report: Report) -> None:
+        super().reached(report)
+        if self.pending.measurement is not None and report.epoch == self.epoch:
+            self.pending.measurement.take(report)
+
+
+COUNTED = job_log_module.counted
+
+
+def counted_by_updates(entries: Iterable[Entry]) -> set[PushKey]:
+    """Forgets that a Measure needs its pushes, too."""
+    return COUNTED(entry for entry in entries if not isinstance(entry, Measure))
+
+
+def first_answer(measurement: Measurement, shards: int) -> float | None:
+    """Takes one shard's part of the norm for all of it."""
+    return next(iter(measurement.square_norms.values()), None)
+
+
+def always(pending: Pending, key: PushKey) -> bool:
+    """Takes 0 for the norm of a push at which some shard did not look."""
+    return True
+
+
+def clipped_with_standbys_that_lag(scenario: Scenario) -> Scenario:
+    return replace(
+        scenario, policy=policy("sync"), on_loss=SHRINK, workers=3, shards=3, durable=True, standbys=6, lag=True,
+        reshards=0, switches=0, clip_norm=1.0,
+    )  # fmt: skip
+
+
+def clipped_sync(scenario: Scenario) -> Scenario:
+    return replace(scenario, policy=policy("sync"), workers=3, shards=max(2, scenario.shards), clip_norm=1.0)
+
+
+def clipped_among_cuts(scenario: Scenario) -> Scenario:
+    """Logs that begin anew between a Measure and its update."""
+    return replace(clipped_sync(scenario), durable=True, lag=False, every=1, server_kills=4, standbys=2)
+
+
+SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = {
+    "an update is clipped by the norm of another one": clipped_sync,
+    "a measurement outlives a reshard": clipped_sync,
+    "a measured norm forgotten over a restart": clipped_among_cuts,
+    "a coordinator that forgets what it had measured": clipped_among_cuts,
+    "a log that needs pushes for updates alone": clipped_with_standbys_that_lag,
+}
+
+CLASSES: dict[str, dict[str, type]] = {
+    "an update is clipped by the norm of another one": {"coordinator_class": TakesAnyMeasurement},
+    "a measurement outlives a reshard": {"coordinator_class": MeasurementOverReshard},
+    "a measured norm forgotten over a restart": {"shard_class": ForgetsWhatItMeasured},
+    "a coordinator that forgets what it had measured": {"coordinator_class": ForgetsTheMeasurement},
+    "each push of a round is clipped alone": {"coordinator_class": ClipsEachPush},
+    "measured norms that are not written": {"coordinator_class": AnswersUnwritten},
+}
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "a log that needs pushes for updates alone": (job_log_module, "counted", counted_by_updates),
+    "the norm of one shard for that of all": (Measurement, "square_norm", first_answer),
+    "a push that was not measured has no norm": (Pending, "is_measured", always),
+}
