@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ Optimizer = Callable[[Any], torch.optim.Optimizer]
 SAMPLES, BATCH, EPOCHS, SEED = 128, 16, 5, 5
 CLIP = 1.0
 DATA = text(SAMPLES)
+ZEROS, ONES = np.zeros(100, np.float32), np.ones(100, np.float32)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -266,14 +269,28 @@ def test_train_distributed_passes_it_on() -> None:
 
 
 def test_a_client_of_arrays_gives_it_with_the_optimizer(cluster: Make) -> None:
-    import numpy as np
-
     with psworker.Client(cluster(2).address) as client:
-        client.register({"w": np.zeros(100, np.float32)}, psworker.OptimizerSpec("sgd", lr=1.0, clip_norm=0.5))
-        client.push({"w": np.ones(100, np.float32)})
+        client.register({"w": ZEROS}, psworker.OptimizerSpec("sgd", lr=1.0, clip_norm=0.5))
+        client.push({"w": ONES})
 
         assert np.linalg.norm(client.pull()["w"]) == pytest.approx(0.5, rel=1e-5)
     assert psworker.OptimizerSpec("sgd", clip_norm=1).clip_norm == 1.0
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_resumed_job_may_have_another_clip_norm(cluster: Make, tmp_path: Path, policy: str) -> None:
+    """Servers whose snapshot has none may get a push before they know of it: they measure it then."""
+    moved = []
+    for clip_norm in (None, 0.5, 0.25):
+        servers = cluster(2, data_dir=tmp_path, policy=policy)
+        with psworker.Client(servers.address) as client:
+            client.register({"w": ZEROS}, psworker.OptimizerSpec("sgd", lr=1.0, clip_norm=clip_norm))
+            before = client.pull()["w"].copy()
+            client.push({"w": ONES})
+            moved.append(float(np.linalg.norm(client.pull()["w"] - before)))
+        servers.stop()
+
+    assert moved == pytest.approx([10.0, 0.5, 0.25], rel=1e-5)
 
 
 @pytest.mark.parametrize("clip_norm", [0, -1.0, float("nan"), float("inf"), "1", True])

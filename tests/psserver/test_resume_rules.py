@@ -167,6 +167,8 @@ def test_changes_are_named_key_by_key_and_group_by_group() -> None:
     )
     two = OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.1}))
     assert hyper_parameter_changes(two, OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.3}))) == "group 1 lr 0.1 -> 0.3"
+    clipped = OptimizerSpec("sgd", one.groups, clip_norm=0.5)
+    assert hyper_parameter_changes(one, clipped) == "clip_norm None -> 0.5"
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------
