@@ -19,6 +19,7 @@ from pscommon.core.errors import TooFewWorkersError, WaitTimeoutError
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import OptimizerSpec
+from pscommon.process_id import process_id
 from pscommon.wire import codec
 from pscommon.wire.channel import open_channel
 from pscommon.wire.frames import chunks, encode_header
@@ -33,6 +34,7 @@ from psworker.calls import Answer
 from psworker.client import Client
 from psworker.lane import GrpcLane
 from psworker.lease import Place
+from psworker.run.watch import GrpcObserver
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import Metrics
@@ -108,6 +110,21 @@ def test_a_killed_worker_is_dropped_and_the_rest_continue(
         assert member(address, rank=0)["state"] == "active"
     (record,) = until(lambda: [r for r in caplog.records if r.message == "worker lost"], "a line about it")
     assert (record.levelno, record.__dict__["worker"]) == (logging.WARNING, lost["worker"])
+
+
+def test_who_started_a_worker_reports_its_end(cluster: Make, worker: Start) -> None:
+    """As ps-run does. The servers take its word: to them this one only stands still."""
+    address = cluster(2, min_workers=2, lease=10 * LONG_LEASE).address
+    other = worker(address)
+    with counter(address, rank=0) as client, closing(GrpcObserver(address)) as observer:
+        count(client, 3)
+        other.wait_for("pushed", times=3)
+        other.send(signal.SIGSTOP)
+        observer.report_exit(process_id(other.pid), "its process was killed by SIGKILL")
+        count(client, 4)
+
+        lost = member(address, rank=1)
+        assert (lost["state"], lost["reason"]) == ("lost", "its process was killed by SIGKILL")
 
 
 def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(cluster: Make, worker: Start) -> None:
