@@ -32,6 +32,7 @@ from psserver.identity import Identity
 from psserver.layout import Layout
 from psserver.metrics import ServerMetrics
 from psserver.mirror import Inherited
+from psserver.pass_progress import PassProgress
 from psserver.records import Line
 from psserver.registration import register
 from psserver.reshards import Reshards
@@ -73,6 +74,7 @@ class Hub:
         )  # fmt: skip
         self._epochs.lead = self._desk.lead
         self.heartbeats = Heartbeats(self._desk, self._is_over)
+        self.progress = PassProgress()
         self.snapshots = Snapshots(self._desk, self._epochs, archive, self.fleet)
         self.reshards = Reshards(self._desk, self.fleet, engine, archive, identity, config)
         self.shares = Shares(self._desk)
@@ -341,6 +343,7 @@ class Hub:
         with self._desk.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = health(coordinator, now)
+            self.progress.look(coordinator, now)
             waits = self.fleet.missing or (coordinator.roster.here() and self.waiting_for)
         self._watch.look(coordinator, found, waits or "", now)
         self.snapshots.look()

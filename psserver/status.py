@@ -45,6 +45,7 @@ def describe(
         "candidates": candidates(hub),
         "moving_to": hub.fleet.shards if coordinator.move is not None else None,
         "workers": workers(coordinator, now),
+        "progress": hub.progress.describe(coordinator, now),
         "data": data(coordinator),
         "snapshots": snapshots,
         "snapshot_age_seconds": round(time.time() - archive.newest_time, 3) if archive.newest_time else None,

@@ -45,6 +45,10 @@ class Ledger:
         """Numbers of the loops with data that has not counted."""
         return [number for number, loop in self._live.items() if not (loop.ended or loop.done)]
 
+    def live(self) -> Iterable[Loop | Stream]:
+        """Return the loops in which something may still count."""
+        return self._live.values()
+
     def open(
         self, worker: int, spec: Spec, first_open: int | None = None, workers: Iterable[int] = ()
     ) -> Loop | Stream:

@@ -6,6 +6,7 @@ from typing import Any
 from pscommon.core.model import ROLES
 from pscommon.core.tape import Plan
 from psworker.ctl.output import Table, duration, number, size
+from psworker.progress_text import pass_text
 
 Json = Mapping[str, Any]
 
@@ -42,6 +43,9 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("waits for", document.get("waiting_for")),
         ("policy", _policy(document)),
         ("model", _model(document.get("model"))),
+        ("progress", pass_text(document.get("progress"))),
+        ("loss", _loss(document)),
+        ("samples/s", number((document.get("progress") or {}).get("samples_per_second") or None)),
         ("version", document.get("version")),
         ("running for", duration(document.get("seconds"))),
         ("steps", document.get("steps")),
@@ -51,6 +55,14 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("snapshots", _snapshots(document)),
         ("snapshot problem", document.get("snapshot_problem")),
     ]
+
+
+def _loss(document: Json) -> str:
+    """The last one that was reported, and "not finite" for NaN."""
+    metrics: Json = document.get("metrics") or {}
+    if "loss" not in metrics:
+        return ""
+    return "not finite" if metrics["loss"] is None else number(metrics["loss"])
 
 
 def _policy(document: Json) -> str:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from psworker.progress_text import pass_text
 from psworker.run.output import Output
 from psworker.run.processes import Stream
 from psworker.run.report import label
@@ -160,20 +161,26 @@ def open_display(out: Output, err: Output) -> Display:
 
 
 def progress(status: Status) -> str:
-    """One line about the job, "" without a status: 'running: version 120, 7680 samples, 4210 samples/s, workers 2'."""
+    """One line about the job, "" without a status: 'running: version 9, pass 1 of 3: 40 %, 9 s left, loss 0.3, ...'.
+
+    What a narrow terminal cuts off comes last.
+    """
     if not status:
         return ""
-    parts = [
-        f"version {status.get('version', 0)}",
-        f"{status.get('samples', 0)} samples",
-        f"{_rate(status):.0f} samples/s",
-    ]
     metrics = sorted(status.get("metrics", {}).items(), key=lambda item: (item[0] != "loss", item[0]))
-    parts += [
+    shown = [
         f"{label(name)} not finite" if value is None else f"{label(name)} {value:.4g}"
         for name, value in metrics[:MOST_METRICS]
     ]
-    parts.append(f"workers {len(_present(status))}")
+    parts = [
+        f"version {status.get('version', 0)}",
+        *filter(None, [pass_text(status.get("progress"))]),
+        *shown[:1],
+        f"{_rate(status):.0f} samples/s",
+        *shown[1:],
+        f"{status.get('samples', 0)} samples",
+        f"workers {len(_present(status))}",
+    ]
     if status.get("waiting_for"):
         parts.append(f"waiting for {status['waiting_for']}")
     return f"{status.get('state', 'unknown')}: " + ", ".join(parts)

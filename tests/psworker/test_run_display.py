@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from pscommon.core.errors import UnreachableError
+from psworker.progress_text import pass_text
 from psworker.run.display import LINE_SECONDS, LiveDisplay, PlainDisplay, Spoken, open_display, panel, progress
 from psworker.run.output import Output
 from psworker.run.watch import Result, Status, Watch
@@ -67,11 +68,39 @@ def terminal(tmp_path: Path) -> Kept:
 
 
 def test_progress_in_one_line() -> None:
-    assert progress(STATUS) == "running: version 120, 7680 samples, 640 samples/s, loss 0.4123, accuracy 0.5, workers 1"
+    assert progress(STATUS) == "running: version 120, loss 0.4123, 640 samples/s, accuracy 0.5, 7680 samples, workers 1"
     assert progress({**STATUS, "waiting_for": "worker 3"}).endswith("waiting for worker 3")
-    assert "loss not finite, accuracy 0.5" in progress({**STATUS, "metrics": {"accuracy": 0.5, "loss": None}})
+    assert "loss not finite, 640 samples/s, accuracy 0.5" in progress(
+        {**STATUS, "metrics": {"accuracy": 0.5, "loss": None}}
+    )
     assert r"'a\nb' 0.5" in progress({**STATUS, "metrics": {"a\nb": 0.5}})
     assert progress({}) == ""
+
+
+def test_the_current_pass_comes_before_what_a_narrow_terminal_cuts_off() -> None:
+    status = {**STATUS, "progress": {"pass": 2, "passes": 5, "percent": 43.2, "remaining_seconds": 12.4}}
+
+    assert progress(status).startswith("running: version 120, pass 2 of 5: 43 %, 12 s left, loss 0.4123, 640 samples/s")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((1, None, 0.0, None), "pass 1: 0 %"),
+        ((1, 3, 99.6, 0.34), "pass 1 of 3: 100 %, 0.3 s left"),
+        ((3, 3, 100.0, 0.0), "pass 3 of 3: 100 %"),
+        ((2, None, 50.0, 7205.0), "pass 2: 50 %, 2 h 0 m left"),
+        ((None, None, None, None), ""),
+    ],
+)
+def test_a_pass_in_words(values: tuple[Any, ...], text: str) -> None:
+    keys = ("pass", "passes", "percent", "remaining_seconds")
+
+    assert pass_text(dict(zip(keys, values, strict=True))) == text
+
+
+def test_an_older_server_tells_no_progress() -> None:
+    assert pass_text(None) == pass_text({}) == ""
 
 
 def test_lines_have_the_name_of_their_process_and_keep_their_stream(out: Kept, err: Kept) -> None:
