@@ -111,6 +111,25 @@ def test_scalars_are_equal_on_all_shards_of_a_tensor_and_differ_between_tensors(
     assert len(set().union(*merged.values())) == 3  # t0 and t1 have stepped alike
 
 
+@pytest.mark.parametrize(("name", "group"), WITH_SCALARS)
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_neighbours_with_equal_counts_and_different_histories_do_not_share_their_scalars(
+    name: str, group: dict[str, Any], shards: int
+) -> None:
+    """Each has made one step, under another schedule, when both step together."""
+    spec = model(((300,), "float64"), ((300,), "float64"), optimizer=OptimizerSpec(name, (group,)))
+    job = begun(spec, shards)
+    plain = Plain(SUPPORTED[name].torch_class, spec, job.weights())
+    first = validate(spec.optimizer).groups
+    for step, present in enumerate((["t0"], ["t1"], ["t0", "t1"], ["t0", "t1"])):
+        push = {key: value for key, value in noise(spec, step).items() if key in present}
+        plain.step(push, groups=changed(first, step))
+        job.step(push, groups=changed(first, step))
+
+    for tensor, weight in job.weights().items():
+        torch.testing.assert_close(weight, plain.weights[tensor], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("name", "group"), [*WITH_SCALARS, STATE_FROM_LR])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 3), (3, 1), (3, 2), (2, 40)])
 def test_a_snapshot_on_disk_restores_to_any_number_of_shards(
