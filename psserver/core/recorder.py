@@ -15,6 +15,7 @@ the command and the state, so a replay and a standby meet it at the same place, 
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -126,9 +127,12 @@ class Recorder:
         if self.coordinator.has_moved(report):
             self.do("moved", now, shard=report.shard)
             self._end_move(now)
-        for key, problem in unfit_pushes(self.coordinator, report):
+        news = self.coordinator.news(report)
+        if unfit := unfit_pushes(self.coordinator, news):
+            report = replace(report, staged=tuple(each for each in report.staged if each.key not in unfit))
+        for key, problem in unfit.items() if self.coordinator.move is None else ():  # else it is reported again
             self.do("refuse_push", now, worker=key.worker, seq=key.seq, problem=problem)
-        if self.coordinator.has_news(report):
+        if len(news) > len(unfit) or self.coordinator.has_measured(report):
             self.do("report", now, report=report)
         else:
             self.coordinator.reached(report)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pscommon.core import limits
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.log import BatchKey, PushKey, Report, Staged
+from pscommon.core.log import BatchKey, PushKey, Staged
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec
 from pscommon.core.stream import Spec
@@ -25,17 +25,15 @@ def check_request(coordinator: Coordinator, name: str, args: Mapping[str, Any]) 
         check(coordinator, args)
 
 
-def unfit_pushes(coordinator: Coordinator, report: Report) -> list[tuple[PushKey, str]]:
-    """Return the reported pushes of members that must not be applied, each with the reason."""
-    if report.epoch != coordinator.epoch or coordinator.move is not None:
-        return []
-    return [
-        (staged.key, problem)
-        for staged in report.staged
+def unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, str]:
+    """Return those of newly reported pushes that are members' and must not be applied, each with the reason."""
+    return {
+        staged.key: problem
+        for staged in news
         if staged.key.seq > 0
         and coordinator.is_undecided(staged.key)
         and (problem := push_problem(coordinator, staged))
-    ]
+    }
 
 
 def push_problem(coordinator: Coordinator, staged: Staged) -> str:

@@ -79,13 +79,18 @@ class Updates:
         if report.epoch == self.epoch:
             self.log.reached(report.shard, report.index)
 
-    def has_news(self, report: Report) -> bool:
-        """Does a shard report a push that it has not reported before, or what it was asked to measure?"""
+    def news(self, report: Report) -> list[Staged]:
+        """Return the pushes that a shard has not reported before."""
         if report.epoch != self.epoch or not self._is_of_layout(report):
+            return []
+        return [staged for staged in report.staged if self._is_news(report.shard, staged)]
+
+    def has_measured(self, report: Report) -> bool:
+        """Does a shard report what it was asked to measure?"""
+        measurement = self.pending.measurement
+        if measurement is None or report.epoch != self.epoch or not self._is_of_layout(report):
             return False
-        if self.pending.measurement is not None and self.pending.measurement.is_answered_by(report):
-            return True
-        return any(self._is_news(report.shard, staged) for staged in report.staged)
+        return measurement.is_answered_by(report)
 
     def _is_of_layout(self, report: Report) -> bool:
         """Is what the shard has staged cut for the shards of now?"""

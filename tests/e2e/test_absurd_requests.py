@@ -19,6 +19,7 @@ from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psserver.core.coordinator import Coordinator
 from psworker import Client
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
@@ -150,6 +151,42 @@ def test_an_unfit_push_is_refused_before_anything_is_applied(cluster: Make, tmp_
     again = cluster(2, **settings)
 
     assert digest(again.address) == weights
+
+
+def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller gets INTERNAL, the servers go on, and restarts and a standby meet the same state."""
+
+    def faulty(self: Coordinator, worker: int, metrics: dict[str, float], now: float) -> None:
+        self.metrics["half done"] = (0, 1.0)
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Coordinator, "report_metrics", faulty)
+    settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
+    servers = cluster(1, **settings)
+    with Following(servers.servers[0], data_dir=tmp_path / "standby") as following:
+        with counter(servers.address) as client:
+            following.in_sync()
+            count(client)
+            with pytest.raises(PSError) as caught:
+                client.report(loss=1.0)
+            assert caught.value.reason == "INTERNAL"
+            count(client, 2)
+            weights = digest(servers.address)
+        hub, mirror = servers.servers[0].hub, following.standby._mirror
+        assert hub is not None
+        assert mirror is not None
+        assert mirror.coordinator is not None
+        assert mirror.coordinator.metrics == hub._coordinator.metrics == {"half done": (0, 1.0)}
+        assert following.primary.shipper.state == "in sync"
+        servers.close()
+    for _ in range(2):
+        again = cluster(1, **settings)
+        assert digest(again.address) == weights
+        assert status(again.address)["metrics"] == {"half done": 1.0}
+        again.close()
+    assert any("a recorded command fails" in record.message for record in caplog.records)
 
 
 def test_a_push_with_a_negative_learning_rate_is_refused(cluster: Make) -> None:

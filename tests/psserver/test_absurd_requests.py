@@ -242,6 +242,24 @@ def test_an_unfit_push_is_rejected_before_anything_is_applied(name: str, row: Po
     assert job.coordinator.version > version
 
 
+def test_an_unfit_push_that_comes_in_a_move_is_rejected_after_it() -> None:
+    """To another number of shards: whoever holds its new part takes pushes before the move is over."""
+    job = Job(policy("async"), workers=1)
+    (worker,) = job.workers
+    job.recorder.do("reshard", job.now, shards=1, keeps=False)
+    push = Staged(PushKey(worker, 1), 1, 10**6)
+    index = job.coordinator.log.index
+    job.recorder.report(Report(0, 5, index, (push,), moving=True), job.now)
+    assert job.coordinator.move is not None
+    job.recorder.report(Report(0, 5, index, (push,)), job.now)
+    job.recorder.report(Report(0, 5, index, (push,)), job.now)
+    entries = job.coordinator.entries_after(index)
+
+    assert job.coordinator.move is None
+    assert [type(entry) for entry in entries] == [Reject]
+    assert whole(job.replayed()) == whole(job.coordinator)
+
+
 def test_a_push_of_a_worker_that_is_out_is_fenced_whatever_its_base() -> None:
     """After a rollback the bases of old workers are above the version: they have to hear that they are out."""
     job = Job(policy("async"))

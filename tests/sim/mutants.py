@@ -9,7 +9,7 @@ import psserver.core.recorder as recorder_module
 import psserver.core.updates as updates_module
 import tests.sim.servers as servers_module
 from pscommon.core.errors import PSError
-from pscommon.core.log import Contribution, Entry, PushKey, Report, Reshard, Staged
+from pscommon.core.log import Contribution, Entry, PushKey, Reshard, Staged
 from pscommon.core.model import ModelSpec
 from psserver.core.batch_ledger import Loop
 from psserver.core.coordinator import Coordinator
@@ -242,9 +242,9 @@ class ForgetsFailedCommands(JobJournal):
             super().write(command)
 
 
-def no_unfit_pushes(coordinator: Coordinator, report: Report) -> list[tuple[PushKey, str]]:
+def no_unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, str]:
     """Lets every push be applied."""
-    return []
+    return {}
 
 
 def three_unclipped(scenario: Scenario) -> Scenario:
