@@ -42,7 +42,8 @@ Examples:
   PS_LOCAL=1 ps-worker train.py                 plain training without servers, for debugging
 
 \b
-The script finds PS_SERVERS, PS_JOB, PS_DEVICE and PS_WORKER_RANK in its environment, as far as they are known.""",
+The script finds PS_SERVERS, PS_JOB, PS_DEVICE, PS_WORKER_RANK and PS_WORKER_COUNT in its environment, as far as they
+are known.""",
 )
 
 
@@ -111,6 +112,7 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
         "PS_LANES": settings["lanes"],
         "PS_OVERLAP": settings["overlap"],
         "PS_WORKER_RANK": settings["worker_rank"],
+        "PS_WORKER_COUNT": settings["worker_count"],
         "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
     }
     environ.update({name: str(value) for name, value in told.items() if value is not None})

@@ -119,6 +119,13 @@ WORKER_RANK = Option(
     help="0, 1, ... among workers that start together: order of sums [default: order of joining].",
 )
 
+WORKER_COUNT = Option(
+    "--worker-count",
+    section=PLACE,
+    type=COUNT,
+    help="Number of workers that start together, for the script: PS_WORKER_COUNT [default: unknown].",
+)
+
 SERVER_JOB = (*POLICY, EXIT_WHEN_DONE, OPTIMIZERS)
 
 SERVER_LOCAL = (LANES, IN_FLIGHT, METRICS_BIND, THREADS, MALLOC)
@@ -129,6 +136,7 @@ WORKER: tuple[Option, ...] = (
     SERVERS_ADDRESSES,
     CONNECT_TIMEOUT,
     WORKER_RANK,
+    WORKER_COUNT,
     JOB_NAME,
     OPTIMIZERS,
     DEVICE,

@@ -31,4 +31,5 @@ RUN_ONLY: tuple[Option, ...] = (
         help="Exit with 0, not 16, when the script has made no training step.",
     ),
     Option("--summary", section=OUTPUT, type=FILE, help="Write what came out as JSON."),
+    Option("--history", section=OUTPUT, type=FILE, help="Write the values that the script has reported as CSV."),
 )

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from psworker.environment import is_on
 from psworker.finished import nothing_left
 from psworker.run import plan, report
 from psworker.run.display import Display, Spoken, open_display
+from psworker.run.history import write_csv
 from psworker.run.launch import Ended, Launch
 from psworker.run.messages import Signalled
 from psworker.run.output import Output, outputs
@@ -47,6 +48,7 @@ Examples:
   ps-run --servers 2 --workers 2 train.py --epochs 3
   ps-run --workers 4 --policy ssp --staleness 3 --data-dir ./snapshots -m my_package.train
   ps-run --workers 2 --summary result.json --log-dir ./logs train.py
+  ps-run --workers 2 --history loss.csv train.py     what job.report(loss=loss) was given, over time
 
 \b
 Processes are called s0, s1, ... and w0, w1, ...; the option --threads is for each of them [default: their share
@@ -110,20 +112,21 @@ def check(settings: dict[str, Any], script: Script) -> None:
         script.check()
     if settings["optimizers"]:
         check_module("--optimizers", settings["optimizers"])
-    if settings["summary"]:
-        check_summary(settings["summary"])
+    for flag in ("summary", "history"):
+        if settings[flag]:
+            check_output(f"--{flag}", settings[flag])
     if settings["save"] is not None and (problem := why_no_file(settings["save"])):
         raise InvalidRequestError(f"--save {settings['save']}: {problem}")
 
 
-def check_summary(path: Path) -> None:
+def check_output(flag: str, path: Path) -> None:
     """InvalidRequestError where it could not be written."""
     folder = path.resolve().parent
     if is_special(path):
         if not os.access(path, os.W_OK):
-            raise InvalidRequestError(f"--summary {path}: it cannot be written to")
+            raise InvalidRequestError(f"{flag} {path}: it cannot be written to")
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InvalidRequestError(f"--summary {path}: its folder does not exist or cannot be written to")
+        raise InvalidRequestError(f"{flag} {path}: its folder does not exist or cannot be written to")
 
 
 def log_folder(settings: dict[str, Any], folder: Path) -> Path:
@@ -197,12 +200,17 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
     """
     content = report.summary(ended.outcome, ended.result, settings, ended.seconds, ended.restarts, ended.not_saved)
     code = ended.outcome.code
-    if settings["summary"]:
-        try:
-            report.write_summary(settings["summary"], content)
-        except OSError as error:
-            err.write(f"[run] --summary {settings['summary']} could not be written: {error}\n")
-            code = code or Exit.BUG
+    files: dict[str, Callable[[Path], None]] = {
+        "summary": lambda path: report.write_summary(path, content),
+        "history": lambda path: write_csv(path, ended.result.history),
+    }
+    for flag, write in files.items():
+        if settings[flag]:
+            try:
+                write(settings[flag])
+            except OSError as error:
+                err.write(f"[run] --{flag} {settings[flag]} could not be written: {error}\n")
+                code = code or Exit.BUG
     if ended.outcome.status == "done":
         if line := nothing_left(ended.result.status):
             err.write(f"[run] {line}\n")

@@ -74,7 +74,7 @@ class Launch:
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._spare: Spare | None = None
-        self._address_shown = False
+        self._address_shown = self._history_read = False
         self._killed: set[int] = set()  # pids of workers whose script hung
         self._starting = 0.0  # until then somebody starts, and needs the processors
         self._result = Result({})
@@ -97,9 +97,16 @@ class Launch:
                 self._prepare(time.monotonic())
                 if self._supervisor.is_ending:
                     self._display.hurry()
+                    self._read_history()
         finally:
             self._end_all()
         return self._ended(self._outcome, time.monotonic() - began)
+
+    def _read_history(self) -> None:
+        """Once, while the servers of a run that ends early still answer."""
+        if not self._history_read:
+            self._history_read = True
+            self._watch.read_history()
 
     def _next_event(self) -> Event:
         try:
@@ -205,7 +212,8 @@ class Launch:
     def _ended(self, outcome: Outcome, seconds: float) -> Ended:
         result = self._result
         if not result.status:
-            result = Result(self._watch.status, None, result.problem, resumed=self._watch.resumed)
+            watch = self._watch
+            result = Result(watch.status, None, result.problem, resumed=watch.resumed, history=watch.history)
         culprit = self._processes.get(outcome.culprit)
         tail, traceback = (list(culprit.tail), culprit.traceback) if culprit else ([], [])
         log = culprit.log if culprit else self._logs

@@ -93,6 +93,7 @@ class Plan:
             result["PS_NOT_SAVED_FILE"] = str(self.not_saved_file)
         else:
             result["PS_WORKER_RANK"] = str(index_of(name))
+            result["PS_WORKER_COUNT"] = str(self.workers)
             result["PS_WORKER_ATTEMPT"] = str(attempt)
             result[TRACEBACK_FILE] = str(self.traceback_file(name))
         return result

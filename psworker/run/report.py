@@ -8,6 +8,7 @@ from pscommon import strict_json
 from pscommon.exits import EXPLANATIONS, Exit
 from pscommon.whole_file import write_whole
 from psworker.run.ending import Outcome
+from psworker.run.history import digest
 from psworker.run.watch import Result
 
 LONGEST_TRACEBACK = 60
@@ -29,7 +30,7 @@ def summary(
     saved: whether --data-dir and --save have the final weights; null without either, and where that is not known.
     not_saved: why they have not.
     steps and samples are the job's; this_run: what this run added to them, and the version that it resumed (null for a
-    new job).
+    new job). history: for each reported name how many values there are, the first, last, least and greatest one.
     """
     in_force = result.status if "policy" in result.status else settings
     content = {
@@ -45,6 +46,7 @@ def summary(
         "restarts": restarts,
         "weights_sha256": result.sha256,
         "metrics": dict(result.status.get("metrics", {})),
+        "history": digest(result.history),
     }
     content["saved"] = saved(outcome, settings, not_saved)
     if not_saved:
@@ -81,10 +83,7 @@ def table(content: Mapping[str, Any], coloured: bool = False) -> str:
 
     coloured: in red that the final weights are not saved.
     """
-    rows = {
-        label(name): "not finite" if value is None else f"{value:.6g}"
-        for name, value in sorted(content["metrics"].items())
-    }
+    rows = {label(name): _metric(content, name) for name in sorted(content["metrics"])}
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
     if (run := content["this_run"])["resumed_version"] is not None:
         rows["this run"] = f"{run['steps']}  ({run['samples']} samples)"
@@ -100,6 +99,15 @@ def table(content: Mapping[str, Any], coloured: bool = False) -> str:
     if coloured and "saved" in rows:
         lines[-1] = f"{RED}{lines[-1]}{PLAIN}"
     return "\n".join(lines)
+
+
+def _metric(content: Mapping[str, Any], name: str) -> str:
+    """The last value, and what it was at first and at least where there are several."""
+    value, past = content["metrics"][name], content["history"].get(name, {"rows": 0})
+    last = "not finite" if value is None else f"{value:.6g}"
+    if past["rows"] < 2 or past["least"] is None:
+        return last
+    return f"{last}  (first {past['first']:.4g}, least {past['least']:.4g}, greatest {past['greatest']:.4g})"
 
 
 def label(name: str) -> str:

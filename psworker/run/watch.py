@@ -2,16 +2,20 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pscommon.core.metric import MetricRow
+
 if TYPE_CHECKING:
     from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 POLL_SECONDS = 1.0
+HISTORY_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 STOP_SECONDS = 30.0
 JOIN_SECONDS = 5.0
@@ -27,6 +31,9 @@ class Observer(Protocol):
 
     def weights_sha256(self) -> str:
         """Over all tensors that the servers hold. Raises PSError if there is no model."""
+
+    def history(self) -> Sequence[MetricRow]:
+        """All values that scripts have reported, by time. Raises PSError while the servers cannot answer."""
 
     def stop(self) -> None:
         """Asks the servers to end the job. Raises PSError if that does not reach them."""
@@ -47,7 +54,7 @@ class Result:
 
     undone: what of the training the servers do not have any more, in words. idle: why no step of this run was counted,
     in words; empty where one was, or where that is not known. resumed: version, steps and samples
-    that the job had when this run began; None for a new job.
+    that the job had when this run began; None for a new job. history: reported values, by time.
     """
 
     status: Status
@@ -56,6 +63,7 @@ class Result:
     undone: str = ""
     idle: str = ""
     resumed: Mapping[str, int] | None = None
+    history: Sequence[MetricRow] = ()
 
 
 class GrpcObserver:
@@ -76,6 +84,14 @@ class GrpcObserver:
         from pscommon.weights import weights_sha256
 
         return weights_sha256(self._client.pull())
+
+    def history(self) -> Sequence[MetricRow]:
+        """See Observer."""
+        from psproto.v1.coordinator_pb2 import GetHistoryRequest
+
+        with self._coordinator() as coordinator:
+            rows = coordinator.GetHistory(GetHistoryRequest(), timeout=CONNECT_SECONDS).rows
+        return [MetricRow(row.time, row.version, row.worker, row.rank, row.name, row.value) for row in rows]
 
     def stop(self) -> None:
         """See Observer."""
@@ -117,6 +133,8 @@ class Watch:
     ) -> None:
         self.status: Status = {}
         self.resumed: Mapping[str, int] | None = None
+        self.history: Sequence[MetricRow] = ()
+        self._next_history = 0.0
         self._connect = connect
         self._on_result = on_result
         self._on_stopped = on_stopped
@@ -136,6 +154,10 @@ class Watch:
     def collect(self) -> None:
         """Asks for the result: on_result follows."""
         self._requests.put(self._collect)
+
+    def read_history(self) -> None:
+        """Asks for the history of reported values: servers that end soon are not asked again."""
+        self._requests.put(self._refresh_history)
 
     def stop_job(self) -> None:
         """Asks the servers to stop: on_stopped follows, with what went wrong or ""."""
@@ -186,6 +208,8 @@ class Watch:
         steps = self.status.get("steps", 0)
         first, most = self._steps or (steps, steps)
         self._steps = first, max(most, steps)
+        if status.get("metrics") and time.monotonic() >= self._next_history:
+            self._refresh_history()
 
     def _collect(self) -> bool:
         silent, found = self._attempt(self._poll), list[str]()
@@ -194,11 +218,20 @@ class Watch:
             problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
         if found and silent:  # they have come back meanwhile
             self._attempt(self._poll)
+        self._refresh_history()
         undone = _undone(self.status, self._highest)
         idle = "" if silent else self._idle()
         weights = found[0] if found else None
-        self._on_result(Result(self.status, weights, problem, undone, idle, self.resumed))
+        self._on_result(Result(self.status, weights, problem, undone, idle, self.resumed, self.history))
         return True
+
+    def _refresh_history(self) -> bool:
+        self._next_history = time.monotonic() + HISTORY_SECONDS
+        self._attempt(self._take_history)
+        return True
+
+    def _take_history(self) -> None:
+        self.history = self._need().history()
 
     def _idle(self) -> str:
         first, most = self._steps or (0, 0)

@@ -72,7 +72,8 @@ def chosen(programs: Programs) -> Program:
     earlier(programs.folder / "job")
     metrics = [f"127.0.0.1:{port}" for port in free_ports(3)]
     line = (
-        "--servers 2 --workers 1 --summary s.json --log-dir logs --policy ssp --staleness 3 --max-staleness 9 "
+        "--servers 2 --workers 1 --summary s.json --history h.csv --log-dir logs "
+        "--policy ssp --staleness 3 --max-staleness 9 "
         "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 "
         f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} "
         "--log-level warning --log-format json --lanes grpc --overlap on --malloc system --in-flight 448"
@@ -197,6 +198,12 @@ def test_snapshots(programs: Programs, chosen: Program) -> None:
 def test_summary(programs: Programs, chosen: Program, default: Program) -> None:
     assert [path.name for path in programs.folder.glob("*.json")] == ["s.json"]
     assert json.loads((programs.folder / "s.json").read_text())["policy"] == "ssp"
+
+
+@seen("history")
+def test_history(programs: Programs, chosen: Program, default: Program) -> None:
+    assert [path.name for path in programs.folder.glob("*.csv")] == ["h.csv"]
+    assert (programs.folder / "h.csv").read_text().startswith("time,seconds,version,worker,rank,name,value\n")
 
 
 @seen("log_dir")

@@ -65,6 +65,14 @@ def test_worker_rank(cluster: Make, told: Told) -> None:
     assert [row["rank"] for row in status(address)["workers"]] == [5]
 
 
+@seen("worker_count")
+def test_worker_count(told: Told) -> None:
+    """It is for the script alone."""
+    told("--ps", "127.0.0.1:1", "--worker-count", 4)
+
+    assert os.environ["PS_WORKER_COUNT"] == "4"
+
+
 @seen("job")
 def test_job(cluster: Make, told: Told) -> None:
     """A worker of another job does not take part in this one."""

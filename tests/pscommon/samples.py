@@ -44,6 +44,7 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "ps": ("a:1,b:2", '["a:1", "b:2"]'),
     "connect_timeout": ("1.5s", '"1.5s"'),
     "worker_rank": ("3", "3"),
+    "worker_count": ("4", "4"),
     "device": ("cuda:1", '"cuda:1"'),
     "servers": ("3", "3"),
     "workers": ("3", "3"),
@@ -51,4 +52,5 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "grace": ("2m", '"2m"'),
     "log_dir": ("logs", '"logs"'),
     "summary": ("s.json", '"s.json"'),
+    "history": ("h.csv", '"h.csv"'),
 }

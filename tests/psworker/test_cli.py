@@ -71,9 +71,10 @@ def test_the_script_is_told_what_is_known() -> None:
 def test_job_and_rank_are_told_when_given() -> None:
     environ: dict[str, str] = {}
 
-    cli.export(parse("--ps", "a:1", "--job", "otter", "--worker-rank", "3", "--device", "cpu", "x.py"), environ)
+    line = ("--ps", "a:1", "--job", "otter", "--worker-rank", "3", "--worker-count", "4", "--device", "cpu", "x.py")
+    cli.export(parse(*line), environ)
 
-    assert (environ["PS_JOB"], environ["PS_WORKER_RANK"]) == ("otter", "3")
+    assert (environ["PS_JOB"], environ["PS_WORKER_RANK"], environ["PS_WORKER_COUNT"]) == ("otter", "3", "4")
 
 
 def test_the_rank_of_a_launcher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

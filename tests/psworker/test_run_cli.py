@@ -61,6 +61,7 @@ def test_a_run_that_goes_well(bench: Bench) -> None:
         "restarts": 0,
         "weights_sha256": "ab" * 32,
         "metrics": {"accuracy": 0.97},
+        "history": {},
         "saved": None,
     }
     assert "accuracy        0.97" in result.stdout

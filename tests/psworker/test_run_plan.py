@@ -120,7 +120,7 @@ def test_workers_get_one_address_their_rank_and_the_script() -> None:
     assert flags(line)["--device"] == "cpu"
     assert line[line.index("--") :] == ["--", "train.py", "--lr", "1"]
     again = cluster.environment("w1", attempt=2)
-    assert (again["PS_WORKER_RANK"], again["PS_WORKER_ATTEMPT"]) == ("1", "2")
+    assert (again["PS_WORKER_RANK"], again["PS_WORKER_COUNT"], again["PS_WORKER_ATTEMPT"]) == ("1", "2", "2")
 
 
 def test_a_module_is_marked_before_the_script() -> None:

@@ -29,6 +29,7 @@ def test_summary_of_a_run_that_went_well() -> None:
         "restarts": 2,
         "weights_sha256": "f" * 64,
         "metrics": {"loss": 0.25, "accuracy": 0.987654321},
+        "history": {},
         "saved": None,
     }
 
