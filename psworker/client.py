@@ -310,6 +310,7 @@ class Client(ClientFacts):
         lane = self._connection.lane
         given: dict[str, Any] = {"lane": lane} if lane.direct else {"servers": lane.addresses}
         with Client(observe=True, **given) as observer:
+            observer._connection.place.job = self.job
             memory = observer._known_weights().memory
             return observer.plan, memory
 

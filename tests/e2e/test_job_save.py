@@ -13,7 +13,8 @@ from torch import nn
 import psworker
 from pscommon.core.errors import InvalidRequestError, NotSavedError
 from pscommon.snapshot.files import Files
-from psworker import Job
+from psworker import Client, Job
+from psworker.simulation import simulated
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import connected
 
@@ -38,11 +39,11 @@ class Tied(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def trained(job: Job, steps: int = 2) -> Tied:
+def trained(job: Job, steps: int = 2, **how: bool) -> Tied:
     torch.manual_seed(0)
     model = Tied()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = job.optimizer(torch.optim.SGD(parameters, lr=0.1), model)
+    optimizer = job.optimizer(torch.optim.SGD(parameters, lr=0.1), model, **how)
     for _ in range(steps):
         model(torch.tensor([0, 1, 2, 3])).square().mean().backward()
         optimizer.step()
@@ -69,6 +70,24 @@ def test_the_file_is_the_state_dict(cluster: Make, tmp_path: Path, shards: int) 
         assert {"head.weight", "embedding.weight", "same_norm.running_mean"} <= model.state_dict().keys()
         check_same(tmp_path / "model.safetensors", model)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("how", ["overlap", "pipeline"])
+def test_a_step_that_is_on_its_way_is_waited_for(cluster: Make, tmp_path: Path, how: str) -> None:
+    with Job(connected(cluster(2, policy="async").address, 0)) as job:
+        model = trained(job, **{how: True})
+        job.save(tmp_path / "model.safetensors")
+        check_same(tmp_path / "model.safetensors", model)
+    assert job.version == 2
+
+
+def test_in_a_simulation_it_works_alike(tmp_path: Path) -> None:
+    simulated_servers = simulated(2, 1, "sync", None)
+    simulated_servers.turns.enter(0)
+    with Job(Client(lane=simulated_servers.lane(0), rank=0)) as job:
+        model = trained(job)
+        job.save(tmp_path / "model.safetensors")
+        check_same(tmp_path / "model.safetensors", model)
 
 
 def test_without_servers_it_works_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

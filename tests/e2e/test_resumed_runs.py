@@ -33,17 +33,20 @@ def script(
     samples: int = 8,
     epochs: int = 1,
     calls: int = 1,
+    passes: int = 1,
     rank: int = 0,
 ) -> int:
-    """Train on batches of two, in one loop or one per call; the number of steps."""
+    """Train on batches of two, in one loop, one per call, or one per pass over a loader; the number of steps."""
     with psworker.Job(connected(address, rank), rank) as job:
         model = nn.Linear(hidden, 1)
         made = job.optimizer(optimizer(model.parameters(), lr=lr), model)
         for _ in range(calls):
-            for (x,) in job.batches(TensorDataset(torch.ones(samples, hidden)), batch_size=2, epochs=epochs):
-                model(x).sum().backward()
-                made.step()
-                made.zero_grad()
+            loader = job.batches(TensorDataset(torch.ones(samples, hidden)), batch_size=2, epochs=epochs)
+            for _ in range(passes):
+                for (x,) in loader:
+                    model(x).sum().backward()
+                    made.step()
+                    made.zero_grad()
         return job.stats.steps
 
 
@@ -79,14 +82,17 @@ def test_another_learning_rate_is_adopted_named_once_and_trained_with(
         assert client.pull()["bias"].item() == pytest.approx(before - BATCHES * 2 * 0.01, abs=1e-6)
 
 
-@pytest.mark.parametrize(("first", "second"), [({"epochs": 1}, {"epochs": 3}), ({"calls": 1}, {"calls": 3})])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"epochs": 1}, {"epochs": 3}), ({"calls": 1}, {"calls": 3}), ({"passes": 1}, {"passes": 3})],
+)
 def test_more_epochs_train_on(
     resumed: Callable[..., Cluster],
     first: dict[str, int],
     second: dict[str, int],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of one loop, and of a script with a loop for each epoch."""
+    """Of one loop, and of a script with a loop, or a pass over its loader, for each epoch."""
     caplog.set_level(logging.INFO)
     servers = resumed(**first)
 
@@ -98,7 +104,7 @@ def test_more_epochs_train_on(
     assert NOTHING_LEFT not in caplog.text
 
 
-@pytest.mark.parametrize("arguments", [{"epochs": 2}, {"calls": 2}])
+@pytest.mark.parametrize("arguments", [{"epochs": 2}, {"calls": 2}, {"passes": 2}])
 def test_a_finished_job_says_so_in_one_line_with_the_options(
     resumed: Callable[..., Cluster], arguments: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:

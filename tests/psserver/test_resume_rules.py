@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pscommon.core.errors import MismatchError
 from pscommon.core.log import BatchKey, PushKey, Report, Staged
@@ -197,6 +199,36 @@ def test_more_epochs_continue_a_loop_that_was_broken_off() -> None:
 
     for run in (from_snapshot(first), from_log(first)):
         assert run.train(run.worker(), replace(LOOP, epochs=3)) == [1, 2, 3, 4, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.sampled_from(WAYS)), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_over_any_runs_with_growing_epochs_each_batch_counts_once(
+    runs: list[tuple[int, int, Callable[[Run], Run]]], size: int
+) -> None:
+    """Each run trains some batches, may leave one unused, and may raise the epochs; the last one trains the rest."""
+    run, epochs, counted = Run(Coordinator(1, RULES)), 1, list[int]()
+    for batches, more, resume in [*runs, (1_000, 0, from_snapshot)]:
+        epochs += more if run.coordinator.ledger.loops else 0
+        spec = replace(LOOP, size=size, epochs=epochs)
+        worker = run.worker()
+        for step in range(batches):
+            answer = run.ask(worker, spec, step, idle=True)
+            if answer is None or not answer.numbers:
+                break
+            if step == batches - 1 and batches % 2:
+                break  # it is out when the run ends
+            run.push(worker, step + 1, BatchKey(0, answer.numbers[0], 1))
+            counted += answer.numbers
+        if resume is from_log or batches % 3:  # a log knows it until its lease ends
+            run.recorder.do("lose", 0.0, worker=worker, reason="killed")
+        run = resume(run)
+
+    assert sorted(counted) == list(range(size * epochs))
+    assert run.coordinator.ledger.loops[0].done
 
 
 def test_the_raised_number_is_replayed_and_kept_in_snapshots(resumed: Callable[..., Run]) -> None:
