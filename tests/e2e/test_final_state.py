@@ -163,6 +163,15 @@ def test_a_shard_that_is_gone_at_the_end_is_named(cluster: Make, tmp_path: Path)
     assert f"--save {tmp_path / 'f'}: a shard is missing: shard 1" in text
 
 
+def test_a_standby_that_took_over_without_the_data_directory_has_not_saved(cluster: Make) -> None:
+    servers = cluster(1)
+    hub = servers.servers[0].hub
+    assert hub is not None
+    hub.lost_data_dir = "this server went on without /data, whose holder still lives"
+
+    assert ended(servers) == hub.lost_data_dir
+
+
 def test_exit_codes_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
     """15 takes the place of 0, and of nothing else."""
     assert conclude(None, "", 0) == 0
