@@ -21,6 +21,7 @@ from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.core.coordinator import Coordinator
 from psworker import Client
+from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
 from tests.e2e.workers import ONES, count, counted, counter, digest, status, until
@@ -158,19 +159,19 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
 ) -> None:
     """The caller gets INTERNAL, the servers go on, and restarts and a standby meet the same state."""
 
-    def faulty(self: Coordinator, worker: int, metrics: dict[str, float], now: float) -> None:
-        self.metrics["half done"] = (0, 1.0)
+    def faulty(self: Coordinator, worker: int, now: float) -> None:
+        self.samples += 1000
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Coordinator, "report_metrics", faulty)
+    monkeypatch.setattr(Coordinator, "drain", faulty)
     settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
     servers = cluster(1, **settings)
     with Following(servers.servers[0], data_dir=tmp_path / "standby") as following:
         with counter(servers.address) as client:
             following.in_sync()
             count(client)
-            with pytest.raises(PSError) as caught:
-                client.report(loss=1.0)
+            with Servers([servers.address], 10.0) as asked, pytest.raises(PSError) as caught:
+                asked.drain(client.worker)
             assert caught.value.reason == "INTERNAL"
             count(client, 2)
             weights = digest(servers.address)
@@ -178,13 +179,13 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
         assert hub is not None
         assert mirror is not None
         assert mirror.coordinator is not None
-        assert mirror.coordinator.metrics == hub._coordinator.metrics == {"half done": (0, 1.0)}
+        assert mirror.coordinator.samples == hub._coordinator.samples == 1003
         assert following.primary.shipper.state == "in sync"
         servers.close()
     for _ in range(2):
         again = cluster(1, **settings)
         assert digest(again.address) == weights
-        assert status(again.address)["metrics"] == {"half done": 1.0}
+        assert status(again.address)["samples"] == 1003
         again.close()
     assert any("a recorded command fails" in record.message for record in caplog.records)
 
