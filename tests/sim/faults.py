@@ -63,9 +63,12 @@ class Faults:
         """Nobody knows any more that the job had started: who has left since is brought back by its operator."""
         here = {worker.rank for worker in self.workers if worker.alive and not worker.done and not worker.draining}
         for rank in sorted(set(range(self.scenario.workers)) - here):
-            attempt = max(worker.attempt for worker in self.workers if worker.rank == rank) + 1
-            self.to_come += 1
-            self.after(self.rng.random() * 8, partial(self.start_worker, rank, attempt))
+            self.bring_back_one(rank)
+
+    def bring_back_one(self, rank: int) -> None:
+        attempt = max(worker.attempt for worker in self.workers if worker.rank == rank) + 1
+        self.to_come += 1
+        self.after(self.rng.random() * 8, partial(self.start_worker, rank, attempt))
 
     def start_worker(self, rank: int, attempt: int) -> None:
         self.to_come -= 1

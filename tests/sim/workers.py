@@ -225,6 +225,8 @@ class SimWorker:
 
     def finish(self) -> None:
         self.done = True
+        if self.world.takeovers and not self.world.coordinator.started:  # its script had hung over all that
+            self.world.bring_back_one(self.rank)
         self.world.worker_ended()
         worker = self.worker
         self.asked += 1
