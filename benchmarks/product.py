@@ -76,4 +76,4 @@ def client(address: str, rank: int, setup: Setup) -> Client:
 def spec(setup: Setup) -> ModelSpec:
     """The model as the servers see it: float32, one parameter group."""
     tensors = tuple(TensorSpec(name, shape, "float32") for name, shape in shapes(setup.model, setup.nbytes).items())
-    return ModelSpec(tensors, OptimizerSpec(setup.optimizer, ({"lr": setup.rate},)))
+    return ModelSpec(tensors, OptimizerSpec(setup.optimizer, ({"lr": setup.rate},), setup.clip_norm))

@@ -18,6 +18,7 @@ class Setup:
     batch: samples a step, where a network is really trained. overlap: push while gradients are still being computed.
     durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log. shipping: "sync" or
     "async", to a standby of the only server; empty: there is none.
+    clips: updates keep to a clip norm, which none exceeds.
     """
 
     nbytes: int
@@ -35,6 +36,7 @@ class Setup:
     durability: str = ""
     fsync: str = "everysec"
     shipping: str = ""
+    clips: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -42,6 +44,10 @@ class Setup:
     @staticmethod
     def from_json(text: str) -> "Setup":
         return Setup(**json.loads(text))
+
+    @property
+    def clip_norm(self) -> float | None:
+        return 1e9 if self.clips else None
 
     @property
     def rate(self) -> float:

@@ -16,5 +16,6 @@ def examined(staged: Staged, staging: Staging, store: Store, fitness: Fitness) -
         staged, tensor = replace(staged, mended=tensor), store.find_non_finite(staging)  # buffers cannot be mended
     if tensor:
         return replace(staged, problem=f"NON_FINITE: tensor {tensor}")
-    looks = (fitness.norms or store.clips) and not staging.initial
+    # in a round of several the norm of their average matters; where that was not so, the coordinator has it measured
+    looks = (fitness.norms or (store.clips and not store.averages)) and not staging.initial
     return replace(staged, square_norm=store.square_norm([staging])) if looks else staged

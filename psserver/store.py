@@ -37,7 +37,7 @@ class Store:
 
     Memory: the weights, the optimizer's state from the first step on, the stagings in use, in whose place means are
     made, and a copy of the weights for each version that is still being sent after the next one was applied.
-    clips: updates keep to a clip norm, so the norm of each push is reported.
+    clips: updates keep to a clip norm. averages: the newest one was of several pushes.
     Raises UnsupportedOptimizerError or InvalidRequestError for an optimizer that cannot be run.
     """
 
@@ -51,7 +51,7 @@ class Store:
         self._changed = dict.fromkeys(self._stretch.trainable, 0)
         self._all_changed = 0
         self._like = validate(plan.spec.optimizer)
-        self.clips = self._like.clip_norm is not None
+        self.clips, self.averages = self._like.clip_norm is not None, False
         self._optimizer = FlatOptimizer(self._stretch, self._weights, self._like, team)
 
     @property
@@ -145,6 +145,7 @@ class Store:
         for share, scale in _shares(samples, scales):
             shares.append(share)
             factors.append(share * scale)
+        self.averages = len(stagings) > 1
         memories = [_memory(staging) for staging in stagings]
         absent = tuple(self._missing(staging) for staging in stagings)
         self._optimizer.groups = next((s.groups for s in stagings if s.groups is not None), self._optimizer.groups)

@@ -20,7 +20,7 @@ def main(setup: Setup, address: str, rank: int) -> None:
     with product.client(address, rank, setup) as client:
         weights = {name: np.zeros(shape, np.float32) for name, shape in named}
         gradients = {name: np.ones(shape, np.float32) for name, shape in named}
-        client.register(weights, OptimizerSpec(setup.optimizer, ({"lr": setup.rate},)))
+        client.register(weights, OptimizerSpec(setup.optimizer, ({"lr": setup.rate},), setup.clip_norm))
 
         def turn() -> Measurements:
             began = time.perf_counter()

@@ -1,6 +1,7 @@
 """One file a work: who is compared doing what. WORKS has them all, in the order in which they run."""
 
 from benchmarks.works import (
+    clipping,
     durability,
     growth,
     many_tensors,
@@ -33,4 +34,7 @@ WORKS: tuple[Work, ...] = (
     snapshots.WORK,
     standby.LARGE,
     standby.SMALL,
+    clipping.LARGE,
+    clipping.SMALL,
+    clipping.ALONE,
 )

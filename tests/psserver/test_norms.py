@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from pscommon.core.log import PushKey, Staged
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from pscommon.team import ALONE, Team
 from psserver import norms
+from psserver.core.rules import ANY, Fitness
+from psserver.fitness import examined
 from tests.psserver.stores import Shards
 
 TENSORS = {"w": (700, 1000), "odd": (3,), "h": (5, 33), "last": (1,)}
 SAMPLES = (16, 5)
+NORMS = Fitness(norms=True)
 
 
 def spec(dtype: str = "float32") -> ModelSpec:
@@ -88,6 +92,20 @@ def test_nothing_of_the_pushes_changes() -> None:
 
     weights, others = measured.weights(), untouched.weights()
     assert all(torch.equal(weights[name], others[name]) for name in TENSORS)
+
+
+def test_a_pushs_own_norm_is_looked_at_where_updates_are_of_one_push() -> None:
+    """In a round of several, that of their average is measured instead. --max-norm needs each in any case."""
+    clipped = ModelSpec(spec().tensors, OptimizerSpec("sgd", ({"lr": 1.0},), clip_norm=1.0))
+    job, found = Shards(clipped, 1), []
+    job.begin(push(0))
+    for update in ([push(1)], [push(1), push(2)], [push(1)]):
+        (staging,) = job.stage(push(3))
+        found.append([examined(Staged(PushKey(1, 1), 1, 0), staging, job.stores[0], each) for each in (ANY, NORMS)])
+        job.step(*update)
+
+    own = square_norm(job, push(3))
+    assert [[each.square_norm for each in both] for both in found] == [[own, own], [own, own], [0.0, own]]
 
 
 def test_a_sum_that_is_too_large_for_float64_is_infinite() -> None:
