@@ -51,6 +51,7 @@ def train(
     held_at: int = 0,
     until: Path | None = None,
     streamed: bool = False,
+    clip_norm: float | None = None,
 ) -> None:
     """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says when it made each.
 
@@ -62,7 +63,7 @@ def train(
     print(f"connects {time.monotonic():.3f}", flush=True)
     with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
         model = network()
-        optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
+        optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model, clip_norm=clip_norm)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
         job.resume(scheduler)
         dataset, sources = (Rows(), SOURCES) if streamed else (data(), None)

@@ -91,6 +91,14 @@ def test_the_bits_of_a_stream_are_those_of_the_undisturbed_run(tmp_path: Path) -
     assert disturbed(tmp_path / "disturbed", seed=1, kills=5, streamed=True) == quiet
 
 
+def test_the_bits_of_a_clipped_run_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
+    """Whoever dies between the measure of an update and the update itself."""
+    quiet = undisturbed(tmp_path / "quiet", clip_norm=0.3)
+
+    assert quiet != undisturbed(tmp_path / "unclipped")
+    assert disturbed(tmp_path / "disturbed", seed=2, kills=8, clip_norm=0.3) == quiet
+
+
 def test_with_shrink_each_sample_counts_exactly_once(tmp_path: Path) -> None:
     """Rounds go on without a killed worker once its lease has ended; who is started in its place is new."""
     with killed_job(tmp_path, *LOG) as job:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reshard, Staged
+from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, Measure, Measured, PushKey, Reshard, Staged
 from pscommon.core.model import ModelSpec, TensorSpec
 from pscommon.core.tape import Plan
 from pscommon.snapshot import Manifest
@@ -137,6 +137,21 @@ def test_an_entry_that_was_written_twice_is_carried_out_once(writer: Writer) -> 
     writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST), apply(2, FIRST))
 
     assert writer.read().machine.version == 1
+
+
+def test_what_was_measured_is_measured_again_and_stays_until_the_pushes_count(writer: Writer) -> None:
+    measure = Measure(2, (Contribution(FIRST, 8, 0, 0.5),))
+    writer.write(UPLOAD, begin(), FIRST, measure)
+
+    recovery = writer.read()
+    assert recovery.machine.report().measured == Measured(2, 4 * 0.5**2)
+    assert recovery.kept.keys() == {FIRST}
+    assert weights(recovery) == [0.0] * 4
+
+    writer.write(apply(3, FIRST))
+    recovery = writer.read()
+    assert recovery.machine.report().measured is None
+    assert weights(recovery) == [-1.0] * 4
 
 
 def test_the_pushes_of_an_evicted_worker_are_gone(writer: Writer) -> None:
