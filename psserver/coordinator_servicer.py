@@ -61,7 +61,7 @@ class Coordinator(CoordinatorServiceServicer):
                 lease_ms=round(self._hub.config.lease * 1000),
                 policy=self._hub.policy,
                 open_loop=self._hub.ledger.open_loop,
-                known_loops=len(self._hub.ledger.loops),
+                known_loops=self._hub.ledger.known_loops,
                 open_loops=self._hub.ledger.open_loops,
                 bad_gradients=self._hub.config.bad_gradients,
                 standbys=self._hub.fleet.standbys,

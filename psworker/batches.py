@@ -256,11 +256,12 @@ class Batches:
     def __iter__(self) -> "BatchIterator":
         loops = self._job.loops
         spec, source = self._data.next_pass(loops.count)
-        if self._iterator is not None and (before := self._iterator()) is not None:
+        if self._pass is not None and self._iterator is not None and (before := self._iterator()) is not None:
             before.give_way()
-        loops.make(spec.loop)
+            loops.discard(self._pass.loop)
         self._pass = Pass(self._job, spec, source, self._reseed)
         iterator = BatchIterator(self._pass.batches())
+        loops.make(spec.loop, iterator)
         self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -297,6 +298,7 @@ class Pass:
     """One loop of the ledger, from its first batch to its end."""
 
     def __init__(self, job: "Job", spec: Spec, source: Source, reseed: bool) -> None:
+        self.loop = spec.loop
         self._job = job
         self._leases = Leases(job, spec)
         self._source = source

@@ -332,7 +332,7 @@ class Job(JobFacts):
         log.info("back in job %s as worker %d, version %d", self.client.job, self.client.worker, self.version)
 
     def _check_loop(self) -> None:
-        if self.loops.come_again(self.client.open_loop, self.version) and not self._retired:
+        if self.loops.come_again(self.client.has_ended, self.version) and not self._retired:
             raise FencedError(
                 f"the servers went back to version {self.version}, in an earlier loop: start the script again"
             )

@@ -1,6 +1,8 @@
 """Where a script is among its loops: what it is in, may still begin, and has behind it."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     from psworker.batches import Leases
@@ -19,7 +21,7 @@ class Loops:
     def __init__(self) -> None:
         self.open: list[Leases] = []
         self.count = 0
-        self._made: set[int] = set()
+        self._made: WeakValueDictionary[int, object] = WeakValueDictionary()
         self._last = -1
         self._passed: set[int] = set()
         self._behind = 0
@@ -28,29 +30,36 @@ class Loops:
     def first(self) -> int:
         return min([*self._made, *(leases.loop for leases in self.open)])
 
-    def make(self, loop: int) -> None:
-        """The next one, whose number is `count`."""
-        self._made.add(loop)
+    def make(self, loop: int, iterator: object) -> None:
+        """The next one, whose number is `count`. It will not begin any more once the script drops its iterator."""
+        self._made[loop] = iterator
         self.count = loop + 1
 
+    def discard(self, loop: int) -> None:
+        """One that was made will not begin."""
+        self._made.pop(loop, None)
+
     def begin(self, leases: "Leases") -> None:
-        self._made.discard(leases.loop)
+        self.discard(leases.loop)
         if not self.open:  # it is in no other
-            self._made = {loop for loop in self._made if loop > self._last}
+            for loop in [loop for loop in self._made if loop <= self._last]:
+                self.discard(loop)
             self._last = leases.loop
         self.open.append(leases)
 
     def passed(self, loop: int) -> None:
-        """This loop has ended: all its batches have counted."""
-        self._passed.add(loop)
+        """This loop has ended: all its batches have counted. What lies in another one may come again with that."""
+        if self.open[0].loop == loop:
+            self._passed.add(loop)
 
     def end(self, leases: "Leases", version: int) -> None:
         """The script has left this loop, be it before its end. version: after its last push in it; 0: it made none."""
         self.open.remove(leases)
-        # one that has ended is known by its number; what lies in another one may come again with that
+        # one that has ended is known by its number
         if not self.open and leases.loop not in self._passed:
             self._behind = max(self._behind, version)
 
-    def come_again(self, open_loop: int, version: int) -> bool:
-        """Are the servers, by their first open loop and version, before something that the script has behind it?"""
-        return open_loop in self._passed or version < self._behind
+    def come_again(self, has_ended: Callable[[int], bool], version: int) -> bool:
+        """Are the servers, by the loops that have ended there and by their version, before something that the script
+        has behind it?"""
+        return version < self._behind or not all(map(has_ended, self._passed))

@@ -41,6 +41,11 @@ class Ledger:
         return number
 
     @property
+    def known_loops(self) -> int:
+        """The number after the highest one of a loop. Scripts may leave out numbers."""
+        return self._last + 1
+
+    @property
     def open_loops(self) -> list[int]:
         """Numbers of the loops with data that has not counted."""
         return [number for number, loop in self._live.items() if not (loop.ended or loop.done)]

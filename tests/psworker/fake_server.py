@@ -336,6 +336,7 @@ class FakeServer(CoordinatorServiceServicer):
                 lease_ms=round(self.cluster.lease * 1000),
                 policy=self.cluster.policy,
                 open_loop=self.cluster.open_loop,
+                known_loops=self.cluster.open_loop,
             )
 
     def Register(self, request: co.RegisterRequest, context: grpc.ServicerContext) -> co.RegisterResponse:

@@ -247,3 +247,34 @@ def test_passes_without_servers_are_never_skipped() -> None:
     assert not loader.skipped
     assert passes(loader, optimizer, 1) == [[]]
     assert not loader.skipped
+
+
+def test_iterators_that_never_begin_hold_nothing_up() -> None:
+    """Some frameworks call iter() more often than they go through a pass, and hold what it gave for a while."""
+    job, optimizer, client = started()
+    loader, other = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 4)
+    held, also_held = iter(loader), iter(loader)
+    iter(other)
+
+    first_open = []
+    for _ in loader:
+        first_open.append(job.loops.first)
+        optimizer.step()
+
+    assert [spec.loop for spec in client.loops] == [3]
+    assert first_open == [3, 3]
+    for iterator in (held, also_held):
+        with pytest.raises(InvalidRequestError, match="next one"):
+            next(iterator)
+
+
+def test_an_iterator_that_the_script_holds_may_begin_inside_a_later_pass() -> None:
+    job, optimizer, client = started()
+    held = iter(job.batches(NUMBERS, 5))
+
+    for _ in job.batches(NUMBERS, 10):
+        assert job.loops.first == 0
+        assert len(next(held)) == 5
+        optimizer.step()
+
+    assert client.pushed == [(BatchKey(1, 0), BatchKey(0, 0))]

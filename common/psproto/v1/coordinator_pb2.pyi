@@ -87,7 +87,7 @@ class JoinResponse(google.protobuf.message.Message):
     bad_gradients: builtins.str
     """what becomes of gradients with NaN or Inf, or with too large a norm: abort, skip or clip"""
     known_loops: builtins.int
-    """number of loops that have begun so far, and which of them have not ended: all others are the past for this worker"""
+    """loops from this one on have not begun yet; of those before it, all but the open ones are the past for this worker"""
     workers: builtins.int
     first: builtins.bool
     @property
