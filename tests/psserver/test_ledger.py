@@ -188,6 +188,20 @@ def test_another_order_of_a_sampler_names_it() -> None:
         ledger.open(2, LoopSpec(1, size=3, batch_size=1))
 
 
+def test_the_ledger_knows_which_loops_have_not_ended() -> None:
+    """A script may leave out numbers: of loops that it made and never began."""
+    ledger = Ledger()
+    assert (ledger.known_loops, ledger.open_loops) == (0, [])
+    for number in (1, 2, 5):
+        ledger.open(1, LoopSpec(number, size=1, batch_size=1), None, [1])
+
+    assert (ledger.known_loops, ledger.open_loops) == (6, [5])
+
+    again = Ledger()
+    again.restore(ledger.state())
+    assert (again.known_loops, again.open_loops) == (6, [5])
+
+
 def test_a_ledger_with_samplers_is_brought_back() -> None:
     ledger = Ledger()
     mine = LoopSpec(0, size=3, batch_size=2, shuffle=False, order="0" * 32, sampler="Mine", batches=2)
