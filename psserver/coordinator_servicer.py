@@ -153,7 +153,7 @@ class Coordinator(CoordinatorServiceServicer):
     def ReturnBatches(self, request: pb.ReturnBatchesRequest, context: Context) -> pb.ReturnBatchesResponse:
         with answering(context):
             self._hub.check_job(request.job)
-            self._hub.return_batches(request.worker, batches_from_proto(request.batches))
+            self._hub.return_batches(request.worker, batches_from_proto(request.batches), request.used)
             return pb.ReturnBatchesResponse()
 
     def ReportMetrics(self, request: pb.ReportMetricsRequest, context: Context) -> pb.ReportMetricsResponse:

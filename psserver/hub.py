@@ -188,8 +188,8 @@ class Hub:
             self._gathering.check()
         return answer
 
-    def return_batches(self, worker: int, batches: Iterable[BatchKey]) -> None:
-        self._desk.do("return_batches", worker=worker, batches=list(batches))
+    def return_batches(self, worker: int, batches: Iterable[BatchKey], used: bool) -> None:
+        self._desk.do("return_batches", worker=worker, batches=list(batches), **({"used": True} if used else {}))
 
     @property
     def begun(self) -> bool:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 FETCH, COMPUTE = 0, 1
 
+BATCHES_PER_REQUEST = 10_000
+"""Batches that one request names at most."""
+
 log = logging.getLogger("psworker")
 
 
@@ -115,6 +118,7 @@ class Leases:
         self.loop = spec.loop
         self._ready: deque[int] = deque()
         self._held: dict[int, int | None] = {}
+        self._evaluated: list[BatchKey] = []
         self._ended = self._got_any = False
         self.share: int | None = None
 
@@ -168,8 +172,21 @@ class Leases:
         if key.number not in self._held:
             return False
         following = self._held.pop(key.number)
-        self._job.usage.add(key, samples if torch.is_grad_enabled() else 0, following)
+        evaluates = not torch.is_grad_enabled()
+        if evaluates:
+            self._evaluated.append(key)
+        self._job.usage.add(key, 0 if evaluates else samples, following)
         return True
+
+    def drop_evaluated(self) -> None:
+        """The loop has ended for this worker: what it only evaluated counts as done, because no step will count it."""
+        keys, self._evaluated = self._evaluated, []
+        if keys and self._ended:
+            usage, dropped = self._job.usage, set(keys)
+            usage.batches = tuple(key for key in usage.batches if key not in dropped)
+            for start in range(0, len(keys), BATCHES_PER_REQUEST):
+                with self._job.healing():
+                    self._job.client.drop_batches(keys[start : start + BATCHES_PER_REQUEST])
 
     def find_end(self, key: BatchKey) -> None:
         """There is nothing in this batch: its source ends before it."""
@@ -182,6 +199,7 @@ class Leases:
         """All that was leased and not used is others' now. What the loader has fetched of it is passed over."""
         self._ready.clear()
         self._held.clear()
+        self._evaluated.clear()
 
     def give_back(self) -> None:
         """What was leased and not used is free for others."""
@@ -332,6 +350,7 @@ class Pass:
                         yield batch
                 self._job.enter("wait")
                 more = leases.wait()
+            leases.drop_evaluated()
             self._job.enter("compute")
         if self._job.stats.steps == steps and (unused := self._void(samples)):
             log.warning(

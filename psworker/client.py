@@ -274,6 +274,10 @@ class Client(ClientFacts):
         """These will not be pushed: others may have them."""
         self._data.give_back(batches)
 
+    def drop_batches(self, batches: Sequence[BatchKey]) -> None:
+        """These were used, and no push will bring them: others must not have them."""
+        self._data.give_back(batches, used=True)
+
     def report(self, **values: SupportsFloat) -> None:
         """Values for the job's summary, metrics and logs."""
         numbers = {name: float(value) for name, value in values.items()}

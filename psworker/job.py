@@ -132,9 +132,9 @@ class Job(JobFacts):
 
         A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives unused batches back, to a
         run that is resumed, too; one that all workers have left for a later pass is over. When a pass ends, the model
-        holds the job's newest weights. Under torch.no_grad() a batch weighs nothing; as no step counts it, another
-        worker may see it when this one leaves. A pass inside another one, such as a test every 100 steps, gives nothing
-        to a worker that comes when it has ended: a successor, or a run that is resumed.
+        holds the job's newest weights. Under torch.no_grad() a batch weighs nothing, and is done when its pass has
+        ended. A pass inside another one, such as a test every 100 steps, gives nothing to a worker that comes when it
+        has ended: a successor, or a run that is resumed.
 
         Args:
             dataset: Map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.

@@ -42,9 +42,11 @@ class DataShare:
             "asking for the share of a loop", lambda: lane.next_batch(request, self._connection.call_seconds)
         ).share
 
-    def give_back(self, batches: Sequence[BatchKey]) -> None:
+    def give_back(self, batches: Sequence[BatchKey], used: bool = False) -> None:
         connection, place = self._connection, self._connection.place
-        request = co.ReturnBatchesRequest(job=place.job, worker=place.worker, batches=codec.batches_to_proto(batches))
+        request = co.ReturnBatchesRequest(
+            job=place.job, worker=place.worker, batches=codec.batches_to_proto(batches), used=used
+        )
         connection.call("returning batches", lambda: connection.lane.return_batches(request, connection.call_seconds))
 
     def _wait(self, loop: Spec, count: int) -> co.NextBatchResponse:

@@ -22,7 +22,8 @@ from pscommon.core.errors import (
 )
 from pscommon.core.log import BatchKey, Cut
 from pscommon.core.model import ModelSpec
-from pscommon.core.stream import Spec, StreamSpec
+from pscommon.core.stream import Spec
+from psserver.core.draws import units_of
 from psserver.core.move import Move
 from psserver.core.moves import Moves
 from psserver.core.pace import Pace
@@ -222,31 +223,17 @@ class Coordinator(Moves):
 
     def units(self, spec: Spec) -> int | None:
         """How many batches make an update; None: one of each worker."""
-        global_batch = self.rules.global_batch
-        if global_batch is None or not self.policy.barrier:
-            return None
-        if isinstance(spec, StreamSpec):
-            raise InvalidRequestError(
-                f"--global-batch {global_batch} needs data with a length: how much a stream holds, and so what an "
-                "update would take, is not known beforehand; start the servers without it"
-            )
-        if spec.batches:
-            raise InvalidRequestError(
-                f"--global-batch {global_batch} cannot apply to a batch_sampler, whose batches may differ in size. "
-                "Try: sampler= with batch_size="
-            )
-        units, rest = divmod(global_batch, spec.batch_size)
-        if rest or not units:
-            raise InvalidRequestError(
-                f"--global-batch {global_batch} is not a multiple of the script's batch_size {spec.batch_size}: "
-                "an update takes whole batches, so choose a batch_size that divides it, or another --global-batch"
-            )
-        return units
+        return units_of(self.rules.global_batch, spec) if self.policy.barrier else None
 
-    def return_batches(self, worker: int, batches: Iterable[BatchKey], now: float) -> None:
-        """These will not be pushed; somebody else may have them."""
+    def return_batches(self, worker: int, batches: Iterable[BatchKey], now: float, used: bool = False) -> None:
+        """These will not be pushed. Other workers may have them, unless they were used."""
         self.member(worker, now)
-        self.ledger.put_back(worker, batches)
+        if not used:
+            self.ledger.put_back(worker, batches)
+            return
+        self.ledger.use_up(worker, batches)
+        self.end_loops()
+        self.advance(now)
 
     def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
         """Take values without a history. Only logs of earlier releases have this command."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.stream import Spec, StreamSpec
 from psserver.core.leases import Leases
 
 
@@ -17,6 +19,29 @@ def shares(numbers: Sequence[int], parts: int) -> list[Sequence[int]]:
     least, more = divmod(len(numbers), parts)
     ends = accumulate((least + (part < more) for part in range(parts)), initial=0)
     return [numbers[start:end] for start, end in pairwise(ends)]
+
+
+def units_of(global_batch: int | None, spec: Spec) -> int | None:
+    """How many batches make an update; None: one of each worker."""
+    if global_batch is None:
+        return None
+    if isinstance(spec, StreamSpec):
+        raise InvalidRequestError(
+            f"--global-batch {global_batch} needs data with a length: how much a stream holds, and so what an "
+            "update would take, is not known beforehand; start the servers without it"
+        )
+    if spec.batches:
+        raise InvalidRequestError(
+            f"--global-batch {global_batch} cannot apply to a batch_sampler, whose batches may differ in size. "
+            "Try: sampler= with batch_size="
+        )
+    units, rest = divmod(global_batch, spec.batch_size)
+    if rest or not units:
+        raise InvalidRequestError(
+            f"--global-batch {global_batch} is not a multiple of the script's batch_size {spec.batch_size}: "
+            "an update takes whole batches, so choose a batch_size that divides it, or another --global-batch"
+        )
+    return units
 
 
 class Draws:

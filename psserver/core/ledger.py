@@ -121,6 +121,13 @@ class Ledger:
         for loop, batch in self._known(batches):
             loop.drop(worker, [batch.number])
 
+    def use_up(self, worker: int, batches: Iterable[BatchKey]) -> None:
+        """The worker has only evaluated these: no push will count them, and a loop of which all is done is over."""
+        for loop, batch in self._known(batches):
+            loop.drop(worker, [batch.number])
+            if loop.done:
+                loop.end()
+
     def put_back(self, worker: int, batches: Iterable[BatchKey]) -> None:
         """The worker will not push these; they are free again."""
         for loop, batch in self._known(batches):

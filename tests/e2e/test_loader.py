@@ -93,9 +93,7 @@ def test_two_loaders_that_alternate(cluster: Make, name: str, workers: int, over
         assert run.skipped == run.test_skipped == [False] * PASSES
     if workers == 1 or name == "sync":
         assert all(run.counts == run.lengths for run in runs)
-        # when a worker has left the job, what it has only tested goes to the other one
-        assert together(runs, "tested")[:-1] == [list(range(TEST))] * (PASSES - 1)
-        assert {sample for run in runs for sample in run.tested[-1]} == set(range(TEST))
+        assert together(runs, "tested") == [list(range(TEST))] * PASSES
 
 
 def test_under_sync_each_worker_has_its_own_share(cluster: Make) -> None:
@@ -136,6 +134,25 @@ def test_a_resumed_job_skips_what_it_has_completed_and_goes_on_within_a_pass(
     assert together(runs, "trained")[2] == list(range(TRAIN))
     uninterrupted = real(cluster(1, min_workers=workers).address, workers, examples())
     assert [run.trained[2] for run in runs] == [run.trained[2] for run in uninterrupted]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_finished_job_has_nothing_left_though_it_ended_with_a_test(cluster: Make, tmp_path: Path, name: str) -> None:
+    """No step counts what is only evaluated: a worker says itself that it is done with it."""
+    settings = {"min_workers": 2, "data_dir": tmp_path, **POLICIES[name]}
+    servers = cluster(1, **settings)
+    real(servers.address, 2, examples())
+    rows = status(servers.address)["data"]
+    assert [row["ended"] for row in rows] == [True] * 2 * PASSES
+    assert [row["leased"] for row in rows] == [0] * 2 * PASSES
+    assert rows[-1]["committed"] == rows[-1]["total"] == rows[-1]["dropped"]
+    servers.stop()
+
+    runs = real(cluster(1, **settings).address, 2, examples())
+
+    for run in runs:
+        assert run.skipped == run.test_skipped == [True] * PASSES
+        assert run.trained == run.tested == [[]] * PASSES
 
 
 def test_a_worker_that_comes_late_skips_the_passes_that_had_ended(cluster: Make) -> None:
@@ -366,6 +383,12 @@ def test_a_resumed_run_of_processes_ends_as_an_uninterrupted_one(programs: Progr
     found, expected = (json.loads((programs.folder / name).read_text()) for name in ("resumed.json", "whole.json"))
     assert found["weights_sha256"] == expected["weights_sha256"]
     assert epochs(whole.said) == [[epoch, 4, 4, False, False] for epoch in range(4) for _ in range(2)]
+    finished = programs.run("ps-run", *settings, "--data-dir", "job", "train.py")
+    assert finished.process.returncode == 0, finished.said
+    assert "nothing is left to train" in finished.said
+    # one worker may be done before the other one asks for its share
+    without_length = [[epoch, steps, *skipped] for epoch, steps, _, *skipped in epochs(finished.said)]
+    assert without_length == [[epoch, 0, True, True] for epoch in range(4) for _ in range(2)]
     assert epochs(resumed.said) == [
         *[[epoch, 0, 4, True, True] for epoch in range(2) for _ in range(2)],
         *[[2, 2, 4, False, False]] * 2,

@@ -188,7 +188,7 @@ def test_an_evaluation_needs_no_steps_and_leaves_the_updates_after_it_alone() ->
         model(batch).mean().backward()
         optimizer.step()
 
-    assert client.pushed == [((0, 1, 0, 1), 11)]
+    assert client.pushed == [((0, 1), 11)]
 
 
 def test_a_worker_that_lost_its_place_adds_nothing_of_before() -> None:

@@ -27,6 +27,7 @@ class Ledger(LocalClient):
         self.loops: list[Spec] = []
         self.pushed: list[tuple[BatchKey, ...]] = []
         self.returned: list[BatchKey] = []
+        self.dropped: list[BatchKey] = []
 
     def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
         if loop not in self.loops:
@@ -36,6 +37,9 @@ class Ledger(LocalClient):
     def return_batches(self, batches: Any) -> None:
         self.returned += batches
         super().return_batches(batches)
+
+    def drop_batches(self, batches: Any) -> None:
+        self.dropped += batches
 
     def exchange(self, **call: Any) -> PushResult:
         if call["gradients"] is not None:
@@ -278,3 +282,31 @@ def test_an_iterator_that_the_script_holds_may_begin_inside_a_later_pass() -> No
         optimizer.step()
 
     assert client.pushed == [(BatchKey(1, 0), BatchKey(0, 0))]
+
+
+def test_a_pass_that_only_evaluates_says_that_it_is_done_with_its_batches() -> None:
+    """Else they would be another worker's when this one leaves."""
+    job, optimizer, client = started()
+    train, test = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 2)
+    with torch.no_grad():
+        list(test)
+    assert client.dropped == [BatchKey(0, 0), BatchKey(0, 1)]
+
+    passes(train, optimizer, 1)
+    assert client.pushed == [(BatchKey(1, 0),), (BatchKey(1, 1),)]
+    with torch.no_grad():
+        for _ in test:
+            break
+    assert client.dropped == [BatchKey(0, 0), BatchKey(0, 1)]
+
+
+def test_an_evaluation_within_an_accumulation_leaves_that_alone() -> None:
+    job, optimizer, client = started()
+    for number, _ in enumerate(job.batches(NUMBERS, 5)):
+        with torch.no_grad():
+            list(job.batches(NUMBERS[:4], 4))
+        if number:
+            optimizer.step()
+
+    assert client.dropped == [BatchKey(1, 0), BatchKey(2, 0)]
+    assert client.pushed == [(BatchKey(0, 0), BatchKey(0, 1))]

@@ -569,8 +569,11 @@ class ReturnBatchesRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     WORKER_FIELD_NUMBER: builtins.int
     BATCHES_FIELD_NUMBER: builtins.int
+    USED_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
+    used: builtins.bool
+    """they were used, and no push will bring them (an evaluation): others must not have them"""
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[psproto.v1.parameter_server_pb2.Batch]: ...
     def __init__(
@@ -579,8 +582,9 @@ class ReturnBatchesRequest(google.protobuf.message.Message):
         job: builtins.str = ...,
         worker: builtins.int = ...,
         batches: collections.abc.Iterable[psproto.v1.parameter_server_pb2.Batch] | None = ...,
+        used: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["batches", b"batches", "job", b"job", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batches", b"batches", "job", b"job", "used", b"used", "worker", b"worker"]) -> None: ...
 
 global___ReturnBatchesRequest = ReturnBatchesRequest
 
