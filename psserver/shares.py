@@ -1,8 +1,6 @@
 """Queries for the share of a loop that a worker can expect."""
 
-from pscommon.core.errors import InvalidRequestError
 from pscommon.core.stream import Spec
-from psserver.core.request_checks import loop_problem
 from psserver.core.worker_share import worker_share
 from psserver.desk import Desk
 
@@ -14,7 +12,5 @@ class Shares:
         self._desk = desk
 
     def of(self, worker: int, spec: Spec) -> int:
-        """Number of batches; see worker_share. InvalidRequestError for a loop that no ledger can deal."""
-        if problem := loop_problem(spec):
-            raise InvalidRequestError(f"a share refused: {problem}. Try: a smaller number of epochs.", "OUT_OF_RANGE")
+        """Number of batches; see worker_share."""
         return self._desk.step(lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True)
