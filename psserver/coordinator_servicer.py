@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from pscommon import strict_json
-from pscommon.core.limits import MAX_NAME_CHARACTERS
+from pscommon.core.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS
 from pscommon.core.model import ModelSpec
 from pscommon.optim import check_same_optimizers
 from pscommon.optimizers import check_numbers, validate
@@ -53,7 +53,7 @@ class Coordinator(CoordinatorServiceServicer):
         with answering(context):
             rank = request.rank if request.HasField("rank") else None
             member = self._hub.join(request.job, rank, request.host, request.pid, request.device, request.attempt)
-            self._hub.exits.learn(member.worker, request.process)
+            self._hub.exits.learn(member.worker, request.process[:MAX_NAME_CHARACTERS])
             return pb.JoinResponse(
                 job=self._hub.job,
                 worker=member.worker,
@@ -113,7 +113,7 @@ class Coordinator(CoordinatorServiceServicer):
                 phase=request.phase[:MAX_NAME_CHARACTERS], no_call_seconds=request.no_call_seconds,
             )  # fmt: skip
             beats.report_beside(request.worker, _sent(request.values))
-            self._hub.exits.learn(request.worker, request.process)
+            self._hub.exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
             fleet = self._hub.fleet
             return pb.HeartbeatResponse(
                 version=self._hub.version, stopping=beat.over, draining=beat.draining,
@@ -123,7 +123,8 @@ class Coordinator(CoordinatorServiceServicer):
 
     def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitResponse:
         with answering(context):
-            return pb.ReportExitResponse(workers=self._hub.exits.report(request.process, request.reason))
+            process, reason = request.process[:MAX_NAME_CHARACTERS], request.reason[:MAX_REASON_CHARACTERS]
+            return pb.ReportExitResponse(workers=self._hub.exits.report(process, reason))
 
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
@@ -201,7 +202,7 @@ class Coordinator(CoordinatorServiceServicer):
 
     def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
         with answering(context):
-            self._hub.stop(request.reason)
+            self._hub.stop(request.reason[:MAX_REASON_CHARACTERS])
             return pb.StopJobResponse()
 
     # ---- other shards -----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.limits import MAX_TENSORS
 from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
@@ -17,6 +18,7 @@ from pscommon.wire.channel import open_channel
 from pscommon.wire.codec import loop_to_proto, model_to_proto
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.core.coordinator import Coordinator
@@ -42,6 +44,10 @@ def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
     yield "Join", co.JoinRequest(host="h" * 100_000), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge, wait_ms=LARGEST), "OUT_OF_RANGE"
+    tensors = [mo.TensorSpec(name="w")] * (MAX_TENSORS + 1)
+    yield "Register", co.RegisterRequest(worker=worker, model=mo.ModelSpec(tensors=tensors)), "OUT_OF_RANGE"
+    nested = mo.ModelSpec(optimizer_json="[" * 100_000)
+    yield "Register", co.RegisterRequest(worker=worker, model=nested), "INVALID_REQUEST"
     yield "NextBatch", co.NextBatchRequest(worker=worker, loop=loop, count=20_000_000), "OUT_OF_RANGE"
     yield "NextBatch", co.NextBatchRequest(worker=worker, loop=loop, wait_ms=LARGEST), "OUT_OF_RANGE"
     yield "NextBatch", co.NextBatchRequest(worker=worker, loop=endless), "OUT_OF_RANGE"

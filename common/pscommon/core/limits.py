@@ -27,6 +27,9 @@ MAX_ATTEMPT = 1_000_000
 MAX_SHARDS = 4096
 """Servers of one job."""
 
+MAX_TENSORS = 100_000
+"""Tensors of one model."""
+
 MAX_NAME_CHARACTERS = 256
 """Of a host, a device, a phase, or the name of a reported value."""
 

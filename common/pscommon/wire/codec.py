@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.limits import loop_problem
+from pscommon.core.limits import MAX_TENSORS, loop_problem
 from pscommon.core.log import (
     Apply,
     BatchKey,
@@ -49,9 +49,12 @@ def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
 
 def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
     """InvalidRequestError for a model that nobody can train."""
+    if len(message.tensors) > MAX_TENSORS:
+        why = f"it has {len(message.tensors)} tensors, above {MAX_TENSORS}"
+        raise InvalidRequestError(f"the model refused: {why}. Try: join small tensors.", "OUT_OF_RANGE")
     try:
         optimizer = OptimizerSpec.from_json(message.optimizer_json)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidRequestError(f"optimizer_json is no optimizer: {error!r}") from error
     try:
         return ModelSpec(tuple(map(_tensor_from_proto, message.tensors)), optimizer)
