@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 POLL_SECONDS = 1.0
-HISTORY_SECONDS = 10.0
+HISTORY_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
 STOP_SECONDS = 30.0
 JOIN_SECONDS = 5.0
@@ -208,7 +208,8 @@ class Watch:
         steps = self.status.get("steps", 0)
         first, most = self._steps or (steps, steps)
         self._steps = first, max(most, steps)
-        if status.get("metrics") and time.monotonic() >= self._next_history:
+        ends = status.get("state") == "stopping"  # soon nobody answers any more
+        if status.get("metrics") and (ends or time.monotonic() >= self._next_history):
             self._refresh_history()
 
     def _collect(self) -> bool:

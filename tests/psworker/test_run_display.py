@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from pscommon.core.errors import UnreachableError
+from pscommon.core.metric import MetricRow
 from psworker.progress_text import pass_text
 from psworker.run.display import LINE_SECONDS, LiveDisplay, PlainDisplay, Spoken, open_display, panel, progress
 from psworker.run.output import Output
@@ -243,6 +244,23 @@ def ask(observer: Observer, before: Status | None = None) -> tuple[Result, str]:
 
 def test_watch_hands_out_the_result_and_stops_the_job() -> None:
     assert ask(Observer()) == (Result(STATUS, "f" * 64, ""), "")
+
+
+def test_watch_hands_out_the_history_that_it_has_seen_last() -> None:
+    """Also of servers that have ended before they could be asked again."""
+    row = MetricRow(1.0, 2, 1, 0, "loss", 0.5)
+
+    class Reporting(Observer):
+        asked = 0
+
+        def history(self) -> list[MetricRow]:
+            self.asked += 1
+            if self.asked > 1:
+                raise UnreachableError("gone")
+            return [row]
+
+    result, _ = ask(Reporting())
+    assert result.history == [row]
 
 
 def gone_back(version: int, ended: bool, state: str = "past") -> dict[str, Any]:
