@@ -1,5 +1,6 @@
 # make demo    train a CNN on handwritten digits with 2 servers and 2 workers on this machine
 # make test    the whole test suite; make check adds ruff and mypy
+# make test-scripts  third-party kinds of scripts, plain and under each policy (at most ten minutes)
 # make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
 PYTHON ?= python3.11
 VENV := .venv
@@ -9,7 +10,7 @@ TEST_PROCESSES ?= 2
 CHAOS_MINUTES ?= 5
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 
-.PHONY: setup demo test check lint proto bench bench-quick bench-tf chaos test-compose clean
+.PHONY: setup demo test test-scripts check lint proto bench bench-quick bench-tf chaos test-compose clean
 
 setup: $(VENV)/.setup-done
 
@@ -31,6 +32,13 @@ test: setup # a test that crashes its process ends the run; pytest-xdist would s
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --max-worker-restart 0
 
 check: lint test
+
+test-scripts: $(VENV)/.scripts-done # scripts of the kinds that people bring, plain and under each policy
+	$(BIN)/python -m tests.scripts
+
+$(VENV)/.scripts-done: $(VENV)/.setup-done
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,dev,transformers,lightning]'
+	@touch $@
 
 proto: # regenerate common/psproto from proto/ with the pinned old generator
 	PYTHON=$(PYTHON) proto/generate

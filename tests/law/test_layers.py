@@ -25,7 +25,7 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.data", "psworker.examples",
     "psworker.generators", "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape",
     "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.schedulers",
-    "psworker.simulation", "psworker.streams", "psworker.training",
+    "psworker.integrations", "psworker.simulation", "psworker.streams", "psworker.training",
 }  # fmt: skip
 COMMANDS = {
     "pscommon.config", "pscommon.options", "pscommon.run_options", "pscommon.server_options", "pscommon.values",
@@ -46,6 +46,9 @@ HOMES = {
     "rich": {"psworker.run", "psworker.ctl"},
     "structlog": {"pscommon.logs", "psserver", "psworker"},
     "sklearn": {"psworker.examples"},
+    "transformers": {"psworker.integrations.transformers"},
+    "accelerate": {"psworker.integrations.accelerate"},
+    "lightning": {"psworker.integrations.lightning"},
 }
 OURS = ("pscommon", "psserver", "psworker")
 

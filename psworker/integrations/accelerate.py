@@ -1,0 +1,137 @@
+"""An Accelerator whose prepared optimizer steps on the job's servers.
+
+    job = psworker.connect()
+    accelerator = Accelerator(job=job, clip_norm=1.0)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader
+    )
+
+The first data loader that `prepare` receives together with the optimizer is the training data, of
+which this worker gets its share. Every worker goes through the whole of each other loader. The first
+worker is the main process.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from accelerate.utils import send_to_device
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from pscommon.core.errors import InvalidRequestError
+from psworker.integrations import check_device, refuse_checkpoint, steps_before
+from psworker.job import Job
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate.Accelerator on a parameter-server job.
+
+    Args:
+        job: what `psworker.connect` returned.
+        clip_norm: the largest norm of the averaged gradient, clipped by the servers.
+        seed: of the order of training batches.
+        args, kwargs: those of accelerate.Accelerator.
+
+    Raises:
+        InvalidRequestError: several models or optimizers, `load_state`, or another clip norm in
+            `clip_grad_norm_`.
+    """
+
+    def __init__(self, *args: Any, job: Job, clip_norm: float | None = None, seed: int = 0, **kwargs: Any) -> None:
+        self.job = job
+        self._clip_norm, self._seed = clip_norm, seed
+        super().__init__(*args, **kwargs)
+        check_device(job, self.device, "accelerate")
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare objects as accelerate does; the optimizer and training data become the job's.
+
+        Args:
+            args: one model, its optimizer, its training data first among loaders, schedulers.
+            device_placement: as in accelerate; not supported together with an optimizer.
+
+        Returns:
+            The prepared objects in the same order.
+        """
+        optimizers = [item for item in args if isinstance(item, torch.optim.Optimizer)]
+        if not optimizers:
+            return super().prepare(*args, device_placement=device_placement)
+        models = [item for item in args if isinstance(item, torch.nn.Module)]
+        if len(optimizers) != 1 or len(models) != 1 or device_placement is not None:
+            raise InvalidRequestError(
+                f"prepare got {len(models)} models and {len(optimizers)} optimizers; a job has one of "
+                "each. Try: one call with both, one ModuleDict for several networks, and no "
+                "device_placement"
+            )
+        models[0].to(self.device)
+        handed_over = self.job.optimizer(optimizers[0], models[0], clip_norm=self._clip_norm)
+        items = [handed_over if item is optimizers[0] else item for item in args]
+        loaders = [index for index, item in enumerate(items) if isinstance(item, DataLoader)]
+        training = loaders[:1]
+        dealt = [TrainingLoader(self, items[index], self._seed) for index in training]
+        prepared = super().prepare(*(item for i, item in enumerate(items) if i not in training))
+        result = list(prepared) if isinstance(prepared, tuple) else [prepared]
+        for index, loader in zip(training, dealt, strict=True):
+            result.insert(index, loader)
+        for item in args:
+            if isinstance(item, LRScheduler):
+                self.job.resume(item, steps_before(self.job))
+        return tuple(result)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: int = 2) -> Any:
+        """Return the norm of this worker's gradient without changing it: the servers clip."""
+        if max_norm not in (self._clip_norm, float("inf")) or norm_type != 2:
+            raise InvalidRequestError(
+                f"the servers clip by {self._clip_norm}, not by {max_norm} (norm {norm_type}). "
+                f"Try: Accelerator(job=job, clip_norm={max_norm}) and the 2-norm"
+            )
+        return super().clip_grad_norm_(parameters, float("inf"))
+
+    def load_state(self, input_dir: Any = None, **_: Any) -> None:
+        """Refuse: the servers resume their own snapshot."""
+        refuse_checkpoint(input_dir or "a checkpoint")
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.job.is_first
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.job.is_first
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first worker only."""
+        if self.job.is_first:
+            print(*args, **kwargs)
+
+
+class TrainingLoader(DataLoaderStateMixin):
+    """This worker's share of the training data, with the state that gradient accumulation needs."""
+
+    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> None:
+        self._batches = accelerator.job.batches(loader, seed=seed)
+        self._device = accelerator.device
+        self._drop_last = True  # accelerate then leaves `remainder` alone
+        self.gradient_state = GradientState()
+        self.dataset, self.batch_size = self._batches.dataset, self._batches.batch_size
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a resumed job has completed the current pass."""
+        return self._batches.skipped
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        try:
+            for number, batch in enumerate(self._batches, 1):
+                self.end_of_dataloader = number >= len(self._batches)
+                yield send_to_device(batch, self._device)
+        finally:
+            self.end()
