@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):
             )
         models[0].to(self.device)
         handed_over = self.job.optimizer(optimizers[0], models[0], clip_norm=self._clip_norm)
-        items = [handed_over if item is optimizers[0] else item for item in args]
+        items: list[Any] = [handed_over if item is optimizers[0] else item for item in args]
         loaders = [index for index, item in enumerate(items) if isinstance(item, DataLoader)]
         training = loaders[:1]
         dealt = [TrainingLoader(self, items[index], self._seed) for index in training]
