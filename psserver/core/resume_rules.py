@@ -24,7 +24,7 @@ def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
         return None
     aliases = {tensor.name: tensor.aliases for tensor in mine.tensors}
     tensors = tuple(replace(tensor, aliases=aliases[tensor.name]) for tensor in job.tensors)
-    return ModelSpec(tensors, mine.optimizer)
+    return replace(job, tensors=tensors, optimizer=mine.optimizer)
 
 
 def hyper_parameter_changes(before: OptimizerSpec, after: OptimizerSpec) -> str:

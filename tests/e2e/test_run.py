@@ -78,9 +78,11 @@ def test_the_summary_says_what_came_out(programs: Programs, whole: Program) -> N
     metrics = content.pop("metrics")
     assert metrics["lr"] == pytest.approx(0.05 * 0.9**VERSIONS)
     assert 0 < metrics["loss"] < 5
+    assert set(content.pop("history", metrics)) == {"loss", "lr"}
+    assert content.pop("this_run") == {"steps": 2 * VERSIONS, "samples": 320, "resumed_version": None}
     assert content == {
         "status": "done", "steps": 2 * VERSIONS, "samples": 320, "policy": "sync", "staleness": None,
-        "servers": 2, "workers": 2, "restarts": 0,
+        "servers": 2, "workers": 2, "restarts": 0, "saved": None,
     }  # fmt: skip
 
 
