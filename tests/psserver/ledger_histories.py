@@ -49,7 +49,8 @@ class History:
     def step(self) -> None:
         """One thing happens to one worker."""
         act = self.rng.choices(
-            [self.ask, self.push, self.give_back, self.go_on, self.die, self.replace], [6, 5, 1, 0.3, 0.3, 0.3]
+            [self.ask, self.push, self.give_back, self.evaluate, self.go_on, self.die, self.replace],
+            [6, 5, 1, 0.5, 0.3, 0.3, 0.3],
         )[0]
         act(self.rng.choice(self.workers))
 
@@ -67,7 +68,7 @@ class History:
 
     def taken(self, ledger: Ledger, worker: Worker, received: int, count: int) -> list[int]:
         loop = ledger.open(worker.number, self.specs[worker.loop])
-        return loop.take(worker.number, received, count, self.together(worker))
+        return [] if loop.ended else loop.take(worker.number, received, count, self.together(worker))
 
     def push(self, worker: Worker) -> None:
         """A push with some of what it has counts."""
@@ -89,6 +90,16 @@ class History:
         for ledger in self.ledgers:
             if worker.loop in ledger.loops:
                 ledger.loops[worker.loop].give_back(worker.number, [key.number for key in keys])
+
+    def evaluate(self, worker: Worker) -> None:
+        """What it has was only evaluated, and it says so, perhaps twice: no push will bring that."""
+        keys, worker.hand = worker.hand, []
+        times = self.rng.choice([1, 2])
+        for ledger in self.ledgers * times:
+            ledger.use_up(worker.number, keys)
+        self.thrown += [
+            key for key in keys if key.loop == worker.loop
+        ]  # what it has of loops before was thrown away when it went on
 
     def go_on(self, worker: Worker) -> None:
         """To the next loop. What it has not pushed its next push may bring; what was not sent to it others get."""
