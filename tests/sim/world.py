@@ -120,8 +120,9 @@ class World(Faults, Lives):
     @property
     def all_ready(self) -> bool:
         """Has every shard weights, of the coordinator's epoch?"""
-        here = self.shards[: self.layout]
-        return not self.down and all(s.is_ready and s.machine.begun and not s.machine.moving for s in here)
+        machines = [shard.machine for shard in self.shards[: self.layout] if shard.is_ready]
+        fit = [m.begun and not m.moving and m.epoch == self.coordinator.epoch for m in machines]
+        return not self.down and len(fit) == self.layout and all(fit)
 
     @property
     def weights(self) -> list[float]:
