@@ -14,6 +14,7 @@ from pscommon.core.log import (
     Measure,
     Measured,
     PushKey,
+    Reject,
     Report,
     Reshard,
     Staged,
@@ -313,6 +314,28 @@ def test_an_answer_is_news_once() -> None:
     job.measure(1.0, 1.0, index=1)
 
     assert len(job.journal.commands) == before + 1
+
+
+@pytest.mark.parametrize("square", [math.nan, -1.0])
+def test_what_is_no_sum_of_squares_is_no_answer(square: float) -> None:
+    job = Job()
+    job.push(1, 1)
+    job.push(2, 1)
+    job.measure(square, square)
+    assert [type(entry) for entry in job.news()] == [Measure]
+    job.measure(4.0, 12.0)
+
+    assert scales(job.news()[-1]) == [1.0 / (4.0 + 1e-6)] * 2
+
+
+@pytest.mark.parametrize("square", [math.nan, -1.0])
+def test_a_push_without_a_norm_is_refused(square: float) -> None:
+    job = Job(policy("async"), workers=1)
+    job.push(1, 1, (square, square))
+
+    assert [(entry.reason, entry.detail) for entry in job.news() if isinstance(entry, Reject)] == [
+        ("INVALID_REQUEST", f"push 1 of worker 1 refused: the square of its norm is {square}")
+    ]
 
 
 def test_a_failed_job_does_not_apply_what_was_measured() -> None:
