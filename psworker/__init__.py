@@ -26,7 +26,7 @@ from pscommon.core.model import OptimizerSpec as _OptimizerSpec
 from pscommon.core.model import Scalar
 from psworker.arguments import clip_norm_of
 from psworker.connect import connect
-from psworker.drain import DrainedError
+from psworker.drain import DrainedError, Stopping
 
 if TYPE_CHECKING:
     from pscommon.optim import Lion
@@ -54,6 +54,7 @@ __all__ = [
     "PushResult",
     "QuarantinedError",
     "SnapshotError",
+    "Stopping",
     "StreamDataset",
     "TakenError",
     "TooFewWorkersError",

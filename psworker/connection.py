@@ -137,7 +137,13 @@ class Connection:
     def check(self) -> None:
         """Raises if this connection cannot be used (any more)."""
         self._check_open()
+        self.drain.begin()
         self.place.check()
+
+    def touch(self) -> None:
+        """The script makes a call, be it without a request."""
+        self.drain.begin()
+        self._waits.touch()
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -151,7 +157,7 @@ class Connection:
 
     def show(self, progress: Progress) -> None:
         """What the next heartbeat says; where no thread sends any, this is one."""
-        self._waits.touch()
+        self.touch()
         self.place.progress = progress
         if self.lane.direct:
             self.place.beat(self.lane, self.call_seconds, self.drain)

@@ -1,4 +1,4 @@
-"""Leaving when asked (SIGTERM, ps-ctl drain): at the next step boundary, and done."""
+"""Leaving when asked (Ctrl-C, SIGTERM, ps-ctl drain or stop): at the next step boundary, and done."""
 
 import math
 import os
@@ -10,8 +10,27 @@ from pscommon.core.errors import PSError
 if TYPE_CHECKING:
     from psworker.patience import Clock
 
-LONGEST_WAIT = 5.0
-"""Seconds that a worker which was asked to leave still waits for others."""
+LONGEST_WAIT = 1.5
+"""Seconds that a call still waits for others once this worker was asked to leave."""
+
+
+class Stopping(SystemExit):
+    """The script ends here, with exit code 0: this worker was asked to leave, or the job ends.
+
+    Raised by the loaders and the step of a job, after the step in progress. The worker has left the rounds, and the
+    batches that it had not pushed are other workers' data. Until `job.close()` the script may still report and pull.
+    No Exception, so `except Exception` lets it pass; `finally` and `with` work as ever.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class DrainedError(PSError):
@@ -31,6 +50,7 @@ class Drain:
 
     def __init__(self, clock: "Clock") -> None:
         self.deadline = math.inf
+        self._renewed = False
         self._now = clock.now
         self._pid = os.getpid()
 
@@ -42,6 +62,11 @@ class Drain:
         """Harmless to repeat."""
         if not self.asked:
             self.deadline = self._now() + LONGEST_WAIT
+
+    def begin(self) -> None:
+        """The script makes a call. The first one after it was asked, such as the step in progress, has all the time."""
+        if self.asked and not self._renewed:
+            self._renewed, self.deadline = True, self._now() + LONGEST_WAIT
 
     def check(self) -> None:
         """DrainedError once it has waited long enough."""

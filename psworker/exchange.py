@@ -23,7 +23,7 @@ from psworker.results import PushResult, Status
 REFUSALS = (FencedError, MismatchError, InvalidRequestError)
 """Errors that a rejected push is raised as."""
 
-SLICE_SECONDS = 5.0
+SLICE_SECONDS = 1.0
 """How long a server may hold a call before it says whom it waits for."""
 
 SPARE_SECONDS = 30.0

@@ -231,6 +231,7 @@ class ClientFlow:
         header = ps.PushPullHeader(
             samples=samples, batches=codec.batches_to_proto(batches), absent=sorted(absent), groups_json=groups_json
         )
+        self._model.touch()
         self._model.tapes.take_in(move)
         with interruptible.deferred(lambda _: None):
             with self.changed:

@@ -5,36 +5,30 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, SupportsFloat, TypeVar
+from typing import Any, Self, SupportsFloat
 
 import torch
 from torch import nn
 
-from pscommon.core.errors import FencedError, InvalidRequestError, PSError, QuarantinedError, UnreachableError
+from pscommon.core.errors import InvalidRequestError, PSError
 from psworker import metrics
-from psworker.batches import Batches, Leases, Usage
+from psworker.batches import Batches, Leases
 from psworker.data.loader import loader_of
 from psworker.data.torch_loader import Given
-from psworker.drain import DrainedError
+from psworker.drain import DrainedError, Stopping
 from psworker.environment import is_on
 from psworker.finished import tell_finished
-from psworker.job_facts import JobFacts
 from psworker.local import JobClient
-from psworker.loops import Loops
 from psworker.optimizer import ServerOptimizer
+from psworker.rejoin import ASKED, Rejoin
 from psworker.results import PushResult
 from psworker.schedulers import fast_forward
 from psworker.stats import Stats
 
-T = TypeVar("T")
-
-MOST_RETURNS = 5
-"""So often in a row a worker comes back and is out again before anything that it asks for has succeeded."""
-
 log = logging.getLogger("psworker")
 
 
-class Job(JobFacts):
+class Job(Rejoin):
     """Made by `psworker.connect`. Use it as a context manager, or call `close` at the end.
 
     client: the connection underneath. rank: 0, 1, ... among the workers that started together, for logs and tests.
@@ -47,14 +41,8 @@ class Job(JobFacts):
         self.rank = rank
         self.device = device or torch.device("cpu")
         self.stats = Stats()
-        self.usage = Usage()
         self.first_version = 0
-        self._optimizer: ServerOptimizer | None = None
-        self.loops = Loops()
-        self._retired = False
-        self._returns = 0
         self.passes: dict[tuple[int, int], int] = {}
-        self._closed = False
 
     @property
     def last(self) -> PushResult | None:
@@ -238,115 +226,30 @@ class Job(JobFacts):
 
     @contextmanager
     def looping(self, leases: Leases) -> Iterator[None]:
-        """While a loop runs. What it still holds when it ends goes back; a worker that is to leave has left then."""
+        """While a loop runs. What it still holds when it ends goes back. Raises Stopping before it, and instead of its
+        end, once the script is to end."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer before going through job.batches")
+        self.check_stopping()
         self.loops.begin(leases)
-        reason, steps = None, self.stats.steps
+        steps = self.stats.steps
         try:
             yield
-            reason = ""
         except GeneratorExit:  # the script has left the loop, be it that it looks itself or that it fails
-            reason = "drained"
+            if self.client.draining and not self._closed:
+                self._quit(ASKED, "drained")
             raise
         finally:
             # whoever cannot reach the job, or is out of it, holds nothing any more
             with suppress(PSError):
                 leases.give_back()
             self.loops.end(leases, self.last.version if self.last and self.stats.steps > steps else 0)
-            if self.client.draining and reason is not None:
-                self._retire(reason)
+        self.check_stopping()
 
     @property
     def has_gradients(self) -> bool:
         """Is there anything that a step would push?"""
         return self._optimizer is not None and self._optimizer.has_gradients
-
-    def insist(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which is repeated when the job had gone on without this worker."""
-        while True:
-            try:
-                result = call()
-            except FencedError as error:
-                self.come_back(error)
-            else:
-                self.prospers()
-                return result
-
-    @contextmanager
-    def healing(self) -> Iterator[None]:
-        """A body that finds the job gone on without this worker is left; the worker is back then, with all weights."""
-        try:
-            yield
-        except (FencedError, DrainedError) as error:
-            self.come_back(error)
-
-    def come_back(self, error: FencedError | DrainedError) -> None:
-        """The worker has lost its place, for this reason: gets another, and all that the job has into the model.
-
-        After a DrainedError only to look on. Raises what cannot be healed: QuarantinedError, DrainedError again,
-        FencedError where the servers went back to before what the script has behind it, or time and again.
-        """
-        while True:
-            self._check_curable(error)
-            log.warning("worker %d lost its place in job %s: %s", self.client.worker, self.client.job, error)
-            self._let_go(error)
-            self._take_place(error)
-            try:
-                self._renew()
-            except FencedError as again:
-                error = again
-            else:
-                return self._check_loop()
-
-    def prospers(self) -> None:
-        """The worker's place holds."""
-        self._returns = 0
-
-    def _check_curable(self, error: FencedError | DrainedError) -> None:
-        again = isinstance(error, DrainedError) and self._retired
-        if again or isinstance(error, QuarantinedError) or self._returns == MOST_RETURNS:
-            raise error
-        self._returns += 1
-
-    def _let_go(self, error: PSError) -> None:
-        """Nothing of the old place is used any more."""
-        if self._optimizer is not None:
-            self._optimizer.drop(error)
-        for leases in self.loops.open:
-            leases.forget()
-        if self.usage.batches:
-            self.usage.lose(error)
-
-    def _take_place(self, error: PSError) -> None:
-        self._retired = self._retired or isinstance(error, DrainedError)
-        if self._retired:
-            self.client.retire("drained")
-        else:
-            self.client.rejoin()
-
-    def _renew(self) -> None:
-        """The script has what the job has."""
-        if self._optimizer is not None:
-            self._optimizer.renew()
-        log.info("back in job %s as worker %d, version %d", self.client.job, self.client.worker, self.version)
-
-    def _check_loop(self) -> None:
-        if self.loops.come_again(self.client.has_ended, self.version) and not self._retired:
-            raise FencedError(
-                f"the servers went back to version {self.version}, in an earlier loop: start the script again"
-            )
-
-    def _retire(self, reason: str) -> None:
-        """Nobody waits for this worker any more, whose script runs on."""
-        if self._retired or self._closed:
-            return
-        self._retired = True
-        log.info("worker %d leaves job %s: it was asked to", self.client.worker, self.client.job)
-        try:
-            self.client.retire(reason)
-        except (UnreachableError, DrainedError) as error:
-            log.warning("could not leave the job's rounds yet: %s", error)
 
     def close(self, reason: str = "") -> None:
         """Leaves the job: others go on without this worker. reason: why, when it is not done. Again: does nothing.
@@ -372,7 +275,7 @@ class Job(JobFacts):
             if self._optimizer is not None:
                 self._optimizer.close()
             if not reason:
-                with suppress(PSError):  # what was reported is worth no failure
+                with suppress(PSError, Stopping):  # what was reported is worth no failure
                     self.insist(self.client.send_reports)
         finally:
             self.client.leave(reason)
@@ -384,7 +287,7 @@ class Job(JobFacts):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, DrainedError):
+        if error is None or isinstance(error, DrainedError | Stopping):
             return self.close()
         try:
             self.close(reason=f"{type(error).__name__}: {error}")

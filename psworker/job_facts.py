@@ -31,5 +31,5 @@ class JobFacts:
 
     @property
     def stopping(self) -> bool:
-        """The job ends, or this worker was asked to leave: make no further step. `batches` looks itself."""
+        """The job ends, or this worker was asked to leave: the next batch, pass or step raises `psworker.Stopping`."""
         return self.client.stopping

@@ -208,6 +208,10 @@ class SharedModel:
             raise
         self._took(move, parts)
 
+    def touch(self) -> None:
+        """The script makes a call."""
+        self._connection.touch()
+
     def closed(self, flow: ClientFlow) -> None:
         """The script has closed its flow. Harmless to repeat."""
         if self._flow is flow:

@@ -151,8 +151,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         With NaN or Inf in a gradient nothing changes, on any server: NonFiniteError, or with `ps-server
         --bad-gradients skip` a warning, and `result` says "rejected".
 
-        Raises also InvalidRequestError for a model that was moved or cast since it was handed over, DrainedError in the
-        second step after this worker was asked to leave (`Job.stopping`), and what the connection may raise.
+        Raises also InvalidRequestError for a model that was moved or cast since it was handed over, Stopping in the
+        second step after this worker was asked to leave or the job ended, and what the connection may raise.
         """
         loss = None
         if closure is not None:
@@ -200,10 +200,10 @@ class ServerOptimizer(torch.optim.Optimizer):
         self._courier.skip()
 
     def _check_leaving(self) -> None:
-        """One step is in hand when a worker is asked to leave; a script that then goes on does not look."""
+        """One step is in progress when a worker is asked to leave; the next one is one too many."""
         if self._leaves:
-            raise DrainedError("this worker was asked to leave (job.stopping), and has made its last step")
-        self._leaves = self._job.client.draining
+            self._job.check_stopping()
+        self._leaves = self._job.client.stopping
 
     def _sent(self, push: Push) -> PushResult | None:
         job = self._job
@@ -212,7 +212,9 @@ class ServerOptimizer(torch.optim.Optimizer):
             return lost(job.usage.lost, job.version)
         try:
             result = self._courier.push(push)
-        except (FencedError, DrainedError) as error:
+        except DrainedError as error:
+            job.stop(str(error), "drained")
+        except FencedError as error:
             job.come_back(error)
             return lost(error, job.version)
         job.prospers()
@@ -263,6 +265,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         """Amid a forward: its first modules have used other weights than the rest will, so its gradients are void."""
         try:
             yield
+        except DrainedError as error:
+            self._job.stop(str(error), "drained")
         except FencedError as error:
             self._job.come_back(error)
             self._job.usage.lose(error)

@@ -8,6 +8,7 @@ import pkgutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
@@ -21,6 +22,8 @@ from psworker import drain
 
 # A launcher that shows a failed worker's traceback itself, once, names the file that it reads it from.
 TRACEBACK_FILE = "PS_TRACEBACK_FILE"
+
+AFTER_THIS_STEP = b"ps-worker: leaving after this step; Ctrl-C again ends the script at once\n"
 
 log = logging.getLogger("psworker")
 
@@ -72,14 +75,23 @@ def run(script: Script, debug: bool = False) -> int:
     """Runs it to its end in this process; returns the exit code of that end.
 
     A PSError gives its own exit code and one line on stderr (with `debug` its traceback too), any other exception its
-    traceback and 1, sys.exit(n) gives n, Ctrl-C 130. SIGTERM asks a worker that is in a job to leave at its next step
-    boundary (psworker.drain). A second one, or one to a script that is in no job, unwinds the script like sys.exit with
-    143, so `with` blocks and exit handlers leave the job properly; the next ends the process at once.
+    traceback and 1, sys.exit(n) gives n, Ctrl-C 130. SIGTERM and Ctrl-C ask a worker that is in a job to leave at its
+    next step boundary (psworker.drain), which raises Stopping in the script; then SIGTERM gives 0 and Ctrl-C 130. A
+    second one, or one to a script that is in no job, unwinds the script, SIGTERM like sys.exit with 143, so `with`
+    blocks and exit handlers leave the job properly; the next SIGTERM ends the process at once.
     """
-    _terminate_on_sigterm()
+    interrupted = _leave_on_signals()
+    code = _run(script, debug)
+    return Exit.INTERRUPTED if interrupted() and code == Exit.DONE else code
+
+
+def _run(script: Script, debug: bool) -> int:
     try:
         _put_first(script.folder)
         _execute(script)
+    except drain.Stopping as end:
+        log.info("the script ends here: %s", end)
+        return Exit.DONE
     except SystemExit as end:
         return _status(end)
     except KeyboardInterrupt:
@@ -163,14 +175,27 @@ def _find(name: str) -> ModuleSpec | None:
         return None
 
 
-def _terminate_on_sigterm() -> None:
+def _leave_on_signals() -> Callable[[], bool]:
+    """Returns what tells whether there was a Ctrl-C."""
+    seen: list[int] = []
+
     def terminate(signum: int, _: FrameType | None) -> None:
         if drain.ask_all():
             return
         signal.signal(signum, signal.SIG_DFL)
         raise SystemExit(Exit.TERMINATED)
 
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if not drain.ask_all():
+            signal.default_int_handler(signum, frame)
+        seen.append(signum)
+        if os.isatty(2):
+            os.write(2, AFTER_THIS_STEP)
+
     signal.signal(signal.SIGTERM, terminate)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
+        signal.signal(signal.SIGINT, interrupt)
+    return lambda: bool(seen)
 
 
 def _status(end: SystemExit) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib
 import logging
 import os
 import threading
@@ -16,19 +15,19 @@ from torch import Tensor, nn
 
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError
-from pscommon.optimizers import SUPPORTED
 from psworker.arguments import whole
 from psworker.client import Client
 from psworker.connect import choose_device
+from psworker.drain import Stopping
 from psworker.environment import without_settings
 from psworker.generators import generators_kept
 from psworker.job import Job
 from psworker.local_servers import LocalServers
+from psworker.optimizer import ServerOptimizer
+from psworker.training_arguments import Loss, MakeOptimizer, checked_loss, made_module, optimizer_maker
 
 log = logging.getLogger("psworker")
 
-Loss = Callable[[Any, Any], Tensor]
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 LOG_SECONDS = 5.0
 STOP_SECONDS = 5.0
 """How long nodes that are told to stop may take for the step that they are in."""
@@ -42,6 +41,7 @@ class Node:
     samples: int = 0
     loss: float = float("nan")
     state: dict[str, Any] = field(default_factory=dict)
+    stopped: bool = False
 
 
 class DistributedTraining:
@@ -86,16 +86,17 @@ class DistributedTraining:
         them. loss(output, target): by default cross entropy for integer targets, mean squared error for others.
         A loss that uses the given model's parameters, which no node trains, is refused. optimizer: makes one from
         parameters, or is one whose settings are taken over; by default Adam. final_loss: mean over the workers' last
-        batches, NaN where there was none. clip_norm: as of Job.optimizer.
+        batches, NaN where there was none. clip_norm: as of Job.optimizer. status: "done"; "stopped" where all workers
+        were asked to leave, or the job at `ps` was stopped, before the end: the weights are those that were reached.
         use_gpus: workers compute on CUDA devices in turn; InvalidRequestError where there is none.
         simulate: the same workers, servers and policies one step at a time in this process, the same every time.
         """
         nodes = whole("nodes", nodes, 1)
         if simulate and self.ps is not None:
             raise InvalidRequestError(f"simulate=True has servers of its own: leave out ps={self.ps!r}")
-        module = _make(model)
-        data, loss = _paired(data), _checked_loss(loss)
-        task = _Task(data, epochs, batch_size, loss, _maker(optimizer, module), shuffle, seed, clip_norm)
+        module = made_module(model)
+        data, loss = _paired(data), checked_loss(loss)
+        task = _Task(data, epochs, batch_size, loss, optimizer_maker(optimizer, module), shuffle, seed, clip_norm)
         devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
         began = time.monotonic()
         run = self._simulated if simulate else self._real
@@ -107,17 +108,12 @@ class DistributedTraining:
                 "before; a job is one training, so for another one start other servers",
                 self.ps,
             )
-        module.load_state_dict(results[0].state)
         return {
             "model_name": type(module).__name__,
             "nodes_used": nodes,
             "device": str(devices[0]),
-            "status": "done",
-            "steps": sum(node.steps for node in results),
-            "samples": sum(node.samples for node in results),
             "seconds": time.monotonic() - began,
-            "final_loss": _mean([node.loss for node in results if node.steps]),
-            "state_dict": results[0].state,
+            **_brought_back(module, results),
         }
 
     @contextlib.contextmanager
@@ -223,6 +219,8 @@ def _node(
         with Job(client, number, device) as job:
             ending.concerns(client)
             _train(job, task, model.to(device), result)
+    except Stopping:
+        result.stopped = True
     except BaseException as error:
         ending.begin(error)
     finally:
@@ -251,6 +249,14 @@ def _refuse_gradient(gradient: Tensor) -> None:
 def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
     """A worker's whole life: what a user's script would say."""
     optimizer = job.optimizer(task.make_optimizer(model.parameters()), model, clip_norm=task.clip_norm)
+    try:
+        _go_through(job, task, model, optimizer, result)
+    finally:
+        result.state = _state(model)
+    log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
+
+
+def _go_through(job: Job, task: _Task, model: nn.Module, optimizer: ServerOptimizer, result: Node) -> None:
     loss_of, told = _placed(task.loss, job.device), time.monotonic()
     for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
         inputs, target = _moved(_pair(batch), job.device)
@@ -265,8 +271,24 @@ def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
         if time.monotonic() - told >= LOG_SECONDS:
             told = time.monotonic()
             log.info("worker %d: step %d, loss %.4f", job.rank, result.steps, result.loss)
-    log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
-    result.state = {name: _kept(value) for name, value in model.state_dict().items()}
+
+
+def _brought_back(module: nn.Module, results: list[Node]) -> dict[str, Any]:
+    """What the nodes bring back; the module gets the weights of one that has gone through all, where there is one."""
+    finished = [node for node in results if not node.stopped]
+    newest = next((node.state for node in [*finished, *results] if node.state), None) or _state(module)
+    module.load_state_dict(newest)
+    return {
+        "status": "done" if finished else "stopped",
+        "steps": sum(node.steps for node in results),
+        "samples": sum(node.samples for node in results),
+        "final_loss": _mean([node.loss for node in results if node.steps]),
+        "state_dict": newest,
+    }
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    return {name: _kept(value) for name, value in model.state_dict().items()}
 
 
 def _paired(data: Any) -> Any:
@@ -310,80 +332,3 @@ def _kept(value: Any) -> Any:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
-
-
-def _make(model: nn.Module | str) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    if not isinstance(model, str):
-        raise InvalidRequestError(f"a model is a torch.nn.Module or a text, not a {type(model).__name__}")
-    name, _, function = model.partition(":")
-    try:
-        if not name or not function:
-            raise ImportError("one of them is missing")
-        make = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError) as error:
-        raise InvalidRequestError(f'model {model!r} is not "package.module:function": {error}') from error
-    made = make()
-    if not isinstance(made, nn.Module):
-        raise InvalidRequestError(f"{model} made a {type(made).__name__}, not a torch.nn.Module")
-    return made
-
-
-def _maker(optimizer: MakeOptimizer | torch.optim.Optimizer | None, module: nn.Module) -> MakeOptimizer:
-    """From what the user gave to a function that makes a node's optimizer."""
-    if optimizer is None:
-        return torch.optim.Adam
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return _checked_maker(optimizer)
-    places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
-    groups = [
-        ({key: value for key, value in group.items() if key != "params"}, [places.get(id(p)) for p in group["params"]])
-        for group in optimizer.param_groups
-    ]
-    if any(place is None for _, members in groups for place in members):
-        raise InvalidRequestError("the optimizer has parameters that are not the model's")
-    kinds = [kind for kind in SUPPORTED.values() if kind.torch_class is type(optimizer)]
-    arguments = {key: optimizer.defaults[key] for kind in kinds for key in kind.constructor_only}
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        mine = list(parameters)
-        make_one: Any = type(optimizer)
-        chosen = [settings | {"params": [mine[p] for p in members if p is not None]} for settings, members in groups]
-        made: torch.optim.Optimizer = make_one(chosen, **arguments)
-        return made
-
-    return make
-
-
-def _checked_maker(make: MakeOptimizer) -> MakeOptimizer:
-    what = "optimizer is one of torch.optim's, or makes one from parameters, such as torch.optim.SGD"
-    if not callable(make):
-        raise InvalidRequestError(f"{what}, not {make!r}")
-
-    def checked(parameters: Any) -> torch.optim.Optimizer:
-        made: Any = make(parameters)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise InvalidRequestError(f"{what}: this made a {type(made).__name__}")
-        return made
-
-    return checked
-
-
-def _checked_loss(loss: Loss | None) -> Loss:
-    if loss is None:
-        return _default_loss
-    if isinstance(loss, type) or not callable(loss):
-        raise InvalidRequestError(f"loss is a function of output and target, such as torch.nn.MSELoss(), not {loss!r}")
-    return loss
-
-
-def _default_loss(output: Any, target: Any) -> Tensor:
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
-        raise InvalidRequestError(
-            f"without loss=... the model's output and the target are tensors, not a {type(output).__name__} and a "
-            f"{type(target).__name__}"
-        )
-    if target.is_floating_point():
-        return nn.functional.mse_loss(output, target)
-    return nn.functional.cross_entropy(output, target)

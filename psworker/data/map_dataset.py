@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,6 +32,20 @@ class Fetcher(Dataset[Any]):
         fetch_all = getattr(self._dataset, "__getitems__", None)
         samples = fetch_all(wanted.indices) if fetch_all else [self._dataset[index] for index in wanted.indices]
         return wanted, self._collate(samples)
+
+
+class LoaderProcess:
+    """Begins each process of a loader. A terminal sends Ctrl-C to all processes: these leave it to the worker, which
+    still makes the step in progress, and end with it. init: the script's worker_init_fn.
+    """
+
+    def __init__(self, init: Callable[[int], object] | None) -> None:
+        self._init = init
+
+    def __call__(self, number: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._init is not None:
+            self._init(number)
 
 
 class Loaded:
@@ -103,7 +118,8 @@ class MapStyle:
         if self._kept is None:
             # a generator of its own: the loader would draw its workers' seeds from the script's
             options = {"persistent_workers": self._options.get("num_workers", 0) > 0}
-            options |= {**self._options, "generator": self._generator}
+            begin = LoaderProcess(self._options.get("worker_init_fn"))
+            options |= {**self._options, "generator": self._generator, "worker_init_fn": begin}
             sampler = Sampler(wanted)
             loader = DataLoader(self._fetcher, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
             if not self._options.get("persistent_workers", False):

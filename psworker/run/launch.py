@@ -120,6 +120,8 @@ class Launch:
                 case Start(name, attempt):
                     self._start(name, attempt)
                 case Terminate(name):
+                    if is_server(name):
+                        self._watch.rest()
                     self._processes[name].terminate()
                 case Kill(name):
                     self._processes[name].kill()

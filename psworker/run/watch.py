@@ -141,6 +141,7 @@ class Watch:
         self._observer: Observer | None = None
         self._address = ""
         self._highest = 0  # version that was seen
+        self._rests = False
         self._steps: tuple[int, int] | None = None  # at first, and the most that were seen
         self._requests: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -170,6 +171,10 @@ class Watch:
         """
         self._requests.put(partial(self._report_exit, process, reason))
 
+    def rest(self) -> None:
+        """Looks at the servers no more, which are about to end: a look would go on for as long as one may be silent."""
+        self._rests = True
+
     def close(self) -> None:
         """Ends the thread, unless it is stuck in a call: then it ends with the process."""
         if self._address:
@@ -183,7 +188,8 @@ class Watch:
             try:
                 go_on = self._requests.get(timeout=POLL_SECONDS)()
             except queue.Empty:
-                self._attempt(self._poll)
+                if not self._rests:
+                    self._attempt(self._poll)
         self._attempt(self._disconnect)
 
     def _attempt(self, call: Callable[[], None]) -> str:
@@ -239,6 +245,7 @@ class Watch:
         return _idle(self.status) if most == first else ""
 
     def _stop_job(self) -> bool:
+        self.rest()
         self._on_stopped(self._attempt(lambda: self._need().stop()))
         return True
 

@@ -14,6 +14,7 @@ import safetensors.torch
 from pscommon.core.errors import NonFiniteError, UnreachableError
 from pscommon.snapshot import Snapshots
 from psworker.ctl.cli import main as ps_ctl
+from psworker.drain import Stopping
 from tests.e2e.conftest import Cluster
 from tests.e2e.disk import flip, stored
 from tests.e2e.programs import Programs, programs_in
@@ -245,17 +246,19 @@ def test_all_workers_are_told_why_their_job_has_failed(cluster: Make) -> None:
 
 
 def test_a_worker_hears_of_the_stop_and_ends_well(cluster: Make, capsys: Output) -> None:
-    """Its loop ends early, no error; what it has not used is somebody else's business."""
-    address = cluster(1).address
+    """Its loop raises Stopping after the step in progress; what it has not used is other workers' data."""
+    address, versions = cluster(1).address, []
 
     def stop_in_the_middle(job: Any) -> None:
+        versions.append(job.version)
         if job.version == 4:
             ctl(capsys, "--ps", address, "stop")
             until(lambda: job.client.stopping, "the word that the job ends")
 
-    (version,) = train(address, workers=1, each=stop_in_the_middle)
+    with pytest.raises(Stopping, match="the job ends"):
+        train(address, workers=1, each=stop_in_the_middle)
 
-    assert version == 4
+    assert versions == [1, 2, 3, 4]
 
 
 def test_snapshots_are_saved_listed_verified_and_exported(cluster: Make, capsys: Output, tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ def compute(model: nn.Module, batch: Tensor) -> Batch:
     return tuple(batch.tolist())
 
 
-def train(job: Job, each: Callable[[int], object] = lambda step: None) -> list[Batch]:
-    """A whole loop, with `each` called before every step; the batches whose steps counted."""
+def train(job: Job, each: Callable[[int], object] = lambda step: None, into: list[Batch] | None = None) -> list[Batch]:
+    """A whole loop, with `each` called before every step; the batches that were used, which are added to `into`."""
     model, optimizer = started(job)
-    used = []
+    used = [] if into is None else into
     for step, batch in enumerate(batches(job)):
         used.append(compute(model, batch))
         each(step)

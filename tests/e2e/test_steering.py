@@ -54,13 +54,17 @@ def row_of(address: str, worker: int) -> dict[str, Any]:
 DRAINED = """
 import json, threading, psworker
 from tests.e2e.test_data import train
+used = []
 with psworker.connect() as job:
     def each(step):
         if step == 3:
             print("asks for it:", job.client.worker, flush=True)
             while not job.stopping:
                 threading.Event().wait(0.01)
-    print("used", json.dumps(train(job, each)), flush=True)
+    try:
+        train(job, each, used)
+    finally:
+        print("used", json.dumps(used), flush=True)
 print("end", flush=True)
 """
 
@@ -85,6 +89,7 @@ def test_a_drained_worker_ends_its_step_and_its_process_and_each_sample_counts_o
         assert drained.wait() == 0, drained.said
         used = [tuple(batch) for batch in batches_in(drained.out)]
         assert len(used) == 4
+        assert "end" not in drained.out
         assert_each_once([used, rest.result(DEADLINE)], address)
     assert (row_of(address, worker)["state"], row_of(address, worker)["steps"]) == ("left", 4)
 

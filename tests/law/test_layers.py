@@ -26,6 +26,7 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psworker.generators", "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape",
     "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.schedulers",
     "psworker.integrations", "psworker.simulation", "psworker.streams", "psworker.training",
+    "psworker.training_arguments",
 }  # fmt: skip
 COMMANDS = {
     "pscommon.config", "pscommon.options", "pscommon.run_options", "pscommon.server_options", "pscommon.values",

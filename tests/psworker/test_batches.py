@@ -13,6 +13,7 @@ from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from pscommon.core.stream import Spec
 from psworker.data.map_dataset import map_style
+from psworker.drain import Stopping
 from psworker.job import Job
 from psworker.local import LocalClient
 from psworker.optimizer import ServerOptimizer
@@ -256,14 +257,19 @@ def test_it_never_waits_while_it_holds_a_batch(workers: int) -> None:
     assert client.pulls == 1
 
 
-def test_a_job_that_is_stopped_ends_the_loop_and_gives_back() -> None:
+def test_a_job_that_is_stopped_ends_the_pass_and_gives_back() -> None:
     job, optimizer = started(client := Ledger())
     seen = 0
 
-    for _ in job.batches(NUMBERS, 1, num_workers=1):
-        optimizer.step()
-        seen += 1
-        client.stopping = seen == 2
+    def script() -> None:
+        nonlocal seen
+        for _ in job.batches(NUMBERS, 1, num_workers=1):
+            optimizer.step()
+            seen += 1
+            client.stopping = seen == 2
+
+    with pytest.raises(Stopping, match="the job ends"):
+        script()
 
     assert seen == 2
     assert client.returned

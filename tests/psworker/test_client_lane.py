@@ -95,4 +95,4 @@ def test_only_the_last_shard_may_wait(cluster: FakeCluster) -> None:
         lane.waits.clear()
         client.push({"w": np.ones(600, np.float32)})
 
-    assert lane.waits == [(0, 0), (1, 0), (2, 5000), (0, 0), (1, 5000)]
+    assert lane.waits == [(0, 0), (1, 0), (2, 1000), (0, 0), (1, 1000)]

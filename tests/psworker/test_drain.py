@@ -1,10 +1,5 @@
 """Leaving when asked: at the next step boundary, with nothing lost, and without waiting long for others."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +14,9 @@ from pscommon.core.loop import LoopSpec
 from pscommon.core.model import OptimizerSpec
 from psproto.v1 import coordinator_pb2 as co
 from psworker import drain
+from psworker.bridge import Bridge
 from psworker.client import Client
-from psworker.drain import Drain, DrainedError
+from psworker.drain import Drain, DrainedError, Stopping
 from psworker.job import Job
 from psworker.optimizer import ServerOptimizer
 from psworker.patience import Clock
@@ -153,34 +149,90 @@ def test_servers_that_are_gone_are_not_waited_for(cluster: FakeCluster) -> None:
             client.pull()
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=["whole", "overlap"])
-def test_a_loop_ends_after_the_step_in_hand_and_the_script_runs_on(
+KINDS: dict[str, dict[str, Any]] = {"whole": {}, "overlap": {"overlap": True}}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
+def test_a_pass_raises_stopping_after_the_step_in_progress_and_so_do_later_passes_and_steps(
     cluster: FakeCluster, options: dict[str, Any]
 ) -> None:
-    """Its tests and reports still happen, but no round waits for it meanwhile."""
+    """No round waits for the worker meanwhile."""
     cluster.deal(0, 1, 2, 3)
-    with started(cluster, **options) as (job, net, optimizer):
-        assert train(job, net, optimizer, ask_at(1)) == ["applied", "applied"]
 
-        assert cluster.left == {1: ""}
-        assert job.stopping
-        assert train(job, net, optimizer, lambda step: None) == []
-        job.pull()
-        job.report(accuracy=0.5)
-        assert cluster.calls["Register"] == 2
+    def script() -> None:
+        with started(cluster, **options) as (job, net, optimizer):
+            with pytest.raises(Stopping):
+                train(job, net, optimizer, ask_at(1))
+
+            assert optimizer.result is not None
+            assert (optimizer.result.status, job.stats.steps) == ("applied", 2)
+            assert cluster.left == {1: ""}
+            with pytest.raises(Stopping):
+                optimizer.step()
+            job.pull()
+            job.report(accuracy=0.5)
+            assert cluster.calls["Register"] == 2
+            train(job, net, optimizer, lambda step: None)
+
+    with pytest.raises(Stopping, match="asked to leave") as caught:
+        script()
+
+    assert caught.value.code == 0
     assert cluster.metrics == {"accuracy": 0.5}
     assert cluster.left == {1: "", 2: ""}
     assert cluster.counted == [(1, 1), (1, 2)]
 
 
+def test_a_job_that_is_stopped_ends_its_scripts_alike(cluster: FakeCluster) -> None:
+    """There is no other place to look on from: the servers end."""
+    cluster.deal(0, 1, 2, 3)
+
+    def stop(step: int) -> None:
+        cluster.stopping = True
+        cluster.wait_until(lambda: job.stopping)
+
+    with pytest.raises(Stopping, match="the job ends"), started(cluster) as (job, net, optimizer):
+        train(job, net, optimizer, stop)
+
+    assert cluster.counted == [(1, 1)]
+    assert cluster.left == {1: ""}
+
+
+def test_stopping_is_no_exception_that_scripts_swallow(cluster: FakeCluster) -> None:
+    """Finally-blocks and with-statements run."""
+    cluster.deal(0, 1)
+    seen = []
+
+    def script() -> None:
+        with started(cluster) as (job, net, optimizer):
+            for _ in range(58):
+                try:
+                    train(job, net, optimizer, ask_at(0))
+                except Exception:
+                    seen.append("swallowed")
+                finally:
+                    seen.append("finally")
+                seen.append("evaluated")
+
+    with pytest.raises(SystemExit) as caught:
+        script()
+
+    assert (type(caught.value), caught.value.code, seen) == (Stopping, 0, ["finally"])
+    assert str(caught.value) == "this worker was asked to leave"
+
+
 def test_batches_that_are_not_used_go_back(cluster: FakeCluster) -> None:
     cluster.deal(0, 1, 2, 3, 4, 5, 6)
-    with started(cluster) as (job, net, optimizer):
-        for step, (x,) in enumerate(job.batches((DATA,), 1, num_workers=1, prefetch_factor=3)):
-            if step == 0:
+
+    def script() -> None:
+        with started(cluster) as (job, net, optimizer):
+            for (x,) in job.batches((DATA,), 1, num_workers=1, prefetch_factor=3):
                 drain.ask_all()
-            net(x).sum().backward()
-            optimizer.step()
+                net(x).sum().backward()
+                optimizer.step()
+
+    with pytest.raises(Stopping):
+        script()
 
     assert cluster.counted == [(1, 1)]
     used = {batch.number for header in cluster.received for batch in header.batches}
@@ -199,6 +251,8 @@ def test_a_loop_that_the_script_leaves_itself_is_the_boundary_too(cluster: FakeC
                 break
 
         assert cluster.left == {1: "drained"}
+        with pytest.raises(Stopping):
+            train(job, net, optimizer, lambda step: None)
 
 
 def test_a_script_that_fails_meanwhile_leaves_as_failed(cluster: FakeCluster) -> None:
@@ -216,10 +270,8 @@ def test_a_script_that_fails_meanwhile_leaves_as_failed(cluster: FakeCluster) ->
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=["whole", "overlap"])
-def test_a_step_that_waits_for_others_is_given_up_and_the_script_runs_on(
-    cluster: FakeCluster, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
+def test_a_step_that_waits_for_others_is_given_up(cluster: FakeCluster, options: dict[str, Any]) -> None:
     cluster.deal(0, 1, 2)
 
     def hold_up(step: int) -> None:
@@ -227,14 +279,17 @@ def test_a_step_that_waits_for_others_is_given_up_and_the_script_runs_on(
             cluster.waits_for = "worker 9"
             drain.ask_all()
 
-    with started(cluster, **options) as (job, net, optimizer):
-        assert train(job, net, optimizer, hold_up) == ["applied", "stale"]
+    def script() -> None:
+        with started(cluster, **options) as (job, net, optimizer):
+            try:
+                train(job, net, optimizer, hold_up)
+            finally:
+                assert cluster.left == {1: "drained"}
+                assert cluster.returned == []
+                job.report(accuracy=0.5)
 
-        assert optimizer.result is not None
-        assert optimizer.result.reason.startswith("DRAINED: asked to leave")
-        assert cluster.left == {1: "drained"}
-        assert cluster.returned == []
-        job.report(accuracy=0.5)
+    with pytest.raises(Stopping, match="asked to leave, this worker waited"):
+        script()
     assert cluster.metrics == {"accuracy": 0.5}
 
 
@@ -247,14 +302,14 @@ def test_so_is_one_on_its_way_in_a_pipeline(cluster: FakeCluster) -> None:
         cluster.waits_for = "worker 9"
         drain.ask_all()
 
-    with started(cluster, pipeline=True) as (job, net, optimizer):
+    with pytest.raises(Stopping), started(cluster, pipeline=True) as (job, net, optimizer):
         train(job, net, optimizer, hold_up)
 
-        assert job.stats.stale == 1
-        assert cluster.left == {1: "drained"}
+    assert job.stats.stale == 1
+    assert cluster.left[1] == "drained"
 
 
-def test_a_loop_of_the_scripts_own_that_does_not_look_ends_at_its_second_step(cluster: FakeCluster) -> None:
+def test_a_loop_of_the_scripts_own_ends_at_its_second_step(cluster: FakeCluster) -> None:
     def script() -> None:
         with started(cluster) as (_, net, optimizer):
             drain.ask_all()
@@ -262,11 +317,38 @@ def test_a_loop_of_the_scripts_own_that_does_not_look_ends_at_its_second_step(cl
                 net(DATA).sum().backward()
                 optimizer.step()
 
-    with pytest.raises(DrainedError, match=r"job\.stopping"):
+    with pytest.raises(Stopping):
         script()
 
     assert cluster.counted == [(1, 1)]
-    assert cluster.left == {1: ""}
+    assert cluster.left == {1: "", 2: ""}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_worker_that_waits_for_the_first_weights_stops_too(cluster: FakeCluster) -> None:
+    net = nn.Linear(1, 1)
+    with Client(cluster.addresses) as uploader:
+        uploader.agree(Bridge(net, torch.optim.SGD(net.parameters(), lr=0.5)).spec)  # and never uploads
+        cluster.control["Register"].extend([lambda: None, drain.ask_all])
+
+        with pytest.raises(Stopping, match="asked to leave"), started(cluster):
+            pass
+
+
+def test_the_first_call_after_the_question_has_the_whole_time() -> None:
+    """The step in progress may take long to compute: its push is not given up for that."""
+    now = [100.0]
+    asked = Drain(Clock(lambda: now[0], lambda seconds: None))
+    asked.ask()
+    now[0] += 60.0
+
+    asked.begin()
+    asked.check()
+    now[0] += drain.LONGEST_WAIT
+    asked.begin()
+
+    with pytest.raises(DrainedError):
+        asked.check()
 
 
 def test_who_waits_for_data_goes_with_the_next_answer(cluster: FakeCluster) -> None:
@@ -277,75 +359,3 @@ def test_who_waits_for_data_goes_with_the_next_answer(cluster: FakeCluster) -> N
         lease = client.next_batches(LoopSpec(0, 4, 1), idle=True)
 
         assert (lease.numbers, lease.end, len(cluster.asked)) == ((), False, 2)
-
-
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-RUN = "import sys; from psworker.script import Script, run; sys.exit(run(Script(sys.argv[1])))"
-
-SCRIPT = """
-import torch, psworker
-with psworker.connect() as job:
-    net = torch.nn.Linear(1, 1)
-    optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.5), net)
-    for (x,) in job.batches((torch.ones(9, 1),), 1):
-        net(x).sum().backward()
-        print("step", flush=True)
-        optimizer.step()
-    job.report(done=1)
-print("end", flush=True)
-"""
-
-
-@pytest.fixture
-def script(cluster: FakeCluster, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A worker that trains against the cluster."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'common'}", "PS_SERVERS": ",".join(cluster.addresses)}
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", RUN, str(tmp_path / "train.py")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
-
-
-def test_sigterm_lets_a_worker_end_its_step_and_its_script(
-    cluster: FakeCluster, script: "subprocess.Popen[str]"
-) -> None:
-    cluster.deal(*range(9))
-    hold, held = threading.Event(), threading.Event()
-    cluster.before[0].extend([lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]])  # upload, pull, a push
-    assert held.wait(60)
-
-    script.send_signal(signal.SIGTERM)
-    hold.set()
-
-    assert finish(script) == (0, "step\nend\n", "")
-    assert cluster.counted == [(1, 1)]
-    assert cluster.left == {1: "", 2: ""}
-    assert cluster.metrics == {"done": 1.0}
-
-
-def test_a_second_sigterm_ends_it_at_once(cluster: FakeCluster, script: "subprocess.Popen[str]") -> None:
-    cluster.deal(*range(9))
-    cluster.waits_for = "worker 9"
-    cluster.wait_until(lambda: any(header.seq for header in cluster.received), 60)
-
-    script.send_signal(signal.SIGTERM)
-    seen = len(cluster.received)
-    cluster.wait_until(lambda: len(cluster.received) > seen + 4)
-    script.send_signal(signal.SIGTERM)
-
-    assert finish(script) == (143, "step\n", "")
-    assert cluster.left == {1: "drained", 2: "SystemExit: 143"}
