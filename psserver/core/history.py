@@ -11,6 +11,7 @@ Rows are decided by commands, with their times as arguments: a coordinator that 
 log, and a standby, have the same history.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,20 +62,13 @@ class History:
 
     def state(self) -> dict[str, Any]:
         """Return all of it, JSON-ready; `recover` is the way back."""
-        series = [
-            [rank, name, [[row.time, row.version, row.worker, json_number(row.value)] for row in rows]]
-            for (rank, name), rows in self._series.items()
-        ]
+        series = [[rank, name, _packed(rows)] for (rank, name), rows in self._series.items()]
         return {"interval": self._interval, "series": series}
 
     def recover(self, state: Mapping[str, Any]) -> None:
         """Be exactly the history whose state this is."""
         self._interval = state["interval"]
-        self._series = {
-            (rank, name): [MetricRow(time, version, worker, rank, name, float(value))
-                           for time, version, worker, value in rows]
-            for rank, name, rows in state["series"]
-        }  # fmt: skip
+        self._series = {(rank, name): _unpacked(rank, name, rows) for rank, name, rows in state["series"]}
         self._names = {name for _, name in self._series}
         self._count = sum(map(len, self._series.values()))
 
@@ -106,3 +100,14 @@ class History:
                 break
             self._count -= len(self._series.pop(key))
         self._names = {name for _, name in self._series}
+
+
+def _packed(rows: Series) -> str:
+    """Rows as text: manifests are indented, and one number a line takes 70 ms to read for 10 000 rows."""
+    return json.dumps([(row.time, row.version, row.worker, json_number(row.value)) for row in rows])
+
+
+def _unpacked(rank: int, name: str, text: str) -> Series:
+    return [
+        MetricRow(time, version, worker, rank, name, float(value)) for time, version, worker, value in json.loads(text)
+    ]

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from pscommon.core.limits import MAX_METRICS, MAX_NAME_CHARACTERS
 from pscommon.core.metric import MetricRow
+from psserver.core.coordinator import Coordinator
 from psserver.core.history import MAX_ROWS, MAX_THINNED_ROWS, History
+from psserver.core.policy import policy
+from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.reported import ReportedValue
+from psserver.core.rules import Rules
 
 
 def row(time: float, value: float = 0.0, rank: int = 0, name: str = "loss", version: int | None = None) -> MetricRow:
@@ -144,3 +149,71 @@ def test_a_history_that_is_made_again_goes_on_alike(rows: list[tuple[Any, ...]],
 
     assert str(history.state()) == str(plain.state())
     assert len(history) == len(history.rows())
+
+
+class Shipped:
+    """A journal whose commands a standby carries out as they come over the wire."""
+
+    def __init__(self, standby: Coordinator) -> None:
+        self.standby = standby
+
+    def write(self, command: Command) -> None:
+        replay(self.standby, [Command.from_json(json.loads(json.dumps(command.as_json())))])
+
+    def rotate(self, coordinator: Coordinator) -> None: ...
+
+
+def test_a_standby_that_comes_later_has_the_same_history() -> None:
+    rules = Rules(policy("async"))
+    recorder = Recorder(Coordinator(1, rules))
+    worker = recorder.do("join", 0.0, rank=0, host="h", pid=1, device="cpu").worker
+
+    def report(second: float, value: float) -> None:
+        recorder.do("report_values", second, worker=worker, values=[ReportedValue("loss", value, 1, second)])
+
+    report(1.0, 3.0)
+    report(2.0, math.nan)
+    standby = Coordinator(1, rules)
+    standby.become(json.loads(json.dumps(recorder.coordinator.whole())), None, 0.0)
+    recorder.journal = Shipped(standby)
+    for second in range(3, 200):
+        report(second / 3, 1.0 / second)
+
+    assert len(standby.reported.history) > 60
+    assert json.dumps(standby.state()) == json.dumps(recorder.coordinator.state())
+
+
+def test_a_coordinator_without_reported_values_has_the_state_of_earlier_releases() -> None:
+    state = Coordinator(1, Rules(policy("async"))).state()
+
+    assert "history" not in state
+    assert state["metrics"] == {}
+
+
+def test_a_name_is_shown_by_the_lowest_rank_unless_that_is_lost() -> None:
+    recorder = Recorder(Coordinator(1, Rules(policy("async"))))
+    workers = [recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1)]
+
+    def report(rank: int, value: float) -> float:
+        values = [ReportedValue("loss", value, 1, 0.0)]
+        recorder.do("report_values", 1.0, worker=workers[rank], values=values)
+        return recorder.coordinator.reported.latest["loss"][1]
+
+    assert [report(1, 1.0), report(0, 2.0), report(1, 3.0)] == [1.0, 2.0, 2.0]
+    recorder.do("leave", 1.0, worker=workers[0], reason="")
+    assert report(1, 4.0) == 2.0
+    workers[0] = recorder.do("join", 0.0, rank=0, host="h", pid=1, device="cpu").worker
+    report(0, 5.0)
+    recorder.do("lose", 1.0, worker=workers[0], reason="")
+    assert report(1, 6.0) == 5.0, "an earlier worker of this rank was done"
+
+
+def test_a_lost_worker_gives_way() -> None:
+    recorder = Recorder(Coordinator(1, Rules(policy("async"))))
+    first, second = (recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1))
+    for worker in (first, second):
+        recorder.do("report_values", 1.0, worker=worker, values=[ReportedValue("loss", float(worker), 1, 0.0)])
+    recorder.do("lose", 1.0, worker=first, reason="")
+    recorder.do("report_values", 1.0, worker=second, values=[ReportedValue("loss", 9.0, 2, 0.0)])
+
+    assert recorder.coordinator.reported.latest["loss"] == (1, 9.0)
