@@ -8,6 +8,7 @@ PS_LOCAL=1 python -m psworker.examples.digits                 # the same trainin
 
 import argparse
 import logging
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -49,6 +50,22 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return float((model(images).argmax(1) == labels).float().mean())
 
 
+def train(
+    job: psworker.Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[list[Tensor]]
+) -> None:
+    """One epoch, of this worker's share."""
+    model.train()
+    for batch in loader:
+        x, y = (tensor.to(job.device) for tensor in batch)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.stats.steps % 50 == 0:
+            log.info("step %d, version %d: loss %.3f", job.stats.steps, job.version, loss.item())
+            job.report(loss=loss.item())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12)
@@ -64,17 +81,15 @@ def main() -> None:
         model = network().to(job.device)
         optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), model)
 
-        for batch in job.batches(training_set, args.batch_size, epochs=args.epochs, seed=args.seed):
-            x, y = (tensor.to(job.device) for tensor in batch)
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if job.stats.steps % 50 == 0:
-                log.info("step %d, version %d: loss %.3f", job.stats.steps, job.version, loss.item())
-                job.report(loss=loss.item())
+        images, labels = images.to(job.device), labels.to(job.device)
 
-        correct = accuracy(model, images.to(job.device), labels.to(job.device))
+        train_loader = job.batches(training_set, args.batch_size, seed=args.seed)
+        for epoch in range(args.epochs):
+            train(job, model, optimizer, train_loader)
+            if not train_loader.skipped:  # else a run before this one has completed the epoch
+                log.info("epoch %d: test accuracy %.4f", epoch, accuracy(model, images, labels))
+
+        correct = accuracy(model, images, labels)
         log.info("test accuracy %.4f after %d versions", correct, job.version)
         job.report(accuracy=correct)
 
