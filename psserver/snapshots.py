@@ -70,7 +70,7 @@ class Snapshots:
             written = self._written(self.coordinator.version, LAST, TRIES)
         except SnapshotError as error:
             return str(error)
-        return "" if written is not None else f"nothing for {LAST:.0f} s"
+        return "" if written is not None else f"no snapshot was written within {LAST:g} s"
 
     def look(self) -> None:
         """Now and then: finish one that is written, cut one that is wanted, mend logs that are broken with one."""

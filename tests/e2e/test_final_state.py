@@ -104,9 +104,10 @@ def test_an_older_snapshot_is_named(cluster: Make, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("no_snapshots")
-def test_a_complete_log_is_enough(cluster: Make, tmp_path: Path) -> None:
+def test_a_complete_log_is_enough(cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     servers = cluster(2, data_dir=tmp_path, durability="log", snapshot_every=RARELY)
     assert ended(servers) == ""
+    assert "no last snapshot; the log holds all updates" in caplog.messages
     servers.close()
 
     again = cluster(2, data_dir=tmp_path, durability="log", snapshot_every=RARELY)
@@ -184,6 +185,25 @@ def test_exit_codes_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NonFiniteError):
         conclude(NonFiniteError("NaN"), "the disk is full", 0)
     assert errors(caplog) == ["the final weights are not saved"] * 2
+
+
+def test_a_snapshot_that_never_comes_is_waited_for_no_longer_than_promised(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psserver.snapshots.LAST", 0.2)
+    servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
+    servers.servers[0].archive.on_part = lambda part: None  # the part's end is never heard of
+
+    assert ended(servers).endswith(": no snapshot was written within 0.2 s")
+
+
+def test_a_file_for_ps_run_that_cannot_be_written_costs_nothing_else(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(NOT_SAVED_FILE, str(tmp_path / "missing" / "file"))
+
+    assert ended(cluster(1, save=tmp_path / "f")) == ""
+    assert "ps-run cannot be told what is not saved" in caplog.messages
 
 
 @pytest.mark.usefixtures("no_snapshots")
@@ -307,6 +327,22 @@ def test_ps_run_exits_with_15_where_the_end_is_in_no_snapshot(programs: Programs
     assert "version 4 is not saved, and there is no snapshot: " in content["not_saved"]
     assert program.said.count("ps-server: NOT_SAVED: ") == 1
     assert f"saved           {NOT_SAVED}" in program.out
+
+
+@pytest.mark.parametrize("last", ["done", "SIGTERM"])
+def test_ps_server_exits_with_15_or_as_its_signal_says(programs: Programs, last: str) -> None:
+    flags = ("--data-dir", "data", "--snapshot-every", "1h", "--port-file", "port", "--bind", "127.0.0.1:0")
+    server = programs.fork("ps-server", *flags, *(["--exit-when-done"] if last == "done" else []))
+    server.wait_for("listening")
+    address = f"127.0.0.1:{(programs.folder / 'port').read_text().strip()}"
+    worker = programs.fork("ps-worker", "--ps", address, "train.py", "breaks")
+    assert worker.wait() == 0, worker.said
+    if last == "SIGTERM":
+        server.send(signal.SIGTERM)
+
+    assert server.wait() == {"done": 15, "SIGTERM": 143}[last], server.said
+    assert ("ps-server: NOT_SAVED: " in server.said) is (last == "done")
+    assert ("the final weights are not saved" in server.said) is (last == "SIGTERM")
 
 
 def test_ps_run_refuses_a_place_for_the_file_before_it_starts_anything(programs: Programs) -> None:
