@@ -27,7 +27,7 @@ EXPLANATIONS: dict[Exit, tuple[str, str]] = {
     Exit.TAKEN: ("a port or data directory is taken", "choose another (port 0 picks a free one), or stop its holder"),
     Exit.MISMATCH: (
         "shard, job, model, optimizer or data mismatch",
-        "the message shows the difference and what it was compared with; give both sides the same",
+        "the message shows the difference, what was compared, and what to do about it",
     ),
     Exit.NO_SNAPSHOT: (
         "no valid snapshot",
