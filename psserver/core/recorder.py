@@ -130,8 +130,8 @@ class Recorder:
         news = self.coordinator.news(report)
         if unfit := unfit_pushes(self.coordinator, news):
             report = replace(report, staged=tuple(each for each in report.staged if each.key not in unfit))
-        for key, problem in unfit.items() if self.coordinator.move is None else ():  # else it is reported again
-            self.do("refuse_push", now, worker=key.worker, seq=key.seq, problem=problem)
+        for key, why in unfit.items() if self.coordinator.move is None else ():  # else it is reported again
+            self.do("refuse_push", now, worker=key.worker, seq=key.seq, **why._asdict())
         if len(news) > len(unfit) or self.coordinator.has_measured(report):
             self.do("report", now, report=report)
         else:

@@ -5,7 +5,7 @@ does not call these checks: commands that an earlier release recorded are carrie
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pscommon.core import limits
 from pscommon.core.errors import InvalidRequestError
@@ -19,13 +19,20 @@ from psserver.core.policy import policy
 Check = Callable[[Coordinator, Mapping[str, Any]], None]
 
 
+class Unfit(NamedTuple):
+    """Why a push is refused: the reason of its Reject, and the text."""
+
+    reason: str
+    detail: str
+
+
 def check_request(coordinator: Coordinator, name: str, args: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError for arguments that no correct worker sends."""
     if (check := _CHECKS.get(name)) is not None:
         check(coordinator, args)
 
 
-def unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, str]:
+def unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, Unfit]:
     """Return those of newly reported pushes that are members' and must not be applied, each with the reason."""
     return {
         staged.key: problem
@@ -36,15 +43,24 @@ def unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushK
     }
 
 
-def push_problem(coordinator: Coordinator, staged: Staged) -> str:
-    """Return why a push cannot be one of this job, or an empty string."""
+def push_problem(coordinator: Coordinator, staged: Staged) -> Unfit | None:
+    """Return why a push cannot be applied, or None.
+
+    A base above the version is stale: a correct worker may have pulled weights from a shard that had not gone back to
+    a snapshot yet. It returns the batches and computes again from weights that the job has.
+    """
     if staged.base > coordinator.version:
-        return f"its base version {staged.base} is above the job's version {coordinator.version}"
+        return Unfit("STALE", f"computed from version {staged.base}, which is above the job's {coordinator.version}")
+    problem = _samples_problem(staged) or batches_problem(coordinator, staged.batches)
+    return Unfit("INVALID_REQUEST", problem) if problem else None
+
+
+def _samples_problem(staged: Staged) -> str:
     if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
         return f"it stands for {staged.samples} samples, above {limits.MAX_SAMPLES_PER_PUSH}"
     if not staged.square_norm >= 0:
         return f"the square of its norm is {staged.square_norm}"
-    return batches_problem(coordinator, staged.batches)
+    return ""
 
 
 def batches_problem(coordinator: Coordinator, batches: Sequence[BatchKey]) -> str:

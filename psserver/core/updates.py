@@ -106,10 +106,10 @@ class Updates:
         member = self.roster.members.get(key.worker)
         return member is not None and member.alive and key.seq > member.seq
 
-    def refuse_push(self, worker: int, seq: int, problem: str, now: float) -> None:
-        """Reject a push that cannot be one of this job. Its batches stay leased: its worker may return them."""
+    def refuse_push(self, worker: int, seq: int, reason: str, detail: str, now: float) -> None:
+        """Reject a push that cannot be applied. Its batches stay leased: its worker may return them."""
         if self.is_undecided(key := PushKey(worker, seq)):
-            self._reject(key, "INVALID_REQUEST", f"push {seq} of worker {worker} refused: {problem}")
+            self._reject(key, reason, f"push {seq} of worker {worker} refused: {detail}")
             self.advance(now)
 
     def shard_lost(self, shard: int) -> None:

@@ -26,7 +26,7 @@ from psworker import Client
 from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
-from tests.e2e.workers import ONES, count, counted, counter, digest, status, until
+from tests.e2e.workers import count, counted, counter, digest, status, until
 
 Make = Callable[..., Cluster]
 
@@ -122,8 +122,7 @@ def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
             client.next_batches(spec, first_open=0)
         for _method, _found, _expected in refusals(servers.address, client.worker):
             count(client)
-        with pytest.raises(InvalidRequestError):
-            push(client, base=10**6)
+        assert push(client, base=10**6) == "stale"
         hub, mirror = servers.servers[0].hub, following.standby._mirror
         assert hub is not None
         assert mirror is not None
@@ -136,8 +135,6 @@ def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
 
 
 UNFIT: dict[str, dict[str, Any]] = {
-    "a base above the version": {"base": 10**6},
-    "a base that no signed number holds": {"base": 2**64 - 1},
     "the end of a stream without epochs": {"batches": (BatchKey(1, 5, 3, True),)},
     "a batch that the loop does not have": {"batches": (BatchKey(0, 5000),)},
 }
@@ -207,10 +204,16 @@ def test_a_push_with_a_negative_learning_rate_is_refused(cluster: Make) -> None:
         assert counted(client.pull()) == 2
 
 
-def test_pushes_that_count_are_not_held_up_by_one_that_is_refused(cluster: Make) -> None:
-    """sync: the round waits for the worker's next push."""
-    servers = cluster(1, policy="sync")
+@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("base", [3, 10**6, 2**64 - 1])
+def test_a_push_with_a_base_above_the_version_is_stale_before_anything_is_applied(
+    cluster: Make, policy: str, base: int
+) -> None:
+    """On all shards. The worker's next push counts."""
+    servers = cluster(2, policy=policy)
     with counter(servers.address) as client:
-        with pytest.raises(InvalidRequestError):
-            push(client, base=7)
-        assert client.push(ONES).status == "applied"
+        count(client, 2)
+        assert push(client, base=base) == "stale"
+        assert status(servers.address)["version"] == 2
+        count(client)
+        assert counted(client.pull()) == 3

@@ -17,6 +17,7 @@ from psserver.core.ledger import Ledger
 from psserver.core.pending import Pending
 from psserver.core.policy import Policy, choose, policy
 from psserver.core.recorder import NO_DEATHS, Command, Recorder, perform
+from psserver.core.request_checks import Unfit
 from psserver.core.roster import Member, Roster
 from psserver.core.shard import Outcome, Shard
 from tests.sim.absurd import FAULT
@@ -242,7 +243,7 @@ class ForgetsFailedCommands(JobJournal):
             super().write(command)
 
 
-def no_unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, str]:
+def no_unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, Unfit]:
     """Lets every push be applied."""
     return {}
 
