@@ -72,7 +72,7 @@ def chosen(programs: Programs) -> Program:
     earlier(programs.folder / "job")
     metrics = [f"127.0.0.1:{port}" for port in free_ports(3)]
     line = (
-        "--servers 2 --workers 1 --summary s.json --history h.csv --log-dir logs "
+        "--servers 2 --workers 1 --summary s.json --history h.csv --save m.safetensors --log-dir logs "
         "--policy ssp --staleness 3 --max-staleness 9 "
         "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 "
         f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} "
@@ -85,8 +85,8 @@ def chosen(programs: Programs) -> Program:
 def careful(programs: Programs) -> Program:
     """A run with every setting about what may go wrong."""
     line = (
-        "--workers 2 --min-workers 1 --on-worker-loss wait:44s --backup-workers 1 --late-gradients drop "
-        "--bad-gradients skip --max-norm 1e9 --quarantine-after 5 --data-dir careful "
+        "--workers 2 --min-workers 1 --progress-timeout 66s --on-worker-loss wait:44s --backup-workers 1 "
+        "--late-gradients drop --bad-gradients skip --max-norm 1e9 --quarantine-after 5 --data-dir careful "
         "--durability log --log-fsync no"
     )
     return done(programs.run("ps-run", *line.split(), "train.py"))
@@ -155,6 +155,7 @@ def test_what_a_worker_is_told(chosen: Program, default: Program, name: str, wit
 # the same for the settings about what may go wrong
 CAREFUL: dict[str, tuple[Any, Any]] = {
     "on_worker_loss": ("wait:44", "shrink"),
+    "progress_timeout": (66.0, None),
     "backup_workers": (1, 0),
     "late_gradients": ("drop", "return"),
     "bad_gradients": ("skip", "abort"),
@@ -169,6 +170,16 @@ CAREFUL: dict[str, tuple[Any, Any]] = {
 def test_what_a_worker_is_told_of_faults(careful: Program, default: Program) -> None:
     assert {name: told(careful)[name] for name in CAREFUL} == {name: row[0] for name, row in CAREFUL.items()}
     assert {name: told(default)[name] for name in CAREFUL} == {name: row[1] for name, row in CAREFUL.items()}
+
+
+@seen("allow_idle")
+def test_allow_idle(programs: Programs) -> None:
+    programs.script("print('nothing to train')", "idle.py")
+    without, with_it = (
+        programs.run("ps-run", "--log-dir", "idle", *flags, "idle.py") for flags in ((), ("--allow-idle",))
+    )
+
+    assert (without.wait(), with_it.wait()) == (16, 0)
 
 
 @seen("global_batch")
@@ -204,6 +215,11 @@ def test_summary(programs: Programs, chosen: Program, default: Program) -> None:
 def test_history(programs: Programs, chosen: Program, default: Program) -> None:
     assert [path.name for path in programs.folder.glob("*.csv")] == ["h.csv"]
     assert (programs.folder / "h.csv").read_text().startswith("time,seconds,version,worker,rank,name,value\n")
+
+
+@seen("save")
+def test_save(programs: Programs, chosen: Program, default: Program) -> None:
+    assert [path.name for path in programs.folder.glob("*.safetensors")] == ["m.safetensors"]
 
 
 @seen("log_dir")

@@ -53,4 +53,5 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "log_dir": ("logs", '"logs"'),
     "summary": ("s.json", '"s.json"'),
     "history": ("h.csv", '"h.csv"'),
+    "save": ("m.safetensors", '"m.safetensors"'),
 }
