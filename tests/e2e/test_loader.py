@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
-from psworker import InvalidRequestError, Job, MismatchError, connect
+from psworker import Job, connect
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.programs import Programs, programs_in
@@ -201,131 +200,6 @@ def test_a_test_inside_a_training_pass_is_skipped_by_a_resumed_job(cluster: Make
     again = cluster(1, **settings)
     assert real(again.address, 1, script(99)) == [[True]]
     until(lambda: status(again.address)["data"][0]["ended"], "the end of the training pass")
-
-
-# ---- samplers --------------------------------------------------------------------------------------------------------
-
-
-class Buckets:
-    """Batches of several sizes, in an order that is drawn."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = [[0, 1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11], [12, 13, 14, 15, 16, 17]]
-        return (batches[number] for number in torch.randperm(len(batches)).tolist())
-
-    def __len__(self) -> int:
-        return 5
-
-
-SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "sampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(TRAIN))},
-    "batch_sampler": lambda: {"batch_sampler": Buckets()},
-    "DataLoader": lambda: {"sampler": SubsetRandomSampler(range(TRAIN)), "batch_size": 4, "num_workers": 0},
-}
-
-
-def sampling(kind: str) -> Callable[[Job], tuple[list[list[list[int]]], list[int]]]:
-    """Trains for some passes; returns the batches of each, and the lengths."""
-
-    def script(job: Job) -> tuple[list[list[list[int]]], list[int]]:
-        model, data = nn.Linear(1, 1), torch.arange(TRAIN)
-        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
-        given = SAMPLERS[kind]()
-        loader = job.batches(DataLoader(data, **given)) if kind == "DataLoader" else job.batches(data, **given)  # type: ignore[arg-type]
-        seen: list[list[list[int]]] = []
-        lengths = []
-        for _ in range(PASSES):
-            seen.append([])
-            for batch in loader:
-                model(batch[:, None].float()).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                seen[-1].append(batch.tolist())
-            lengths.append(len(loader))
-        return seen, lengths
-
-    return script
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_a_sampler_s_batches_go_to_one_worker_each(name: str, workers: int, kind: str) -> None:
-    runs = simulated(workers, sampling(kind), **POLICIES[name])
-    ((alone, _),) = simulated(1, sampling(kind))
-
-    for number in range(PASSES):
-        batches = [batch for seen, _ in runs for batch in seen[number]]
-        assert sorted(batches) == sorted(alone[number])
-        assert sorted(x for batch in batches for x in batch) == list(range(TRAIN))
-    assert len({str(each) for each in alone}) == PASSES
-    if name == "sync":
-        for rank, (seen, lengths) in enumerate(runs):
-            assert seen == [each[rank::workers] for each in alone]
-            assert lengths == [len(each) for each in seen]
-
-
-def test_the_weights_of_a_batch_sampler_s_batches_are_their_samples() -> None:
-    """Two workers with batches of different sizes make the step that one makes with both batches together."""
-
-    class Pairs:
-        def __init__(self, *batches: list[int]) -> None:
-            self.batches = batches
-
-        def __iter__(self) -> Iterator[list[int]]:
-            return iter(self.batches)
-
-    def script(*batches: list[int]) -> Callable[[Job], list[float]]:
-        def run(job: Job) -> list[float]:
-            torch.manual_seed(0)
-            model = nn.Linear(1, 1)
-            optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-            for batch in job.batches(torch.arange(6.0), batch_sampler=Pairs(*batches)):
-                model(batch[:, None]).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return [float(value) for value in nn.utils.parameters_to_vector(model.parameters()).detach()]
-
-        return run
-
-    two = simulated(2, script([0, 1, 2, 3], [4]))
-    (one,) = simulated(1, script([0, 1, 2, 3, 4]))
-
-    assert two[0] == two[1] == pytest.approx(one, rel=1e-6)
-
-
-def test_a_global_batch_refuses_a_batch_sampler(cluster: Make) -> None:
-    address = cluster(1, global_batch=8).address
-
-    with pytest.raises(InvalidRequestError, match=r"--global-batch 8 cannot apply to a batch_sampler.*Try: sampler="):
-        real(address, 1, sampling("batch_sampler"))
-
-
-def test_workers_whose_samplers_differ_are_told_so() -> None:
-    """This one goes by the rank, which is no generator that all workers share."""
-
-    def script(job: Job) -> None:
-        model = nn.Linear(1, 1)
-        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        loader = job.batches(torch.arange(6), 2, sampler=ByRank(job.rank))
-        for batch in loader:
-            model(batch[:, None].float()).mean().backward()
-            optimizer.step()
-
-    with pytest.raises(
-        MismatchError, match="the sampler ByRank gave another order in loop 1 than in the job"
-    ) as caught:
-        simulated(2, script)
-    assert caught.value.reason == "LOOP_MISMATCH"
-    assert caught.value.exit_code == 11
-
-
-class ByRank:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([self.rank, 2, 3, 4, 5, 1 - self.rank])
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
