@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError
@@ -293,6 +294,11 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 def _paired(data: Any) -> Any:
     """The data set; for a pair of tensors, listed or not, one of their rows."""
+    if isinstance(data, DataLoader):
+        raise InvalidRequestError(
+            "data is a DataLoader, and each node makes its own batches. Try: give the data set that it has "
+            "(loader.dataset), and batch_size and shuffle as arguments"
+        )
     if isinstance(data, tuple) or (isinstance(data, list) and data and all(isinstance(item, Tensor) for item in data)):
         if len(data) != 2:
             raise InvalidRequestError(

@@ -296,6 +296,29 @@ def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
     assert "went back to version 40" in results[0].undone
 
 
+def test_watch_looks_no_more_once_the_servers_are_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at servers that are gone lasts until they have been silent for long enough."""
+    monkeypatch.setattr("psworker.run.watch.POLL_SECONDS", 0.01)
+    looks: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    class Counting(Observer):
+        def status(self) -> Any:
+            looks.put("look")
+            return STATUS
+
+    watch = Watch(lambda address: Counting(), lambda result: None, lambda problem: looks.put("stopped"))
+    watch.start("127.0.0.1:1")
+    assert [looks.get(timeout=LIMIT) for _ in range(3)] == ["look"] * 3
+
+    watch.rest()
+    watch.stop_job()
+    while looks.get(timeout=LIMIT) != "stopped":
+        pass
+    watch.close()
+
+    assert looks.empty()
+
+
 def idle(first: Status, *later: Status) -> str:
     """Why the run is idle, after these looks at its servers."""
     observer, results = Observer(status=first), list[Result]()
