@@ -94,3 +94,25 @@ def test_a_shard_that_cannot_follow_ends_its_process(desk: Desk, following: Foll
         desk.step(appending("entry"))
 
     assert [str(bug) for bug in broken] == ["no room"]
+
+
+def test_a_request_that_ran_out_of_memory_ends_the_server_and_tells_nobody(
+    desk: Desk, following: Following, broken: list[Exception]
+) -> None:
+    """It is not written down, so a restart does not know of it."""
+    with pytest.raises(MemoryError):
+        desk.step(appending("half done", MemoryError("no room")))
+
+    assert [type(error) for error in broken] == [MemoryError]
+    assert following.entries == []
+
+
+def test_an_unexpected_error_is_told_and_what_was_decided_is_carried_out(
+    desk: Desk, following: Following, broken: list[Exception]
+) -> None:
+    """A restart and a standby do the same."""
+    with pytest.raises(ZeroDivisionError):
+        desk.step(appending("decided", ZeroDivisionError("planted")))
+
+    assert following.entries == ["decided"]
+    assert broken == []
