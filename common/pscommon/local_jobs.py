@@ -3,8 +3,8 @@
 The files lie in XDG_RUNTIME_DIR/paramserver if only this user can write to XDG_RUNTIME_DIR, else in
 /tmp/paramserver-UID. The folder has mode 0700 and belongs to the user; a folder that does not, or a
 symbolic link in its place, is refused. Files have mode 0600 and are replaced as a whole. A file whose
-process has ended is removed by the next reader or writer; the start time tells a process from a later
-one with the same number. Files of another PID namespace (a container) are neither listed nor removed.
+process has ended is removed by the next reader or writer (pscommon.process_id tells). Files of another
+PID namespace (a container) are neither listed nor removed.
 """
 
 import json
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.process_id import has_ended, process_id, runs_here
 
 FALLBACK = "/tmp/paramserver-{uid}"
 MAX_FILE_BYTES = 65536
 SUFFIX = ".json"
-PROC = Path("/proc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,13 @@ class LocalJob:
     job: its name.
     address: HOST:PORT of shard 0.
     pid: process of shard 0.
-    started: start time of that process in clock ticks since boot; 0 where the system does not tell.
-    namespace: PID namespace of that process; empty where the system does not tell.
+    process: name of that process (process_id); empty where the system has no such names.
     """
 
     job: str
     address: str
     pid: int
-    started: int = 0
-    namespace: str = ""
+    process: str = ""
 
     def __str__(self) -> str:
         return f"job {self.job} at {self.address} (pid {self.pid})"
@@ -51,7 +49,7 @@ class Announcement:
     def __init__(self, job: str, address: str) -> None:
         pid = os.getpid()
         self._name = f"{pid}-{address.rpartition(':')[2]}{SUFFIX}"
-        entry = LocalJob(job, address, pid, _started(pid), _namespace())
+        entry = LocalJob(job, address, pid, process_id())
         with _folder(make=True) as folder:
             list(_running(folder))  # removes the files of ended processes
             _write(folder, self._name, json.dumps(asdict(entry)).encode())
@@ -134,14 +132,13 @@ def _write(folder: int, name: str, content: bytes) -> None:
 
 def _running(folder: int) -> Iterator[LocalJob]:
     """The jobs whose process runs. Files of processes that have ended are removed."""
-    here = _namespace()
     for name in os.listdir(folder):
         entry = _read(folder, name) if name.endswith(SUFFIX) and not name.startswith(".") else None
-        if entry is None or entry.namespace != here:
+        if entry is None:
             continue
-        if _runs(entry):
+        if runs_here(entry.process) if entry.process else _answers_signals(entry.pid):
             yield entry
-        else:
+        elif not entry.process or has_ended(entry.process):
             with suppress(OSError):
                 os.unlink(name, dir_fd=folder)
 
@@ -161,36 +158,18 @@ def _read(folder: int, name: str) -> LocalJob | None:
 
 
 def _entry(raw: Any) -> LocalJob | None:
-    kinds = {"job": str, "address": str, "pid": int, "started": int, "namespace": str}
+    kinds = {"job": str, "address": str, "pid": int, "process": str}
     if not isinstance(raw, dict) or any(type(raw.get(name)) is not kind for name, kind in kinds.items()):
         return None
     return LocalJob(**{name: raw[name] for name in kinds})
 
 
-def _runs(entry: LocalJob) -> bool:
+def _answers_signals(pid: int) -> bool:
+    """Is there a process with this number? Where processes have no names, it may be a later one."""
     try:
-        os.kill(entry.pid, 0)
+        os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # a later process with the same number, unless its start time says otherwise
+    except PermissionError:
         pass
-    return entry.started == _started(entry.pid)
-
-
-def _started(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; -1: it has ended; 0: the system does not tell."""
-    if not (PROC / "self/stat").exists():
-        return 0
-    try:
-        # the command's name, in parentheses, may contain anything
-        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink(PROC / "self/ns/pid")
-    except OSError:
-        return ""
+    return True

@@ -91,7 +91,8 @@ def test_a_later_process_with_the_same_number_is_another_one(runtime: Path) -> N
     Announcement("mine", "127.0.0.1:1")
     (file,) = (runtime / "paramserver").iterdir()
     entry = json.loads(file.read_text())
-    file.write_text(json.dumps({**entry, "started": entry["started"] - 1}))
+    place, pid, started = entry["process"].rsplit("/", 2)
+    file.write_text(json.dumps({**entry, "process": f"{place}/{pid}/{int(started) - 1}"}))
 
     assert local_jobs.local_jobs() == []
     assert not file.exists()
@@ -100,10 +101,21 @@ def test_a_later_process_with_the_same_number_is_another_one(runtime: Path) -> N
 def test_processes_of_another_namespace_are_neither_listed_nor_removed(runtime: Path) -> None:
     Announcement("mine", "127.0.0.1:1")
     (file,) = (runtime / "paramserver").iterdir()
-    file.write_text(json.dumps({**json.loads(file.read_text()), "namespace": "pid:[1]", "pid": 2**22 + 1}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "process": "boot/1/1/1"}))
 
     assert local_jobs.local_jobs() == []
     assert file.exists()
+
+
+def test_without_names_of_processes_the_number_decides(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_jobs, "process_id", lambda: "")
+    Announcement("mine", "127.0.0.1:1")
+    (file,) = (runtime / "paramserver").iterdir()
+    assert [job.job for job in local_jobs.local_jobs()] == ["mine"]
+
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pid": 2**22 + 1}))
+    assert local_jobs.local_jobs() == []
+    assert not file.exists()
 
 
 def test_what_is_no_file_of_ours_is_left_alone(runtime: Path, tmp_path: Path) -> None:
