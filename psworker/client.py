@@ -289,6 +289,7 @@ class Client(ClientFacts):
 
     def report_soon(self, values: Mapping[str, Any]) -> None:
         """Report values with the next heartbeat: at most one per second and name, the newest in any case."""
+        self._connection.touch()
         self._connection.reports.add(values, self.version)
 
     def send_reports(self) -> None:

@@ -51,10 +51,14 @@ def test_heartbeats_carry_the_seconds_without_a_call(cluster: FakeCluster) -> No
     with Client(cluster.addresses) as client:
         cluster.wait_until(lambda: len(cluster.beats) >= 3 and grows(cluster))
 
-        seen = len(cluster.beats)
-        client.progress(steps=1, step_seconds=0.1, samples_per_second=1.0, phase="compute")
-
-        cluster.wait_until(lambda: any(beat.no_call_seconds == 0.0 for beat in cluster.beats[seen:]))
+        for call in (
+            lambda: client.progress(steps=1, step_seconds=0.1, samples_per_second=1.0, phase="compute"),
+            lambda: client.report_soon({"loss": 0.5}),
+        ):
+            cluster.wait_until(lambda: grows(cluster))
+            seen = len(cluster.beats)
+            call()
+            cluster.wait_until(lambda seen=seen: any(beat.no_call_seconds == 0.0 for beat in cluster.beats[seen:]))
 
 
 def test_heartbeats_of_a_push_that_waits_for_others_carry_none(cluster: FakeCluster) -> None:
