@@ -34,6 +34,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
     """
 
     strategy_name = "parameter_server"
+    optimizers: list[Any]
 
     def __init__(self, job: Job, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(device=job.device, **kwargs)
@@ -56,10 +57,9 @@ class ParameterServerStrategy(SingleDeviceStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Hand the module's optimizer to the servers."""
         super().setup_optimizers(trainer)
-        found: list[Any] = getattr(self, "optimizers")  # noqa: B009  # its class is untyped here
-        if len(found) != 1:
+        if len(self.optimizers) != 1:
             raise InvalidRequestError(
-                f"configure_optimizers returned {len(found)} optimizers; a job has one. "
+                f"configure_optimizers returned {len(self.optimizers)} optimizers; a job has one. "
                 "Try: one optimizer with a parameter group for each network"
             )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
@@ -68,7 +68,7 @@ class ParameterServerStrategy(SingleDeviceStrategy):
                 "on_before_optimizer_step"
             )
         clip_norm, trainer.gradient_clip_val = trainer.gradient_clip_val, None
-        self.optimizers = [self.job.optimizer(found[0], self.model, clip_norm=clip_norm or None)]
+        self.optimizers = [self.job.optimizer(self.optimizers[0], self.model, clip_norm=clip_norm or None)]
         for config in self.lr_scheduler_configs:
             if config.interval == "step":  # Lightning repeats the steps of each epoch
                 self.job.resume(config.scheduler, steps_before(self.job) // config.frequency)
