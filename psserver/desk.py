@@ -74,7 +74,7 @@ class Desk:
             before = coordinator.log.index
             try:
                 return action(self._recorder, time.monotonic())
-            except MemoryError as error:  # what it has done is not written down: nobody may learn of it
+            except MemoryError as error:  # not recorded, so its effect must not be visible
                 before = coordinator.log.index
                 self._broken(error)
                 raise

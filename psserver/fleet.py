@@ -59,7 +59,7 @@ class Server:
 
     ready: it follows the log of now. way: what it was told to do to come there. recovers: it was asked to read its log.
     logs: it writes a log; log_broken: it could not write some of it. leaves: the job has no place for it any more.
-    term: it is the shard's how-many-eth primary; standby: where that is. place: where its PIDs hold
+    term: number of failovers of the shard; standby: where that is. place: where its PIDs hold
     (`pscommon.process_id`).
     """
 

@@ -104,7 +104,7 @@ class Place:
             self.check()
 
     def beat(self, lane: Lane, timeout: float, drain: Drain, no_call_seconds: float = 0.0) -> str:
-        """One heartbeat; why nobody has answered, or empty. Silence is no loss. no_call_seconds: of the script."""
+        """Send one heartbeat. Return why no server answered, or an empty text; silence is no loss."""
         now, reports = self.progress, self.reports.unsent()
         request = co.HeartbeatRequest(
             job=self.job,

@@ -29,7 +29,7 @@ class Clock:
 
 
 class Waits:
-    """Requests that are with a server now. Somebody who has a beat of his own reminds people of them.
+    """Requests that are with a server now. The heartbeat thread logs those that take long.
 
     calls: how many there have been, with other calls of the script (`touch`).
     """

@@ -92,7 +92,7 @@ def _read_stat(pid: int) -> tuple[str, int]:
 
 
 def _is_dead(pid: int, state: str) -> bool:
-    """A process that nobody has waited for yet is dead, but not one of which only the main thread has ended."""
+    """A zombie counts as ended; a process of which only the main thread has ended does not."""
     if state not in DEAD:
         return False
     try:

@@ -73,7 +73,7 @@ class Ledger:
         return loop
 
     def _extend(self, loop: Loop | Stream, spec: Spec, is_last: bool) -> None:
-        """More epochs of a loop of before; MismatchError where that is not all, or cannot be."""
+        """Raise the epochs of a resumed loop. MismatchError if anything else differs or a later loop exists."""
         resumed = spec.loop in self._resumed
         reason, possible = "", resumed and only_epochs_differ(spec, loop.spec)
         if possible:

@@ -165,7 +165,7 @@ class Watch:
         self._requests.put(self._stop_job)
 
     def report_exit(self, process: str, reason: str) -> None:
-        """Tells the servers that a worker's process has ended, so that nobody waits for its lease.
+        """Tell the servers that a worker's process has ended, so that its lease ends at once.
 
         Without an answer the lease decides, or what the servers see themselves.
         """
@@ -214,7 +214,7 @@ class Watch:
         steps = self.status.get("steps", 0)
         first, most = self._steps or (steps, steps)
         self._steps = first, max(most, steps)
-        ends = status.get("state") == "stopping"  # soon nobody answers any more
+        ends = status.get("state") == "stopping"  # the servers stop answering soon
         if status.get("metrics") and (ends or time.monotonic() >= self._next_history):
             self._refresh_history()
 

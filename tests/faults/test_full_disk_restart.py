@@ -28,7 +28,7 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def trained(make: Make, data_dir: Path, pushes: int, save: bool = False, **settings: Any) -> None:
-    """So many pushes more, perhaps after a snapshot; then the servers are gone, as by a kill."""
+    """Push a number of times, optionally after a snapshot, then end the servers as by a kill."""
     servers = make(2, data_dir=data_dir, **settings)
     with counter(servers.address) as client:
         count(client)

@@ -92,7 +92,7 @@ def test_the_bits_of_a_stream_are_those_of_the_undisturbed_run(tmp_path: Path) -
 
 
 def test_the_bits_of_a_clipped_run_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
-    """Whoever dies between the measure of an update and the update itself."""
+    """Kills between the measure of an update and the update itself."""
     quiet = undisturbed(tmp_path / "quiet", clip_norm=0.3)
 
     assert quiet != undisturbed(tmp_path / "unclipped")

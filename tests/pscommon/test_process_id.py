@@ -69,7 +69,7 @@ def test_a_system_that_hides_processes_proves_nothing(monkeypatch: pytest.Monkey
 
 
 def test_a_process_in_a_namespace_of_its_own_has_another_name() -> None:
-    """There PID 1 is somebody else; and a /proc of the namespace around it makes no name at all."""
+    """In another namespace PID 1 is another process; a /proc of the outer namespace gives no name."""
     code = "from pscommon.process_id import process_id; print(process_id())"
     for mount in (["--mount-proc"], []):
         line = ["unshare", "--pid", "--fork", *mount, sys.executable, "-c", code]

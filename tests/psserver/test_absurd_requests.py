@@ -247,7 +247,7 @@ def test_an_unfit_push_is_rejected_before_anything_is_applied(name: str, row: Po
 
 
 def test_an_unfit_push_that_comes_in_a_move_is_rejected_after_it() -> None:
-    """To another number of shards: whoever holds its new part takes pushes before the move is over."""
+    """Reshard: a shard that holds its new part takes pushes before the move is over."""
     job = Job(policy("async"), workers=1)
     (worker,) = job.workers
     job.recorder.do("reshard", job.now, shards=1, keeps=False)

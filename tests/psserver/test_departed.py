@@ -17,7 +17,7 @@ JOINS = 2000
 
 
 def come_and_go(job: Job, count: int, reason: str = "") -> list[int]:
-    """So many workers join, register, push once and leave."""
+    """A number of workers join, register, push once and leave."""
     workers = []
     for _ in range(count):
         worker = job.join()

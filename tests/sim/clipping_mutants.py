@@ -100,7 +100,7 @@ def clipped_sync(scenario: Scenario) -> Scenario:
 
 
 def clipped_among_cuts(scenario: Scenario) -> Scenario:
-    """Logs that begin anew between a Measure and its update."""
+    """Logs that start a new segment between a Measure and its update."""
     return replace(clipped_sync(scenario), durable=True, lag=False, every=1, server_kills=4, standbys=2)
 
 

@@ -96,7 +96,7 @@ class Faults:
     def send_absurd_requests(self) -> None:
         """A process that is no correct worker joins and sends what it should not, or what raises a planted error.
 
-        What is refused changes nothing. Its numbers are its own, so what it may ask for harms nobody but itself.
+        What is refused changes nothing. Its numbers are its own, so what it asks for harms only itself.
         """
         if 0 in self.down:
             return

@@ -71,7 +71,7 @@ class OptimizerSpec:
             object.__setattr__(self, "clip_norm", float(self.clip_norm))  # 1 and 1.0 are one text
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready. The clip norm is in it only where there is one: without, the bytes are those of before."""
+        """JSON-ready. Encodes the clip norm only if it is set, so that other specs keep their bytes."""
         clip = {} if self.clip_norm is None else {"clip_norm": self.clip_norm}
         return {"name": self.name, "groups": [dict(group) for group in self.groups], **clip}
 

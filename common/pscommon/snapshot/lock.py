@@ -35,7 +35,7 @@ class DataDirLock:
         return self
 
     def _refused(self, error: OSError) -> str:
-        if error.errno == errno.ELOOP:  # what it leads to may be a file of somebody else
+        if error.errno == errno.ELOOP:  # the target may be another user's file
             return f"cannot lock shard {self._shard}: {self.path} is a symbolic link. Try: rm {self.path}"
         return f"cannot use data directory {self.path.parent}: {error.strerror}"
 
