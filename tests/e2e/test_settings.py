@@ -25,6 +25,8 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
 from psworker import OptimizerSpec
+from tests.e2e import test_final_state as final_state
+from tests.e2e import test_hanging as hanging
 from tests.e2e import test_settings_faults as faults
 from tests.e2e import test_user_optimizers as user_optimizers
 from tests.e2e.mapped import MAPPED
@@ -387,4 +389,4 @@ def test_log_format(two: tuple[Program, Program]) -> None:
 
 def test_every_setting_is_seen() -> None:
     assert set(options.TABLES) == {"server", "worker", "run"}
-    seen.check(faults.seen, user_optimizers.servers)
+    seen.check(faults.seen, user_optimizers.servers, hanging.seen, final_state.seen)

@@ -66,14 +66,23 @@ def goes_on(job: StandbyJob, since: float, seconds: float = FAILOVER) -> float:
     return took
 
 
+def at_one_version(job: StandbyJob) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Status and weights of the same version. The end of a worker may close a round between two readings."""
+    while True:
+        found, weights = status(job.address), weights_of(job.address)
+        if status(job.address)["version"] == found["version"]:
+            return found, weights
+
+
 def finish(job: StandbyJob, policy: str, as_new: bool = False) -> None:
     """What was acknowledged is what has counted, on every shard; but for the push that each worker was in when it
     was killed here, or had to come as new."""
     for rank in range(WORKERS):
         job.lives[f"w{rank}"].kill()
-    found, acknowledged = status(job.address), sum(pushed(job, rank) for rank in range(WORKERS))
+    found, weights = at_one_version(job)
+    acknowledged = sum(pushed(job, rank) for rank in range(WORKERS))
     assert acknowledged <= found["steps"] <= acknowledged + WORKERS * (1 + as_new)
-    assert counted(weights_of(job.address)) == found["version"]
+    assert counted(weights) == found["version"]
     said = [life.log.read_text() for life in job.lives.values()]
     assert not any("Traceback" in each for each in said), job.said()
     assert sum("fenced" in each for each in said) == WORKERS * as_new, job.said()
