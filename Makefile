@@ -1,6 +1,7 @@
 # make demo    train a CNN on handwritten digits with 2 servers and 2 workers on this machine
 # make test    the whole test suite; make check adds ruff and mypy
 # make test-scripts  third-party kinds of scripts, plain and under each policy (at most ten minutes)
+# make docs    build the documentation into site/
 # make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
 PYTHON ?= python3.11
 VENV := .venv
@@ -12,7 +13,7 @@ TENSORFLOW ?= tensorflow-cpu==2.21.0
 # skipped by make test where the extras are missing
 FRAMEWORK_TESTS := tests/psworker/test_integrations.py tests/e2e/test_clipping.py
 
-.PHONY: setup demo test test-scripts check lint proto bench bench-quick bench-tf chaos test-compose clean
+.PHONY: setup demo test test-scripts check lint docs proto bench bench-quick bench-tf chaos test-compose clean
 
 setup: $(VENV)/.setup-done
 
@@ -41,6 +42,14 @@ test-scripts: $(VENV)/.scripts-done # scripts of the kinds that people bring, pl
 
 $(VENV)/.scripts-done: $(VENV)/.setup-done
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,dev,transformers,lightning]'
+	@touch $@
+
+docs: $(VENV)/.docs-done # warnings are errors; the build needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "documentation: site/index.html"
+
+$(VENV)/.docs-done: $(VENV)/.setup-done
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,dev,docs]'
 	@touch $@
 
 proto: # regenerate common/psproto from proto/ with the pinned old generator
@@ -72,4 +81,4 @@ test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
 	deploy/test-compose
 
 clean:
-	rm -rf $(VENV) $(TF_VENV) dist build
+	rm -rf $(VENV) $(TF_VENV) dist build site

@@ -1,0 +1,72 @@
+"""What the pages name exists: files, flags, variables, Python names."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import psworker
+from pscommon import options
+from pscommon.variables import OTHERS
+from psworker.ctl.cli import ps_ctl
+from tests.docs.pages import ROOT, pages, prose
+
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)")
+OTHER_PROGRAMS = frozenset(
+    {
+        # pip, make, docker, python -m benchmarks, pytest
+        "--build", "--volumes", "--scale", "--build-arg", "--ipc", "--only", "--rounds", "--pushes", "--minutes",
+        # the example scripts
+        "--epochs", "--batch-size", "--lr", "--steps", "--bytes", "--seed",
+    }
+)  # fmt: skip
+SETTING = re.compile(r"\bPS_[A-Z_]+\b")
+SET_FOR_SCRIPTS = frozenset({"PS_WORKER_RANK", "PS_WORKER_COUNT", "PS_SERVERS", "PS_JOB", "PS_DEVICE"})
+
+
+def names(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def flags() -> set[str]:
+    found = {flag for table in options.TABLES.values() for option in table for flag in option.opts}
+    commands = [ps_ctl]
+    while commands:
+        command = commands.pop()
+        found |= {flag for parameter in command.params for flag in parameter.opts}
+        commands += getattr(command, "commands", {}).values()
+    return found | {"--config", "--help", "--version"}
+
+
+@pytest.mark.parametrize("page", pages(), ids=names)
+def test_links_lead_to_files(page: Path) -> None:
+    if "The text of this page is" in page.read_text(encoding="utf-8"):
+        return
+    missing = [
+        target for target in LINK.findall(prose(page)) if not Path(os.path.normpath(page.parent / target)).exists()
+    ]
+
+    assert not missing
+
+
+@pytest.mark.parametrize("page", pages(), ids=names)
+def test_flags_exist(page: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+\b", page.read_text(encoding="utf-8")))
+
+    assert named <= flags() | OTHER_PROGRAMS
+
+
+@pytest.mark.parametrize("page", pages(), ids=names)
+def test_variables_exist(page: Path) -> None:
+    twins = {variable for table in options.TABLES.values() for option in table for variable in option.variables}
+    named = set(SETTING.findall(page.read_text(encoding="utf-8")))
+
+    assert {name for name in named if not name.endswith("_")} <= twins | OTHERS | SET_FOR_SCRIPTS
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: psworker\.(?:\w+\.)*(\w+)$", text, re.MULTILINE))
+
+    assert listed == set(psworker.__all__)
