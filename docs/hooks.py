@@ -1,5 +1,6 @@
-"""mkdocs hooks: pages whose text lies in the repository's root, and the command reference, made from click."""
+"""mkdocs hooks: files from outside of docs/ become pages, and the command reference is made from click."""
 
+import posixpath
 import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -7,43 +8,49 @@ from pathlib import Path
 from typing import Any
 
 import click
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-FROM_ROOT = {
-    "faults.md": "FAULTS.md",
-    "changelog.md": "CHANGELOG.md",
-    "internals/architecture.md": "ARCHITECTURE.md",
+PAGES = {
+    "FAULTS.md": "faults.md",
+    "CHANGELOG.md": "changelog.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "deploy/README.md": "operations/containers.md",
+    "benchmarks/results/README.md": "results/index.md",
 }
+PICTURES = ("benchmarks/results/throughput.png", "benchmarks/results/growth.png", "benchmarks/results/phases.png")
+IN_SITE = {**PAGES, **{path: path.replace("benchmarks/results", "results") for path in PICTURES}}
 COMMANDS = {
     "ps-run": "psworker.run.cli:COMMAND",
     "ps-server": "psserver.cli:COMMAND",
     "ps-worker": "psworker.cli:COMMAND",
     "ps-ctl": "psworker.ctl.cli:ps_ctl",
 }
-LINK = re.compile(r"\]\((?!https?:|#)([^)\s]+)\)")
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)")
 DEFAULT_IN_TEXT = re.compile(r" ?\[default: ([^\]]+)\]")
 
 
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the files from outside of docs/."""
+    for path, uri in IN_SITE.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Replace the pages that are made from other sources."""
+    """Let links hold in the site as they hold in the repository; append the command reference to its page."""
     uri = page.file.src_uri
     if uri == "reference/commands.md":
-        return markdown + "".join(map(_command_page, COMMANDS))
-    if uri in FROM_ROOT:
-        return _from_root(uri)
-    return markdown
-
-
-def _from_root(uri: str) -> str:
-    """The file's text, with links that hold in the site."""
-    pages = {file: page for page, file in FROM_ROOT.items()}
-    up = "../" * uri.count("/")
+        markdown += "".join(map(_command_page, COMMANDS))
+    sources = {site: path for path, site in IN_SITE.items()}
+    folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
 
     def moved(match: re.Match[str]) -> str:
-        path, mark, anchor = match[1].partition("#")
-        return f"]({up}{pages.get(path, path.removeprefix('docs/'))}{mark}{anchor})"
+        path = posixpath.normpath(posixpath.join(folder, match[1]))
+        site = IN_SITE.get(path, path.removeprefix("docs/"))
+        return f"]({posixpath.relpath(site, posixpath.dirname(uri) or '.')}"
 
-    return LINK.sub(moved, (ROOT / FROM_ROOT[uri]).read_text(encoding="utf-8"))
+    return LINK.sub(moved, markdown)
 
 
 def _command_page(name: str) -> str:

@@ -5,11 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 import psworker
 from pscommon import options
+from pscommon.exits import Exit
 from pscommon.variables import OTHERS
+from psserver.metrics import ServerMetrics, standby_metrics
 from psworker.ctl.cli import ps_ctl
+from psworker.metrics import WorkerMetrics
+from tests.deploy.queries import ALERTS
 from tests.docs.pages import ROOT, pages, prose
 
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)")
@@ -41,8 +46,6 @@ def flags() -> set[str]:
 
 @pytest.mark.parametrize("page", pages(), ids=names)
 def test_links_lead_to_files(page: Path) -> None:
-    if "The text of this page is" in page.read_text(encoding="utf-8"):
-        return
     missing = [
         target for target in LINK.findall(prose(page)) if not Path(os.path.normpath(page.parent / target)).exists()
     ]
@@ -70,3 +73,34 @@ def test_the_reference_has_every_public_name() -> None:
     listed = set(re.findall(r"^::: psworker\.(?:\w+\.)*(\w+)$", text, re.MULTILINE))
 
     assert listed == set(psworker.__all__)
+
+
+def test_the_monitoring_page_has_every_metric() -> None:
+    registry = CollectorRegistry()
+    ServerMetrics(registry, shard=0)
+    WorkerMetrics(registry)
+    families = [*registry.collect(), *standby_metrics(0, int).collect()]
+    exported = {family.name + {"counter": "_total", "info": "_info"}.get(family.type, "") for family in families}
+    text = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
+
+    assert set(re.findall(r"`(ps_\w+)`", text)) == {name for name in exported if name.startswith("ps_")}
+
+
+def test_the_monitoring_page_has_every_alert() -> None:
+    text = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
+
+    assert set(re.findall(r"^\| `([A-Z]\w+)` \|", text, re.M)) == set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
+
+
+def test_troubleshooting_has_every_exit_code() -> None:
+    text = (ROOT / "docs/operations/troubleshooting.md").read_text(encoding="utf-8")
+
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {code for code in Exit if code < 128}
+
+
+def test_the_glossary_is_short_and_sorted() -> None:
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| ([^|]+?) \|", text, re.M)[2:]
+
+    assert len(terms) <= 40
+    assert terms == sorted(terms, key=str.lower)
