@@ -103,7 +103,7 @@ class Server:
         self.archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
         layout = self._make_layout()  # before there is a port: a second attempt without this disk would find it taken
         patience = PORT if self._inherited is not None else 0.0
-        self._grpc, self.address = listen(config.bind, CALLS, [RpcTimer(self.metrics.rpc)], patience)
+        self._grpc, self.address = listen(config.bind, CALLS, [RpcTimer(self.metrics.rpc).wrap], patience)
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.shipper = self._make_shipper()
         self.engine = Engine(

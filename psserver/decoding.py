@@ -24,26 +24,10 @@ class Undecodable(NamedTuple):
     problem: str
 
 
-class DecodingGuard(grpc.ServerInterceptor):
-    """Answers an undecodable request with INVALID_REQUEST, and ends a stream that brings one."""
-
-    def __init__(self) -> None:
-        self._guarded: dict[str, tuple[Any, Any]] = {}
-
-    def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        handler, method = continuation(handler_call_details), handler_call_details.method
-        if handler is None or handler.request_deserializer is None:
-            return handler
-        known, guarded = self._guarded.get(method, (None, None))
-        if known is not handler:
-            guarded = _guarded(method, handler)
-            self._guarded[method] = handler, guarded
-        return guarded
-
-
-def _guarded(method: str, handler: Any) -> Any:
+def guarded(method: str, handler: Any) -> Any:
+    """Return a handler that answers an undecodable request with INVALID_REQUEST, and ends a stream that brings one."""
     streaming = handler.request_streaming, handler.response_streaming
-    if streaming not in _MAKERS:
+    if handler.request_deserializer is None or streaming not in _MAKERS:
         return handler
     kind, make = _MAKERS[streaming]
     behavior: Callable[[Any, Any], Any] = getattr(handler, kind)

@@ -76,13 +76,14 @@ class FlatOptimizer:
 
     def step(self, gradients: Memory, absent: frozenset[int]) -> None:
         """One step of all tensors but those in `absent`."""
-        self._create_state()
+        states = self._create_state()
         runs, passes = self._chosen(absent)
         self._team.map(lambda each: each.step(gradients, self.groups, self._steps, self._scalars), passes)
-        for each in passes:
-            each.keep_scalars(self._scalars)
+        if self._scalars:
+            for each in passes:
+                each.keep_scalars(self._scalars)
         for run in runs:
-            if self._kind.counts_steps or self._state_of(run.segment):
+            if states[run.segment] or self._kind.counts_steps:
                 self._steps[run.first : run.last] += 1
 
     @property
@@ -129,15 +130,17 @@ class FlatOptimizer:
                         raise SnapshotError(f"the snapshot has no {name} of {self._stretch.name(held.tensor)}")
                     values[place] = stored[name][held.tensor]
 
-    def _state_of(self, segment: int) -> tuple[OptimizerState, ...]:
-        return self._kind.states_of(self.groups[self._segments[segment].group])
-
-    def _create_state(self) -> None:
-        for index, (segment, state) in enumerate(zip(self._segments, self._state, strict=True)):
-            for needed in self._state_of(index):
+    def _create_state(self) -> list[tuple[OptimizerState, ...]]:
+        """Create the state that a step needs and that is not there. Return what each segment needs."""
+        states = []
+        for segment, state in zip(self._segments, self._state, strict=True):
+            all_needed = self._kind.states_of(self.groups[segment.group])
+            for needed in all_needed:
                 if needed.name not in state:
                     state[needed.name] = self._initial(segment, needed)
                     self._passes, self._last = {}, None
+            states.append(all_needed)
+        return states
 
     def _initial(self, segment: Segment, state: OptimizerState) -> Tensor:
         dtype = DTYPES[segment.dtype]
@@ -238,7 +241,7 @@ class _Pass:
                     value = float(scalars[scalar.name][run.first]) if count else scalar.first_value(now)
                     for each in rows.scalars[scalar.name]:
                         each.fill_(value)
-                if count == 0:
+                if count == 0 and rows.state:
                     self._set_first_values(rows, now)
                 self._kind.formula(rows, self._gradients(span, gradients, rows.weights), now)
 

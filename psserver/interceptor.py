@@ -1,13 +1,14 @@
-"""Times every call that a gRPC server answers, whatever its service."""
+"""Wraps the handlers of a gRPC server, whatever their service, and times every call."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
 Record = Callable[[str, str, float], None]  # short method name, canonical status code, seconds
+Wrap = Callable[[str, Any], Any]  # full method name and handler to handler
 
 _KINDS = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -17,30 +18,41 @@ _KINDS = {
 }
 
 
-class RpcTimer(grpc.ServerInterceptor):
-    """Calls `record` at the end of each call; a stream ends with its last response or when its client gives up.
+class WrappedHandlers(grpc.ServerInterceptor):
+    """Applies functions to the handler of each method, the innermost first, once for each handler.
 
-    Methods that no service has are not recorded: their names are the caller's choice, and there is no end of them.
+    Methods that no service has are not wrapped: their names are the caller's choice, and there is no end of them.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._timed: dict[str, tuple[Any, Any]] = {}
+    def __init__(self, wraps: Sequence[Wrap]) -> None:
+        self._wraps = wraps
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
 
     def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler, method = continuation(handler_call_details), handler_call_details.method
         if handler is None:
             return None
-        known, timed = self._timed.get(method, (None, None))
+        known, wrapped = self._wrapped.get(method, (None, None))
         if known is not handler:
-            timed = self._wrapped(method.rpartition("/")[2], handler)
-            self._timed[method] = handler, timed
-        return timed
+            wrapped = handler
+            for wrap in self._wraps:
+                wrapped = wrap(method, wrapped)
+            self._wrapped[method] = handler, wrapped
+        return wrapped
 
-    def _wrapped(self, method: str, handler: Any) -> Any:
+
+class RpcTimer:
+    """Calls `record` at the end of each call; a stream ends with its last response or when its client gives up."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def wrap(self, method: str, handler: Any) -> Any:
+        """Return a handler that does the same and is timed."""
         kind, make = _KINDS[handler.request_streaming, handler.response_streaming]
         wrap = self._stream if handler.response_streaming else self._unary
-        return make(wrap(method, getattr(handler, kind)), handler.request_deserializer, handler.response_serializer)
+        behavior = wrap(method.rpartition("/")[2], getattr(handler, kind))
+        return make(behavior, handler.request_deserializer, handler.response_serializer)
 
     def _unary(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Any]:
         def timed(request: Any, context: grpc.ServicerContext) -> Any:

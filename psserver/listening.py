@@ -9,23 +9,23 @@ import grpc
 
 from pscommon.core.errors import TakenError
 from pscommon.wire.channel import SERVER_OPTIONS
-from psserver.decoding import DecodingGuard
+from psserver.decoding import guarded
+from psserver.interceptor import Wrap, WrappedHandlers
 
 PAUSE = 0.05
 
 
-def listen(
-    bind: str, calls: int, interceptors: Sequence[grpc.ServerInterceptor] = (), patience: float = 0.0
-) -> tuple[grpc.Server, str]:
+def listen(bind: str, calls: int, wraps: Sequence[Wrap] = (), patience: float = 0.0) -> tuple[grpc.Server, str]:
     """A gRPC server that has its port, not started yet, and its HOST:PORT.
 
-    calls: that it answers at a time. patience: seconds that whoever has the port may take to let go of it. TakenError.
+    calls: that it answers at a time. wraps: for the handler of each method.
+    patience: seconds that whoever has the port may take to let go of it. TakenError.
     """
     deadline = time.monotonic() + patience
     while True:
         server = grpc.server(
             ThreadPoolExecutor(calls, thread_name_prefix="call"),
-            interceptors=[*interceptors, DecodingGuard()],
+            interceptors=[WrappedHandlers([guarded, *wraps])],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=calls,
         )

@@ -43,8 +43,14 @@ def measure(store: Store, entry: Measure, kept: Mapping[PushKey, Kept]) -> float
 def _weighted(
     counted: Sequence[Contribution], kept: Mapping[PushKey, Kept]
 ) -> tuple[list[Staging], list[int], list[float]]:
-    stagings = [kept[contribution.key].staging for contribution in counted]
-    return stagings, [c.samples for c in counted], [c.scale for c in counted]
+    stagings: list[Staging] = []
+    samples: list[int] = []
+    scales: list[float] = []
+    for contribution in counted:
+        stagings.append(kept[contribution.key].staging)
+        samples.append(contribution.samples)
+        scales.append(contribution.scale)
+    return stagings, samples, scales
 
 
 class Replica:

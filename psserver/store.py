@@ -118,7 +118,7 @@ class Store:
         self, stagings: Sequence[Staging], samples: Sequence[int] = (1,), scales: Sequence[float] = ()
     ) -> float:
         """Return the sum of squares, in float64, of the mean that `apply` would step with. Nothing changes."""
-        factors = [share * scale for share, scale in _shares(samples, scales)]
+        _, factors = _shares(samples, scales)
         memories = [_memory(staging) for staging in stagings]
         work: list[MeanBlock] = []
         for piece in self._stretch.pieces(tuple(self._missing(staging) for staging in stagings)):
@@ -141,10 +141,7 @@ class Store:
         """
         if not stagings or min(samples) < 1:
             raise ValueError(f"cannot average {len(stagings)} pushes with samples {list(samples)}")
-        shares, factors = [], []
-        for share, scale in _shares(samples, scales):
-            shares.append(share)
-            factors.append(share * scale)
+        shares, factors = _shares(samples, scales)
         self.averages = len(stagings) > 1
         memories = [_memory(staging) for staging in stagings]
         absent = tuple(self._missing(staging) for staging in stagings)
@@ -299,10 +296,11 @@ class Store:
             yield f"{kind}@{start}", tensor
 
 
-def _shares(samples: Sequence[int], scales: Sequence[float]) -> "zip[tuple[float, float]]":
-    """Each push's weight in the mean, and its scale."""
-    shares = [count / sum(samples) for count in samples]
-    return zip(shares, scales or [1.0] * len(shares), strict=True)
+def _shares(samples: Sequence[int], scales: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return each push's weight in the mean, and the factor of its gradients: the weight times the scale."""
+    total_samples = sum(samples)
+    shares = [count / total_samples for count in samples]
+    return shares, [share * scale for share, scale in zip(shares, scales, strict=True)] if scales else shares
 
 
 def _memory(staging: Staging) -> Memory:

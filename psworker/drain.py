@@ -65,7 +65,7 @@ class Drain:
 
     def begin(self) -> None:
         """The script makes a call. The first one after it was asked, such as the step in progress, has all the time."""
-        if self.asked and not self._renewed:
+        if self.deadline < math.inf and not self._renewed:
             self._renewed, self.deadline = True, self._now() + LONGEST_WAIT
 
     def check(self) -> None:

@@ -56,7 +56,7 @@ class Waits:
         self.calls += 1
 
     def begin(self, patience: "Patience") -> None:
-        self.touch()
+        self.calls += 1
         self._open.add(patience)
 
     def end(self, patience: "Patience") -> None:

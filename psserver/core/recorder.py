@@ -127,12 +127,14 @@ class Recorder:
         if self.coordinator.has_moved(report):
             self.do("moved", now, shard=report.shard)
             self._end_move(now)
-        news = self.coordinator.news(report)
-        if unfit := unfit_pushes(self.coordinator, news):
+        news = self.coordinator.news(report) if report.staged else []
+        unfit = unfit_pushes(self.coordinator, news) if news else {}
+        if unfit:
             report = replace(report, staged=tuple(each for each in report.staged if each.key not in unfit))
         for key, why in unfit.items() if self.coordinator.move is None else ():  # else it is reported again
             self.do("refuse_push", now, worker=key.worker, seq=key.seq, **why._asdict())
-        if len(news) > len(unfit) or self.coordinator.has_measured(report):
+        has_measured = report.measured is not None and self.coordinator.has_measured(report)
+        if len(news) > len(unfit) or has_measured:
             self.do("report", now, report=report)
         else:
             self.coordinator.reached(report)

@@ -34,13 +34,12 @@ def check_request(coordinator: Coordinator, name: str, args: Mapping[str, Any]) 
 
 def unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, Unfit]:
     """Return those of newly reported pushes that are members' and must not be applied, each with the reason."""
-    return {
-        staged.key: problem
-        for staged in news
-        if staged.key.seq > 0
-        and coordinator.is_undecided(staged.key)
-        and (problem := push_problem(coordinator, staged))
-    }
+    unfit = {}
+    for staged in news:
+        problem = push_problem(coordinator, staged)
+        if problem is not None and staged.key.seq > 0 and coordinator.is_undecided(staged.key):
+            unfit[staged.key] = problem
+    return unfit
 
 
 def push_problem(coordinator: Coordinator, staged: Staged) -> Unfit | None:
@@ -51,7 +50,9 @@ def push_problem(coordinator: Coordinator, staged: Staged) -> Unfit | None:
     """
     if staged.base > coordinator.version:
         return Unfit("STALE", f"computed from version {staged.base}, which is above the job's {coordinator.version}")
-    problem = _samples_problem(staged) or batches_problem(coordinator, staged.batches)
+    problem = _samples_problem(staged)
+    if staged.batches and not problem:
+        problem = batches_problem(coordinator, staged.batches)
     return Unfit("INVALID_REQUEST", problem) if problem else None
 
 

@@ -19,6 +19,9 @@ class State(StrEnum):
     PAST = "past"  # of before the servers went back to a snapshot: no fault of its own, and it may come back as new
 
 
+DEPARTED = (State.LOST, State.LEFT, State.PAST)
+
+
 @dataclass(slots=True)
 class Member:
     """One worker.
@@ -63,7 +66,7 @@ class Member:
 
     @property
     def alive(self) -> bool:
-        return self.state not in (State.LOST, State.LEFT, State.PAST)
+        return self.state not in DEPARTED
 
     @property
     def registered(self) -> bool:

@@ -188,7 +188,8 @@ class Shard:
             case Apply():
                 self._applied(entry)
             case Measure():
-                self._check(entry, True)
+                if self.moving or self.missing(entry):
+                    raise self._unfit(entry)
                 self.measured = Measured(entry.index, square_norm)
             case Reject():
                 self._rejected(entry)
@@ -216,7 +217,8 @@ class Shard:
         return [c.key for c in entry.contributions if c.key not in self.staged]
 
     def _applied(self, entry: Apply) -> None:
-        self._check(entry, entry.version == self.version + 1)
+        if self.moving or entry.version != self.version + 1 or self.missing(entry):
+            raise self._unfit(entry)
         self.version, self.measured = entry.version, None
         for contribution in entry.contributions:
             del self.staged[contribution.key]
@@ -224,9 +226,8 @@ class Shard:
             self._ended(contribution.key, Outcome("applied", entry.version, staleness))
         self._drop_given_up()
 
-    def _check(self, entry: Apply | Measure, is_next: bool) -> None:
-        if self.moving or self.missing(entry) or not is_next:
-            raise LogError(f"shard {self.shard} at version {self.version} cannot apply {entry}")
+    def _unfit(self, entry: Apply | Measure) -> LogError:
+        return LogError(f"shard {self.shard} at version {self.version} cannot apply {entry}")
 
     def _rejected(self, entry: Reject) -> None:
         push = self.staged.pop(entry.key, None)

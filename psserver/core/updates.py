@@ -220,7 +220,8 @@ class Updates:
         """Append the update of these pushes. False: the shards have to measure it first."""
         pushes = [self.pending.ready[key] for key in keys]
         contributions = tuple(Contribution(p.key, p.samples, p.base, self._scale(p.key)) for p in pushes)
-        clipped = self._clipped(contributions)
+        clips = self.model is not None and self.model.optimizer.clip_norm is not None
+        clipped = self._clipped(contributions) if clips else contributions
         if clipped is None:
             return False
         self.version += 1

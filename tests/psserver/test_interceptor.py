@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from psserver.interceptor import RpcTimer
+from psserver.interceptor import RpcTimer, WrappedHandlers
 
 Recorded = queue.Queue[tuple[str, str, float]]
 
@@ -60,7 +60,7 @@ def recorded() -> Recorded:
 def channel(recorded: Recorded) -> Iterator[grpc.Channel]:
     timer = RpcTimer(lambda *call: recorded.put(call))
     with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool, interceptors=[timer], options=[("grpc.so_reuseport", 0)])
+        server = grpc.server(pool, interceptors=[WrappedHandlers([timer.wrap])], options=[("grpc.so_reuseport", 0)])
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Service", HANDLERS)])
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
