@@ -24,7 +24,7 @@ class Cluster:
 
     def add(self, shard: int, shards: int, **settings: Any) -> Server:
         """One server more: used for all of them, and for one that comes again."""
-        join = self.servers[0].address if shard else None
+        join = self.servers[0].address if shard and self.servers else None
         config = ServerConfig(**{"shard": shard, "shards": shards, "bind": "127.0.0.1:0", "join": join, **settings})
         self.servers.append(Server(config))
         self.servers[-1].start()
