@@ -22,11 +22,14 @@ from psworker.lane import GrpcLane, Lane
 from psworker.lease import Heartbeat, Place, Progress
 from psworker.patience import FIRST_PAUSE, Limits, Patience, Waits
 from psworker.reports import Report, Reports
+from psworker.unanswered import end_unanswered
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
 
 LEAVE_SECONDS = 2.0
+LAST_WORD_SECONDS = 0.5
+"""For the goodbye to servers that have not answered before."""
 
 T = TypeVar("T")
 
@@ -43,7 +46,7 @@ class Connection:
         self.lane = lane
         self.place = place
         self.bad_gradients = ""
-        self.drain = Drain(lane.clock)
+        self.drain = Drain(lane.clock, None if lane.direct else self._end_unanswered)
         self.reports = Reports(lane.clock.now)
         self._limits = limits
         self._waits = Waits()
@@ -154,6 +157,10 @@ class Connection:
             raise InvalidRequestError("this Client is closed")
         if self._left and self.place.worker:
             raise InvalidRequestError("this Client has left the job")
+        self.drain.check_answered()
+
+    def _end_unanswered(self) -> None:
+        end_unanswered(self.lane, self.drain, self._waits, lambda: self._left)
 
     def show(self, progress: Progress) -> None:
         """What the next heartbeat says; where no thread sends any, this is one."""
@@ -189,7 +196,7 @@ class Connection:
         request = co.LeaveRequest(job=place.job, worker=place.worker, reason=reason, version=place.at_least)
         request.values.extend(place.wire_values(reports))
         try:
-            self.lane.leave(request, LEAVE_SECONDS)
+            self.lane.leave(request, LAST_WORD_SECONDS if self.drain.given_up else LEAVE_SECONDS)
         except PSError as error:
             log.debug("worker %d could not say that it leaves: %s", place.worker, error)
 
@@ -214,6 +221,7 @@ class Connection:
         return replace(
             self._limits,
             check=check,
+            unanswered=drain.unanswered,
             hurry=lambda: place.stopping,
             deadline=lambda: drain.deadline,
             waits=self._waits,

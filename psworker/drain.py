@@ -1,8 +1,10 @@
 """Leaving when asked (Ctrl-C, SIGTERM, ps-ctl drain or stop): at the next step boundary, and done."""
 
+import _thread
 import math
 import os
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from pscommon.core.errors import PSError
@@ -46,10 +48,13 @@ class Drain:
     """Whether this process's worker was asked to leave. deadline: by the clock, until when it still waits for others.
 
     It belongs to the process, not to one place in the job: a worker that joins again has still been asked.
+    watch: run in a thread once it was asked. given_up: the servers do not answer, and are asked nothing more.
     """
 
-    def __init__(self, clock: "Clock") -> None:
+    def __init__(self, clock: "Clock", watch: Callable[[], None] | None = None) -> None:
         self.deadline = math.inf
+        self.given_up = False
+        self._watch = watch
         self._renewed = False
         self._now = clock.now
         self._pid = os.getpid()
@@ -62,6 +67,8 @@ class Drain:
         """Harmless to repeat."""
         if not self.asked:
             self.deadline = self._now() + LONGEST_WAIT
+            if self._watch is not None:
+                _thread.start_new_thread(self._watch, ())  # unlike Thread.start, takes no lock
 
     def begin(self) -> None:
         """The script makes a call. The first one after it was asked, such as the step in progress, has all the time."""
@@ -70,8 +77,23 @@ class Drain:
 
     def check(self) -> None:
         """DrainedError once it has waited long enough."""
+        self.check_answered()
         if self._now() >= self.deadline:
             raise DrainedError(f"asked to leave, this worker waited {LONGEST_WAIT:g} s more and now goes")
+
+    def give_up(self) -> None:
+        """The servers do not answer."""
+        self.given_up = True
+
+    def unanswered(self) -> None:
+        """A call has failed because a server did not answer."""
+        if self._now() >= self.deadline:
+            self.give_up()
+
+    def check_answered(self) -> None:
+        """DrainedError once the servers have been given up."""
+        if self.given_up:
+            raise DrainedError("asked to leave, this worker does not wait for servers that do not answer")
 
     def opens(self) -> None:
         """There is a worker that can be asked."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
+import grpc
+
 from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
 from pscommon.wire.channel import FRAME_BYTES, open_channel
@@ -52,6 +54,14 @@ class Lane(Protocol):
 
     def end_stalled(self) -> None:
         """To be called now and then: exchanges of which nothing has moved for their timeout end."""
+        ...
+
+    def answers(self, timeout: float) -> bool:
+        """Ask all shards at the same time whether they are there. False: one has not answered within the timeout."""
+        ...
+
+    def end_calls(self) -> None:
+        """End all calls that are in flight, as if no server answered. Later calls are made as ever."""
         ...
 
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse: ...
@@ -178,6 +188,28 @@ class GrpcLane:
         self._leave(void)
         return bool(void)
 
+    def answers(self, timeout: float) -> bool:
+        calls = []
+        with suppress(ValueError, InvalidRequestError):  # closed meanwhile
+            for address in self.addresses:
+                describe = self._line(address).shard.Describe
+                calls.append((address, describe.future(ps.DescribeRequest(), timeout=timeout)))
+        for address, call in calls:
+            try:
+                with suppress(grpc.FutureCancelledError), translated(address):
+                    call.result()
+            except UnreachableError:
+                return False
+            except PSError:  # an answer
+                continue
+        return True
+
+    def end_calls(self) -> None:
+        with self._lock:
+            lines, self._lines = list(self._lines.values()), {}
+        for line in lines:
+            line.close()
+
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask("Join", lambda stub: stub.Join(request, timeout=timeout))
 
@@ -260,11 +292,8 @@ class GrpcLane:
 
     def close(self) -> None:
         """Harmless to repeat, and in a forked child."""
-        with self._lock:
-            self._closed = True
-            lines, self._lines = list(self._lines.values()), {}
-        for line in lines:
-            line.close()
+        self._closed = True
+        self.end_calls()
 
     @contextmanager
     def _at(self, shard: int, method: str, tensors: bool = False) -> Iterator[Line]:

@@ -202,7 +202,7 @@ class Heartbeat:
         silence, problem = Silence(self._place.worker, clock.now()), ""
         activity, waits = Activity(clock.now()), self._waits
         with suppress(PSError):  # the place is lost, or the lane is closed
-            while not self._rested(bool(problem)):
+            while not self._rested(bool(problem)) and not self._drain.given_up:
                 no_call = activity.beat(clock.now(), waits.calls, waits.any)
                 problem = self._place.beat(self._lane, self._call_seconds, self._drain, no_call)
                 silence.look(clock.now(), problem)

@@ -317,9 +317,10 @@ class SharedModel:
         log.info("the job has moved from %d to %d servers: going on there", before, self._plan.shards)
 
     def _offer(self) -> None:
-        connection = self._connection
-        if connection.place.worker:
-            self.tapes.offer(connection.lane, connection.place, connection.call_seconds)
+        connection, tapes = self._connection, self.tapes
+        if connection.place.worker and tapes.is_to_be_offered:
+            offer = partial(tapes.offer, connection.lane, connection.place, connection.call_seconds)
+            connection.patience("offering shared memory").once(offer)
 
     def _addressed(self, header: ps.PushPullHeader) -> ps.PushPullHeader:
         place = self._connection.place

@@ -73,12 +73,13 @@ class Limits:
     """Seconds: connect, of continuous silence of a server; wait, for what others have to do.
 
     check is called before every repetition and raises if there is no point in going on; hurry says that the job ends.
-    deadline: by the clock, when check will raise.
+    deadline: by the clock, when check will raise. unanswered: called before check where a server did not answer.
     """
 
     connect: float
     wait: float
     check: Callable[[], None] = lambda: None
+    unanswered: Callable[[], None] = lambda: None
     hurry: Callable[[], bool] = lambda: False
     deadline: Callable[[], float] = lambda: math.inf
     waits: Waits = field(default_factory=Waits)
@@ -119,7 +120,7 @@ class Patience:
         """The answer of `call`, which is repeated while nobody answers."""
         while True:
             try:
-                answer = self._asked_once(call)
+                answer = self.once(call)
             except WaitTimeoutError as error:
                 self.waited(str(error))
             except UnreachableError as error:
@@ -128,7 +129,8 @@ class Patience:
                 self._heard = self._clock.now()
                 return answer
 
-    def _asked_once(self, call: Callable[[], T]) -> T:
+    def once(self, call: Callable[[], T]) -> T:
+        """The answer of `call`, or its error."""
         self.asked()
         try:
             return call()
@@ -168,6 +170,7 @@ class Patience:
         if error.reason == "NOT_READY":  # it does answer: this is a wait, not silence
             self._clock.sleep(FIRST_PAUSE)
             return self.waited(f"a server that is not ready: {error}")
+        self._limits.unanswered()
         self._limits.check()
         now = self._clock.now()
         silent, limit = now - self._heard, self._limits.connect

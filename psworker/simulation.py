@@ -146,6 +146,13 @@ class DirectLane:
     def end_stalled(self) -> None:
         """Nothing does."""
 
+    def answers(self, timeout: float) -> bool:
+        """They are in this process."""
+        return True
+
+    def end_calls(self) -> None:
+        """None is in flight while another thread runs."""
+
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask(self._cluster.coordinator.Join, request)
 

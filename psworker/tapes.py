@@ -33,13 +33,18 @@ class Tapes:
         self._region = Region(2 * nbytes)
         self.gradients, self.weights = self._region.memory[:nbytes], self._region.memory[nbytes:]
 
+    @property
+    def is_to_be_offered(self) -> bool:
+        """Would `offer` ask the servers?"""
+        return self._wanted and not self.number and not self._held
+
     def offer(self, lane: Lane, place: Place, timeout: float) -> None:
         """To all servers, unless there is an offer that stands. Those that cannot attach are reached over gRPC.
 
         So are all where one does not answer now; the next call offers again. InvalidRequestError where --lanes shm
         demands what cannot be; FencedError, MismatchError.
         """
-        if self.number or not self._wanted or self._held:
+        if not self.is_to_be_offered:
             return
         try:
             reasons = self._offer(lane, place, timeout)

@@ -74,7 +74,7 @@ class Launch:
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._spare: Spare | None = None
-        self._address_shown = self._history_read = False
+        self._address_shown = self._ends = False
         self._killed: set[int] = set()  # pids of workers whose script hung
         self._starting = 0.0  # until then somebody starts, and needs the processors
         self._result = Result({})
@@ -97,15 +97,17 @@ class Launch:
                 self._prepare(time.monotonic())
                 if self._supervisor.is_ending:
                     self._display.hurry()
-                    self._read_history()
+                    self._begin_end()
         finally:
             self._end_all()
         return self._ended(self._outcome, time.monotonic() - began)
 
-    def _read_history(self) -> None:
-        """Once, while the servers of a run that ends early still answer."""
-        if not self._history_read:
-            self._history_read = True
+    def _begin_end(self) -> None:
+        """Once: continue processes that were stopped, and read the history while the servers still answer."""
+        if not self._ends:
+            self._ends = True
+            for process in self._processes.values():
+                process.resume()
             self._watch.read_history()
 
     def _next_event(self) -> Event:

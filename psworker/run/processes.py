@@ -108,6 +108,12 @@ class Process:
             if self._process.poll() is None:
                 self._process.terminate()
 
+    def resume(self) -> None:
+        """SIGCONT: a process that was stopped (SIGSTOP) handles no SIGTERM."""
+        with self._lock:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL to the process and to everything that it has started."""
         with self._lock:

@@ -113,6 +113,12 @@ class FaultyLane:
     def end_stalled(self) -> None:
         self.lane.end_stalled()
 
+    def answers(self, timeout: float) -> bool:
+        return self.lane.answers(timeout)
+
+    def end_calls(self) -> None:
+        self.lane.end_calls()
+
     def join(self, request: co.JoinRequest, timeout: float) -> co.JoinResponse:
         return self._ask("Join", partial(self.lane.join, request, timeout))
 

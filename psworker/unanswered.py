@@ -1,0 +1,36 @@
+"""Ends the calls of a worker that was asked to leave, where a server does not answer."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from psworker.patience import Waits
+
+if TYPE_CHECKING:
+    from psworker.drain import Drain
+    from psworker.lane import Lane
+
+TURN_SECONDS = 0.1
+UNANSWERED_SECONDS = 0.75
+"""A call that is in flight for as long leads to a probe of the servers."""
+PROBE_SECONDS = 0.75
+
+
+def end_unanswered(lane: "Lane", drain: "Drain", waits: Waits, over: Callable[[], bool]) -> None:
+    """Watch the script's calls until `over`; once a server does not answer a probe, end them and give up.
+
+    A call to servers that answer goes on, however long it takes. For a thread of its own.
+    """
+    since = time.monotonic()
+    while not over():
+        time.sleep(TURN_SECONDS)
+        now = time.monotonic()
+        if not waits.any:
+            if now >= drain.deadline:  # before it, a call that failed may be about to be repeated
+                since = now
+        elif now - since >= UNANSWERED_SECONDS and now >= drain.deadline - UNANSWERED_SECONDS:
+            if not lane.answers(PROBE_SECONDS) and waits.any:
+                drain.give_up()
+                lane.end_calls()
+                return
+            since = time.monotonic()
