@@ -1,5 +1,6 @@
 # make demo    train a CNN on handwritten digits with 2 servers and 2 workers on this machine
-# make test    the whole test suite; make check adds ruff and mypy
+# make test    the quick tiers of the test suite, at most five minutes on two cores; make check adds ruff and mypy
+# make test-all  the whole test suite, at most twenty minutes on two cores
 # make test-scripts  third-party kinds of scripts, plain and under each policy (at most ten minutes)
 # make docs    build the documentation into site/
 # make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
@@ -8,12 +9,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
 TEST_PROCESSES ?= 2
+# the order is that of tests/conftest.py; a test that crashes its process ends the run, or it would be started again
+PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 CHAOS_MINUTES ?= 5
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 # skipped by make test where the extras are missing
 FRAMEWORK_TESTS := tests/psworker/test_integrations.py tests/e2e/test_clipping.py
 
-.PHONY: setup demo test test-scripts check lint docs proto bench bench-quick bench-tf chaos test-compose clean
+.PHONY: setup demo test test-all test-scripts check lint docs proto bench bench-quick bench-tf chaos test-compose clean
 
 setup: $(VENV)/.setup-done
 
@@ -31,8 +34,11 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup # a test that crashes its process ends the run; pytest-xdist would start it again for ever
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --max-worker-restart 0
+test: setup
+	$(PYTEST) -m "not full"
+
+test-all: setup
+	$(PYTEST)
 
 check: lint test
 

@@ -1,11 +1,21 @@
-"""How tests share a machine: `pytest -n 2 --dist loadgroup` (make test) keeps two cores busy without crowding them."""
+"""Tiers of the test suite, and how its processes share the machine: tests/README.md."""
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.process_slots import ProcessSlots, slots_of
+
+TESTS = Path(__file__).parent
+FULL_TIER = {"benchmarks", "chaos", "deploy", "faults"}
+"""Folders that only `make test-all` runs. Elsewhere single tests are marked `full`."""
+PROCESS_TESTS = {"benchmarks", "chaos", "faults", "process"}
+"""Folders whose tests start processes, two tests at a time."""
 
 # one thread per process: threads that wait for a core by spinning slow all of them
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,20 +26,59 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+slots_key = pytest.StashKey[ProcessSlots]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Jobs of the tests announce themselves where commands outside of this test process do not look."""
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="ps-tests-")
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True))
+    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit the environment of the first one
+        os.environ["TEST_SLOTS"] = str(Path(os.environ["XDG_RUNTIME_DIR"]) / "slots")
+    slots = config.stash[slots_key] = ProcessSlots(Path(os.environ["TEST_SLOTS"]))
+    config.add_cleanup(slots.close)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
+def folder_of(item: pytest.Item) -> str:
+    """The folder of tests/ in which it is."""
+    return item.path.relative_to(TESTS).parts[0]
+
+
+def measures_time(item: pytest.Item) -> bool:
+    return item.get_closest_marker("timing") is not None
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    return folder_of(item) in PROCESS_TESTS or "programs" in getattr(item, "fixturenames", ())
+
+
+def shares_a_fixture(item: pytest.Item) -> bool:
+    """With other tests of its module: in one process it is made once."""
+    found = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    return any(definitions[-1].scope == "module" for definitions in found)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist and -m look
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start programs take turns, in one of the processes; the others go where there is room."""
+    """Tests that measure time run one after the other, and first: beside them run tests that start no processes."""
     for item in items:
-        fixtures: tuple[str, ...] = getattr(item, "fixturenames", ())
-        if "programs" in fixtures or "benchmarks" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("programs"))
+        if folder_of(item) in FULL_TIER:
+            item.add_marker(pytest.mark.full)
+        if measures_time(item):
+            item.add_marker(pytest.mark.xdist_group("timing"))
+        elif shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(TESTS))))
+    items.sort(key=lambda item: 0 if measures_time(item) else 1 + starts_processes(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout begins to count
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A process test waits for its slot, a test that measures time for all of them."""
+    if not (measures_time(item) or starts_processes(item)):
+        return (yield)
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    with item.config.stash[slots_key].hold(slots_of(worker, measures_time(item))):
+        return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from psserver.app import Server
 from psserver.config import ServerConfig
+from tests.support.wire_calls import channel as channel  # a fixture
 
 
 class Cluster:

@@ -11,7 +11,9 @@ from pscommon.wire.channel import open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.app import Server
+from psserver.mirror import Mirror
 from psserver.primary_lease import lease_of
+from psserver.shipped import checksum
 from psserver.standby import Standby
 from tests.e2e.workers import until
 
@@ -76,3 +78,21 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
             done.set()
             call.cancel()
             listener.join()
+
+
+def mirror(following: Following) -> Mirror:
+    found = following.standby._mirror
+    assert found is not None
+    return found
+
+
+def same(following: Following) -> bool:
+    """Has the standby what its primary has?"""
+    engine, replica = following.primary.engine, mirror(following).replica
+    assert engine.store is not None
+    assert replica.store is not None
+    return (
+        replica.machine.state() == engine._machine.state()
+        and replica.kept.keys() == engine._kept.keys()
+        and checksum(replica.store) == checksum(engine.store)
+    )

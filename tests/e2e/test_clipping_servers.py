@@ -9,10 +9,9 @@ import pytest
 import psworker
 from psworker import Client
 from tests.e2e.conftest import Cluster
-from tests.e2e.standbys import Following
-from tests.e2e.test_reshard import reshard, weights
-from tests.e2e.test_standby import mirror, same
+from tests.e2e.standbys import Following, mirror, same
 from tests.e2e.workers import connected, together, until
+from tests.support.reshards import reshard, weights
 
 Make = Callable[..., Cluster]
 

@@ -1,6 +1,5 @@
 """ps-ctl against servers that run, and ps-server from its start to its several ends."""
 
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -33,9 +32,9 @@ from tests.e2e.workers import (
     weights_of,
 )
 from tests.ports import free_port
+from tests.support.ctl_output import Output, ctl
 
 Make = Callable[..., Cluster]
-Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -48,15 +47,6 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_TIMEOUT", "PS_CONFIG", "PS_LEASE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def ctl(capsys: Output, *args: object) -> Any:
-    """What the command prints as JSON."""
-    capsys.readouterr()
-    code = ps_ctl([*map(str, args), "--output", "json"])
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
-    return json.loads(printed.out)
 
 
 # ---- ps-ctl ---------------------------------------------------------------------------------------------------------

@@ -2,68 +2,36 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from pscommon.core.loop import LoopSpec
 from psworker import Client, Job
 from psworker.lane import GrpcLane
-from psworker.optimizer import ServerOptimizer
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.mortal import Mortal
 from tests.e2e.programs import programs_in
-from tests.e2e.test_policies import POLICIES
 from tests.e2e.workers import OUTLIVED, status, together, until
+from tests.support.data_training import (
+    ALL,
+    BATCH,
+    EPOCHS,
+    LOOP,
+    SIZE,
+    Batch,
+    assert_each_once,
+    batches,
+    compute,
+    started,
+    train,
+)
+from tests.support.policies import POLICIES
 
 Make = Callable[..., Cluster]
-Batch = tuple[int, ...]
-
-SIZE, BATCH, EPOCHS = 18, 4, 5
-LOOP = LoopSpec(0, SIZE, BATCH, EPOCHS, seed=7)
-ALL = [tuple(LOOP.indices(number).tolist()) for number in range(LOOP.total)]
-"""5 batches an epoch, 25 in all: neither 2 nor 3 workers get equal shares. An epoch's last batch is a small one."""
-
-
-def started(job: Job) -> tuple[nn.Module, ServerOptimizer]:
-    model = nn.Linear(1, 1)
-    return model, job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
-
-
-def batches(job: Job, epochs: int = EPOCHS, seed: int = 7, **options: Any) -> Iterator[Tensor]:
-    return iter(job.batches(torch.arange(SIZE), BATCH, epochs, seed=seed, reseed=False, **options))
-
-
-def compute(model: nn.Module, batch: Tensor) -> Batch:
-    """A gradient; returns the batch as the indices that it consists of."""
-    model(batch[:, None].float()).mean().backward()
-    return tuple(batch.tolist())
-
-
-def train(job: Job, each: Callable[[int], object] = lambda step: None, into: list[Batch] | None = None) -> list[Batch]:
-    """A whole loop, with `each` called before every step; the batches that were used, which are added to `into`."""
-    model, optimizer = started(job)
-    used = [] if into is None else into
-    for step, batch in enumerate(batches(job)):
-        used.append(compute(model, batch))
-        each(step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return used
-
-
-def assert_each_once(shares: list[list[Batch]], address: str = "") -> None:
-    """All batches of all epochs, each by one worker; and that is what the servers have counted."""
-    assert sorted(batch for share in shares for batch in share) == sorted(ALL)
-    if address:
-        (row,) = status(address)["data"]
-        assert (row["committed"], row["leased"], row["dropped"], row["ended"]) == (len(ALL), 0, 0, True)
-        assert status(address)["samples"] == EPOCHS * SIZE
 
 
 # ---- shares ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Every weight within 1e-6 (float32) or 1e-12 (float64), relative to the largest o
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pscommon.weights import weights_sha256
 from psworker import Job
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
+from tests.support.tiers import cases
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 BATCH = 8
@@ -43,6 +45,8 @@ OPTIMIZERS: dict[str, Make] = {
     "rprop": lambda groups: torch.optim.Rprop(groups, lr=1e-4, step_sizes=(1e-6, 1e-3)),
     "lion": lambda groups: psworker.Lion(groups, lr=1e-4, weight_decay=0.1),
 }
+QUICK = {("sgd", 2), ("adamw", 3)}
+"""Optimizers and workers in make test. tests/psserver/test_store_torch.py has the numbers of every optimizer there."""
 OTHER_SETTINGS: dict[str, Make] = {
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.02),
     "damped sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.8, dampening=0.3),
@@ -152,8 +156,7 @@ def digests(results: Iterable[Named]) -> set[str]:
     return {weights_sha256({name: value.numpy() for name, value in weights.items()}) for weights in results}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "workers"), cases(product(OPTIMIZERS, [1, 2, 3]), lambda *case: case in QUICK))
 def test_sync_is_plain_torch_with_the_same_bytes_on_any_number_of_shards(name: str, workers: int) -> None:
     make, epochs = OPTIMIZERS[name], 15 * workers
 
@@ -163,6 +166,7 @@ def test_sync_is_plain_torch_with_the_same_bytes_on_any_number_of_shards(name: s
     assert_equivalent(results[0], plain(make, workers, epochs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHER_SETTINGS)
 def test_other_settings_are_torch_s_too(name: str) -> None:
     make = OTHER_SETTINGS[name]

@@ -22,13 +22,11 @@ from psserver.final_state import NOT_SAVED_FILE, conclude
 from psworker.run.report import NOT_SAVED
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Programs, programs_in
-from tests.e2e.seen import Seen
 from tests.e2e.workers import count, counted, counter, until
+from tests.support.settings_coverage import server_setting
 
 Make = Callable[..., Cluster]
 RARELY = SnapshotEvery(seconds=3600)
-
-seen = Seen("server")
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -296,7 +294,7 @@ def summary(programs: Programs) -> dict[str, Any]:
     return found
 
 
-@seen("save")  # ps-run passes it to shard 0
+@server_setting("save")  # ps-run passes it to shard 0
 def test_ps_run_saves_what_the_workers_have_trained(programs: Programs) -> None:
     """Under all names of the state_dict, without a data directory."""
     flags = ("--servers", 2, "--summary", "s.json", "--save", "model.safetensors")

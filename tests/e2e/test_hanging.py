@@ -3,9 +3,7 @@
 from pathlib import Path
 
 from tests.e2e.programs import programs_in
-from tests.e2e.seen import Seen
-
-seen = Seen("server")
+from tests.support.settings_coverage import server_setting
 
 HANGS_ONCE = """
 import os, threading, torch, psworker
@@ -23,7 +21,7 @@ job.close()
 """
 
 
-@seen("progress_timeout")
+@server_setting("progress_timeout")
 def test_a_worker_that_hangs_is_dropped_killed_and_started_again(tmp_path: Path) -> None:
     with programs_in(tmp_path) as programs:
         programs.script(HANGS_ONCE)

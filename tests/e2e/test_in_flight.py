@@ -18,8 +18,8 @@ from psserver.budget import Budget
 from psworker import Client, OptimizerSpec
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import programs_in
-from tests.e2e.test_wire import Open, channel, exchange, reason_of, serve  # noqa: F401
 from tests.e2e.workers import DEADLINE, connected, counted, together, until, weights_of
+from tests.support.wire_calls import Open, exchange, reason_of, serve
 
 Make = Callable[..., Cluster]
 
@@ -150,7 +150,7 @@ def header(client: Client, **fields: Any) -> bytes:
 @pytest.mark.parametrize("opened", [False, True])
 def test_on_the_wire_no_room_is_resource_exhausted_with_a_time_to_wait(
     full: Cluster,
-    channel: Open,  # noqa: F811
+    channel: Open,
     opened: bool,
 ) -> None:
     expected = ("RESOURCE_EXHAUSTED", "IN_FLIGHT", {"ErrorInfo", "RetryInfo"})

@@ -14,8 +14,8 @@ from psworker import Job, connect
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.programs import Programs, programs_in
-from tests.e2e.test_policies import POLICIES
 from tests.e2e.workers import DEADLINE, status, until
+from tests.support.policies import POLICIES
 
 Make = Callable[..., Cluster]
 

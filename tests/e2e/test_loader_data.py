@@ -9,9 +9,13 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
 from psworker import InvalidRequestError, Job, MismatchError
+from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
-from tests.e2e.test_loader import PASSES, TRAIN, Make
-from tests.e2e.test_policies import POLICIES
+from tests.support.policies import POLICIES
+
+Make = Callable[..., Cluster]
+
+TRAIN, PASSES = 18, 3
 
 # ---- samplers --------------------------------------------------------------------------------------------------------
 

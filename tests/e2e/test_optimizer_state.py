@@ -15,8 +15,8 @@ from psworker import Client, OptimizerSpec
 from psworker.arrays import spec_of
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
-from tests.e2e.test_reshard import reshard
 from tests.e2e.workers import connected, status, until
+from tests.support.reshards import reshard
 
 Make = Callable[..., Cluster]
 

@@ -23,16 +23,11 @@ from psworker.calls import Answer
 from psworker.lane import GrpcLane
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import ONES, connected, count, counted, counter, status, together, until, weights_of
+from tests.support.policies import POLICIES
 
 Make = Callable[..., Cluster]
 Array = np.ndarray[Any, np.dtype[Any]]
 SGD = OptimizerSpec("sgd", lr=1.0)
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "sync": {"policy": "sync"},
-    "ssp 2": {"policy": "ssp", "staleness": 2},
-    "async": {"policy": "async"},
-}
 
 
 # ---- sync ------------------------------------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real
 from tests.e2e.disk import flip, stored
-from tests.e2e.test_commands import ctl
-from tests.e2e.test_data import ALL, EPOCHS, SIZE
-from tests.e2e.test_data import train as train_loop
 from tests.e2e.workers import DEADLINE, ONES, count, counted, counter, snapshots, status, together, until, weights_of
+from tests.support.ctl_output import ctl
+from tests.support.data_training import ALL, EPOCHS, SIZE
+from tests.support.data_training import train as train_loop
 
 Make = Callable[..., Cluster]
 Output = pytest.CaptureFixture[str]

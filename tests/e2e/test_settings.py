@@ -25,18 +25,12 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
 from psserver.config import ServerConfig
 from psworker import OptimizerSpec
-from tests.e2e import test_final_state as final_state
-from tests.e2e import test_hanging as hanging
-from tests.e2e import test_settings_faults as faults
-from tests.e2e import test_user_optimizers as user_optimizers
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
-from tests.e2e.seen import Seen
 from tests.e2e.workers import DEADLINE, ONES, connected, count, counted, counter, snapshots, status, until
 from tests.ports import free_port
-
-seen = Seen("server")
+from tests.support.settings_coverage import server_setting
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +67,7 @@ def stop(server: Server) -> None:
 # ---- place ----------------------------------------------------------------------------------------------------------
 
 
-@seen("shard", "join")
+@server_setting("shard", "join")
 def test_shard_and_join(serve: Serve) -> None:
     leader = serve("--shard", "0/2")
     assert status_of(leader)["state"] == "waiting for servers"
@@ -92,7 +86,7 @@ def status_of(server: Server) -> dict[str, Any]:
     return found
 
 
-@seen("bind")
+@server_setting("bind")
 def test_bind(serve: Serve) -> None:
     port = free_port()
 
@@ -101,7 +95,7 @@ def test_bind(serve: Serve) -> None:
         pass
 
 
-@seen("advertise")
+@server_setting("advertise")
 def test_advertise(serve: Serve) -> None:
     port = free_port()
     serve("--bind", f"0.0.0.0:{port}", "--advertise", f"localhost:{port}")
@@ -109,7 +103,7 @@ def test_advertise(serve: Serve) -> None:
     assert status(f"127.0.0.1:{port}")["servers"][0]["address"] == f"localhost:{port}"
 
 
-@seen("join_timeout")
+@server_setting("join_timeout")
 def test_join_timeout(serve: Serve) -> None:
     nobody = f"127.0.0.1:{free_port()}"
 
@@ -121,7 +115,7 @@ def test_join_timeout(serve: Serve) -> None:
     assert nobody in str(server.failure)
 
 
-@seen("port_file")
+@server_setting("port_file")
 def test_port_file(serve: Serve, tmp_path: Path) -> None:
     mine = tmp_path / "port.tmp"
     mine.write_text("something else")
@@ -162,7 +156,7 @@ def pushes_alone(address: str) -> int:
         return made
 
 
-@seen("policy", "staleness")
+@server_setting("policy", "staleness")
 @pytest.mark.parametrize(
     ("flags", "steps"),
     [
@@ -176,7 +170,7 @@ def test_policy_and_staleness_bound_how_far_a_worker_gets_alone(serve: Serve, fl
     assert pushes_alone(serve("--min-workers", 2, *flags).address) == steps
 
 
-@seen("max_staleness")
+@server_setting("max_staleness")
 @pytest.mark.parametrize(("flags", "outcome"), [([], "applied"), (["--max-staleness", 1], "stale")])
 def test_max_staleness(serve: Serve, flags: list[object], outcome: str) -> None:
     address = serve("--policy", "async", *flags).address
@@ -187,7 +181,7 @@ def test_max_staleness(serve: Serve, flags: list[object], outcome: str) -> None:
         assert slow.push(ONES).status == outcome
 
 
-@seen("min_workers")
+@server_setting("min_workers")
 @pytest.mark.parametrize(("flags", "state"), [([], "running"), (["--min-workers", 2], "waiting for workers")])
 def test_min_workers(serve: Serve, flags: list[object], state: str) -> None:
     address = serve(*flags).address
@@ -195,7 +189,7 @@ def test_min_workers(serve: Serve, flags: list[object], state: str) -> None:
         assert status(address)["state"] == state
 
 
-@seen("lease")
+@server_setting("lease")
 def test_lease(serve: Serve) -> None:
     server = serve("--lease", "200ms")
     silent_joins(server)
@@ -209,13 +203,13 @@ def silent_joins(server: Server) -> None:
         CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
 
 
-@seen("job")
+@server_setting("job")
 def test_job(serve: Serve) -> None:
     assert status_of(serve("--job", "otter"))["job"] == "otter"
     assert status_of(serve())["job"] not in ("", "otter")
 
 
-@seen("exit_when_done")
+@server_setting("exit_when_done")
 @pytest.mark.parametrize(("flags", "ends"), [([], False), (["--exit-when-done"], True)])
 def test_exit_when_done(serve: Serve, flags: list[object], ends: bool) -> None:
     server = serve(*flags)
@@ -228,7 +222,7 @@ def test_exit_when_done(serve: Serve, flags: list[object], ends: bool) -> None:
 # ---- snapshots ------------------------------------------------------------------------------------------------------
 
 
-@seen("data_dir")
+@server_setting("data_dir")
 def test_data_dir(serve: Serve, tmp_path: Path) -> None:
     server = serve("--data-dir", tmp_path / "job")
     with counter(server.address) as client:
@@ -238,7 +232,7 @@ def test_data_dir(serve: Serve, tmp_path: Path) -> None:
     assert Snapshots(tmp_path / "job").versions() == [1]
 
 
-@seen("snapshot_every")
+@server_setting("snapshot_every")
 @pytest.mark.parametrize(("every", "wanted"), [("2steps", [2]), ("1h", []), ("3steps", [3])])
 def test_snapshot_every(serve: Serve, tmp_path: Path, every: str, wanted: list[int]) -> None:
     server = serve("--data-dir", tmp_path, "--snapshot-every", every)
@@ -248,7 +242,7 @@ def test_snapshot_every(serve: Serve, tmp_path: Path, every: str, wanted: list[i
     until(lambda: snapshots(server.address) == wanted, f"{wanted}")
 
 
-@seen("snapshot_keep")
+@server_setting("snapshot_keep")
 @pytest.mark.parametrize("keep", [1, 2])
 def test_snapshot_keep(serve: Serve, tmp_path: Path, keep: int) -> None:
     server = serve("--data-dir", tmp_path, "--snapshot-every", "1steps", "--snapshot-keep", keep)
@@ -262,7 +256,7 @@ def test_snapshot_keep(serve: Serve, tmp_path: Path, keep: int) -> None:
         assert snapshots(server.address) == [1, 2, 3][-keep:]
 
 
-@seen("resume")
+@server_setting("resume")
 @pytest.mark.parametrize(("flags", "version"), [([], 2), (["--resume", "never"], 0), (["--resume", 1], 1)])
 def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int) -> None:
     first = serve("--data-dir", tmp_path, "--snapshot-every", "1steps")
@@ -279,7 +273,7 @@ def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int)
 # ---- this process ---------------------------------------------------------------------------------------------------
 
 
-@seen("lanes")
+@server_setting("lanes")
 @pytest.mark.parametrize(
     ("flags", "grpc", "shm"),
     [([], "taken", "taken"), (["--lanes", "grpc"], "taken", "refused"), (["--lanes", "shm"], "refused", "taken")],
@@ -299,7 +293,7 @@ def trained(address: str, **options: Any) -> str:
     return "taken"
 
 
-@seen("in_flight")
+@server_setting("in_flight")
 @pytest.mark.parametrize(
     ("flags", "expected"), [([], "taken"), (["--in-flight", 960], "taken"), (["--in-flight", 959], "refused")]
 )
@@ -312,7 +306,7 @@ def test_half_of_the_memory_may_be_in_flight(serve: Serve) -> None:
     assert serve().engine.budget.limit == usable_memory() // 2
 
 
-@seen("metrics_bind")
+@server_setting("metrics_bind")
 def test_metrics_bind(serve: Serve) -> None:
     address = f"127.0.0.1:{free_port()}"
     serve("--metrics-bind", address)
@@ -354,7 +348,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
         yield started[0], started[1]
 
 
-@seen("threads")
+@server_setting("threads")
 @pytest.mark.parametrize(("flags", "most"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)])
 def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
     """How many work on a large update beside the one that answers."""
@@ -368,25 +362,20 @@ def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
         assert bool(team) == bool(most)
 
 
-@seen("malloc")
+@server_setting("malloc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_malloc(two: tuple[Program, Program]) -> None:
     assert [server.out.splitlines()[0] for server in two] == ["mapped False", "mapped True"]
 
 
-@seen("log_level")
+@server_setting("log_level")
 def test_log_level(two: tuple[Program, Program]) -> None:
     assert ["listening" in server.err for server in two] == [True, False]
 
 
-@seen("log_format")
+@server_setting("log_format")
 def test_log_format(two: tuple[Program, Program]) -> None:
     text, lines = (server.err.splitlines() for server in two)
 
     assert any("[warning] worker lost" in line for line in text)
     assert [json.loads(line)["event"] for line in lines] == ["worker lost"]
-
-
-def test_every_setting_is_seen() -> None:
-    assert set(options.TABLES) == {"server", "worker", "run"}
-    seen.check(faults.seen, user_optimizers.servers, hanging.seen, final_state.seen)

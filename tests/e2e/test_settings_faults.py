@@ -22,11 +22,9 @@ from psserver.config import ServerConfig
 from psserver.primary_lease import FolderLease
 from psworker import Client
 from tests.e2e.scrape import Metrics
-from tests.e2e.seen import Seen
 from tests.e2e.standbys import Following, silent_standby
 from tests.e2e.workers import ONES, OUTLIVED, count, counted, counter, status, until
-
-seen = Seen("server")
+from tests.support.settings_coverage import server_setting
 
 Serve = Callable[..., Server]
 NANS = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
@@ -60,7 +58,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 # ---- lost workers ---------------------------------------------------------------------------------------------------
 
 
-@seen("on_worker_loss")
+@server_setting("on_worker_loss")
 @pytest.mark.parametrize(("mode", "kept", "seconds"), [("shrink", False, 0.0), ("wait:1.5", True, 1.5)])
 def test_on_worker_loss_decides_when_a_round_goes_on(
     serve: Serve, caplog: pytest.LogCaptureFixture, mode: str, kept: bool, seconds: float
@@ -102,7 +100,7 @@ def falls_silent(client: Client) -> Iterator[None]:
 # ---- slow workers ---------------------------------------------------------------------------------------------------
 
 
-@seen("backup_workers")
+@server_setting("backup_workers")
 @pytest.mark.parametrize(("backup", "quick_is_done"), [(0, False), (1, True)])
 def test_backup_workers(serve: Serve, backup: int, quick_is_done: bool) -> None:
     server = serve("--min-workers", 2, "--backup-workers", backup, "--metrics-bind", "127.0.0.1:0")
@@ -118,7 +116,7 @@ def test_backup_workers(serve: Serve, backup: int, quick_is_done: bool) -> None:
         until(lambda: Metrics(server.monitor.address)("ps_backup_workers") == backup, "its number among the metrics")
 
 
-@seen("late_gradients")
+@server_setting("late_gradients")
 @pytest.mark.parametrize(("late", "dropped", "free"), [("return", 0, True), ("drop", 1, False)])
 def test_late_gradients(serve: Serve, late: str, dropped: int, free: bool) -> None:
     """The data of a gradient that came too late is dealt again, or it is dropped."""
@@ -136,7 +134,7 @@ def test_late_gradients(serve: Serve, late: str, dropped: int, free: bool) -> No
         assert (others in quick.next_batches(loop).numbers) is free
 
 
-@seen("global_batch")
+@server_setting("global_batch")
 @pytest.mark.parametrize(("flags", "following"), [([], ()), (["--global-batch", 6], (2, 1, 0))])
 def test_global_batch(serve: Serve, flags: list[object], following: tuple[int, ...]) -> None:
     """How many batches go into one push."""
@@ -149,7 +147,7 @@ def test_global_batch(serve: Serve, flags: list[object], following: tuple[int, .
 # ---- bad gradients --------------------------------------------------------------------------------------------------
 
 
-@seen("bad_gradients")
+@server_setting("bad_gradients")
 @pytest.mark.parametrize(("what", "statuses"), [("skip", ["rejected", "applied"]), ("clip", ["applied", "applied"])])
 def test_bad_gradients(serve: Serve, what: str, statuses: list[str]) -> None:
     with counter(serve("--bad-gradients", what).address) as client:
@@ -169,7 +167,7 @@ def test_bad_gradients_abort(serve: Serve) -> None:
         assert f"worker {client.worker} (rank 0, " in str(server.failure)
 
 
-@seen("max_norm")
+@server_setting("max_norm")
 @pytest.mark.parametrize(
     ("flags", "status", "share"),
     [
@@ -191,7 +189,7 @@ def test_max_norm(serve: Serve, flags: list[object], status: str, share: float) 
             np.testing.assert_allclose(array, -share, rtol=1e-5)
 
 
-@seen("quarantine_after")
+@server_setting("quarantine_after")
 @pytest.mark.parametrize(("flags", "out"), [([], False), (["--quarantine-after", 2], True)])
 def test_quarantine_after(serve: Serve, flags: list[object], out: bool) -> None:
     server = serve("--bad-gradients", "skip", *flags)
@@ -209,7 +207,7 @@ def test_quarantine_after(serve: Serve, flags: list[object], out: bool) -> None:
 # ---- restarts -------------------------------------------------------------------------------------------------------
 
 
-@seen("durability")
+@server_setting("durability")
 @pytest.mark.parametrize(("durability", "kept"), [("snapshot", 2), ("log", 3)])
 def test_durability(serve: Serve, tmp_path: Path, durability: str, kept: int) -> None:
     flags = ["--data-dir", tmp_path, "--snapshot-every", "1h", "--durability", durability]
@@ -229,7 +227,7 @@ def saved(address: str) -> None:
         CoordinatorServiceStub(channel).SaveSnapshot(co.SaveSnapshotRequest(wait_ms=20_000), timeout=30)
 
 
-@seen("log_fsync")
+@server_setting("log_fsync")
 @pytest.mark.parametrize(("mode", "each"), [("always", True), ("no", False)])
 def test_log_fsync(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, each: bool) -> None:
     """Does a push wait for the disk?"""
@@ -244,7 +242,7 @@ def test_log_fsync(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---- standbys -------------------------------------------------------------------------------------------------------
 
 
-@seen("standby_of", "failover_lock")
+@server_setting("standby_of", "failover_lock")
 @pytest.mark.parametrize("locked", [False, True])
 def test_standby_of_and_failover_lock(serve: Serve, tmp_path: Path, locked: bool) -> None:
     """It follows that server; and the lock, where there is one, says that it may take over."""
@@ -258,7 +256,7 @@ def test_standby_of_and_failover_lock(serve: Serve, tmp_path: Path, locked: bool
         assert (tenure is not None and tenure.in_sync == following.standby.name) is locked
 
 
-@seen("shipping")
+@server_setting("shipping")
 @pytest.mark.parametrize(("shipping", "waits"), [("sync", True), ("async", False)])
 def test_shipping(serve: Serve, shipping: str, waits: bool) -> None:
     """Does a push wait for a standby that does not acknowledge?"""

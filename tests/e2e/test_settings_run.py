@@ -13,14 +13,11 @@ import pytest
 import psworker
 from pscommon.snapshot import Snapshots
 from psworker import Client
-from tests.e2e import test_user_optimizers as user_optimizers
 from tests.e2e.conftest import Cluster
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, Programs, programs_in
-from tests.e2e.seen import Seen
 from tests.ports import free_ports
-
-seen = Seen("run")
+from tests.support.settings_coverage import run_setting
 
 # Tells what it sees of the job, then trains a little.
 SCRIPT = (
@@ -119,7 +116,7 @@ def told(run: Program) -> dict[str, Any]:
     return document
 
 
-@seen("servers", "workers")
+@run_setting("servers", "workers")
 def test_how_many(chosen: Program, default: Program) -> None:
     for run, servers, workers in ((chosen, 2, 1), (default, 1, 2)):
         assert len(told(run)["servers"]) == servers
@@ -144,7 +141,7 @@ TOLD: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-@seen(*TOLD)
+@run_setting(*TOLD)
 @pytest.mark.parametrize(("name", "with_it", "without"), TOLD.values(), ids=TOLD.keys())
 def test_what_a_worker_is_told(chosen: Program, default: Program, name: str, with_it: object, without: object) -> None:
     assert told(chosen)[name] == with_it
@@ -166,13 +163,13 @@ CAREFUL: dict[str, tuple[Any, Any]] = {
 }
 
 
-@seen(*CAREFUL)
+@run_setting(*CAREFUL)
 def test_what_a_worker_is_told_of_faults(careful: Program, default: Program) -> None:
     assert {name: told(careful)[name] for name in CAREFUL} == {name: row[0] for name, row in CAREFUL.items()}
     assert {name: told(default)[name] for name in CAREFUL} == {name: row[1] for name, row in CAREFUL.items()}
 
 
-@seen("allow_idle")
+@run_setting("allow_idle")
 def test_allow_idle(programs: Programs) -> None:
     programs.script("print('nothing to train')", "idle.py")
     without, with_it = (
@@ -182,20 +179,20 @@ def test_allow_idle(programs: Programs) -> None:
     assert (without.wait(), with_it.wait()) == (16, 0)
 
 
-@seen("global_batch")
+@run_setting("global_batch")
 def test_global_batch(programs: Programs, default: Program) -> None:
     """Not with --backup-workers, so in a run of its own."""
     assert told(done(programs.run("ps-run", "--global-batch", 64, "train.py")))["global_batch"] == 64
     assert told(default)["global_batch"] is None
 
 
-@seen("job")
+@run_setting("job")
 def test_job(chosen: Program, default: Program) -> None:
     assert told(chosen)["job"] == "otter"
     assert told(default)["job"].startswith("job-")
 
 
-@seen("data_dir", "snapshot_every", "snapshot_keep", "resume")
+@run_setting("data_dir", "snapshot_every", "snapshot_keep", "resume")
 def test_snapshots(programs: Programs, chosen: Program) -> None:
     """Two of the four that came with the steps are kept; the earlier job's is set aside, not resumed."""
     found = Snapshots(programs.folder / "job")
@@ -205,42 +202,42 @@ def test_snapshots(programs: Programs, chosen: Program) -> None:
     assert (found.folder / "000000000001.aside-1").exists()
 
 
-@seen("summary")
+@run_setting("summary")
 def test_summary(programs: Programs, chosen: Program, default: Program) -> None:
     assert [path.name for path in programs.folder.glob("*.json")] == ["s.json"]
     assert json.loads((programs.folder / "s.json").read_text())["policy"] == "ssp"
 
 
-@seen("history")
+@run_setting("history")
 def test_history(programs: Programs, chosen: Program, default: Program) -> None:
     assert [path.name for path in programs.folder.glob("*.csv")] == ["h.csv"]
     assert (programs.folder / "h.csv").read_text().startswith("time,seconds,version,worker,rank,name,value\n")
 
 
-@seen("save")
+@run_setting("save")
 def test_save(programs: Programs, chosen: Program, default: Program) -> None:
     assert [path.name for path in programs.folder.glob("*.safetensors")] == ["m.safetensors"]
 
 
-@seen("log_dir")
+@run_setting("log_dir")
 def test_log_dir(programs: Programs, chosen: Program, default: Program) -> None:
     assert sorted(path.name for path in (programs.folder / "logs").iterdir()) == ["s0.log", "s1.log", "w0.log"]
     assert list(programs.temporary.iterdir()) == []
 
 
-@seen("log_format")
+@run_setting("log_format")
 def test_log_format(chosen: Program, default: Program) -> None:
     (line,) = [line for line in chosen.err.splitlines() if "set a snapshot aside" in line]
     assert json.loads(line.partition("] ")[2])["level"] == "warning"
     assert "[info] listening" in default.err.replace("  ", " ")
 
 
-@seen("log_level")
+@run_setting("log_level")
 def test_log_level(chosen: Program, default: Program) -> None:
     assert ["listening" in run.err for run in (chosen, default)] == [False, True]
 
 
-@seen("max_restarts", "grace")
+@run_setting("max_restarts", "grace")
 def test_max_restarts_and_grace(programs: Programs) -> None:
     """The first worker dies and is not started again; the second one does not want to end and is made to."""
     script = """
@@ -264,7 +261,3 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert run.wait() == 137
     assert 0.5 <= time.monotonic() - began < 9.5  # the default would be 10
     assert run.out.count("falls") == 1
-
-
-def test_every_setting_is_seen() -> None:
-    seen.check(user_optimizers.runs)

@@ -16,17 +16,15 @@ import torch
 import psworker
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from psworker import cli
-from tests.e2e import test_user_optimizers as user_optimizers
 from tests.e2e.conftest import Cluster
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, Programs, programs_in
-from tests.e2e.seen import Seen
 from tests.e2e.workers import ONES, status, until
+from tests.support.settings_coverage import worker_setting
 
 Make = Callable[..., Cluster]
 Told = Callable[..., None]
 
-seen = Seen("worker")
 
 ZEROS = {name: np.zeros_like(one) for name, one in ONES.items()}
 
@@ -47,7 +45,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     return tell
 
 
-@seen("ps")
+@worker_setting("ps")
 def test_ps(cluster: Make, told: Told) -> None:
     for name in ("otter", "stoat"):
         told("--ps", cluster(1, job=name).address)
@@ -55,7 +53,7 @@ def test_ps(cluster: Make, told: Told) -> None:
             assert client.job == name
 
 
-@seen("worker_rank")
+@worker_setting("worker_rank")
 def test_worker_rank(cluster: Make, told: Told) -> None:
     address = cluster(1).address
     told("--ps", address, "--worker-rank", 5)
@@ -65,7 +63,7 @@ def test_worker_rank(cluster: Make, told: Told) -> None:
     assert [row["rank"] for row in status(address)["workers"]] == [5]
 
 
-@seen("worker_count")
+@worker_setting("worker_count")
 def test_worker_count(told: Told) -> None:
     """It is for the script alone."""
     told("--ps", "127.0.0.1:1", "--worker-count", 4)
@@ -73,7 +71,7 @@ def test_worker_count(told: Told) -> None:
     assert os.environ["PS_WORKER_COUNT"] == "4"
 
 
-@seen("job")
+@worker_setting("job")
 def test_job(cluster: Make, told: Told) -> None:
     """A worker of another job does not take part in this one."""
     told("--ps", cluster(1, job="otter").address, "--job", "stoat")
@@ -84,7 +82,7 @@ def test_job(cluster: Make, told: Told) -> None:
     assert caught.value.exit_code == 11
 
 
-@seen("device")
+@worker_setting("device")
 def test_device(cluster: Make, told: Told) -> None:
     address = cluster(1).address
     told("--ps", address, "--device", "cpu")
@@ -95,7 +93,7 @@ def test_device(cluster: Make, told: Told) -> None:
         told("--ps", address, "--device", "cuda:99")
 
 
-@seen("connect_timeout")
+@worker_setting("connect_timeout")
 def test_connect_timeout(told: Told) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         nobody = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -108,7 +106,7 @@ def test_connect_timeout(told: Told) -> None:
     assert time.monotonic() - began < 10
 
 
-@seen("lanes")
+@worker_setting("lanes")
 @pytest.mark.parametrize(("flags", "refused"), [([], ""), (["--lanes", "grpc"], "shm"), (["--lanes", "shm"], "grpc")])
 def test_lanes(cluster: Make, told: Told, flags: list[object], refused: str) -> None:
     """Which of the servers that have one lane only a worker cannot train with."""
@@ -120,7 +118,7 @@ def test_lanes(cluster: Make, told: Told, flags: list[object], refused: str) -> 
             assert client.push(ONES).status == "applied"
 
 
-@seen("overlap")
+@worker_setting("overlap")
 @pytest.mark.parametrize(("flags", "early"), [([], False), (["--overlap", "off"], False), (["--overlap", "on"], True)])
 def test_overlap(cluster: Make, told: Told, flags: list[object], early: bool) -> None:
     """Does a push begin before step()? Over gRPC one that is under way takes room."""
@@ -181,34 +179,30 @@ def found(program: Program) -> dict[str, Any]:
     return document
 
 
-@seen("threads")
+@worker_setting("threads")
 def test_threads(two: tuple[Program, Program]) -> None:
     assert [found(worker)["threads"] for worker in two] == [3, 1]
 
 
-@seen("malloc")
+@worker_setting("malloc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_malloc(two: tuple[Program, Program]) -> None:
     assert [found(worker)["mapped"] for worker in two] == [False, True]
 
 
-@seen("metrics_bind")
+@worker_setting("metrics_bind")
 def test_metrics_bind(two: tuple[Program, Program]) -> None:
     assert found(two[0])["alive"] == "alive\n"
 
 
-@seen("log_level")
+@worker_setting("log_level")
 def test_log_level(two: tuple[Program, Program]) -> None:
     assert ["a detail" in worker.err for worker in two] == [True, False]
 
 
-@seen("log_format")
+@worker_setting("log_format")
 def test_log_format(two: tuple[Program, Program]) -> None:
     text, lines = (worker.err for worker in two)
 
     assert "[warning] a warning" in text.replace("  ", " ")
     assert json.loads(lines)["event"] == "a warning"
-
-
-def test_every_setting_is_seen() -> None:
-    seen.check(user_optimizers.workers)

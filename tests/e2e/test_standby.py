@@ -18,39 +18,19 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.core import shipping
 from psserver.frozen import Frozen
-from psserver.mirror import Mirror
 from psserver.primary_lease import FolderLease
-from psserver.shipped import checksum
 from psserver.shipper import EVERY
 from psworker import Client, OptimizerSpec
 from psworker.discovery import describe
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
-from tests.e2e.standbys import Following, silent_standby
-from tests.e2e.test_reshard import pushing, reshard
+from tests.e2e.standbys import Following, mirror, same, silent_standby
 from tests.e2e.workers import ONES, connected, count, counter, status, until
 from tests.ports import free_ports
 from tests.standstill import machine_seconds
+from tests.support.reshards import pushing, reshard
 
 Make = Callable[..., Cluster]
-
-
-def mirror(following: Following) -> Mirror:
-    found = following.standby._mirror
-    assert found is not None
-    return found
-
-
-def same(following: Following) -> bool:
-    """Has the standby what its primary has?"""
-    engine, replica = following.primary.engine, mirror(following).replica
-    assert engine.store is not None
-    assert replica.store is not None
-    return (
-        replica.machine.state() == engine._machine.state()
-        and replica.kept.keys() == engine._kept.keys()
-        and checksum(replica.store) == checksum(engine.store)
-    )
 
 
 def adam(address: str) -> Client:

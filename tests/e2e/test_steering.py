@@ -21,9 +21,9 @@ from psworker.ctl.cli import main as ps_ctl
 from psworker.ctl.servers import Servers
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Programs, programs_in
-from tests.e2e.test_commands import ctl
-from tests.e2e.test_data import assert_each_once, train
 from tests.e2e.workers import DEADLINE, ONES, OUTLIVED, count, counted, counter, status, together, until, weights_of
+from tests.support.ctl_output import ctl
+from tests.support.data_training import assert_each_once, train
 
 Make = Callable[..., Cluster]
 Output = pytest.CaptureFixture[str]
@@ -53,7 +53,7 @@ def row_of(address: str, worker: int) -> dict[str, Any]:
 # In its fourth step it waits for the word, and makes that step.
 DRAINED = """
 import json, threading, psworker
-from tests.e2e.test_data import train
+from tests.support.data_training import train
 used = []
 with psworker.connect() as job:
     def each(step):

@@ -15,8 +15,8 @@ from psworker.lane import GrpcLane
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.mortal import Mortal
-from tests.e2e.test_policies import POLICIES
 from tests.e2e.workers import OUTLIVED, status, together
+from tests.support.policies import POLICIES
 
 Make = Callable[..., Cluster]
 

@@ -21,8 +21,8 @@ from psworker import DistributedTraining, InvalidRequestError, NonFiniteError
 from psworker.generators import reseed
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import descendants, gone, programs_in
-from tests.e2e.test_policies import POLICIES
 from tests.e2e.workers import status, weights_of
+from tests.support.policies import POLICIES
 
 INPUTS = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import Program, Programs, programs_in
-from tests.e2e.seen import Seen
 from tests.e2e.workers import until
+from tests.support.settings_coverage import run_setting, server_setting, worker_setting
 
 DOCS = Path(__file__).parents[2] / "docs" / "optimizers.md"
 
@@ -30,9 +30,6 @@ print("weights", json.dumps([p.detach().flatten().tolist() for p in model.parame
 """
 
 
-servers, workers, runs = Seen("server"), Seen("worker"), Seen("run")
-
-
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     with programs_in(tmp_path_factory.mktemp("optimizers")) as programs:
@@ -49,9 +46,9 @@ def weights(program: Program) -> list[list[float]]:
     return found
 
 
-@servers("optimizers")
-@workers("optimizers")
-@runs("optimizers")
+@server_setting("optimizers")
+@worker_setting("optimizers")
+@run_setting("optimizers")
 def test_servers_train_as_one_process_does(programs: Programs) -> None:
     alone = programs.run("ps-worker", "--optimizers", "my_optimizers", "train.py", 2, PS_LOCAL=1)
     run = programs.run("ps-run", "--servers", 2, "--optimizers", "my_optimizers", "train.py", 2)

@@ -3,61 +3,30 @@
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import numpy as np
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_status import rpc_status
 
 from pscommon.core.errors import UnreachableError
-from pscommon.wire.channel import MAX_MESSAGE, open_channel
-from pscommon.wire.frames import EXCHANGE, encode_data, encode_header
+from pscommon.wire.channel import MAX_MESSAGE
+from pscommon.wire.frames import encode_data, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker import Client, OptimizerSpec
 from tests.e2e.conftest import Cluster
-from tests.e2e.programs import Program, Programs, programs_in
-from tests.e2e.workers import ONES, connected, count, counted, counter, status, until
+from tests.e2e.programs import Program, programs_in
+from tests.e2e.workers import ONES, connected, count, counted, counter, status
 from tests.faults.processes import stop
+from tests.support.wire_calls import WAIT, Open, exchange, reason_of, serve
 
 Make = Callable[..., Cluster]
-WAIT = 20.0
-
-
-@pytest.fixture
-def channel() -> Iterator[Callable[[str], grpc.Channel]]:
-    """Opens channels; they are closed at the end."""
-    opened: list[grpc.Channel] = []
-
-    def make(address: str) -> grpc.Channel:
-        opened.append(open_channel(address))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
-
-
-Open = Callable[[str], grpc.Channel]
-
-
-def reason_of(failure: grpc.RpcError) -> tuple[str, str, set[str]]:
-    """Canonical code, ErrorInfo's reason, and the kinds of all details that came with a failed call."""
-    call = cast(grpc.Call, failure)
-    found = rpc_status.from_call(call)
-    assert found is not None, f"no google.rpc.Status came with: {call.details()}"
-    (info,) = [detail for detail in found.details if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR)]
-    error = error_details_pb2.ErrorInfo()
-    info.Unpack(error)
-    assert error.domain == "paramserver"
-    return call.code().name, error.reason, {detail.TypeName().rpartition(".")[2] for detail in found.details}
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------
@@ -187,12 +156,6 @@ def test_an_error_that_may_pass_says_when_to_try_again(cluster: Make, channel: O
 # ---- nonsense --------------------------------------------------------------------------------------------------------
 
 
-def exchange(channel: grpc.Channel, frames: Iterable[bytes]) -> Iterator[bytes]:
-    """A raw Exchange."""
-    call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE)
-    return call(iter(frames), timeout=WAIT)
-
-
 def header(job: str, worker: int, **fields: Any) -> bytes:
     return encode_header(ps.PushPullHeader(job=job, worker=worker, seq=1, has_data=True, samples=1, **fields))
 
@@ -272,14 +235,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program,
         yield server, address, client
         server.send(signal.SIGCONT)
         client.close()
-
-
-def serve(programs: Programs, start: Callable[..., Program], *flags: object) -> tuple[Program, str]:
-    """A ps-server on a free port, and its address. start: one of programs' ways to."""
-    server = start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", *flags)
-    port = programs.folder / "port"
-    until(port.exists, "a port")
-    return server, f"127.0.0.1:{port.read_text().strip()}"
 
 
 @pytest.mark.parametrize("request_of", ["push", "pull", "push_pull", "report", "status", "a new client"])

@@ -12,8 +12,8 @@ from tests.e2e.workers import status, until
 from tests.faults.forked import ForkedJob
 from tests.faults.processes import state_of
 from tests.faults.scripts import train
-from tests.faults.test_workers import check_data, made, steps
 from tests.standstill import machine_seconds
+from tests.support.counted_steps import check_data, made, steps
 
 LEASE = 20.0
 """Far longer than any of these tests may take to notice a death."""

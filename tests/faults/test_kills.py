@@ -12,12 +12,20 @@ from pathlib import Path
 from tests.e2e.workers import digest, status
 from tests.faults.forked import ForkedJob
 from tests.faults.scripts import train
+from tests.support.compared_runs import (
+    EPOCHS,
+    FLAGS,
+    KILLS,
+    LOG,
+    PAUSE,
+    SECONDS,
+    SHARDS,
+    WAIT,
+    WORKERS,
+    check_data,
+    undisturbed,
+)
 
-SHARDS, WORKERS, KILLS = 2, 2, 20
-FLAGS = ("--min-workers", WORKERS, "--lease", "2s", "--snapshot-every", "20steps")
-LOG, WAIT = ("--durability", "log"), ("--on-worker-loss", "wait:60s")
-EPOCHS, PAUSE = 20, 0.03
-SECONDS = 110
 HELD_AT, DONE = 90, "done"
 """Version at which workers wait until the killer is done; a run has at least 100."""
 
@@ -51,15 +59,6 @@ def killed_job(folder: Path, *flags: object, **options: object) -> ForkedJob:
     return ForkedJob(folder, SHARDS, [*FLAGS, *flags], train, epochs=EPOCHS, pause=PAUSE, **held, **options)
 
 
-def undisturbed(folder: Path, **options: object) -> str:
-    """The digest of a run in which nobody dies."""
-    folder.mkdir()
-    with ForkedJob(folder, SHARDS, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, **options) as job:
-        job.start_all(WORKERS)
-        job.tend(job.workers_done, SECONDS)
-        return digest(job.address)
-
-
 def disturbed(folder: Path, seed: int, kills: int = KILLS, **options: object) -> str:
     """The digest of a run with so many kills; AssertionError if not each sample counted once."""
     folder.mkdir()
@@ -71,13 +70,6 @@ def disturbed(folder: Path, seed: int, kills: int = KILLS, **options: object) ->
         assert killer.left == 0
         check_data(job)
         return digest(job.address)
-
-
-def check_data(job: ForkedJob) -> None:
-    """Each sample has counted exactly once an epoch."""
-    told = status(job.address)
-    (row,) = told["data"]
-    assert (told["samples"], row["dropped"], row["duplicates"]) == (80 * EPOCHS, 0, 0)
 
 
 def test_the_bits_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from pscommon.core.errors import PSError
 from psworker.ctl.servers import Servers
 from tests.e2e.workers import counted, digest, status, weights_of
 from tests.faults.forked import ForkedJob
-from tests.faults.scripts import count
-from tests.faults.test_kills import EPOCHS, FLAGS, LOG, PAUSE, WAIT, WORKERS, check_data, train, undisturbed
+from tests.faults.scripts import count, train
+from tests.support.compared_runs import EPOCHS, FLAGS, LOG, PAUSE, WAIT, WORKERS, check_data, undisturbed
 
 SECONDS = 60
 DONE = "done"

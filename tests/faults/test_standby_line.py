@@ -21,8 +21,8 @@ from tests.faults.line import Direction
 from tests.faults.proxy import Proxy
 from tests.faults.scripts import count as push_ones
 from tests.faults.standbys import StandbyJob
-from tests.faults.test_standby import FLAGS, POLICIES, finish, goes_on, running
 from tests.standstill import machine_seconds
+from tests.support.pushes_over_failover import FLAGS, POLICIES, finish, goes_on, running
 
 Make = Callable[..., Cluster]
 SOONER = 0.7

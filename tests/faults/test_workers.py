@@ -11,36 +11,12 @@ from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.e2e.workers import status, until
 from tests.faults.forked import ForkedJob
 from tests.faults.processes import state_of
-from tests.faults.scripts import train
 from tests.standstill import machine_seconds
+from tests.support.counted_steps import LEASE, PAUSE, check_data, job, made, steps
 
-LEASE = 2.0
 STEP = 0.2
 """Seconds that a step takes, on a busy machine: between two steps there is one in any case."""
-PAUSE = 0.05
 SECONDS = 100
-
-
-def job(folder: Path, *flags: object, **options: object) -> ForkedJob:
-    return ForkedJob(folder, 1, ["--lease", f"{LEASE:g}s", *flags], train, **{"pause": PAUSE, **options})
-
-
-def steps(job: ForkedJob, *names: str) -> list[float]:
-    """When these workers (none: all) made their steps, in order."""
-    logs = [life.log for life in job.all if life.name.startswith("w") and (life.name in names or not names)]
-    lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
-    return sorted(float(line.split()[1]) for line in lines if line.startswith("step "))
-
-
-def made(job: ForkedJob, count: int, *names: str) -> None:
-    """Waits until these workers have made so many steps."""
-    until(lambda: len(steps(job, *names)) >= count, f"{count} steps of {names or 'all'}")
-
-
-def check_data(job: ForkedJob) -> None:
-    """Each batch has counted exactly once."""
-    (row,) = status(job.address)["data"]
-    assert (row["committed"], row["dropped"], row["duplicates"]) == (row["total"], 0, 0)
 
 
 def stalls(times: list[float]) -> float:

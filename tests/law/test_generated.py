@@ -26,6 +26,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)  # the first time the generator is installed
 def test_generated_code_is_fresh(tmp_path: Path, generator: Path) -> None:
     """Edit proto/ and forget `make proto`, or edit generated code by hand, and this fails."""

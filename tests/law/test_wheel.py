@@ -11,6 +11,8 @@ import pytest
 
 from tests.law.sources import ROOT
 
+pytestmark = pytest.mark.full
+
 PACKAGES = {"psserver", "psworker", "pscommon", "psproto"}
 
 

@@ -1,6 +1,5 @@
 """Absurd requests between honest ones: refused, and the job goes on the same live, after a restart and on a standby."""
 
-import json
 import random
 from typing import Any
 
@@ -11,95 +10,17 @@ from hypothesis import strategies as st
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError
 from pscommon.core.log import Apply, BatchKey, PushKey, Reject, Report, Staged
 from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from pscommon.core.stream import StreamSpec
 from psserver.core.coordinator import Coordinator
 from psserver.core.policy import Policy, policy
-from psserver.core.recorder import Command, Recorder, replay
+from psserver.core.recorder import Command, replay
 from psserver.core.rules import Rules
 from tests.sim import absurd
+from tests.support.replayed_job import Job, whole
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
 LOOP = LoopSpec(0, size=9, batch_size=1, epochs=3)
 STREAM = StreamSpec(1, sources=2, batch_size=3, epochs=2)
 ROWS = (policy("sync"), policy("async"), policy("ssp", 1), policy("async", max_staleness=2))
-
-
-class Book:
-    """A journal in memory: what a restart and a standby read."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def write(self, command: Command) -> None:
-        self.lines.append(json.dumps(command.as_json()))
-
-    def rotate(self, coordinator: Coordinator) -> None:
-        """One segment is enough here."""
-
-    @property
-    def commands(self) -> list[Command]:
-        return [Command.from_json(json.loads(line)) for line in self.lines]
-
-
-class Job:
-    """A coordinator of two shards whose commands are recorded. Honest workers take turns."""
-
-    def __init__(self, row: Policy, workers: int = 2, kind: type[Coordinator] = Coordinator, **rules: Any) -> None:
-        self.rules, self.kind = Rules(row, workers, **{"bad_gradients": "skip", **rules}), kind
-        self.book, self.now = Book(), 0.0
-        self.recorder = Recorder(self.made(), self.book)
-        self.seqs: dict[int, int] = {}
-        self.received: dict[tuple[int, int], int] = {}
-        self.workers = [self.join() for _ in range(workers)]
-
-    def made(self) -> Coordinator:
-        return self.kind(2, self.rules, 0, epoch=5)
-
-    @property
-    def coordinator(self) -> Coordinator:
-        return self.recorder.coordinator
-
-    def join(self) -> int:
-        worker: int = self.recorder.do("join", self.now, rank=None, host="h", pid=1, device="cpu").worker
-        if self.recorder.do("register", self.now, worker=worker, spec=MODEL) == "upload":
-            self.report(Staged(PushKey(worker, 0), 1, 0))
-            self.recorder.do("register", self.now, worker=worker, spec=MODEL)
-        self.seqs[worker] = 0
-        return worker
-
-    def report(self, *staged: Staged) -> None:
-        for shard in range(2):
-            self.recorder.report(Report(shard, 5, self.coordinator.log.index, staged), self.now)
-
-    def step(self, worker: int, spec: LoopSpec | StreamSpec) -> None:
-        """Ask for a batch, and push where there is one."""
-        received = self.received.get((worker, spec.loop), 0)
-        batches = self.recorder.do(
-            "next_batches", self.now, worker=worker, spec=spec, received=received, count=1, idle=True
-        )
-        if batches is None or not batches.numbers:
-            return
-        self.received[worker, spec.loop] = received + 1
-        key = BatchKey(spec.loop, batches.numbers[0])
-        if isinstance(spec, StreamSpec):
-            key = key._replace(count=3, end=spec.place(key.number) == 2)
-        self.push(worker, key)
-
-    def push(self, worker: int, *batches: BatchKey) -> None:
-        self.seqs[worker] += 1
-        self.report(Staged(PushKey(worker, self.seqs[worker]), 1, self.coordinator.version, batches))
-
-    def replayed(self) -> Coordinator:
-        """The coordinator made again from its commands, as a restart does it and a standby."""
-        coordinator = self.made()
-        replay(coordinator, self.book.commands)
-        return coordinator
-
-
-def whole(coordinator: Coordinator) -> str:
-    """Everything that a coordinator has decided, NaN included. How far shards say that they are is not recorded."""
-    return json.dumps(coordinator.whole() | {"log": [], "failure": str(coordinator.failure)})
 
 
 @settings(max_examples=150)

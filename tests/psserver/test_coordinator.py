@@ -1,86 +1,21 @@
 """The one place that decides, driven request by request. Histories with faults are tests/sim."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from pscommon.core.errors import FencedError, MismatchError
-from pscommon.core.log import Apply, BatchKey, Begin, Cut, Entry, Evict, PushKey, Reject, Report, Staged
+from pscommon.core.log import Apply, Begin, Cut, Evict, PushKey, Reject, Report, Staged
 from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.model import ModelSpec, TensorSpec
 from psserver.core.coordinator import Batches, Coordinator
 from psserver.core.cuts import Every
-from psserver.core.policy import Policy, policy
-from psserver.core.recorder import Recorder
+from psserver.core.policy import policy
 from psserver.core.roster import State
 from psserver.core.rules import Rules
 from psserver.core.shard import GIVEN_UP
 from psserver.core.waiting import waiting_for
+from tests.support.coordinator_job import LOOP, MODEL, Job
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
 OTHER = ModelSpec((TensorSpec("w", (2,), "float32"),), MODEL.optimizer)
-LOOP = LoopSpec(0, size=4, batch_size=1)
-
-
-class Job:
-    """A coordinator whose workers train; pushes are reported as all shards would."""
-
-    def __init__(
-        self,
-        row: Policy | None = None,
-        workers: int = 2,
-        shards: int = 1,
-        every: Every | None = None,
-        lease: float = 5.0,
-        bad_gradients: str = "abort",
-    ) -> None:
-        rules = Rules(row or policy("sync"), workers, lease, every or Every(), bad_gradients=bad_gradients)
-        self.lead(Coordinator(shards, rules))
-        self.now = 0.0
-        self._told = 0
-        self._staged: dict[int, list[Staged]] = {shard: [] for shard in range(shards)}
-        for _ in range(workers):
-            self.add()
-
-    def lead(self, coordinator: Coordinator) -> None:
-        self.coordinator, self.recorder = coordinator, Recorder(coordinator)
-
-    def add(self) -> int:
-        worker = self.coordinator.join(self.now, None, "host", 1, "cpu").worker
-        if self.coordinator.register(worker, MODEL, self.now) == "upload":
-            self.push(worker, 0)
-            self.coordinator.register(worker, MODEL, self.now)
-        return worker
-
-    def push(
-        self,
-        worker: int,
-        seq: int,
-        base: int = 0,
-        batches: Sequence[int] = (),
-        shards: Sequence[int] = (),
-        problem: str = "",
-    ) -> None:
-        keys = tuple(BatchKey(0, number) for number in batches)
-        for shard in shards or range(self.coordinator.shards):
-            self._staged[shard].append(Staged(PushKey(worker, seq), 8, base, keys, problem))
-            self.report(shard)
-
-    def report(self, shard: int, index: int = 0, epoch: int = 0) -> None:
-        self.recorder.report(Report(shard, epoch, index, tuple(self._staged[shard])), self.now)
-
-    def ask(self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP) -> Batches | None:
-        return self.coordinator.next_batches(worker, loop, received, 1, idle, self.now)
-
-    def news(self) -> list[Entry]:
-        """Log entries since the last call."""
-        entries = self.coordinator.entries_after(self._told)
-        self._told = self.coordinator.log.index
-        return entries
-
-    def applied(self) -> list[list[int]]:
-        """Workers of each new Apply."""
-        return [[c.key.worker for c in entry.contributions] for entry in self.news() if isinstance(entry, Apply)]
 
 
 def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:

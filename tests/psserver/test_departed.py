@@ -11,7 +11,7 @@ from psserver.core.recorder import DEPARTED_KEPT, EVICTED_MOST
 from psserver.core.roster import GENERATION, Roster, State
 from psserver.core.rules import OnLoss
 from psserver.core.shard import EVICTED_KEPT, Shard
-from tests.psserver.test_absurd_requests import MODEL, Job, whole
+from tests.support.replayed_job import MODEL, Job, whole
 
 JOINS = 2000
 

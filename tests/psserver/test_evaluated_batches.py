@@ -6,7 +6,7 @@ from pscommon.core.log import BatchKey
 from pscommon.core.loop import LoopSpec
 from psserver.core.coordinator import Batches
 from psserver.core.recorder import Command
-from tests.psserver.test_coordinator import Job
+from tests.support.coordinator_job import Job
 
 
 def test_batches_that_were_only_evaluated_are_done_and_dealt_to_no_other() -> None:

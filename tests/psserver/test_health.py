@@ -11,7 +11,7 @@ from psserver.core.recorder import Recorder
 from psserver.core.roster import Member, Roster, State
 from psserver.core.rules import Rules
 from psserver.watch import health
-from tests.psserver.test_coordinator import LOOP, Job
+from tests.support.coordinator_job import LOOP, Job
 
 LEASE = 5.0
 

@@ -12,7 +12,7 @@ from psserver.core.roster import HANGING_SECONDS, Roster, State
 from psserver.core.rules import OnLoss, Rules
 from psserver.core.waiting import waiting_for
 from psserver.watch import health
-from tests.psserver.test_coordinator import Job
+from tests.support.coordinator_job import Job
 
 TIMEOUT = 7.0
 

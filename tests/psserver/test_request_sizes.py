@@ -19,7 +19,7 @@ from psserver.core.policy import policy
 from psserver.core.request_checks import check_memory, check_shards, wait_seconds
 from psserver.core.worker_share import worker_share
 from psworker.local import LocalClient
-from tests.psserver.test_absurd_requests import Job
+from tests.support.replayed_job import Job
 
 MEGABYTE = 1 << 20
 FOREVER = 10**9

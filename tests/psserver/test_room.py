@@ -7,7 +7,7 @@ from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
 from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
 from psserver.core.room import check_room, push_nbytes
-from tests.psserver.test_coordinator import Job
+from tests.support.coordinator_job import Job
 
 MODEL = ModelSpec(
     (

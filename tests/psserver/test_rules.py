@@ -7,7 +7,7 @@ from pscommon.core.log import Cut
 from psserver.core.cuts import Every
 from psserver.core.policy import policy
 from psserver.core.rules import OnLoss, Rules
-from tests.psserver.test_coordinator import Job
+from tests.support.coordinator_job import Job
 
 
 def test_rules_are_the_same_after_json() -> None:

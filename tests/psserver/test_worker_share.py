@@ -13,7 +13,7 @@ from psserver.core.coordinator import Coordinator
 from psserver.core.policy import policy
 from psserver.core.rules import Rules
 from psserver.core.worker_share import worker_share
-from tests.psserver.test_coordinator import MODEL, Job
+from tests.support.coordinator_job import MODEL, Job
 
 
 def job_of(workers: int, global_batch: int | None = None, name: str = "sync") -> Job:

@@ -1,12 +1,16 @@
 """Models and training steps that a naive overlap would get wrong."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from psworker.job import Job
+from tests.psworker.late_client import LateClient
 
 Make = Callable[[], nn.Module]
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
@@ -252,3 +256,15 @@ STEPS: dict[str, Step] = {
 def seeded(make: Make) -> nn.Module:
     torch.manual_seed(1)
     return make()
+
+
+def both(make: Make, **choice: Any) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any], LateClient]:
+    """The model with a plain optimizer; its twin with a job's; the job's client."""
+    client, (model, twin) = LateClient(), (seeded(make) for _ in range(2))
+    return (model, adam(model)), (twin, Job(client).optimizer(adam(twin), twin, **({"overlap": True} | choice))), client
+
+
+def assert_equal(model: nn.Module, twin: nn.Module) -> None:
+    theirs = twin.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name

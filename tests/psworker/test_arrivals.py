@@ -13,8 +13,7 @@ from pscommon.core.errors import InvalidRequestError
 from psworker import overlap
 from psworker.job import Job
 from tests.psworker.late_client import LateClient
-from tests.psworker.overlap_cases import Flattening, batch, normed, perceptron, usual
-from tests.psworker.test_overlap import assert_equal, both
+from tests.psworker.overlap_cases import Flattening, assert_equal, batch, both, normed, perceptron, usual
 
 READS: list[Callable[[Any], list[Tensor]]] = [
     lambda model: list(model.parameters()),

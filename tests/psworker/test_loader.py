@@ -1,55 +1,19 @@
 """Loaders as a script sees them: an `iter()` for each pass, with length, data set and batch size."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log import BatchKey
-from pscommon.core.stream import Spec
 from psworker.job import Job
-from psworker.local import LocalClient
 from psworker.optimizer import ServerOptimizer
-from psworker.results import Lease, PushResult
+from tests.support.loader_ledger import Count, Ledger
 
 NUMBERS = torch.arange(10.0)
-
-
-class Ledger(LocalClient):
-    """A job of one worker that remembers the loops, the pushes and the batches that came back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loops: list[Spec] = []
-        self.pushed: list[tuple[BatchKey, ...]] = []
-        self.returned: list[BatchKey] = []
-        self.dropped: list[BatchKey] = []
-
-    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
-        if loop not in self.loops:
-            self.loops.append(loop)
-        return super().next_batches(loop, count, idle, first_open)
-
-    def return_batches(self, batches: Any) -> None:
-        self.returned += batches
-        super().return_batches(batches)
-
-    def drop_batches(self, batches: Any) -> None:
-        self.dropped += batches
-
-    def exchange(self, **call: Any) -> PushResult:
-        if call["gradients"] is not None:
-            self.pushed.append(tuple(call["batches"]))
-        return super().exchange(**call)
-
-
-class Count(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(torch.tensor, range(5))
 
 
 def started() -> tuple[Job, ServerOptimizer, Ledger]:

@@ -23,8 +23,10 @@ from tests.psworker.overlap_cases import (
     Step,
     accumulated,
     adam,
+    assert_equal,
     backward,
     batch,
+    both,
     normed,
     perceptron,
     seeded,
@@ -35,18 +37,6 @@ from tests.psworker.overlap_cases import (
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
-
-
-def both(make: Make, **choice: Any) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any], LateClient]:
-    """The model with a plain optimizer; its twin with a job's; the job's client."""
-    client, (model, twin) = LateClient(), (seeded(make) for _ in range(2))
-    return (model, adam(model)), (twin, Job(client).optimizer(adam(twin), twin, **({"overlap": True} | choice))), client
-
-
-def assert_equal(model: nn.Module, twin: nn.Module) -> None:
-    theirs = twin.state_dict()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.psworker.test_run_supervise import STARTED, play
+from tests.support.supervisor_events import STARTED, play
 
 TRANSCRIPTS = {
     "final weights that are not saved": STARTED

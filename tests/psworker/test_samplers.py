@@ -25,7 +25,7 @@ from psworker.data.order import order_of
 from psworker.job import Job
 from psworker.optimizer import ServerOptimizer
 from psworker.results import PushResult
-from tests.psworker.test_loader import Count, Ledger
+from tests.support.loader_ledger import Count, Ledger
 
 NUMBERS = torch.arange(10.0)
 

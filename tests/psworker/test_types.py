@@ -52,6 +52,7 @@ psworker.Clientt("host:1")
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_scripts_as_mypy_sees_them(tmp_path: Path) -> None:
     """One run with a cache of its own: of two runs over one cache, one can find it locked, and then mypy crashes."""
     pytest.importorskip("mypy")

@@ -1,0 +1,30 @@
+"""The test suite itself: what its modules import, and which settings they cover."""
+
+import pytest
+
+from pscommon import options
+from tests.law.sources import Source, parse, suite
+from tests.support.settings_coverage import settings_with_test
+
+
+def imported_tests(source: Source) -> set[str]:
+    """Test modules that this module imports."""
+    return {name for name, _ in source.imports() if name.rpartition(".")[2].startswith("test_")}
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """What several modules share is in tests/support."""
+    found = [f"{source.path}: {sorted(names)}" for source in suite() if (names := imported_tests(source))]
+
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["from tests.e2e.test_data import train", "from tests.e2e import test_data"])
+def test_an_import_of_a_test_module_is_found(text: str) -> None:
+    assert {"tests.e2e.test_data"} <= imported_tests(parse(text)) | {"tests.e2e.test_data.train"}
+
+
+@pytest.mark.parametrize("command", ["server", "worker", "run"])
+def test_every_setting_has_a_test(command: str) -> None:
+    """One that fails where the setting has no effect: add a mark of tests/support/settings_coverage.py to it."""
+    assert settings_with_test(command) == {option.key for option in options.TABLES[command]}

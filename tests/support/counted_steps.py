@@ -1,0 +1,32 @@
+"""A job of real processes whose workers log each step."""
+
+from pathlib import Path
+
+from tests.e2e.workers import status, until
+from tests.faults.forked import ForkedJob
+from tests.faults.scripts import train
+
+LEASE = 2.0
+PAUSE = 0.05
+
+
+def job(folder: Path, *flags: object, **options: object) -> ForkedJob:
+    return ForkedJob(folder, 1, ["--lease", f"{LEASE:g}s", *flags], train, **{"pause": PAUSE, **options})
+
+
+def steps(job: ForkedJob, *names: str) -> list[float]:
+    """When these workers (none: all) made their steps, in order."""
+    logs = [life.log for life in job.all if life.name.startswith("w") and (life.name in names or not names)]
+    lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
+    return sorted(float(line.split()[1]) for line in lines if line.startswith("step "))
+
+
+def made(job: ForkedJob, count: int, *names: str) -> None:
+    """Waits until these workers have made so many steps."""
+    until(lambda: len(steps(job, *names)) >= count, f"{count} steps of {names or 'all'}")
+
+
+def check_data(job: ForkedJob) -> None:
+    """Each batch has counted exactly once."""
+    (row,) = status(job.address)["data"]
+    assert (row["committed"], row["dropped"], row["duplicates"]) == (row["total"], 0, 0)

@@ -1,0 +1,80 @@
+"""Jobs that get another number of servers while workers push."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from psproto.v1 import coordinator_pb2 as co
+from psserver.coordinator_servicer import Coordinator
+from psworker import Client, OptimizerSpec
+from tests.e2e.conftest import Cluster
+from tests.e2e.workers import until
+
+SIZE = 1000
+ONES = {"w": np.ones(SIZE), "b": np.ones(3, np.float32)}
+ZEROS = {"w": np.zeros(SIZE), "b": np.zeros(3, np.float32)}
+EACH = OptimizerSpec("sgd", lr=1.0)
+
+
+class Pusher(threading.Thread):
+    """A worker that pushes ones until it is told to stop; with lr 1 each makes every weight one less."""
+
+    def __init__(self, address: str, lanes: str) -> None:
+        super().__init__(daemon=True)
+        self.counted = 0
+        self.error: BaseException | None = None
+        self._enough = threading.Event()
+        self.client = Client(address, lanes=lanes)  # type: ignore[arg-type]
+
+    def run(self) -> None:
+        try:
+            self.client.register(ZEROS, EACH)
+            while not self._enough.is_set():
+                result = self.client.push_pull(ONES)
+                assert result.status == "applied", result
+                self.counted += 1
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.client.leave()
+
+    def goes_on(self) -> None:
+        """Two more of its pushes count."""
+        wanted = self.counted + 2
+        until(lambda: self.counted >= wanted or self.error, "two more pushes")
+        assert self.error is None, self.error
+
+    def stop(self) -> None:
+        self._enough.set()
+        self.join(30)
+        assert self.error is None, self.error
+
+
+@contextmanager
+def pushing(address: str, workers: int, lanes: str) -> Iterator[list[Pusher]]:
+    pushers = [Pusher(address, lanes) for _ in range(workers)]
+    for pusher in pushers:
+        pusher.start()
+    try:
+        yield pushers
+    finally:
+        for pusher in pushers:
+            pusher.stop()
+            pusher.client.close()
+
+
+def reshard(cluster: Cluster, shards: int, **settings: object) -> co.ReshardResponse:
+    """As ps-ctl does, with the servers that it needs."""
+    before = cluster.servers[0].hub.fleet.shards  # type: ignore[union-attr]
+    for shard in range(before, shards):
+        cluster.add(shard, shards, **settings)
+        until(lambda shard=shard: (shard, shards) in cluster.servers[0].hub.fleet.candidates, "a candidate")
+    request = co.ReshardRequest(shards=shards, wait_ms=20_000)
+    return Coordinator(cluster.servers[0].hub).Reshard(request, None)  # type: ignore[arg-type]
+
+
+def weights(address: str) -> dict[str, np.ndarray]:
+    with Client(address, observe=True) as client:
+        return client.pull()

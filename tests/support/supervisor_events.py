@@ -1,0 +1,82 @@
+"""Events for the supervisor of ps-run, and what it answers."""
+
+from psworker.run.ending import Outcome
+from psworker.run.messages import (
+    Action,
+    Bound,
+    Collect,
+    Collected,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Say,
+    Signalled,
+    Start,
+    StopAnswered,
+    StopJob,
+    Terminate,
+    Tick,
+)
+from psworker.run.supervise import Supervisor
+
+STARTED = """
+begin        | start s0
+bound s0     | start s1, start w0, start w1
+bound s1     |
+"""
+
+
+def play(transcript: str, *, durable: bool) -> Outcome | None:
+    """Feeds the events on the left; the actions must be those on the right. Returns the outcome, if it came to one."""
+    machine = Supervisor(2, 2, max_restarts=2, durable=durable, grace=5.0)
+    now, outcome = 1000.0, None
+    for line in transcript.strip().splitlines():
+        if not line:
+            continue
+        what, expected = (part.strip() for part in line.split("|"))
+        if what.startswith("after"):
+            now += float(what.split()[1])
+        actions = machine.start(now) if what == "begin" else machine.step(event(what), now)
+
+        assert ", ".join(map(show, actions)) == expected, f"after {what!r}"
+
+        outcome = next((action.outcome for action in actions if isinstance(action, Finish)), outcome)
+    return outcome
+
+
+def event(text: str) -> Event:
+    match text.split():
+        case ["bound", name]:
+            return Bound(name)
+        case ["exit", name, code, *successor]:
+            return Exited(name, int(code), "".join(successor))
+        case ["signal", number]:
+            return Signalled(int(number))
+        case ["collected"]:
+            return Collected()
+        case ["went", "back"]:
+            return Collected("the servers went back")
+        case ["stop", answer]:
+            return StopAnswered("" if answer == "ok" else answer)
+        case ["after", _]:
+            return Tick()
+    raise ValueError(text)
+
+
+def show(action: Action) -> str:
+    match action:
+        case Start(name, attempt):
+            return f"start {name}" + (" again" if attempt else "")
+        case Terminate(name):
+            return f"term {name}"
+        case Kill(name):
+            return f"kill {name}"
+        case Collect():
+            return "collect"
+        case StopJob():
+            return "stop job"
+        case Say():
+            return "say"
+        case Finish(outcome):
+            return f"finish {outcome.status} {outcome.code} {outcome.culprit}".strip()
