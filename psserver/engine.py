@@ -356,8 +356,8 @@ class Engine:
     def make_report(self) -> Report:
         with self._changed:
             report = self._machine.report()
-        self._log.before_report()
-        return replace(report, log_bytes=self._log.nbytes, log_broken=self._log.broken)
+        (log := self._log).before_report()
+        return replace(report, log_bytes=log.nbytes, log_broken=log.broken) if log.nbytes or log.broken else report
 
     def stop(self, reason: str) -> None:
         """Answer everyone who waits."""
