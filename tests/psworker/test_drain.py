@@ -149,6 +149,17 @@ def test_servers_that_are_gone_are_not_waited_for(cluster: FakeCluster) -> None:
             client.pull()
 
 
+def test_a_call_that_takes_long_goes_on_while_the_servers_answer_a_probe(cluster: FakeCluster) -> None:
+    """The second probe is later than the time for which a worker waits for others."""
+    with connect(cluster) as client:
+        probes = cluster.calls["Describe"] + 2 * len(cluster.addresses)
+        cluster.before[0].append(lambda: cluster.wait_until(lambda: cluster.calls["Describe"] >= probes))
+        drain.ask_all()
+
+        assert list(client.pull()) == ["w"]
+        assert list(client.pull()) == ["w"]
+
+
 KINDS: dict[str, dict[str, Any]] = {"whole": {}, "overlap": {"overlap": True}}
 
 
