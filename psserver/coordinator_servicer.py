@@ -17,6 +17,7 @@ from pscommon.optimizers import check_numbers, validate
 from pscommon.wire.codec import (
     batches_from_proto,
     entry_to_proto,
+    history_row_to_proto,
     loop_from_proto,
     model_from_proto,
     model_to_proto,
@@ -166,8 +167,8 @@ class Coordinator(CoordinatorServiceServicer):
 
     def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> pb.GetHistoryResponse:
         with answering(context):
-            rows = [pb.HistoryRow(**row._asdict()) for row in self._hub.heartbeats.history()]
-            return pb.GetHistoryResponse(rows=rows)
+            rows = self._hub.heartbeats.history()
+            return pb.GetHistoryResponse(rows=map(history_row_to_proto, rows))
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         with answering(context):

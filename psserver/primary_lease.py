@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import uuid
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -52,7 +52,7 @@ class FolderLease:
             return False
         temporary = self._folder / f"{uuid.uuid4().hex}.tmp"
         try:
-            _write(temporary, json.dumps(asdict(new)))
+            _write(temporary, json.dumps({"term": new.term, "holder": new.holder, "in_sync": new.in_sync}))
             os.link(temporary, self._path(number + 1))
         except FileExistsError:
             return False
@@ -79,7 +79,11 @@ class FolderLease:
         return max((int(path.stem) for path in self._folder.glob("*.json")), default=0)
 
     def _read(self, number: int) -> Tenure:
-        return Tenure(**json.loads(self._path(number).read_text()))
+        raw = json.loads((path := self._path(number)).read_text())
+        try:
+            return Tenure(raw["term"], raw["holder"], raw.get("in_sync", ""))
+        except KeyError as missing:
+            raise ValueError(f"{path} has no {missing}") from missing
 
 
 def _write(path: Path, text: str) -> None:

@@ -165,7 +165,8 @@ def logged_version(folder: Path) -> int:
 
 
 def base_record(base: Base) -> Raw:
-    return Kind.BASE, json.dumps(base._asdict()).encode(), ()
+    held = {"held": list(base.held) if base.held is not None else None}
+    return Kind.BASE, json.dumps({"shards": base.shards, "state": base.state, **held}).encode(), ()
 
 
 def model_record(model: ModelSpec) -> Raw:

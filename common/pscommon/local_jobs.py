@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class Announcement:
         entry = LocalJob(job, address, pid, process_id())
         with _folder(make=True) as folder:
             list(_running(folder))  # removes the files of ended processes
-            _write(folder, self._name, json.dumps(asdict(entry)).encode())
+            raw = {"job": entry.job, "address": entry.address, "pid": entry.pid, "process": entry.process}
+            _write(folder, self._name, json.dumps(raw).encode())
 
     def remove(self) -> None:
         """Remove the file. Repeating it is harmless."""

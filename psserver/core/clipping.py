@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscommon.core.log import Contribution, PushKey, Report
+from pscommon.core.entry_encoding import contributions_from_json, contributions_to_json
+from pscommon.core.log import Contribution, Report
 
 EPSILON = 1e-6
 """What torch adds to the norm."""
@@ -67,13 +68,13 @@ class Measurement:
         """JSON-ready; `from_state` is the way back."""
         return {
             "index": self.index,
-            "contributions": [[list(key), *rest] for key, *rest in self.contributions],
+            "contributions": contributions_to_json(self.contributions),
             "square_norms": [[shard, value] for shard, value in sorted(self.square_norms.items())],
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "Measurement":
-        contributions = tuple(Contribution(PushKey(*key), *rest) for key, *rest in state["contributions"])
+        contributions = contributions_from_json(state["contributions"])
         return Measurement(state["index"], contributions, dict(state["square_norms"]))
 
 

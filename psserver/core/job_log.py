@@ -1,12 +1,10 @@
 """The job's log as the coordinator keeps it: numbered entries, as long as some shard may still need them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple
-from typing import Any, get_args
+from typing import Any
 
-from pscommon.core.log import Apply, Begin, Contribution, Entry, Measure, PushKey, Reject, Report, chained
-
-KINDS: Mapping[str, type[Entry]] = {kind.__name__: kind for kind in get_args(Entry)}
+from pscommon.core.entry_encoding import chained, entry_from_json, entry_to_json
+from pscommon.core.log import Apply, Begin, Entry, Measure, PushKey, Report
 
 
 class JobLog:
@@ -80,32 +78,15 @@ class JobLog:
 
     def state(self) -> dict[str, Any]:
         """All of it, JSON-ready; `recover` is the way back."""
-        entries = [[type(entry).__name__, *astuple(entry)] for entry in self.after(self.base)]
+        entries = [entry_to_json(entry) for entry in self.after(self.base)]
         digest = self._digests.get(self.base, self.digest)
         return {"base": self.base, "digest": digest, "entries": entries, "reached": [*self._reached.items()]}
 
     def recover(self, state: Mapping[str, Any]) -> None:
         self.start(state["base"], state["digest"])
         for entry in state["entries"]:
-            self.append(_entry(*entry))
+            self.append(entry_from_json(entry))
         self._reached = dict(state["reached"])
-
-
-def _entry(kind: str, index: int, *rest: Any) -> Entry:
-    match kind:
-        case "Apply":
-            version, contributions = rest
-            return Apply(index, version, _contributions(contributions))
-        case "Measure":
-            return Measure(index, _contributions(*rest))
-        case "Reject":
-            key, reason, detail = rest
-            return Reject(index, PushKey(*key), reason, detail)
-    return KINDS[kind](index, *rest)
-
-
-def _contributions(raw: Iterable[Any]) -> tuple[Contribution, ...]:
-    return tuple(Contribution(PushKey(*key), *rest) for key, *rest in raw)
 
 
 def counted(entries: Iterable[Entry]) -> set[PushKey]:

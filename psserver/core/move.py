@@ -46,4 +46,4 @@ class Move:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "Move":
-        return Move(**{**state, "moved": set(state["moved"])})
+        return Move(state["before"], state["shards"], state["index"], state["keeps"], set(state["moved"]))

@@ -132,7 +132,7 @@ class Recorder:
         if unfit:
             report = replace(report, staged=tuple(each for each in report.staged if each.key not in unfit))
         for key, why in unfit.items() if self.coordinator.move is None else ():  # else it is reported again
-            self.do("refuse_push", now, worker=key.worker, seq=key.seq, **why._asdict())
+            self.do("refuse_push", now, worker=key.worker, seq=key.seq, reason=why.reason, detail=why.detail)
         has_measured = report.measured is not None and self.coordinator.has_measured(report)
         if len(news) > len(unfit) or has_measured:
             self.do("report", now, report=report)
@@ -253,19 +253,29 @@ def perform(coordinator: Coordinator, command: Command) -> Any:
 Action = Callable[[Coordinator, float, Mapping[str, Any]], Any]
 
 
-def _method(name: str) -> Action:
-    return lambda coordinator, now, args: getattr(coordinator, name)(**args, now=now)
-
-
+# by the names that stand in logs on disk
 _PERFORM: Mapping[str, Action] = {
-    **{
-        name: _method(name)
-        for name in (
-            "join", "register", "leave", "drain", "missing", "back", "lose", "next_batches", "return_batches",
-            "report_metrics", "report", "follows", "advance", "cut", "recovered",
-            "reshard", "moved", "settle", "reborn", "refuse_push", "forget_departed",
-        )
-    },
+    "join": lambda c, now, args: c.join(**args, now=now),
+    "register": lambda c, now, args: c.register(**args, now=now),
+    "leave": lambda c, now, args: c.leave(**args, now=now),
+    "drain": lambda c, now, args: c.drain(**args, now=now),
+    "missing": lambda c, now, args: c.missing(**args, now=now),
+    "back": lambda c, now, args: c.back(**args, now=now),
+    "lose": lambda c, now, args: c.lose(**args, now=now),
+    "next_batches": lambda c, now, args: c.next_batches(**args, now=now),
+    "return_batches": lambda c, now, args: c.return_batches(**args, now=now),
+    "report_metrics": lambda c, now, args: c.report_metrics(**args, now=now),
+    "report": lambda c, now, args: c.report(**args, now=now),
+    "follows": lambda c, now, args: c.follows(**args, now=now),
+    "advance": lambda c, now, args: c.advance(**args, now=now),
+    "cut": lambda c, now, args: c.cut(**args, now=now),
+    "recovered": lambda c, now, args: c.recovered(**args, now=now),
+    "reshard": lambda c, now, args: c.reshard(**args, now=now),
+    "moved": lambda c, now, args: c.moved(**args, now=now),
+    "settle": lambda c, now, args: c.settle(**args, now=now),
+    "reborn": lambda c, now, args: c.reborn(**args, now=now),
+    "refuse_push": lambda c, now, args: c.refuse_push(**args, now=now),
+    "forget_departed": lambda c, now, args: c.forget_departed(**args, now=now),
     "go_by": lambda c, now, args: c.go_by(Rules.from_json(args["rules"]), now),
     "set_policy": lambda c, now, args: c.set_policy(policy(*args["row"]), now),
     "part": lambda c, now, args: c.cuts.part(args["shard"], args["part"]),

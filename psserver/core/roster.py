@@ -97,10 +97,10 @@ GENERATION = 10_000
 LATENESS = 2.5
 """Seconds that a heartbeat can be under way, or wait in a server that was stopped for a moment."""
 
-# what a worker tells about itself goes with the process that heard it
-_HEARD = (
-    "last_seen", "last_moved", "joined_at", "death", "step_seconds", "samples_per_second", "phase", "no_call_seconds",
-    "pace",
+# keys on disk, each of which is an attribute; what a worker tells about itself goes with the process that heard it
+_KEYS = (
+    "worker", "rank", "host", "pid", "device", "state", "ranked", "attempt", "clock", "steps", "seq", "bad", "waiting",
+    "reason", "missing_since", "draining", "ended",
 )  # fmt: skip
 
 HANGING_SECONDS = 30.0
@@ -196,10 +196,7 @@ class Roster:
 
     def state(self) -> dict[str, Any]:
         """All members with all that was decided about them, JSON-ready; `recover` is the way back."""
-        members = [
-            {name: getattr(member, name) for name in Member.__slots__ if name not in _HEARD}
-            for member in self.members.values()
-        ]
+        members = [{key: getattr(member, key) for key in _KEYS} for member in self.members.values()]
         state = {"next": self._next_worker, "members": members, "here": [m.worker for m in self._here]}
         return state | ({"forgotten": self._forgotten.state()} if self._forgotten.states else {})
 

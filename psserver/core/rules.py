@@ -1,7 +1,7 @@
 """What the operator decides about a job: the coordinator's settings, as one value."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from psserver.core.cuts import Every
@@ -48,15 +48,28 @@ class Rules:
 
     def as_json(self) -> dict[str, Any]:
         """JSON-ready; `from_json` is the way back. What older releases do not know is only there when it is set."""
-        return {key: value for key, value in asdict(self).items() if key not in _ADDED or value is not None}
+        policy, every, on_loss = self.policy, self.every, self.on_loss
+        return {
+            "policy": {
+                "name": policy.name, "bound": policy.bound, "barrier": policy.barrier,
+                "max_staleness": policy.max_staleness, "backup": policy.backup,
+            },
+            "min_workers": self.min_workers,
+            "lease": self.lease,
+            "every": {"seconds": every.seconds, "steps": every.steps},
+            "on_loss": {"mode": on_loss.mode, "seconds": on_loss.seconds},
+            "late": self.late,
+            "bad_gradients": self.bad_gradients,
+            "max_norm": self.max_norm,
+            "quarantine_after": self.quarantine_after,
+            "global_batch": self.global_batch,
+            **({"progress_timeout": self.progress_timeout} if self.progress_timeout is not None else {}),
+        }  # fmt: skip
 
     @staticmethod
     def from_json(raw: Mapping[str, Any]) -> "Rules":
         parts = {"policy": Policy(**raw["policy"]), "every": Every(**raw["every"]), "on_loss": OnLoss(**raw["on_loss"])}
         return Rules(**{**raw, **parts})
-
-
-_ADDED = frozenset({"progress_timeout"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pscommon.core.entry_encoding import chained
 from pscommon.core.log import (
     Apply,
     Begin,
@@ -23,7 +24,6 @@ from pscommon.core.log import (
     Report,
     Reshard,
     Staged,
-    chained,
 )
 
 REMEMBERED = 16

@@ -1,6 +1,11 @@
 """The digest of the job's log: shards and coordinators of all releases compute the same bytes."""
 
-from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject, Reshard, chained
+import json
+
+import pytest
+
+from pscommon.core.entry_encoding import chained, entry_from_json, entry_to_json
+from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, Measure, PushKey, Reject, Reshard
 
 LOG: tuple[tuple[Entry, int], ...] = (
     (Begin(1, 1), 0x03D1290E7C84A577),
@@ -15,6 +20,8 @@ LOG: tuple[tuple[Entry, int], ...] = (
     (Cut(10, 4), 0x38F10A1E2F147BCA),
     (Reshard(11, 4, 3), 0x169766B954CD3CB0),
     (Apply(12, 5, (Contribution(PushKey(1, 3), 2**40, 4, 1e-300),)), 0x3B59EC8C73E77F18),
+    (Measure(13, (Contribution(PushKey(1, 4), 8, 5, 0.5), Contribution(PushKey(2, 4), 8, 5))), 0x5328924C1164BDC9),
+    (Reject(14, PushKey(2, 5), "OUTLIER", "'\"\\\n😀\u2028"), 0xE8CD4D7E42035677),
 )
 """Entries of every type, each with the digest of the log up to it."""
 
@@ -28,5 +35,31 @@ def test_the_digest_of_a_log_has_the_bytes_of_release_9f5f539() -> None:
     assert found == [expected for _, expected in LOG]
 
 
-def test_the_table_has_every_type_of_entry_of_that_release() -> None:
-    assert {type(entry) for entry, _ in LOG} >= {Begin, Apply, Reject, Evict, Cut, Reshard}
+def test_the_table_has_every_type_of_entry() -> None:
+    assert {type(entry) for entry, _ in LOG} == {Begin, Apply, Reject, Evict, Cut, Reshard, Measure}
+
+
+IN_STATE = (
+    ["Begin", 1, 1],
+    ["Apply", 2, 1, [[[1, 1], 32, 0, 1.0], [[2, 1], 7, 0, 0.25]]],
+    ["Measure", 3, [[[1, 4], 8, 5, 0.5]]],
+    ["Reject", 4, [2, 2], "NON_FINITE", "worker 2: é"],
+    ["Evict", 5, 2, "it left the job"],
+    ["Cut", 6, 4],
+    ["Reshard", 7, 4, 3],
+)
+"""Entries as they stand in the coordinator's state on disk."""
+
+
+@pytest.mark.parametrize("raw", IN_STATE, ids=[str(raw[0]) for raw in IN_STATE])
+def test_entries_in_the_coordinators_state_keep_their_form(raw: list[object]) -> None:
+    assert json.loads(json.dumps(entry_to_json(entry_from_json(raw)))) == raw
+
+
+def test_a_contribution_without_a_scale_counts_as_it_is() -> None:
+    assert entry_from_json(["Apply", 2, 1, [[[1, 1], 32, 0]]]) == Apply(2, 1, (Contribution(PushKey(1, 1), 32, 0),))
+
+
+def test_an_entry_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not know the log entry"):
+        entry_from_json(["Merge", 3, 1])

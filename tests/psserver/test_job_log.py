@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from pscommon.core.entry_encoding import chained
 from pscommon.core.log import (
     Apply,
     Begin,
@@ -18,7 +19,6 @@ from pscommon.core.log import (
     Report,
     Reshard,
     Staged,
-    chained,
 )
 from psserver.core.job_log import JobLog
 

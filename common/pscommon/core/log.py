@@ -6,7 +6,6 @@ or on none, and version v means the same sum of pushes everywhere.
 """
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NamedTuple
 
 
@@ -129,11 +128,6 @@ class Measured(NamedTuple):
 
     index: int  # type: ignore[assignment]  # a field hides tuple.index
     square_norm: float
-
-
-def chained(digest: int, entry: Entry) -> int:
-    """The digest (64 bits) of a log of that digest, 0 for an empty one, and one entry more: it tells logs apart."""
-    return int.from_bytes(blake2b(b"%d %r" % (digest, entry), digest_size=8).digest())
 
 
 @dataclass(frozen=True, slots=True)

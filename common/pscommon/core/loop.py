@@ -89,8 +89,18 @@ class LoopSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; LoopSpec(**d) is the way back. Without what is only set for samplers."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in fields.items() if value or name not in ("order", "sampler", "batches")}
+        of_samplers = {"order": self.order, "sampler": self.sampler, "batches": self.batches}
+        return {
+            "loop": self.loop,
+            "size": self.size,
+            "batch_size": self.batch_size,
+            "epochs": self.epochs,
+            "drop_last": self.drop_last,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "first_epoch": self.first_epoch,
+            **{key: value for key, value in of_samplers.items() if value},
+        }
 
 
 @lru_cache(maxsize=4)

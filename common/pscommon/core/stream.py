@@ -54,7 +54,7 @@ class StreamSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; spec_from_dict is the way back."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {"loop": self.loop, "sources": self.sources, "batch_size": self.batch_size, "epochs": self.epochs}
 
 
 Spec = LoopSpec | StreamSpec

@@ -77,7 +77,7 @@ class Manifest:
             "shards": self.shards,
             "created": self.created,
             "model": model_to_json(self.model),
-            "parts": [part._asdict() for part in self.parts],
+            "parts": [{"file": part.file, "nbytes": part.nbytes, "sha256": part.sha256} for part in self.parts],
             "elsewhere": list(self.elsewhere),
             "coordinator": dict(self.coordinator),
             "libraries": dict(self.libraries),

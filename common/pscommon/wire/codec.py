@@ -1,7 +1,6 @@
 """Values of the core as proto messages and back. What comes from the wire is checked here: bad values are refused."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
@@ -23,6 +22,7 @@ from pscommon.core.log import (
     Staged,
 )
 from pscommon.core.loop import LoopSpec
+from pscommon.core.metric import MetricRow
 from pscommon.core.model import InvalidModelError, ModelSpec, OptimizerSpec, Role, TensorSpec
 from pscommon.core.stream import Spec, StreamSpec
 from psproto.v1 import coordinator_pb2 as co
@@ -83,14 +83,22 @@ def loop_to_proto(spec: Spec) -> co.LoopSpec:
 
 def loop_from_proto(message: co.LoopSpec) -> Spec:
     """InvalidRequestError for numbers that make no loop, or one that no ledger can deal."""
-    kind = StreamSpec if message.sources else LoopSpec
     try:
-        spec = kind(**{field.name: getattr(message, field.name) for field in fields(kind)})
+        spec = _spec_from_proto(message)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
     if problem := loop_problem(spec):
         raise InvalidRequestError(f"loop {spec.loop} refused: {problem}. Try: fewer epochs.", "OUT_OF_RANGE")
     return spec
+
+
+def _spec_from_proto(message: co.LoopSpec) -> Spec:
+    if message.sources:
+        return StreamSpec(message.loop, message.sources, message.batch_size, message.epochs)
+    return LoopSpec(
+        message.loop, message.size, message.batch_size, message.epochs, message.drop_last, message.shuffle,
+        message.seed, message.first_epoch, message.order, message.sampler, message.batches,
+    )  # fmt: skip
 
 
 def key_to_proto(key: PushKey) -> co.PushKey:
@@ -135,8 +143,18 @@ def report_to_proto(report: Report) -> co.Report:
         digest=report.digest,
         log_broken=report.log_broken,
         moving=report.moving,
-        measured=co.Measured(**report.measured._asdict()) if report.measured is not None else None,
+        measured=measured_to_proto(report.measured) if report.measured is not None else None,
     )
+
+
+def history_row_to_proto(row: MetricRow) -> co.HistoryRow:
+    return co.HistoryRow(
+        time=row.time, version=row.version, worker=row.worker, rank=row.rank, name=row.name, value=row.value
+    )
+
+
+def measured_to_proto(measured: Measured) -> co.Measured:
+    return co.Measured(index=measured.index, square_norm=measured.square_norm)
 
 
 def report_from_proto(shard: int, message: co.Report) -> Report:

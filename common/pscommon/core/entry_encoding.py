@@ -1,0 +1,102 @@
+"""Log entries as bytes for the digest, and as JSON in the coordinator's state.
+
+Both are formats: the digest is compared between shards, standbys and logs on disk of different releases. So each entry
+is written out here field by field, and the names of classes and attributes do not matter.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, Measure, PushKey, Reject, Reshard
+
+
+def chained(digest: int, entry: Entry) -> int:
+    """Return the digest (64 bits) of a log with one more entry; 0 is the digest of an empty log."""
+    return int.from_bytes(blake2b(f"{digest} {encoded(entry)}".encode("ascii"), digest_size=8).digest())
+
+
+def encoded(entry: Entry) -> str:
+    """Return the text of an entry that enters the digest: ASCII, NAME(FIELD=VALUE, ...).
+
+    Whole numbers are decimal. Floats are the shortest text that reads back as the same float. Texts are Python literals
+    in ASCII. A tuple of one element ends with a comma.
+    """
+    match entry:
+        case Begin():
+            return f"Begin(index={entry.index:d}, worker={entry.worker:d})"
+        case Apply():
+            contributions = _contributions(entry.contributions)
+            return f"Apply(index={entry.index:d}, version={entry.version:d}, contributions={contributions})"
+        case Measure():
+            return f"Measure(index={entry.index:d}, contributions={_contributions(entry.contributions)})"
+        case Reject():
+            reason, detail = ascii(entry.reason), ascii(entry.detail)
+            return f"Reject(index={entry.index:d}, key={_key(entry.key)}, reason={reason}, detail={detail})"
+        case Evict():
+            return f"Evict(index={entry.index:d}, worker={entry.worker:d}, reason={entry.reason!a})"
+        case Cut():
+            return f"Cut(index={entry.index:d}, version={entry.version:d})"
+        case Reshard():
+            return f"Reshard(index={entry.index:d}, version={entry.version:d}, shards={entry.shards:d})"
+
+
+def _key(key: PushKey) -> str:
+    return f"PushKey(worker={key.worker:d}, seq={key.seq:d})"
+
+
+def _contributions(contributions: Sequence[Contribution]) -> str:
+    texts = [
+        f"Contribution(key={_key(part.key)}, samples={part.samples:d}, base={part.base:d}, scale={part.scale!r})"
+        for part in contributions
+    ]
+    return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
+
+
+def entry_to_json(entry: Entry) -> list[Any]:
+    """JSON-ready: the name of the kind, then its values; `entry_from_json` is the way back."""
+    match entry:
+        case Begin():
+            return ["Begin", entry.index, entry.worker]
+        case Apply():
+            return ["Apply", entry.index, entry.version, contributions_to_json(entry.contributions)]
+        case Measure():
+            return ["Measure", entry.index, contributions_to_json(entry.contributions)]
+        case Reject():
+            return ["Reject", entry.index, [entry.key.worker, entry.key.seq], entry.reason, entry.detail]
+        case Evict():
+            return ["Evict", entry.index, entry.worker, entry.reason]
+        case Cut():
+            return ["Cut", entry.index, entry.version]
+        case Reshard():
+            return ["Reshard", entry.index, entry.version, entry.shards]
+
+
+def entry_from_json(raw: Sequence[Any]) -> Entry:
+    """ValueError for a kind that this release does not know."""
+    match raw:
+        case ["Begin", index, worker]:
+            return Begin(index, worker)
+        case ["Apply", index, version, contributions]:
+            return Apply(index, version, contributions_from_json(contributions))
+        case ["Measure", index, contributions]:
+            return Measure(index, contributions_from_json(contributions))
+        case ["Reject", index, [worker, seq], reason, detail]:
+            return Reject(index, PushKey(worker, seq), reason, detail)
+        case ["Evict", index, worker, reason]:
+            return Evict(index, worker, reason)
+        case ["Cut", index, version]:
+            return Cut(index, version)
+        case ["Reshard", index, version, shards]:
+            return Reshard(index, version, shards)
+    raise ValueError(f"this release does not know the log entry {raw!r}")
+
+
+def contributions_to_json(contributions: Iterable[Contribution]) -> list[list[Any]]:
+    """JSON-ready; `contributions_from_json` is the way back."""
+    return [[[part.key.worker, part.key.seq], part.samples, part.base, part.scale] for part in contributions]
+
+
+def contributions_from_json(raw: Iterable[Sequence[Any]]) -> tuple[Contribution, ...]:
+    """The scale may be missing: releases before it did not write one."""
+    return tuple(Contribution(PushKey(worker, seq), *rest) for (worker, seq), *rest in raw)
