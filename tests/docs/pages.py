@@ -1,12 +1,23 @@
-"""The pages of the documentation, as text."""
+"""The pages of the documentation, as text, and the blocks in them."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "FAULTS.md", "deploy/README.md")
 
-FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]*)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block. section: the heading above it. title: what stands over it, such as a file's name."""
+
+    section: str
+    language: str
+    title: str
+    text: str
 
 
 def pages() -> list[Path]:
@@ -15,9 +26,14 @@ def pages() -> list[Path]:
     return sorted([*(page for page in found if page.exists()), *(ROOT / "docs").rglob("*.md")])
 
 
-def blocks(page: Path, *languages: str) -> list[str]:
-    """The texts of fenced blocks in these languages, in the order of the page."""
-    return [match[3] for match in FENCE.finditer(page.read_text(encoding="utf-8")) if match[2] in languages]
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in their order."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        headings = re.findall(r"^## (.*)$", FENCE.sub("", text[: match.start()]), re.MULTILINE)
+        found.append(Block(headings[-1] if headings else "", match[2], match[3] or "", match[4]))
+    return found
 
 
 def prose(page: Path) -> str:
