@@ -62,7 +62,7 @@ def two_servers(programs: Programs) -> tuple[list[Program], str]:
     servers, addresses = [], list[str]()
     for shard in range(2):
         port = programs.folder / f"port{shard}"
-        flags = ("--bind", "127.0.0.1:0", "--port-file", port, "--shard", f"{shard}/2", "--policy", "async")
+        flags = ("--bind", "127.0.0.1:0", "--port-file", port, "--shard", f"{shard}/2", "--policy", "sync")
         servers.append(programs.fork("ps-server", *flags))
         until(port.exists, "a port")
         addresses.append(f"127.0.0.1:{port.read_text().strip()}")
