@@ -4,7 +4,8 @@
     python -m benchmarks --only push_pull tail    some works; results of the others stay as they are
     python -m benchmarks --scale quick            the main ratios in two minutes; writes only with --output
 
-TensorFlow takes part in a full run where .venv-tf has it (make bench-tf), or --tensorflow names a Python that does.
+TensorFlow takes part in a full run where .venv-tf has it (make bench-tf), or --tensorflow names
+a Python that does.
 """
 
 import argparse
@@ -31,7 +32,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         failed = run(chosen(options), scale(options), output or Path(folder))
         results = record.load(output or Path(folder))
-        print(report.bars_table(verdict for verdict in judge(results) if verdict.bar.result in ran(options)))
+        print(
+            report.bars_table(
+                verdict for verdict in judge(results) if verdict.bar.result in ran(options)
+            )
+        )
         if output:
             print(f"\n{report.write(results, output)}")
     return 1 if failed else 0
@@ -39,13 +44,19 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--scale", choices=SCALES, default="full")
-    parser.add_argument("--only", nargs="+", choices=[work.name for work in WORKS], metavar="WORK", default=[])
+    parser.add_argument(
+        "--only", nargs="+", choices=[work.name for work in WORKS], metavar="WORK", default=[]
+    )
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--tensorflow", type=Path, default=TENSORFLOW, metavar="PYTHON")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: benchmarks/results, for a full run")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="default: benchmarks/results, for a full run"
+    )
     return parser.parse_args()
 
 
@@ -84,9 +95,16 @@ def run(works: list[Work], wanted: Scale, output: Path) -> list[str]:
 
 
 def show(text: str) -> None:
-    """Progress, on one line of a terminal, on lines of its own elsewhere; stdout is for the results."""
+    """Progress, on one line of a terminal, on lines of its own elsewhere; stdout is for the
+    results.
+    """
     end = "" if sys.stderr.isatty() and not text.endswith("\n") else "\n"
-    print(("\r\x1b[K" if sys.stderr.isatty() else "") + text.rstrip("\n"), end=end, file=sys.stderr, flush=True)
+    print(
+        ("\r\x1b[K" if sys.stderr.isatty() else "") + text.rstrip("\n"),
+        end=end,
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The numbers that the system has to reach, each as a ratio to something measured in the same run."""
+"""The numbers that the system has to reach, each as a ratio to something measured in the same
+run.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +9,18 @@ from benchmarks.record import Result
 from benchmarks.sample import Ratio, ratio, sample
 from benchmarks.scale import FULL
 from benchmarks.works import many_tensors, memory, overlap, snapshots
-from benchmarks.works.entrants import CALL, COPY, GLOO, GLOO_ADAM, RPC, RPC_TCP, STREAM, TENSORFLOW, ours, team
+from benchmarks.works.entrants import (
+    CALL,
+    COPY,
+    GLOO,
+    GLOO_ADAM,
+    RPC,
+    RPC_TCP,
+    STREAM,
+    TENSORFLOW,
+    ours,
+    team,
+)
 
 MINUTE = 60.0
 
@@ -18,9 +31,11 @@ GRPC, SHM = ours("grpc"), ours("shm")
 
 @dataclass(frozen=True)
 class Bar:
-    """number: as in the list of what has to be reached. ours, peer: what is divided by what, in words.
+    """number: as in the list of what has to be reached. ours, peer: what is divided by what, in
+    words.
 
-    result: the work's name. needs: the contenders whose absence explains that nothing was measured.
+    result: the work's name. needs: the contenders whose absence explains that nothing was
+    measured.
     """
 
     number: int
@@ -45,7 +60,9 @@ class Verdict:
         return None if self.found is None else self.found.value <= self.bar.limit
 
 
-def versus(number: int, result: str, mine: str, peer: str, limit: float, metric: str = "seconds") -> Bar:
+def versus(
+    number: int, result: str, mine: str, peer: str, limit: float, metric: str = "seconds"
+) -> Bar:
     """One contender's metric over another's."""
 
     def measure(found: Result) -> Ratio | None:
@@ -60,14 +77,29 @@ def grown(lane: str) -> Bar:
     """The dearest number of workers over one worker."""
 
     def measure(found: Result) -> Ratio | None:
-        costs = {workers: cost for workers in FULL.growth if (cost := found.find(team(lane, workers), "server_cpu"))}
+        costs = {
+            workers: cost
+            for workers in FULL.growth
+            if (cost := found.find(team(lane, workers), "server_cpu"))
+        }
         if 1 not in costs or len(costs) < 2:
             return None
-        return max((ratio(cost, costs[1]) for workers, cost in costs.items() if workers > 1), key=lambda r: r.value)
+        return max(
+            (ratio(cost, costs[1]) for workers, cost in costs.items() if workers > 1),
+            key=lambda r: r.value,
+        )
 
     name = ours(lane)
     needs = (team(lane, 1), team(lane, 2))
-    return Bar(10, "growth", f"{name}: server CPU a push, most of 2 to 16 workers", "1 worker", 1.15, measure, needs)
+    return Bar(
+        10,
+        "growth",
+        f"{name}: server CPU a push, most of 2 to 16 workers",
+        "1 worker",
+        1.15,
+        measure,
+        needs,
+    )
 
 
 def held(result: str, contender: str) -> Bar:
@@ -81,7 +113,15 @@ def held(result: str, contender: str) -> Bar:
         # the highest peak of all rounds counts, not the median
         return Ratio(peaks.most / allowed, peaks.least / allowed, peaks.most / allowed)
 
-    return Bar(7, result, f"{contender}: most memory", "weights + optimizer state + budget", 1.1, measure, (contender,))
+    return Bar(
+        7,
+        result,
+        f"{contender}: most memory",
+        "weights + optimizer state + budget",
+        1.1,
+        measure,
+        (contender,),
+    )
 
 
 def flat(result: str, contender: str) -> Bar:
@@ -94,7 +134,15 @@ def flat(result: str, contender: str) -> Bar:
         third = max(1, len(peaks.values) // 3)
         return ratio(sample(peaks.values[-third:]), sample(peaks.values[:third]))
 
-    return Bar(7, result, f"{contender}: memory at the end", "at the beginning", 1.05, measure, (contender,))
+    return Bar(
+        7,
+        result,
+        f"{contender}: memory at the end",
+        "at the beginning",
+        1.05,
+        measure,
+        (contender,),
+    )
 
 
 def snapshot_share(lane: str) -> Bar:
@@ -105,10 +153,14 @@ def snapshot_share(lane: str) -> Bar:
 
 def snapshot_pause(lane: str) -> Bar:
     """The longest step while one is written."""
-    return absolute(12, "snapshots", ours(lane, snapshots.SAVING), "pause", "50 ms per 100 MB", 0.05, 1.0)
+    return absolute(
+        12, "snapshots", ours(lane, snapshots.SAVING), "pause", "50 ms per 100 MB", 0.05, 1.0
+    )
 
 
-def absolute(number: int, result: str, mine: str, metric: str, unit: str, size: float, limit: float) -> Bar:
+def absolute(
+    number: int, result: str, mine: str, metric: str, unit: str, size: float, limit: float
+) -> Bar:
     """A metric over a fixed size, in words `unit`."""
 
     def measure(found: Result) -> Ratio | None:
@@ -123,17 +175,26 @@ def hidden() -> Bar:
 
     def measure(found: Result) -> Ratio | None:
         step, *halves = (
-            found.find(name, "seconds") for name in (overlap.OVERLAPPED, overlap.COMPUTE, overlap.TRANSFER)
+            found.find(name, "seconds")
+            for name in (overlap.OVERLAPPED, overlap.COMPUTE, overlap.TRANSFER)
         )
         known = [half for half in halves if half]
-        return ratio(step, max(known, key=lambda half: half.median)) if step and len(known) == 2 else None
+        return (
+            ratio(step, max(known, key=lambda half: half.median))
+            if step and len(known) == 2
+            else None
+        )
 
     needs = (overlap.OVERLAPPED, overlap.COMPUTE, overlap.TRANSFER)
-    return Bar(8, "overlap", overlap.OVERLAPPED, "the longer of compute and transfer", 1.2, measure, needs)
+    return Bar(
+        8, "overlap", overlap.OVERLAPPED, "the longer of compute and transfer", 1.2, measure, needs
+    )
 
 
 def same_weights() -> Bar:
-    """Rounds after which the weights with and without overlap differ, as a share of all: none may."""
+    """Rounds after which the weights with and without overlap differ, as a share of all: none
+    may.
+    """
 
     def measure(found: Result) -> Ratio | None:
         a, b = (found.find(name, "digest") for name in (overlap.OVERLAPPED, overlap.PLAIN))
@@ -143,7 +204,15 @@ def same_weights() -> Bar:
         return Ratio(share, share, share)
 
     needs = (overlap.OVERLAPPED, overlap.PLAIN)
-    return Bar(8, "overlap", "rounds with other weights than without overlap", "all rounds", 0.0, measure, needs)
+    return Bar(
+        8,
+        "overlap",
+        "rounds with other weights than without overlap",
+        "all rounds",
+        0.0,
+        measure,
+        needs,
+    )
 
 
 def _many(lane: str) -> list[Bar]:
@@ -164,7 +233,9 @@ def _each_lane(lane: str) -> list[Bar]:
         grown(lane),
         snapshot_share(lane),
         snapshot_pause(lane),
-        versus(13, "snapshots", ours(lane, snapshots.SAVING), ours(lane, snapshots.QUIET), 2.0, "p99"),
+        versus(
+            13, "snapshots", ours(lane, snapshots.SAVING), ours(lane, snapshots.QUIET), 2.0, "p99"
+        ),
     ]
 
 

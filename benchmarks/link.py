@@ -1,7 +1,8 @@
-"""A slow link on this machine: two network namespaces, joined by a veth pair whose ends send at a bounded rate.
+"""A slow link on this machine: two network namespaces, joined by a veth pair whose ends send at
+a bounded rate.
 
-Needs root, iproute2 and the kernel's veth and tbf. Nothing is left behind when the `with` ends; the namespaces go, and
-the link with them.
+Needs root, iproute2 and the kernel's veth and tbf. Nothing is left behind when the `with` ends;
+the namespaces go, and the link with them.
 """
 
 import os
@@ -27,7 +28,9 @@ def missing() -> str:
 
 
 class SlowLink:
-    """server and worker: names of the namespaces, inside the `with`. RuntimeError where the system forbids it."""
+    """server and worker: names of the namespaces, inside the `with`. RuntimeError where the
+    system forbids it.
+    """
 
     def __init__(self, megabits: int) -> None:
         self._megabits = megabits
@@ -49,7 +52,10 @@ class SlowLink:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._resources.close()
 

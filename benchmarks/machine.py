@@ -20,7 +20,10 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in LIBRARIES}}
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in LIBRARIES},
+    }
 
 
 def _line(file: str, key: str) -> str:

@@ -12,7 +12,7 @@ from benchmarks.scale import FULL
 from benchmarks.setup import MEGABYTE
 from benchmarks.works import phases
 from benchmarks.works.entrants import GLOO, STREAM, crew, ours, team
-from psworker.stats import PHASES
+from psworker.session.step_stats import PHASES
 
 mpl.use("Agg")  # a picture in a file; no display is needed
 
@@ -22,7 +22,9 @@ Plot = Callable[[Mapping[str, Result], Path], str]
 
 
 def throughput(results: Mapping[str, Result], folder: Path) -> str:
-    """Megabytes a second, both ways together, against the size of the model. Empty where it was not measured."""
+    """Megabytes a second, both ways together, against the size of the model. Empty where it was
+    not measured.
+    """
     result = results.get("sizes")
     if result is None:
         return ""
@@ -31,7 +33,12 @@ def throughput(results: Mapping[str, Result], folder: Path) -> str:
         points = _points(result, name)
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xscale="log", xlabel="model, MB", ylabel="GB/s, there and back", title="push and pull by lane and size")
+    axes.set(
+        xscale="log",
+        xlabel="model, MB",
+        ylabel="GB/s, there and back",
+        title="push and pull by lane and size",
+    )
     return _saved(axes, folder / "throughput.png")
 
 
@@ -61,7 +68,9 @@ def workers(results: Mapping[str, Result], folder: Path) -> str:
             below = [(cost.median - cost.least) * 1e3 for cost in known]
             above = [(cost.most - cost.median) * 1e3 for cost in known]
             axes.errorbar(counts, middle, yerr=[below, above], marker="o", capsize=3, label=name)
-    axes.set(xlabel="workers", ylabel="server CPU, ms a push", title="4 MB model, async", ylim=(0, None))
+    axes.set(
+        xlabel="workers", ylabel="server CPU, ms a push", title="4 MB model, async", ylim=(0, None)
+    )
     return _saved(axes, folder / "growth.png")
 
 

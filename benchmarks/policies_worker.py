@@ -1,4 +1,5 @@
-"""Trains the digits example and writes (seconds, version, loss on the test set) lines; worker 0 measures.
+"""Trains the digits example and writes (seconds, version, loss on the test set) lines; worker 0
+measures.
 
 One worker is slowed on purpose: args OUTPUT SLOWDOWN_SECONDS EPOCHS.
 """

@@ -1,4 +1,6 @@
-"""What the kernel knows about processes: CPU seconds and memory, whole families of them. Linux only."""
+"""What the kernel knows about processes: CPU seconds and memory, whole families of them. Linux
+only.
+"""
 
 import os
 from collections.abc import Iterable
@@ -10,7 +12,9 @@ TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 def family(root: int) -> list[int]:
     """The process and all its descendants that live now."""
-    parents = {int(entry): _parent(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
+    parents = {
+        int(entry): _parent(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()
+    }
     found, fresh = [root], {root}
     while fresh:
         fresh = {pid for pid, parent in parents.items() if parent in fresh}
@@ -20,7 +24,11 @@ def family(root: int) -> list[int]:
 
 def descendants(root: int, word: str) -> list[int]:
     """Those whose command line has `word` among its arguments."""
-    return [pid for pid in family(root) if pid != root and word.encode() in _read(pid, "cmdline").split(b"\0")]
+    return [
+        pid
+        for pid in family(root)
+        if pid != root and word.encode() in _read(pid, "cmdline").split(b"\0")
+    ]
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
@@ -29,9 +37,13 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def memory_bytes(pid: int) -> dict[str, int]:
-    """Resident memory: "now", "peak" since `forget_peak`, and what of it is "shared" (/dev/shm, mapped by others)."""
+    """Resident memory: "now", "peak" since `forget_peak`, and what of it is "shared" (/dev/shm,
+    mapped by others).
+    """
     words = {"VmRSS": "now", "VmHWM": "peak", "RssShmem": "shared"}
-    lines = dict(line.split(":", 1) for line in _read(pid, "status").decode().splitlines() if ":" in line)
+    lines = dict(
+        line.split(":", 1) for line in _read(pid, "status").decode().splitlines() if ":" in line
+    )
     return {name: int(lines.get(key, "0 kB").split()[0]) * 1024 for key, name in words.items()}
 
 
@@ -41,7 +53,9 @@ def forget_peak(pid: int) -> None:
 
 
 def loopback_bytes(pid: int) -> int:
-    """Sent so far over the loopback interface that the process sees: how much really travels over sockets."""
+    """Sent so far over the loopback interface that the process sees: how much really travels
+    over sockets.
+    """
     for line in _read(pid, "net/dev").decode().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":

@@ -10,11 +10,11 @@ from contextlib import closing, contextmanager, nullcontext
 
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.channel import open_channel
 from psproto.v1.coordinator_pb2 import GetStatusRequest, SaveSnapshotRequest
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psworker.client import Client
+from psworker.client.client import Client
 from psworker.local_servers import LocalServers
 
 LANES = ("grpc", "shm")
@@ -23,7 +23,9 @@ PAUSE = 0.05
 
 
 def configure(setup: Setup) -> None:
-    """Servers and workers that this process starts or becomes take their lane and budget from its environment."""
+    """Servers and workers that this process starts or becomes take their lane and budget from
+    its environment.
+    """
     os.environ["PS_LANES"] = setup.lanes
     if setup.in_flight:
         os.environ["PS_IN_FLIGHT"] = str(setup.in_flight)
@@ -35,7 +37,11 @@ def servers(setup: Setup) -> Iterator[LocalServers]:
     configure(setup)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         if setup.durability:
-            os.environ |= {"PS_DATA_DIR": folder, "PS_SNAPSHOT_EVERY": "1h", "PS_SNAPSHOT_KEEP": "1"}
+            os.environ |= {
+                "PS_DATA_DIR": folder,
+                "PS_SNAPSHOT_EVERY": "1h",
+                "PS_SNAPSHOT_KEEP": "1",
+            }
             os.environ |= {"PS_DURABILITY": setup.durability, "PS_LOG_FSYNC": setup.fsync}
         os.environ["PS_SHIPPING"] = setup.shipping or "sync"
         with (
@@ -49,7 +55,16 @@ def servers(setup: Setup) -> Iterator[LocalServers]:
 def standby(address: str, setup: Setup) -> Iterator[None]:
     """Of the only server; in sync from the beginning."""
     rules = ["--policy", setup.policy, "--min-workers", str(setup.workers)]
-    command = [sys.executable, "-m", "psserver", "--standby-of", address, "--bind", "127.0.0.1:0", *rules]
+    command = [
+        sys.executable,
+        "-m",
+        "psserver",
+        "--standby-of",
+        address,
+        "--bind",
+        "127.0.0.1:0",
+        *rules,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with closing(open_channel(address)) as channel:
@@ -65,7 +80,9 @@ def standby(address: str, setup: Setup) -> Iterator[None]:
 def save(address: str) -> None:
     """A snapshot of the version that stands; returns when it is on the disk."""
     with closing(open_channel(address)) as channel:
-        CoordinatorServiceStub(channel).SaveSnapshot(SaveSnapshotRequest(wait_ms=60_000), timeout=70)
+        CoordinatorServiceStub(channel).SaveSnapshot(
+            SaveSnapshotRequest(wait_ms=60_000), timeout=70
+        )
 
 
 def client(address: str, rank: int, setup: Setup) -> Client:
@@ -75,5 +92,10 @@ def client(address: str, rank: int, setup: Setup) -> Client:
 
 def spec(setup: Setup) -> ModelSpec:
     """The model as the servers see it: float32, one parameter group."""
-    tensors = tuple(TensorSpec(name, shape, "float32") for name, shape in shapes(setup.model, setup.nbytes).items())
-    return ModelSpec(tensors, OptimizerSpec(setup.optimizer, ({"lr": setup.rate},), setup.clip_norm))
+    tensors = tuple(
+        TensorSpec(name, shape, "float32")
+        for name, shape in shapes(setup.model, setup.nbytes).items()
+    )
+    return ModelSpec(
+        tensors, OptimizerSettings(setup.optimizer, ({"lr": setup.rate},), setup.clip_norm)
+    )

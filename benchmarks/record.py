@@ -8,12 +8,15 @@ from pathlib import Path
 from benchmarks.sample import Sample, sample
 
 Record = dict[str, list[float]]
-"""Of one contender, by metric; every list has one value a round. Seconds, bytes; "cpu" in seconds of all processes."""
+"""Of one contender, by metric; every list has one value a round. Seconds, bytes; "cpu" in
+seconds of all processes.
+"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """work: its name. about: what was done, for people. records: by contender. skipped: why, by contender.
+    """work: its name. about: what was done, for people. records: by contender. skipped: why, by
+    contender.
 
     facts: what bars need to know besides, such as bytes that are allowed.
     """

@@ -1,4 +1,6 @@
-"""The results for people: one Markdown page with the bars first, then every contender of every work."""
+"""The results for people: one Markdown page with the bars first, then every contender of every
+work.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +60,10 @@ def text(results: Mapping[str, Result], pictures: Sequence[str]) -> str:
 
 def bars_table(verdicts: Iterable[Verdict]) -> str:
     word = {True: "yes", False: "**no**", None: "–"}
-    rows = [(str(v.bar.number), v.bar.ours, v.bar.peer, f"{v.bar.limit:g}", measured(v), word[v.met]) for v in verdicts]
+    rows = [
+        (str(v.bar.number), v.bar.ours, v.bar.peer, f"{v.bar.limit:g}", measured(v), word[v.met])
+        for v in verdicts
+    ]
     return table(("#", "ours", "peer", "at most", "measured", "met"), rows)
 
 
@@ -68,32 +73,48 @@ def measured(verdict: Verdict) -> str:
 
 
 def section(result: Result) -> str:
-    """One work: what was done, on what, and a row for each contender, the fastest wherever it stands."""
+    """One work: what was done, on what, and a row for each contender, the fastest wherever it
+    stands.
+    """
     metrics = SHOWN.get(result.work, ("seconds", "cpu"))
     rows = [
-        (name, *(cell(result.find(name, metric), COLUMNS[metric][1]) for metric in metrics)) for name in result.records
+        (name, *(cell(result.find(name, metric), COLUMNS[metric][1]) for metric in metrics))
+        for name in result.records
     ]
-    rows += [(name, f"not measured: {reason}", *[""] * (len(metrics) - 1)) for name, reason in result.skipped.items()]
+    rows += [
+        (name, f"not measured: {reason}", *[""] * (len(metrics) - 1))
+        for name, reason in result.skipped.items()
+    ]
     body = table(("contender", *(COLUMNS[metric][0] for metric in metrics)), rows)
     return f"## {result.work.replace('_', ' ')}\n\n{result.about}\n\n{body}\n\n{origin(result)}"
 
 
 def origin(result: Result) -> str:
     """When, and on what."""
-    where = ", ".join(f"{key} {value}" for key, value in {**result.machine, **result.versions}.items())
+    where = ", ".join(
+        f"{key} {value}" for key, value in {**result.machine, **result.versions}.items()
+    )
     return f"{result.rounds} rounds, {result.when}; {where}."
 
 
 def cell(found: Sample | None, factor: float) -> str:
     if found is None:
         return "–"
-    middle, low, high = (number(value * factor) for value in (found.median, found.least, found.most))
+    middle, low, high = (
+        number(value * factor) for value in (found.median, found.least, found.most)
+    )
     return f"{middle} ({low} to {high})"
 
 
 def number(value: float) -> str:
     """Three digits, and no exponent."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.2f}"
+    )
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

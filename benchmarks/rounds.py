@@ -14,17 +14,23 @@ from benchmarks.speaker import Command, Measurements, Speaker
 Show = Callable[[str], None]
 
 AT_ONCE = 2
-"""Contenders that start at a time: dozens of starting processes would starve each other until leases end."""
+"""Contenders that start at a time: dozens of starting processes would starve each other until
+leases end.
+"""
 
 SETTLE_SECONDS = 0.05
-"""After a turn: what a contender does once it has answered is its own cost, and must not be the next one's."""
+"""After a turn: what a contender does once it has answered is its own cost, and must not be the
+next one's.
+"""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the result. Entries with equal commands share a process, unless `own` gives one an own name for it.
+    """A row of the result. Entries with equal commands share a process, unless `own` gives one
+    an own name for it.
 
-    spins: it uses a core while it has nothing to do, so it is stopped while others take their turns.
+    spins: it uses a core while it has nothing to do, so it is stopped while others take their
+    turns.
     """
 
     name: str
@@ -58,7 +64,9 @@ class Contest:
                 self._speakers[entry.process].freeze()
 
     def run(self, rounds: int, show: Show) -> dict[str, Record]:
-        """Every entry once a round, in an order that is new each round: nobody always comes after the same other."""
+        """Every entry once a round, in an order that is new each round: nobody always comes
+        after the same other.
+        """
         records: dict[str, Record] = {entry.name: {} for entry in self._entries}
         for number in range(rounds):
             show(f"round {number + 1} of {rounds}")
@@ -77,7 +85,9 @@ class Contest:
 
 
 def measure(speaker: Speaker, word: str) -> Measurements:
-    """One turn, with what its processes used for it, each a piece: "cpu" seconds and "loopback" bytes."""
+    """One turn, with what its processes used for it, each a piece: "cpu" seconds and "loopback"
+    bytes.
+    """
     members = processes.family(speaker.pid)
     cpu, sent = processes.cpu_seconds(members), processes.loopback_bytes(speaker.pid)
     measured = speaker.ask(word)

@@ -1,4 +1,6 @@
-"""Statistics of what was measured: medians with their spread, and ratios of contenders that took turns."""
+"""Statistics of what was measured: medians with their spread, and ratios of contenders that took
+turns.
+"""
 
 import math
 import statistics
@@ -31,7 +33,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of two medians. low and high: the quartiles of the rounds' own ratios, each of neighbours in time."""
+    """Of two medians. low and high: the quartiles of the rounds' own ratios, each of neighbours
+    in time.
+    """
 
     value: float
     low: float
@@ -39,7 +43,9 @@ class Ratio:
 
 
 def ratio(ours: Sample, peer: Sample) -> Ratio:
-    """ours / peer, for contenders of the same rounds. Infinite where the peer's is too small to be measured."""
+    """ours / peer, for contenders of the same rounds. Infinite where the peer's is too small to
+    be measured.
+    """
     pairs = Sample(tuple(_over(a, b) for a, b in zip(ours.values, peer.values, strict=True)))
     return Ratio(_over(ours.median, peer.median), pairs.quantile(0.25), pairs.quantile(0.75))
 

@@ -1,4 +1,6 @@
-"""How much of everything: the full run, the quick one, and one so small that tests can afford it."""
+"""How much of everything: the full run, the quick one, and one so small that tests can afford
+it.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +11,8 @@ from benchmarks.setup import MEGABYTE
 class Scale:
     """Sizes in bytes. small_pieces, pulls, steps, pushes, logged: pieces of work in one turn.
 
-    tensorflow: the Python of an environment that has it; empty: TensorFlow is left out, because of `no_tensorflow`.
+    tensorflow: the Python of an environment that has it; empty: TensorFlow is left out, because
+    of `no_tensorflow`.
     """
 
     name: str

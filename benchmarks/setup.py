@@ -5,20 +5,23 @@ from dataclasses import asdict, dataclass
 
 MEGABYTE = 1_000_000
 RATES = {"sgd": 0.1, "adam": 0.001}
-"""Learning rates. With gradients that are all 1, a step of either moves every weight down by that much."""
+"""Learning rates. With gradients that are all 1, a step of either moves every weight down by
+that much.
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
     """One piece of work.
 
-    nbytes: of the model. model: "resnet", or how many equal tensors. pieces: done in one turn; more where one is too
-    short to be timed. servers, workers, policy, lanes: of a job of ours; lanes is "grpc" or "shm". in_flight: the
-    servers' budget in bytes; 0 leaves the default. clients: in each worker's process, where one stands for many.
-    batch: samples a step, where a network is really trained. overlap: push while gradients are still being computed.
-    durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log. shipping: "sync" or
-    "async", to a standby of the only server; empty: there is none.
-    clips: updates keep to a clip norm, which none exceeds.
+    nbytes: of the model. model: "resnet", or how many equal tensors. pieces: done in one turn;
+    more where one is too short to be timed. servers, workers, policy, lanes: of a job of ours;
+    lanes is "grpc" or "shm". in_flight: the servers' budget in bytes; 0 leaves the default.
+    clients: in each worker's process, where one stands for many. batch: samples a step, where a
+    network is really trained. overlap: push while gradients are still being computed.
+    durability: "snapshot" or "log", on a disk; empty: nothing is written. fsync: of the log.
+    shipping: "sync" or "async", to a standby of the only server; empty: there is none. clips:
+    updates keep to a clip norm, which none exceeds.
     """
 
     nbytes: int

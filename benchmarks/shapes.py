@@ -6,7 +6,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def resnet_like(numbers: int) -> Shapes:
-    """160 tensors of about `numbers` in all, most of them in a few: as in ResNet-50, sizes grow with depth.
+    """160 tensors of about `numbers` in all, most of them in a few: as in ResNet-50, sizes grow
+    with depth.
 
     ValueError for fewer than 60 000 numbers, which would leave tensors empty.
     """

@@ -1,8 +1,10 @@
-"""A process that does a piece of work when told to, and says how it went. Both ends of the talk are here.
+"""A process that does a piece of work when told to, and says how it went. Both ends of the talk
+are here.
 
-They talk in lines: the process prints "ready" once warm, reads a word, works, prints its measurements as JSON. So
-contenders can take turns, and whatever else the machine does meets all of them alike. Only the standard library is used
-here: a contender may live in an environment that has none of ours.
+They talk in lines: the process prints "ready" once warm, reads a word, works, prints its
+measurements as JSON. So contenders can take turns, and whatever else the machine does meets all
+of them alike. Only the standard library is used here: a contender may live in an environment
+that has none of ours.
 """
 
 import json
@@ -19,11 +21,13 @@ from types import TracebackType
 from benchmarks import processes
 
 ROOT = Path(__file__).resolve().parents[1]
-TETHER = ROOT / "psworker/run/tether.py"
+TETHER = ROOT / "psworker/launch/orphan_guard.py"
 STOP_SECONDS = 60.0
 
 Measurements = dict[str, float]
-"""By name: "seconds" of one piece of work, "count" of pieces in this turn (1 where it is missing), and others."""
+"""By name: "seconds" of one piece of work, "count" of pieces in this turn (1 where it is
+missing), and others.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,11 @@ def tethered(line: Sequence[str]) -> list[str]:
 
 
 class Speaker:
-    """Runs a command for as long as a `with` lasts; it ends with this process, however that ends.
+    """Runs a command for as long as a `with` lasts; it ends with this process, however that
+    ends.
 
-    Starts when it is made, so that several can warm up at once. RuntimeError where it says the wrong thing or ends.
+    Starts when it is made, so that several can warm up at once. RuntimeError where it says the
+    wrong thing or ends.
     """
 
     def __init__(self, command: Command) -> None:
@@ -71,7 +77,10 @@ class Speaker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Hangs up, which tells the process to end, and sees to it that it does."""
         assert self._process.stdin is not None
@@ -91,7 +100,9 @@ class Speaker:
             raise RuntimeError(f"{self._name} said {line!r} instead of 'ready'")
 
     def freeze(self) -> None:
-        """Stop all its processes, until `thaw`: it has no turn, and may not use what others are measured with."""
+        """Stop all its processes, until `thaw`: it has no turn, and may not use what others are
+        measured with.
+        """
         self._frozen = processes.family(self.pid)
         self._signal(signal.SIGSTOP)
 
@@ -145,7 +156,8 @@ class Team:
 def serve(works: Mapping[str, Callable[[], Measurements]], warm_up: int = 0) -> None:
     """The process's main loop: does `works[word]` for each word, until the other side hangs up.
 
-    warm_up: how often each is done before the word "ready"; 0 where the parts of this contender warm up themselves.
+    warm_up: how often each is done before the word "ready"; 0 where the parts of this contender
+    warm up themselves.
     """
     for work in works.values():
         for _ in range(warm_up):
@@ -156,7 +168,7 @@ def serve(works: Mapping[str, Callable[[], Measurements]], warm_up: int = 0) -> 
 
 
 def _environment() -> dict[str, str]:
-    """Peers stay on the loopback interface, and no setting of the caller's reaches ours. What pscommon has set for gRPC
-    holds for every contender that uses gRPC, TensorFlow among them."""
+    """Peers stay on the loopback interface, and no setting of the caller's reaches ours. What
+    pscommon has set for gRPC holds for every contender that uses gRPC, TensorFlow among them."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
     return {**kept, "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}

@@ -18,7 +18,11 @@ PAGES = {
     "deploy/README.md": "operations/containers.md",
     "benchmarks/results/README.md": "results/index.md",
 }
-PICTURES = ("benchmarks/results/throughput.png", "benchmarks/results/growth.png", "benchmarks/results/phases.png")
+PICTURES = (
+    "benchmarks/results/throughput.png",
+    "benchmarks/results/growth.png",
+    "benchmarks/results/phases.png",
+)
 IN_SITE = {**PAGES, **{path: path.replace("benchmarks/results", "results") for path in PICTURES}}
 COMMANDS = {
     "ps-run": "psworker.run.cli:COMMAND",
@@ -55,11 +59,17 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def _command_page(name: str) -> str:
     module, _, attribute = COMMANDS[name].partition(":")
-    return "\n".join(_described(getattr(import_module(module), attribute), click.Context, name, None, 2))
+    return "\n".join(
+        _described(getattr(import_module(module), attribute), click.Context, name, None, 2)
+    )
 
 
 def _described(
-    command: click.Command, context: Callable[..., click.Context], name: str, parent: click.Context | None, level: int
+    command: click.Command,
+    context: Callable[..., click.Context],
+    name: str,
+    parent: click.Context | None,
+    level: int,
 ) -> Iterator[str]:
     ctx = context(command, info_name=name, parent=parent)
     usage = " ".join(command.collect_usage_pieces(ctx))
@@ -86,7 +96,9 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
 
 
 def _row(option: click.Option, ctx: click.Context) -> str:
-    flag = " ".join([", ".join(option.opts), "" if option.is_flag else option.make_metavar(ctx)]).strip()
+    flag = " ".join(
+        [", ".join(option.opts), "" if option.is_flag else option.make_metavar(ctx)]
+    ).strip()
     variables = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
     text = _plain(option.help or "")
     stated = DEFAULT_IN_TEXT.search(text)

@@ -15,51 +15,56 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pscommon import interruptible, shared_memory
 from pscommon.core.errors import InvalidRequestError, PSError, SnapshotError, TakenError
-from pscommon.exits import Exit
-from pscommon.local_jobs import Announcement
-from pscommon.malloc import tune_malloc
-from pscommon.monitor import Monitor, new_registry
+from pscommon.core.exit_codes import ExitCode
 from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import DataDirLock
+from pscommon.system import shared_memory
+from pscommon.system import signals as interruptible
+from pscommon.system.local_jobs import JobAnnouncement
+from pscommon.system.malloc import tune_malloc
+from pscommon.telemetry.http import MetricsServer, new_registry
 from pscommon.wire.frames import add_parameter_server_to_server
 from psproto.v1 import coordinator_pb2, parameter_server_pb2, shard_pb2, standby_pb2
 from psproto.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from psproto.v1.shard_pb2_grpc import add_ShardServiceServicer_to_server
 from psproto.v1.standby_pb2_grpc import add_StandbyServiceServicer_to_server
-from psserver.archive import Archive
-from psserver.config import ServerConfig
-from psserver.coordinator_servicer import Coordinator
-from psserver.core.shipping import Shipping
-from psserver.engine import Engine
-from psserver.final_state import conclude
-from psserver.hub import Hub
-from psserver.identity import Identity
-from psserver.interceptor import RpcTimer
-from psserver.job_name import JobName, made_up
-from psserver.layout import Layout
-from psserver.link import Link
-from psserver.listening import listen
-from psserver.metrics import ServerMetrics
-from psserver.mirror import Inherited, settings
-from psserver.port_file import PortFile
-from psserver.primary_lease import begun, lease_of
-from psserver.records import Records, Source, disk_log
-from psserver.servicer import ParameterServer
-from psserver.shard_log import ShardLog
-from psserver.shard_servicer import ShardPeer
-from psserver.shipped import LineKind, Shipped, about, job_state
-from psserver.shipper import Shipper
-from psserver.standby import Standby
-from psserver.standby_servicer import StandbyServicer, of_this_shard
-from psserver.status import statistics
+from psserver.coordinator.final_state import conclude
+from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.coordinator.status import statistics
+from psserver.core.shard.replication import ReplicationMachine
+from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
+from psserver.durability.shard_log import ShardLog
+from psserver.durability.snapshots import SnapshotManager
+from psserver.durability.state_records import StateRecord, StateRecordKind, about, job_state
+from psserver.process.config import ServerConfig
+from psserver.process.grpc_server import listen
+from psserver.process.identity import ServerIdentity
+from psserver.process.job_id_file import JobIdFile, made_up
+from psserver.process.metrics import ServerMetrics
+from psserver.process.port_file import PortFile
+from psserver.process.rpc_metrics import RpcTimer
+from psserver.process.shard_count_file import ShardCountFile
+from psserver.replication.lease_directory import begun, lease_of
+from psserver.replication.primary import PrimaryReplicator
+from psserver.replication.servicer import StandbyServicer, of_this_shard
+from psserver.replication.standby import Standby
+from psserver.replication.standby_state import Promotion, settings
+from psserver.shard.coordinator_link import CoordinatorLink
+from psserver.shard.engine import ShardEngine
+from psserver.shard.peer_servicer import PeerServicer
+from psserver.transfer.servicer import DataPlaneServicer
 
 CALLS = 1024
-"""Calls that one server answers at a time (one that waits for a round holds a thread); more get RESOURCE_EXHAUSTED."""
+"""Calls that one server answers at a time (one that waits for a round holds a thread); more get
+RESOURCE_EXHAUSTED.
+"""
 
 DRAIN = 8.0
-"""Seconds that a shard told to end waits for the coordinator's last snapshot; containers give ten."""
+"""Seconds that a shard told to end waits for the coordinator's last snapshot; containers give
+ten.
+"""
 
 PORT = 2.0
 """Seconds that a port takes to be free after its server has ended."""
@@ -78,16 +83,17 @@ log = logging.getLogger("psserver")
 
 
 class Server:
-    """A running shard. Raises TakenError, SnapshotError and others of PSError's tree where it cannot start.
+    """A running shard. Raises TakenError, SnapshotError and others of PSError's tree where it
+    cannot start.
 
     inherited: what this process has as a standby that is primary now.
     """
 
-    def __init__(self, config: ServerConfig, inherited: Inherited | None = None) -> None:
+    def __init__(self, config: ServerConfig, inherited: Promotion | None = None) -> None:
         self.config = config
         self._inherited, self._port_file = inherited, PortFile(config.port_file)
         self._resources = ExitStack()
-        self.hub: Hub | None = None
+        self.hub: CoordinatorService | None = None
         try:
             self._build()
         except BaseException:
@@ -100,13 +106,19 @@ class Server:
             self._resources.enter_context(DataDirLock(config.data_dir, config.shard))
         self._registry = new_registry()
         self.metrics = ServerMetrics(self._registry, shard=config.shard)
-        self.archive = Archive(config.data_dir, config.shard, config.snapshot_keep, self.metrics)
-        layout = self._make_layout()  # before there is a port: a second attempt without this disk would find it taken
+        self.archive = SnapshotManager(
+            config.data_dir, config.shard, config.snapshot_keep, self.metrics
+        )
+        layout = (
+            self._make_layout()
+        )  # before there is a port: a second attempt without this disk would find it taken
         patience = PORT if self._inherited is not None else 0.0
-        self._grpc, self.address = listen(config.bind, CALLS, [RpcTimer(self.metrics.rpc).wrap], patience)
+        self._grpc, self.address = listen(
+            config.bind, CALLS, [RpcTimer(self.metrics.rpc).wrap], patience
+        )
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.shipper = self._make_shipper()
-        self.engine = Engine(
+        self.engine = ShardEngine(
             config.shard,
             layout.shards,
             self.metrics,
@@ -130,33 +142,44 @@ class Server:
             self.monitor = self._make_monitor(config.metrics_bind)
             self._resources.callback(self.monitor.close)
 
-    def _make_layout(self) -> Layout:
+    def _make_layout(self) -> ShardCountFile:
         """Shard 0 knows best; the others learn it from there."""
-        config, mirror = self.config, self._inherited.mirror if self._inherited is not None else None
+        config, mirror = (
+            self.config,
+            self._inherited.mirror if self._inherited is not None else None,
+        )
         if config.shard > 0:
-            return Layout(mirror.replica.shards if mirror is not None else config.shards, None)
-        layout = Layout(config.shards, config.data_dir)
-        if mirror is not None and mirror.coordinator is not None:  # which decided, and so knows before the shard does
+            return ShardCountFile(
+                mirror.replica.shards if mirror is not None else config.shards, None
+            )
+        layout = ShardCountFile(config.shards, config.data_dir)
+        if (
+            mirror is not None and mirror.coordinator is not None
+        ):  # which decided, and so knows before the shard does
             layout.take_over(mirror.hello["layout"], mirror.coordinator.shards)
         return layout
 
-    def _make_identity(self, layout: Layout) -> Identity:
+    def _make_identity(self, layout: ShardCountFile) -> ServerIdentity:
         config, address = self.config, self.config.advertise or self.address
         hello = self._inherited.mirror.hello if self._inherited is not None else {}
-        name = JobName(config.data_dir)
+        name = JobIdFile(config.data_dir)
         bound = hello.get("job") or config.job or name.noted
         if config.shard == 0 and self._inherited is None and config.resume != "never":
             name.check(bound)
         job = bound or made_up() if config.shard == 0 else hello.get("job", "")
         if job:
-            name.note(job)  # one that is made up stays, also where shard 0 dies before there is a snapshot
+            name.note(
+                job
+            )  # one that is made up stays, also where shard 0 dies before there is a snapshot
         coordinator = config.join or hello.get("coordinator", "")
-        identity = Identity(config.shard, layout.shards, address, coordinator, job, bound, name)
+        identity = ServerIdentity(
+            config.shard, layout.shards, address, coordinator, job, bound, name
+        )
         identity.standbys, identity.hint = hello.get("standbys", ()), hello.get("coordinator", "")
         identity.term = self.shipper.term
         return identity
 
-    def _make_shipper(self) -> Shipper:
+    def _make_shipper(self) -> PrimaryReplicator:
         config = self.config
         lease = lease_of(config)
         tenure = (
@@ -164,39 +187,55 @@ class Server:
             if self._inherited is not None
             else begun(config, lease, config.advertise or self.address)
         )
-        machine = Shipping(tenure, lease, config.shipping == "sync", time.monotonic())
-        shipper = Shipper(machine, self.metrics, self._deposed)
+        machine = ReplicationMachine(tenure, lease, config.shipping == "sync", time.monotonic())
+        shipper = PrimaryReplicator(machine, self.metrics, self._deposed)
         shipper.whole = self._whole
         return shipper
 
-    def _whole(self, begin: Callable[[Iterable[Shipped]], None]) -> None:
+    def _whole(self, begin: Callable[[Iterable[StateRecord]], None]) -> None:
         """Everything that a standby has to know, at one moment."""
         with ExitStack() as stack:
-            first, job = stack.enter_context(self.hub.still()) if self.hub is not None else ({}, None)
+            first, job = (
+                stack.enter_context(self.hub.still()) if self.hub is not None else ({}, None)
+            )
             shard = stack.enter_context(self.engine.still(STILL))
             identity, shipper = self.identity, self.shipper
             hello = about(
-                LineKind.HELLO, term=shipper.term, sync=self.config.shipping == "sync", job=identity.job,
-                coordinator=identity.coordinator, standbys=list(identity.standbys), settings=settings(self.config),
+                StateRecordKind.HELLO,
+                term=shipper.term,
+                sync=self.config.shipping == "sync",
+                job=identity.job,
+                coordinator=identity.coordinator,
+                standbys=list(identity.standbys),
+                settings=settings(self.config),
                 optimizers=digest_of_user_defined(),
                 **first,
-            )  # fmt: skip
-            begin([hello, *shard, *([job_state(job)] if job is not None else []), about(LineKind.LOADED)])
+            )
+            begin(
+                [
+                    hello,
+                    *shard,
+                    *([job_state(job)] if job is not None else []),
+                    about(StateRecordKind.LOADED),
+                ]
+            )
 
     def _deposed(self, why: str) -> Never:
-        """Not primary any more: nothing more may leave this process. why: empty where that was planned."""
+        """Not primary any more: nothing more may leave this process. why: empty where that was
+        planned.
+        """
         if why:
             log.error("this server has to end", extra={"problem": why})
         else:
             log.warning("another server is primary of this shard now, as planned")
         self._port_file.remove()
         logging.shutdown()
-        os._exit(Exit.TAKEN if why else Exit.DONE)
+        os._exit(ExitCode.TAKEN if why else ExitCode.DONE)
 
     def _make_log(self) -> ShardLog:
         config = self.config
         disk = disk_log(config, f"log-shard-{config.shard}", self.metrics.log_failed)
-        log = ShardLog(Records(Source.SHARD, disk, self.shipper), config.shard)
+        log = ShardLog(RecordSink(RecordSource.SHARD, disk, self.shipper), config.shard)
         self._resources.callback(log.close)
         return log
 
@@ -211,35 +250,53 @@ class Server:
         policy = self.hub.policy if self.hub is not None else identity.policy or self.config.policy
         return {"shards": str(identity.shards), "job": identity.job, "policy": policy}
 
-    def _make_monitor(self, bind: str) -> Monitor:
+    def _make_monitor(self, bind: str) -> MetricsServer:
         """A standby that is primary now goes on where it was watched."""
         monitor = self._inherited.monitor if self._inherited is not None else None
         if monitor is None:
-            return Monitor(bind, self._registry, self.ready)
+            return MetricsServer(bind, self._registry, self.ready)
         monitor.show(self._registry, self.ready)
         return monitor
 
-    def _make_hub(self, layout: Layout) -> Hub:
+    def _make_hub(self, layout: ShardCountFile) -> CoordinatorService:
         if self._inherited is None:
             if self.config.resume != "never":
                 self.archive.check_place()
             self.archive.next_generation()
-        hub = Hub(self.config, layout, self.identity, self.engine, self.archive, self.metrics, self.shipper)
+        hub = CoordinatorService(
+            self.config,
+            layout,
+            self.identity,
+            self.engine,
+            self.archive,
+            self.metrics,
+            self.shipper,
+        )
         self.archive.on_part = lambda part: hub.snapshot_part(0, part)
         return hub
 
-    def _make_link(self) -> Link:
+    def _make_link(self) -> CoordinatorLink:
         tell = lambda: statistics(self.engine, self.shipper)  # noqa: E731
         durable = self.config.durability == "log"
-        return Link(self.identity, self.engine, self.archive, tell, self.config.join_timeout, self.shipper, durable)
+        return CoordinatorLink(
+            self.identity,
+            self.engine,
+            self.archive,
+            tell,
+            self.config.join_timeout,
+            self.shipper,
+            durable,
+        )
 
     def _serve(self) -> None:
-        add_parameter_server_to_server(ParameterServer(self.engine, self.identity), self._grpc)
-        add_ShardServiceServicer_to_server(ShardPeer(self.engine, self.identity), self._grpc)
+        add_parameter_server_to_server(DataPlaneServicer(self.engine, self.identity), self._grpc)
+        add_ShardServiceServicer_to_server(PeerServicer(self.engine, self.identity), self._grpc)
         if self.hub is not None:
-            add_CoordinatorServiceServicer_to_server(Coordinator(self.hub), self._grpc)
+            add_CoordinatorServiceServicer_to_server(ControlPlaneServicer(self.hub), self._grpc)
         checked = of_this_shard(self.identity)
-        add_StandbyServiceServicer_to_server(StandbyServicer(self.shipper, None, checked), self._grpc)
+        add_StandbyServiceServicer_to_server(
+            StandbyServicer(self.shipper, None, checked), self._grpc
+        )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -263,15 +320,19 @@ class Server:
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self._port_file.write(self.address, inherited=self._inherited is not None)
         self._announce()
-        policy = {} if self.hub is None else {"policy": self.hub.policy}  # shard 0 knows it, whatever flags say
-        log.info("listening", extra={"address": self.address, "shards": self.identity.shards, **policy})
+        policy = (
+            {} if self.hub is None else {"policy": self.hub.policy}
+        )  # shard 0 knows it, whatever flags say
+        log.info(
+            "listening", extra={"address": self.address, "shards": self.identity.shards, **policy}
+        )
 
     def _announce(self) -> None:
         """Let commands of this user on this machine find the job without an address."""
         if self.hub is None:
             return
         try:
-            announcement = Announcement(self.identity.job, self.identity.address)
+            announcement = JobAnnouncement(self.identity.job, self.identity.address)
         except OSError as error:
             log.warning("commands need --ps to find this job", extra={"problem": str(error)})
         else:
@@ -281,8 +342,14 @@ class Server:
         """For /readyz: can workers train here?"""
         if self.hub is not None:
             waiting = self.hub.waiting_for if not self.hub.begun else ""
-            return not waiting, f"waiting for {waiting}" if waiting else f"version {self.engine.version}"
-        return self.engine.begun, f"version {self.engine.version}" if self.engine.begun else "no weights yet"
+            return (
+                not waiting,
+                f"waiting for {waiting}" if waiting else f"version {self.engine.version}",
+            )
+        return (
+            self.engine.begun,
+            f"version {self.engine.version}" if self.engine.begun else "no weights yet",
+        )
 
     @property
     def ended(self) -> threading.Event:
@@ -291,21 +358,34 @@ class Server:
 
     @property
     def failure(self) -> PSError | None:
-        return self.hub.failure if self.hub is not None else self.link.failure if self.link is not None else None
+        return (
+            self.hub.failure
+            if self.hub is not None
+            else self.link.failure
+            if self.link is not None
+            else None
+        )
 
     @property
     def not_saved(self) -> str:
-        """Why the final weights are not on the disk, where they should be; empty on other servers than shard 0."""
+        """Why the final weights are not on the disk, where they should be; empty on other
+        servers than shard 0.
+        """
         return self.hub.not_saved if self.hub is not None else ""
 
     @property
     def job_is_over(self) -> bool:
         """As far as this server goes: no other one is to take its place."""
-        return self.hub.over if self.hub is not None else self.link is not None and self.link.told_to_end
+        return (
+            self.hub.over
+            if self.hub is not None
+            else self.link is not None and self.link.told_to_end
+        )
 
     def stop(self, reason: str) -> None:
-        """Begin to end, as told by a signal: shard 0 with a last snapshot, others once it has their part of that. The
-        job is not over: whoever is left waits for this server to come back, or goes on with its standby."""
+        """Begin to end, as told by a signal: shard 0 with a last snapshot, others once it has
+        their part of that. The job is not over: whoever is left waits for this server to come
+        back, or goes on with its standby."""
         if self.hub is not None:
             self.hub.stop(reason, over=False)
         elif self.link is not None:
@@ -326,15 +406,19 @@ class Server:
 
 
 def run(config: ServerConfig) -> int:
-    """Body of the ps-server command. Returns its exit code; PSErrors before anything runs are raised."""
+    """Body of the ps-server command. Returns its exit code; PSErrors before anything runs are
+    raised.
+    """
     shared_memory.sweep()
     if config.malloc == "tuned":
         tune_malloc()
-    torch.set_num_threads(1)  # the engine has a team; torch's would be one for each thread that answers a call
+    torch.set_num_threads(
+        1
+    )  # the engine has a team; torch's would be one for each thread that answers a call
     if config.standby_of is None:
         return serve(Server(config))
     standby = Standby(config, lease_of(config))
-    signals = _Signals(standby.stop)
+    signals = _StopSignals(standby.stop)
     inherited = standby.run()
     if standby.failure is not None:
         raise standby.failure
@@ -343,27 +427,33 @@ def run(config: ServerConfig) -> int:
     return serve(successor(config, standby.address, inherited), signals)
 
 
-def successor(config: ServerConfig, address: str, inherited: Inherited) -> Server:
-    """The primary that a standby becomes, at the standby's address. Its predecessor may still hold their data, or the
-    disk be broken: nobody else has what is here, so it goes on without."""
+def successor(config: ServerConfig, address: str, inherited: Promotion) -> Server:
+    """The primary that a standby becomes, at the standby's address. Its predecessor may still
+    hold their data, or the disk be broken: nobody else has what is here, so it goes on without."""
     config = replace(config, bind=address, standby_of=None)
     try:
         return Server(config, inherited)
     except (TakenError, InvalidRequestError, SnapshotError) as error:
         if config.data_dir is None:
             raise
-        why = "whose holder still lives" if isinstance(error, TakenError) else "which cannot be used"
+        why = (
+            "whose holder still lives" if isinstance(error, TakenError) else "which cannot be used"
+        )
         then = "then start a standby of this server, and promote it: that one writes there again"
         log.error(f"going on without --data-dir, {why}", extra={"problem": f"{error}; {then}"})
-    server = Server(replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited)
+    server = Server(
+        replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited
+    )
     if server.hub is not None:
         server.hub.lost_data_dir = f"this server went on without {config.data_dir}, {why}"
     return server
 
 
-def serve(server: Server, signals: "_Signals | None" = None) -> int:
-    """Until the job ends; the exit code. signals: that this process has had as a standby, and will have."""
-    signals = signals or _Signals(server.stop)
+def serve(server: Server, signals: "_StopSignals | None" = None) -> int:
+    """Until the job ends; the exit code. signals: that this process has had as a standby, and
+    will have.
+    """
+    signals = signals or _StopSignals(server.stop)
     try:
         server.start()
         signals.tell(server.stop)
@@ -373,7 +463,7 @@ def serve(server: Server, signals: "_Signals | None" = None) -> int:
     return conclude(server.failure, server.not_saved, signals.exit_code(server.job_is_over))
 
 
-class _Signals:
+class _StopSignals:
     """The first one ends the server in order, a second one at once."""
 
     def __init__(self, stop: Callable[[str], None]) -> None:
@@ -391,8 +481,12 @@ class _Signals:
         self._number = number
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
-        threading.Thread(target=self._stop, args=(signal.Signals(number).name,), daemon=True).start()
+        threading.Thread(
+            target=self._stop, args=(signal.Signals(number).name,), daemon=True
+        ).start()
 
     def exit_code(self, over: bool) -> int:
-        """0 where the job is over for this server; else that of the signal, so that whoever started it can tell."""
-        return 128 + self._number if self._number and not over else int(Exit.DONE)
+        """0 where the job is over for this server; else that of the signal, so that whoever
+        started it can tell.
+        """
+        return 128 + self._number if self._number and not over else int(ExitCode.DONE)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import click
 
-from pscommon import logs, options
-from pscommon.config import run_command
 from pscommon.entry import raise_on_ctrl_c
-from pscommon.imports import quick_imports
-from pscommon.variables import unread
-from psserver.config import ServerConfig
+from pscommon.settings import options
+from pscommon.settings.command import run_command
+from pscommon.settings.environment import unread
+from pscommon.system.imports import quick_imports
+from pscommon.telemetry import logs
+from psserver.process.config import ServerConfig
 
 log = logging.getLogger("psserver")
 

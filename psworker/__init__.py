@@ -1,7 +1,8 @@
 """Training on a parameter server, seen from a worker.
 
-`connect` gives a PyTorch script its job; `Client` moves numpy arrays for anything else. Importing this package loads
-neither torch nor gRPC: each comes with the first use of what needs it.
+`connect` gives a PyTorch script its job; `Client` moves numpy arrays for anything else.
+Importing this package loads neither torch nor gRPC: each comes with the first use of what needs
+it.
 """
 
 from importlib import import_module
@@ -22,18 +23,18 @@ from pscommon.core.errors import (
     UnsupportedOptimizerError,
     WaitTimeoutError,
 )
-from pscommon.core.model import OptimizerSpec as _OptimizerSpec
-from pscommon.core.model import Scalar
-from psworker.arguments import clip_norm_of
+from pscommon.core.model_spec import OptimizerSettings as _OptimizerSpec
+from pscommon.core.model_spec import Scalar
 from psworker.connect import connect
-from psworker.drain import DrainedError, Stopping
+from psworker.session.arguments import clip_norm_of
+from psworker.session.drain import DrainedError, Stopping
 
 if TYPE_CHECKING:
     from pscommon.optim import Lion
-    from psworker.client import Client
+    from psworker.client.client import Client
+    from psworker.core.results import PushResult
+    from psworker.data.stream_dataset import StreamDataset
     from psworker.job import Job
-    from psworker.results import PushResult
-    from psworker.streams import StreamDataset
     from psworker.training import DistributedTraining
 
     __version__: str
@@ -65,24 +66,27 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Client": "psworker.client",
+    "Client": "psworker.client.client",
     "DistributedTraining": "psworker.training",
     "Job": "psworker.job",
     "Lion": "pscommon.optim",
-    "PushResult": "psworker.results",
-    "StreamDataset": "psworker.streams",
+    "PushResult": "psworker.core.results",
+    "StreamDataset": "psworker.data.stream_dataset",
 }
 
 
 class OptimizerSpec(_OptimizerSpec):
     """An optimizer for `Client.register`: OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99)).
 
-    name: a class of torch.optim in lower case (sgd, adamw, nadam, ...), lion, or one of --optimizers MODULE. What is
-    left out has the class's default. Checked by `Client.register`.
-    clip_norm: the servers scale each update's averaged gradient down to this L2 norm; None: they do not.
+    name: a class of torch.optim in lower case (sgd, adamw, nadam, ...), lion, or one of
+    --optimizers MODULE. What is left out has the class's default. Checked by `Client.register`.
+    clip_norm: the servers scale each update's averaged gradient down to this L2 norm; None: they
+    do not.
     """
 
-    def __init__(self, name: str, *, clip_norm: SupportsFloat | None = None, **hyper: Scalar | SupportsFloat) -> None:
+    def __init__(
+        self, name: str, *, clip_norm: SupportsFloat | None = None, **hyper: Scalar | SupportsFloat
+    ) -> None:
         groups = ({key: _plain(value) for key, value in hyper.items()},)
         super().__init__(name, groups, clip_norm_of(clip_norm))
 
@@ -98,7 +102,9 @@ if not TYPE_CHECKING:  # there, the names are imported above, and others are err
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            from pscommon.installed import installed  # imports what takes as long as all the rest
+            from pscommon.system.packages import (
+                installed,  # imports what takes as long as all the rest
+            )
 
             return installed("paramserver")
         if name not in _LAZY:

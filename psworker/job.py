@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
-from psworker import metrics
-from psworker.batches import Batches, Leases
+from psworker.client.local_client import JobClient
+from psworker.core.results import PushResult
+from psworker.data.batches import BatchLoader, LeasedBatches
 from psworker.data.loader import loader_of
-from psworker.data.torch_loader import Given
-from psworker.drain import DrainedError, Stopping
-from psworker.environment import is_on
-from psworker.finished import tell_finished
-from psworker.local import JobClient
-from psworker.optimizer import ServerOptimizer
-from psworker.rejoin import ASKED, Rejoin
-from psworker.results import PushResult
-from psworker.schedulers import fast_forward
-from psworker.stats import Stats
+from psworker.data.torch_loader import LoaderArguments
+from psworker.optim.optimizer import ServerOptimizer
+from psworker.optim.schedulers import fast_forward
+from psworker.session import metrics
+from psworker.session.drain import DrainedError, Stopping
+from psworker.session.environment import is_on
+from psworker.session.rejoin import ASKED, Rejoin
+from psworker.session.resume_notice import tell_finished
+from psworker.session.step_stats import StepStats
 
 log = logging.getLogger("psworker")
 
@@ -31,16 +31,19 @@ log = logging.getLogger("psworker")
 class Job(Rejoin):
     """Made by `psworker.connect`. Use it as a context manager, or call `close` at the end.
 
-    client: the connection underneath. rank: 0, 1, ... among the workers that started together, for logs and tests.
-    device: where the operator wants this worker to compute: `model.to(job.device)` before `job.optimizer`, batches too.
-    stats: where the time of the steps goes.
+    client: the connection underneath. rank: 0, 1, ... among the workers that started together,
+    for logs and tests. device: where the operator wants this worker to compute:
+    `model.to(job.device)` before `job.optimizer`, batches too. stats: where the time of the
+    steps goes.
     """
 
-    def __init__(self, client: JobClient, rank: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, client: JobClient, rank: int = 0, device: torch.device | None = None
+    ) -> None:
         super().__init__(client)
         self.rank = rank
         self.device = device or torch.device("cpu")
-        self.stats = Stats()
+        self.stats = StepStats()
         self.first_version = 0
         self.passes: dict[tuple[int, int], int] = {}
 
@@ -58,36 +61,45 @@ class Job(Rejoin):
         pipeline: bool = False,
         clip_norm: float | None = None,
     ) -> ServerOptimizer:
-        """Hands the model to the servers, once a job; returns what takes the optimizer's place in the script.
+        """Hands the model to the servers, once a job; returns what takes the optimizer's place
+        in the script.
 
-        optimizer: elementwise (docs/optimizers.md), fresh, of parameters of `model`; list all that will ever train and
-        switch requires_grad; its groups keep their members. Those that it lacks are frozen: changed by the script (an
-        EMA teacher) they stay this worker's own until it loses its place, and snapshots keep the initial values.
-        model: on the device where it will compute. Afterwards its weights are the job's (the first worker's, or those
-        of a resumed job), in the same Parameter objects with other storage; do not move or cast it any more. Loading
-        weights into it later, or changing them in place, is lost with the next step: a warning says so.
-        overlap: gradients leave during backward, and forward waits layer by layer for weights that are still coming;
-        the results are the same. None: if PS_OVERLAP is on in the environment. Modules that are called, and tensors
-        that are read through them (parameters(), state_dict(), deepcopy), are waited for. Whoever gets at them in other
-        ways calls `job.wait()` after step(). Who computes with them (a traced module) gets an InvalidRequestError in
-        backward otherwise; who only looks (an EMA over a list of parameters kept from before) finds old weights.
-        Gradients may be changed after backward in any way, as by GradScaler or `grad.data.mul_()`.
-        Leave it off for models that torch.compile has made: with a wait at each module it compiles little of them.
-        pipeline: in async and ssp, step() returns while its push is on its way; the next step() waits for it and brings
-        its weights. So a gradient lacks the worker's own last push, and counts as that much staler. `job.last`, stale
-        pushes and errors come one step later; `job.wait()` makes them come now. Instead of overlap. Without servers
-        (PS_LOCAL=1) and in a job that is set to sync later, each step ends at once.
-        clip_norm: the servers clip each update's averaged gradient to this L2 norm, as clip_grad_norm_ would under DDP.
+        optimizer: elementwise (docs/optimizers.md), fresh, of parameters of `model`; list all
+        that will ever train and switch requires_grad; its groups keep their members. Those that
+        it lacks are frozen: changed by the script (an EMA teacher) they stay this worker's own
+        until it loses its place, and snapshots keep the initial values. model: on the device
+        where it will compute. Afterwards its weights are the job's (the first worker's, or those
+        of a resumed job), in the same Parameter objects with other storage; do not move or cast
+        it any more. Loading weights into it later, or changing them in place, is lost with the
+        next step: a warning says so. overlap: gradients leave during backward, and forward waits
+        layer by layer for weights that are still coming; the results are the same. None: if
+        PS_OVERLAP is on in the environment. Modules that are called, and tensors that are read
+        through them (parameters(), state_dict(), deepcopy), are waited for. Whoever gets at them
+        in other ways calls `job.wait()` after step(). Who computes with them (a traced module)
+        gets an InvalidRequestError in backward otherwise; who only looks (an EMA over a list of
+        parameters kept from before) finds old weights. Gradients may be changed after backward
+        in any way, as by GradScaler or `grad.data.mul_()`. Leave it off for models that
+        torch.compile has made: with a wait at each module it compiles little of them. pipeline:
+        in async and ssp, step() returns while its push is on its way; the next step() waits for
+        it and brings its weights. So a gradient lacks the worker's own last push, and counts as
+        that much staler. `job.last`, stale pushes and errors come one step later; `job.wait()`
+        makes them come now. Instead of overlap. Without servers (PS_LOCAL=1) and in a job that
+        is set to sync later, each step ends at once. clip_norm: the servers clip each update's
+        averaged gradient to this L2 norm, as clip_grad_norm_ would under DDP.
 
-        Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains another model.
+        Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains
+        another model.
         """
         if self._optimizer is not None:
-            raise InvalidRequestError("a job has one model and one optimizer: put all networks into one ModuleDict")
+            raise InvalidRequestError(
+                "a job has one model and one optimizer: put all networks into one ModuleDict"
+            )
         if pipeline and (overlap or self.policy == "sync"):
             raise InvalidRequestError(
                 "pipeline=True and overlap=True exclude each other"
                 if overlap
-                else "pipeline=True needs policy async or ssp: under sync every gradient is of the newest weights"
+                else "pipeline=True needs policy async or ssp: under sync every gradient is of "
+                "the newest weights"
             )
         pipelined = pipeline and self.policy != "local"
         overlapped = not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap)
@@ -110,19 +122,21 @@ class Job(Rejoin):
         reseed: bool = True,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **loader: Any,
-    ) -> Batches:
+    ) -> BatchLoader:
         """Return a loader of this worker's share of the data: each `iter()` is the next pass.
 
-        All workers together see each sample once a pass. All workers start the same passes in the same order, also in a
-        job that is resumed: passes that it has completed end at once, and `skipped` of the loader is True for them. The
-        k-th pass has the order of epoch k; epochs go on counting over the calls of a script with a data set of one
-        size. `len()` is the number of batches that this worker can expect of a pass; a stream has none.
+        All workers together see each sample once a pass. All workers start the same passes in
+        the same order, also in a job that is resumed: passes that it has completed end at once,
+        and `skipped` of the loader is True for them. The k-th pass has the order of epoch k;
+        epochs go on counting over the calls of a script with a data set of one size. `len()` is
+        the number of batches that this worker can expect of a pass; a stream has none.
 
-        A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives unused batches back, to a
-        run that is resumed, too; one that all workers have left for a later pass is over. When a pass ends, the model
-        holds the job's newest weights. Under torch.no_grad() a batch weighs nothing, and is done when its pass has
-        ended. A pass inside another one, such as a test every 100 steps, gives nothing to a worker that comes when it
-        has ended: a successor, or a run that is resumed.
+        A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives
+        unused batches back, to a run that is resumed, too; one that all workers have left for a
+        later pass is over. When a pass ends, the model holds the job's newest weights. Under
+        torch.no_grad() a batch weighs nothing, and is done when its pass has ended. A pass
+        inside another one, such as a test every 100 steps, gives nothing to a worker that comes
+        when it has ended: a successor, or a run that is resumed.
 
         Args:
             dataset: Map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
@@ -151,50 +165,65 @@ class Job(Rejoin):
             InvalidRequestError: These arguments make no loader.
             MismatchError: From a pass: other workers go through other data, or in another order (LOOP_MISMATCH).
         """
-        given = Given(dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader)
+        given = LoaderArguments(
+            dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader
+        )
         return loader_of(self, given, epochs, seed, sources, reseed)
 
     def pull(self) -> None:
         """The job's newest weights into the model, without a step."""
         if self._optimizer is None:
-            raise InvalidRequestError("call job.optimizer first: before it there is no model to train")
+            raise InvalidRequestError(
+                "call job.optimizer first: before it there is no model to train"
+            )
         before = self.change("pull")
         self._optimizer.pull()
         self.enter(before)
 
     def wait(self) -> None:
-        """Waits until the last step has ended and its weights are in the model, where overlap or pipeline leave that
-        for later. Raises what the step ended with. For scripts that read or change weights by hand after a step.
+        """Waits until the last step has ended and its weights are in the model, where overlap or
+        pipeline leave that for later. Raises what the step ended with. For scripts that read or
+        change weights by hand after a step.
         """
         if self._optimizer is not None:
             self._optimizer.wait()
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the job's newest weights to a safetensors file, replaced only when it is whole. For any worker.
+        """Writes the job's newest weights to a safetensors file, replaced only when it is whole.
+        For any worker.
 
-        `model.load_state_dict(safetensors.torch.load_file(file))` takes it: it has all names of the state_dict, tied
-        weights and buffers included. This worker's own model does not change.
+        `model.load_state_dict(safetensors.torch.load_file(file))` takes it: it has all names of
+        the state_dict, tied weights and buffers included. This worker's own model does not
+        change.
 
-        Raises InvalidRequestError where no file can be written there, NotSavedError where the disk refuses it.
+        Raises InvalidRequestError where no file can be written there, NotSavedError where the
+        disk refuses it.
         """
         if self._optimizer is None:
-            raise InvalidRequestError("call job.optimizer first: before it there is no model to save")
+            raise InvalidRequestError(
+                "call job.optimizer first: before it there is no model to save"
+            )
         self._optimizer.save(file)
 
     def report(self, **values: SupportsFloat) -> None:
-        """Report values by name, such as loss=loss, after any step: numbers, or tensors with one element.
+        """Report values by name, such as loss=loss, after any step: numbers, or tensors with one
+        element.
 
-        Heartbeats send them, at most one per second and name, the newest in any case; a value on a GPU is read only
-        then. ps-run shows them, its summary has the last ones, --history writes all. Raises InvalidRequestError.
+        Heartbeats send them, at most one per second and name, the newest in any case; a value on
+        a GPU is read only then. ps-run shows them, its summary has the last ones, --history
+        writes all. Raises InvalidRequestError.
         """
         self.client.report_soon(values)
 
-    def resume(self, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int | None = None) -> None:
+    def resume(
+        self, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int | None = None
+    ) -> None:
         """Fast-forwards a fresh scheduler to where the job stood when this worker came.
 
-        steps: how often to step it; by default the job's version at `job.optimizer`. That is right under sync for a
-        scheduler that is stepped with every step. Under async and ssp a version is one step of one worker, so divide
-        by the number of workers; for a scheduler stepped once an epoch give the epochs. A new job's version is 0.
+        steps: how often to step it; by default the job's version at `job.optimizer`. That is
+        right under sync for a scheduler that is stepped with every step. Under async and ssp a
+        version is one step of one worker, so divide by the number of workers; for a scheduler
+        stepped once an epoch give the epochs. A new job's version is 0.
         """
         fast_forward(scheduler, self.first_version if steps is None else steps)
 
@@ -222,12 +251,12 @@ class Job(Rejoin):
         metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
         self.enter("compute")
 
-    # ---- membership -------------------------------------------------------------------------------------------------
+    # ---- membership ------------------------------------------------------------------------------
 
     @contextmanager
-    def looping(self, leases: Leases) -> Iterator[None]:
-        """While a loop runs. What it still holds when it ends goes back. Raises Stopping before it, and instead of its
-        end, once the script is to end."""
+    def looping(self, leases: LeasedBatches) -> Iterator[None]:
+        """While a loop runs. What it still holds when it ends goes back. Raises Stopping before
+        it, and instead of its end, once the script is to end."""
         if self._optimizer is None:
             raise InvalidRequestError("call job.optimizer before going through job.batches")
         self.check_stopping()
@@ -235,7 +264,9 @@ class Job(Rejoin):
         steps = self.stats.steps
         try:
             yield
-        except GeneratorExit:  # the script has left the loop, be it that it looks itself or that it fails
+        except (
+            GeneratorExit
+        ):  # the script has left the loop, be it that it looks itself or that it fails
             if self.client.draining and not self._closed:
                 self._quit(ASKED, "drained")
             raise
@@ -243,7 +274,9 @@ class Job(Rejoin):
             # whoever cannot reach the job, or is out of it, holds nothing any more
             with suppress(PSError):
                 leases.give_back()
-            self.loops.end(leases, self.last.version if self.last and self.stats.steps > steps else 0)
+            self.loops.end(
+                leases, self.last.version if self.last and self.stats.steps > steps else 0
+            )
         self.check_stopping()
 
     @property
@@ -252,10 +285,11 @@ class Job(Rejoin):
         return self._optimizer is not None and self._optimizer.has_gradients
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job: others go on without this worker. reason: why, when it is not done. Again: does nothing.
+        """Leaves the job: others go on without this worker. reason: why, when it is not done.
+        Again: does nothing.
 
-        Leaving gives back all batches that were leased and not pushed. Without a reason it first waits for a step that
-        is still on its way, and raises what that ended with.
+        Leaving gives back all batches that were leased and not pushed. Without a reason it first
+        waits for a step that is still on its way, and raises what that ended with.
         """
         if self._closed:
             return
@@ -285,7 +319,10 @@ class Job(Rejoin):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None or isinstance(error, DrainedError | Stopping):
             return self.close()

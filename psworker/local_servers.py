@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 from pscommon.core.errors import PSError, UnreachableError, error_for
-from pscommon.exits import Exit
-from psworker.run import tether
+from pscommon.core.exit_codes import ExitCode
+from psworker.launch import orphan_guard as tether
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -20,18 +20,31 @@ TAIL = 2000
 
 
 class LocalServers:
-    """`count` shards on free ports of 127.0.0.1. address: of shard 0, inside the `with`. environ: what they inherit.
+    """`count` shards on free ports of 127.0.0.1. address: of shard 0, inside the `with`.
+    environ: what they inherit.
 
     Raises UnreachableError, with the end of the server's log, where one does not come up.
     """
 
     def __init__(
-        self, count: int, min_workers: int, policy: str, staleness: int | None, environ: Mapping[str, str]
+        self,
+        count: int,
+        min_workers: int,
+        policy: str,
+        staleness: int | None,
+        environ: Mapping[str, str],
     ) -> None:
         self.address = ""
         self._count = count
         self._environ = environ
-        self._flags = ["--policy", policy, "--min-workers", str(min_workers), "--log-format", "text"]
+        self._flags = [
+            "--policy",
+            policy,
+            "--min-workers",
+            str(min_workers),
+            "--log-format",
+            "text",
+        ]
         if staleness is not None:
             self._flags += ["--staleness", str(staleness)]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -49,7 +62,10 @@ class LocalServers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop()
 
@@ -62,9 +78,12 @@ class LocalServers:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._processes.append(process)
         deadline = time.monotonic() + START_SECONDS
         while not port_file.exists():
@@ -75,9 +94,11 @@ class LocalServers:
 
     def _failure(self, shard: int, process: "subprocess.Popen[bytes]", log: Path) -> PSError:
         end = log.read_text(errors="replace")[-TAIL:].strip()
-        if process.poll() == Exit.USAGE:
+        if process.poll() == ExitCode.USAGE:
             return error_for("INVALID_REQUEST", end)
-        return UnreachableError(f"the server of shard {shard} did not start (exit code {process.poll()}):\n{end}")
+        return UnreachableError(
+            f"the server of shard {shard} did not start (exit code {process.poll()}):\n{end}"
+        )
 
     def _stop(self) -> None:
         """Shard 0 last: the others wait for its word that the job is over."""

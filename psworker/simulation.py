@@ -1,8 +1,10 @@
-"""The real servers and workers in this one process, one step at a time in a fixed order (simulate=True).
+"""The real servers and workers in this one process, one step at a time in a fixed order
+(simulate=True).
 
-Everything that decides is the product's own code: the shards' engines, the coordinator, the client. Only the network is
-missing: a DirectLane calls the servers' methods. Workers are threads of which one runs at a time, and each hands the
-turn to the next when it has made a step or has to wait. So a run is the same every time, in every policy.
+Everything that decides is the product's own code: the shards' engines, the coordinator, the
+client. Only the network is missing: a DirectTransport calls the servers' methods. Workers are
+threads of which one runs at a time, and each hands the turn to the next when it has made a step
+or has to wait. So a run is the same every time, in every policy.
 
 This is the one module of psworker that knows psserver.
 """
@@ -17,19 +19,19 @@ from pscommon.core.errors import PSError
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.archive import Archive
-from psserver.config import ServerConfig
-from psserver.coordinator_servicer import Coordinator
-from psserver.core.following import Way
-from psserver.engine import Engine
-from psserver.fleet import Told
-from psserver.hub import Hub
-from psserver.identity import Identity
-from psserver.layout import Layout
-from psserver.metrics import ServerMetrics
-from psserver.servicer import ParameterServer
-from psworker.calls import Answer, Cancellation, Receiver, take
-from psworker.patience import Clock
+from psserver.coordinator.server_registry import DeliveryCursor
+from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.core.job.catch_up import CatchUp
+from psserver.durability.snapshots import SnapshotManager
+from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.process.metrics import ServerMetrics
+from psserver.process.shard_count_file import ShardCountFile
+from psserver.shard.engine import ShardEngine
+from psserver.transfer.servicer import DataPlaneServicer
+from psworker.connection.retry import Clock
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, take
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -80,63 +82,81 @@ class SimulatedCluster:
     def __init__(self, config: ServerConfig, workers: int) -> None:
         self.turns = Turns(workers)
         self._engines = [self._engine(shard, config.shards) for shard in range(config.shards)]
-        archive = Archive(None, 0, 1, self._engines[0].metrics)
+        archive = SnapshotManager(None, 0, 1, self._engines[0].metrics)
         archive.next_generation()
-        leader = Identity(0, config.shards, "simulated-0", job="simulated")
-        self.hub = Hub(config, Layout(config.shards, None), leader, self._engines[0], archive, self._engines[0].metrics)
+        leader = ServerIdentity(0, config.shards, "simulated-0", job="simulated")
+        self.hub = CoordinatorService(
+            config,
+            ShardCountFile(config.shards, None),
+            leader,
+            self._engines[0],
+            archive,
+            self._engines[0].metrics,
+        )
         self.hub.start(ticking=False)
-        self._told = [Told() for _ in self._engines]
-        self.coordinator = Coordinator(self.hub)
+        self._told = [DeliveryCursor() for _ in self._engines]
+        self.coordinator = ControlPlaneServicer(self.hub)
         self.servers = [self._server(engine) for engine in self._engines]
         self.deliver()
 
-    def _engine(self, shard: int, shards: int) -> Engine:
+    def _engine(self, shard: int, shards: int) -> ShardEngine:
         metrics = ServerMetrics(CollectorRegistry(), shard=shard)
-        return Engine(shard, shards, metrics, lambda version, store: None, UNBOUNDED, "grpc")
+        return ShardEngine(shard, shards, metrics, lambda version, store: None, UNBOUNDED, "grpc")
 
-    def _server(self, engine: Engine) -> ParameterServer:
+    def _server(self, engine: ShardEngine) -> DataPlaneServicer:
         shard = engine.shard
         if shard > 0:
             self.hub.shard_up(shard, len(self._engines), f"simulated-{shard}", "simulated")
             engine.report = lambda: self.hub.report(engine.make_report())
             engine.report()
             engine.waiting_for = lambda: self.hub.waiting_for
-        return ParameterServer(engine, Identity(shard, len(self._engines), f"simulated-{shard}", job=self.hub.job))
+        return DataPlaneServicer(
+            engine,
+            ServerIdentity(shard, len(self._engines), f"simulated-{shard}", job=self.hub.job),
+        )
 
     def deliver(self) -> None:
-        """Tell every shard all the news, until there are none: what the links do between processes."""
+        """Tell every shard all the news, until there are none: what the links do between
+        processes.
+        """
         quiet = False
         while not quiet:
             quiet = True
             for shard, engine in enumerate(self._engines[1:], start=1):
                 news = self.hub.news(self.hub.fleet[shard], self._told[shard])
                 assert news is not None  # their number does not change
-                quiet = quiet and news.told == self._told[shard] and news.way is Way.FOLLOW
+                quiet = quiet and news.told == self._told[shard] and news.way is CatchUp.FOLLOW
                 self._told[shard] = news.told
-                if news.way is Way.BEGIN:
+                if news.way is CatchUp.BEGIN:
                     engine.begin_log(news.told.epoch, news.base, len(self._engines))
                     engine.report()
                 if news.model is not None:
                     engine.set_model(news.model)
                 engine.deliver(news.told.epoch, news.entries)
 
-    def lane(self, worker: int) -> "DirectLane":
+    def lane(self, worker: int) -> "DirectTransport":
         """For the worker that takes the `worker`-th turn."""
-        return DirectLane(self, worker)
+        return DirectTransport(self, worker)
 
 
-class DirectLane:
-    """A worker's requests as plain calls (psworker.lane.Lane). What has to wait hands the turn on."""
+class DirectTransport:
+    """A worker's requests as plain calls (psworker.transport.grpc.Lane). What has to wait hands
+    the turn on.
+    """
 
     direct = True
 
     def __init__(self, cluster: SimulatedCluster, number: int) -> None:
-        self.addresses: Sequence[str] = [f"simulated-{shard}" for shard in range(len(cluster.servers))]
+        self.addresses: Sequence[str] = [
+            f"simulated-{shard}" for shard in range(len(cluster.servers))
+        ]
         self._cluster = cluster
         self._number = number
         self.clock = Clock(lambda: cluster.turns.made * TICK, lambda seconds: self._hand_on())
 
-    def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+    def learn(
+        self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
+    ) -> None:
         """They are in this process, and stay."""
 
     def look_around(self, job: str, timeout: float) -> bool:
@@ -176,7 +196,9 @@ class DirectLane:
             self._hand_on()
         return answer
 
-    def return_batches(self, request: co.ReturnBatchesRequest, timeout: float) -> co.ReturnBatchesResponse:
+    def return_batches(
+        self, request: co.ReturnBatchesRequest, timeout: float
+    ) -> co.ReturnBatchesResponse:
         return self._ask(self._cluster.coordinator.ReturnBatches, request)
 
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
@@ -190,20 +212,22 @@ class DirectLane:
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receiver: Receiver,
+        receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
-    ) -> Answer:
+    ) -> ExchangeAnswer:
         may_wait, header.wait_ms = header.wait_ms > 0, 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
-        answer = map(decode_response, self._cluster.servers[shard].exchange(iter(sent), lambda: True))
+        answer = map(
+            decode_response, self._cluster.servers[shard].exchange(iter(sent), lambda: True)
+        )
         result = take(answer, receiver)
         self._cluster.deliver()
         pushed_last = header.seq > 0 and shard == len(self._cluster.servers) - 1
         if may_wait and (pushed_last or result.outcome == ps.OUTCOME_PENDING):
             self._hand_on()
-        return Answer(result, 0.0, 0.0)
+        return ExchangeAnswer(result, 0.0, 0.0)
 
     def whereabouts(self, timeout: float) -> Sequence[str]:
         return self.addresses
@@ -211,7 +235,9 @@ class DirectLane:
     def relocate(self, addresses: Sequence[str]) -> None:
         raise PSError("simulated servers stay as many as they are")
 
-    def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
+    def attach(
+        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
+    ) -> ps.AttachMemoryResponse:
         return ps.AttachMemoryResponse(reason="the servers are in this process")
 
     def close(self) -> None:
@@ -227,6 +253,10 @@ class DirectLane:
 
 
 def simulated(shards: int, workers: int, policy: str, staleness: int | None) -> SimulatedCluster:
-    """A cluster with settings as of ps-server, for that many workers. Leases never end: no time passes."""
-    config = ServerConfig(shards=shards, policy=policy, staleness=staleness, min_workers=workers, lease=FOREVER)
+    """A cluster with settings as of ps-server, for that many workers. Leases never end: no time
+    passes.
+    """
+    config = ServerConfig(
+        shards=shards, policy=policy, staleness=staleness, min_workers=workers, lease=FOREVER
+    )
     return SimulatedCluster(config, workers)

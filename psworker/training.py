@@ -1,4 +1,6 @@
-"""The small API: `DistributedTraining().train_distributed(model, data, nodes=3)` trains on a cluster of its own."""
+"""The small API: `DistributedTraining().train_distributed(model, data, nodes=3)` trains on a
+cluster of its own.
+"""
 
 import contextlib
 import copy
@@ -14,18 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from pscommon import interruptible
 from pscommon.core.errors import InvalidRequestError
-from psworker.arguments import whole
-from psworker.client import Client
+from pscommon.system import signals as interruptible
+from psworker.client.client import Client
 from psworker.connect import choose_device
-from psworker.drain import Stopping
-from psworker.environment import without_settings
-from psworker.generators import generators_kept
+from psworker.data.random_state import generators_kept
 from psworker.job import Job
 from psworker.local_servers import LocalServers
-from psworker.optimizer import ServerOptimizer
-from psworker.training_arguments import Loss, MakeOptimizer, checked_loss, made_module, optimizer_maker
+from psworker.optim.optimizer import ServerOptimizer
+from psworker.session.arguments import whole
+from psworker.session.drain import Stopping
+from psworker.session.environment import without_settings
+from psworker.training_arguments import (
+    Loss,
+    MakeOptimizer,
+    checked_loss,
+    made_module,
+    optimizer_maker,
+)
 
 log = logging.getLogger("psworker")
 
@@ -35,7 +43,7 @@ STOP_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class Node:
+class TrainingNode:
     """What one worker brings back."""
 
     steps: int = 0
@@ -48,12 +56,17 @@ class Node:
 class DistributedTraining:
     """Trains a model on several workers and servers with one call.
 
-    servers: how many shards hold the weights. policy, staleness: as of ps-server. ps: "HOST:PORT" of servers that run
-    already, instead of starting some on this machine for the time of the call.
+    servers: how many shards hold the weights. policy, staleness: as of ps-server. ps:
+    "HOST:PORT" of servers that run already, instead of starting some on this machine for the
+    time of the call.
     """
 
     def __init__(
-        self, servers: int = 1, policy: str = "sync", staleness: int | None = None, ps: str | None = None
+        self,
+        servers: int = 1,
+        policy: str = "sync",
+        staleness: int | None = None,
+        ps: str | None = None,
     ) -> None:
         self.servers = servers
         self.policy = policy
@@ -76,28 +89,43 @@ class DistributedTraining:
         simulate: bool = False,
         clip_norm: float | None = None,
     ) -> dict[str, Any]:
-        """Trains, and returns model_name, nodes_used, device, status, steps, samples, seconds, final_loss, state_dict.
+        """Trains, and returns model_name, nodes_used, device, status, steps, samples, seconds,
+        final_loss, state_dict.
 
-        model: a module, which ends up with the trained weights, or "package.module:function" that makes one. It trains
-        in the mode, train() or eval(), in which it comes.
-        data: a map-style dataset of (input, target), or a pair of tensors. An input or target may be a dict, list or
-        tuple of tensors; the model is called with the whole input. Every sample is used once an epoch, by one
-        of the `nodes` workers; batch_size is per worker. Each worker is a thread of this process with a copy of the
-        model and connections of its own; the servers are processes, and no PS_<FLAG> in the environment is meant for
-        them. loss(output, target): by default cross entropy for integer targets, mean squared error for others.
-        A loss that uses the given model's parameters, which no node trains, is refused. optimizer: makes one from
-        parameters, or is one whose settings are taken over; by default Adam. final_loss: mean over the workers' last
-        batches, NaN where there was none. clip_norm: as of Job.optimizer. status: "done"; "stopped" where all workers
-        were asked to leave, or the job at `ps` was stopped, before the end: the weights are those that were reached.
-        use_gpus: workers compute on CUDA devices in turn; InvalidRequestError where there is none.
-        simulate: the same workers, servers and policies one step at a time in this process, the same every time.
+        model: a module, which ends up with the trained weights, or "package.module:function"
+        that makes one. It trains in the mode, train() or eval(), in which it comes. data: a
+        map-style dataset of (input, target), or a pair of tensors. An input or target may be a
+        dict, list or tuple of tensors; the model is called with the whole input. Every sample is
+        used once an epoch, by one of the `nodes` workers; batch_size is per worker. Each worker
+        is a thread of this process with a copy of the model and connections of its own; the
+        servers are processes, and no PS_<FLAG> in the environment is meant for them.
+        loss(output, target): by default cross entropy for integer targets, mean squared error
+        for others. A loss that uses the given model's parameters, which no node trains, is
+        refused. optimizer: makes one from parameters, or is one whose settings are taken over;
+        by default Adam. final_loss: mean over the workers' last batches, NaN where there was
+        none. clip_norm: as of Job.optimizer. status: "done"; "stopped" where all workers were
+        asked to leave, or the job at `ps` was stopped, before the end: the weights are those
+        that were reached. use_gpus: workers compute on CUDA devices in turn; InvalidRequestError
+        where there is none. simulate: the same workers, servers and policies one step at a time
+        in this process, the same every time.
         """
         nodes = whole("nodes", nodes, 1)
         if simulate and self.ps is not None:
-            raise InvalidRequestError(f"simulate=True has servers of its own: leave out ps={self.ps!r}")
+            raise InvalidRequestError(
+                f"simulate=True has servers of its own: leave out ps={self.ps!r}"
+            )
         module = made_module(model)
         data, loss = _paired(data), checked_loss(loss)
-        task = _Task(data, epochs, batch_size, loss, optimizer_maker(optimizer, module), shuffle, seed, clip_norm)
+        task = _TrainingTask(
+            data,
+            epochs,
+            batch_size,
+            loss,
+            optimizer_maker(optimizer, module),
+            shuffle,
+            seed,
+            clip_norm,
+        )
         devices = [choose_device("cuda" if use_gpus else "cpu", node) for node in range(nodes)]
         began = time.monotonic()
         run = self._simulated if simulate else self._real
@@ -105,7 +133,8 @@ class DistributedTraining:
             results = _train_all(cluster, task, module, devices)
         if self.ps is not None and not any(node.steps for node in results):
             log.warning(
-                "nothing was trained, and the model has the weights of the job at %s: it had been through its data "
+                "nothing was trained, and the model has the weights of the job at %s: it had been "
+                "through its data "
                 "before; a job is one training, so for another one start other servers",
                 self.ps,
             )
@@ -118,25 +147,29 @@ class DistributedTraining:
         }
 
     @contextlib.contextmanager
-    def _real(self, nodes: int) -> Iterator["Cluster"]:
+    def _real(self, nodes: int) -> Iterator["TrainingCluster"]:
         if self.ps is not None:
-            yield Cluster(lambda node: Client(self.ps, rank=node))
+            yield TrainingCluster(lambda node: Client(self.ps, rank=node))
             return
         # a folder or port that is meant for another job is not for these
         environ = without_settings(os.environ)
         with LocalServers(self.servers, nodes, self.policy, self.staleness, environ) as servers:
-            yield Cluster(lambda node: Client(servers.address, rank=node))
+            yield TrainingCluster(lambda node: Client(servers.address, rank=node))
 
     @contextlib.contextmanager
-    def _simulated(self, nodes: int) -> Iterator["Cluster"]:
+    def _simulated(self, nodes: int) -> Iterator["TrainingCluster"]:
         from psworker.simulation import simulated
 
         cluster = simulated(self.servers, nodes, self.policy, self.staleness)
-        yield Cluster(lambda node: Client(lane=cluster.lane(node), rank=node), cluster.turns.enter, cluster.turns.leave)
+        yield TrainingCluster(
+            lambda node: Client(lane=cluster.lane(node), rank=node),
+            cluster.turns.enter,
+            cluster.turns.leave,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class TrainingCluster:
     """How a node connects, and what it does before and after (a simulation's turns)."""
 
     connect: Callable[[int], Client]
@@ -145,7 +178,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _TrainingTask:
     """What every node trains."""
 
     data: Any
@@ -158,8 +191,10 @@ class _Task:
     clip_norm: float | None
 
 
-class _Ending:
-    """Why the nodes stop before they are done, if they do: the first error. Then all of them are asked to leave."""
+class _StopReason:
+    """Why the nodes stop before they are done, if they do: the first error. Then all of them are
+    asked to leave.
+    """
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
@@ -177,10 +212,12 @@ class _Ending:
             client.drain()
 
 
-def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[torch.device]) -> list[Node]:
+def _train_all(
+    cluster: TrainingCluster, task: _TrainingTask, module: nn.Module, devices: list[torch.device]
+) -> list[TrainingNode]:
     """All nodes to the end. After the first error, or Ctrl-C, they stop; then it is raised."""
-    results = [Node() for _ in devices]
-    ending = _Ending()
+    results = [TrainingNode() for _ in devices]
+    ending = _StopReason()
     threads = [
         threading.Thread(
             target=_node,
@@ -206,13 +243,13 @@ def _train_all(cluster: Cluster, task: _Task, module: nn.Module, devices: list[t
 
 
 def _node(
-    cluster: Cluster,
-    task: _Task,
+    cluster: TrainingCluster,
+    task: _TrainingTask,
     model: nn.Module,
     device: torch.device,
     number: int,
-    result: Node,
-    ending: _Ending,
+    result: TrainingNode,
+    ending: _StopReason,
 ) -> None:
     cluster.enter(number)
     try:
@@ -230,7 +267,9 @@ def _node(
 
 @contextlib.contextmanager
 def _copies_train(given: nn.Module) -> Iterator[None]:
-    """A loss that uses parameters of the module itself, in a penalty say, is refused: it would train nothing."""
+    """A loss that uses parameters of the module itself, in a penalty say, is refused: it would
+    train nothing.
+    """
     trainable = [p for p in given.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
     hooks = [parameter.register_hook(_refuse_gradient) for parameter in trainable]  # type: ignore[no-untyped-call]
     try:
@@ -242,14 +281,17 @@ def _copies_train(given: nn.Module) -> Iterator[None]:
 
 def _refuse_gradient(gradient: Tensor) -> None:
     raise InvalidRequestError(
-        "loss(output, target) uses parameters of the model that was given, but each node trains a copy of it: let the "
+        "loss(output, target) uses parameters of the model that was given, but each node trains a "
+        "copy of it: let the "
         "model return what the loss needs, and penalize weights with the optimizer's weight_decay"
     )
 
 
-def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
+def _train(job: Job, task: _TrainingTask, model: nn.Module, result: TrainingNode) -> None:
     """A worker's whole life: what a user's script would say."""
-    optimizer = job.optimizer(task.make_optimizer(model.parameters()), model, clip_norm=task.clip_norm)
+    optimizer = job.optimizer(
+        task.make_optimizer(model.parameters()), model, clip_norm=task.clip_norm
+    )
     try:
         _go_through(job, task, model, optimizer, result)
     finally:
@@ -257,27 +299,47 @@ def _train(job: Job, task: _Task, model: nn.Module, result: Node) -> None:
     log.info("worker %d: done after %d steps, loss %.4f", job.rank, result.steps, result.loss)
 
 
-def _go_through(job: Job, task: _Task, model: nn.Module, optimizer: ServerOptimizer, result: Node) -> None:
+def _go_through(
+    job: Job,
+    task: _TrainingTask,
+    model: nn.Module,
+    optimizer: ServerOptimizer,
+    result: TrainingNode,
+) -> None:
     loss_of, told = _placed(task.loss, job.device), time.monotonic()
     for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
         inputs, target = _moved(_pair(batch), job.device)
         loss, samples = loss_of(model(inputs), target), job.usage.samples
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise InvalidRequestError(f'loss(output, target) is {shape}, not one number, as with reduction="mean"')
+            shape = (
+                f"a tensor of shape {list(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise InvalidRequestError(
+                f'loss(output, target) is {shape}, not one number, as with reduction="mean"'
+            )
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        result.steps, result.samples, result.loss = result.steps + 1, result.samples + samples, loss.item()
+        result.steps, result.samples, result.loss = (
+            result.steps + 1,
+            result.samples + samples,
+            loss.item(),
+        )
         if time.monotonic() - told >= LOG_SECONDS:
             told = time.monotonic()
             log.info("worker %d: step %d, loss %.4f", job.rank, result.steps, result.loss)
 
 
-def _brought_back(module: nn.Module, results: list[Node]) -> dict[str, Any]:
-    """What the nodes bring back; the module gets the weights of one that has gone through all, where there is one."""
+def _brought_back(module: nn.Module, results: list[TrainingNode]) -> dict[str, Any]:
+    """What the nodes bring back; the module gets the weights of one that has gone through all,
+    where there is one.
+    """
     finished = [node for node in results if not node.stopped]
-    newest = next((node.state for node in [*finished, *results] if node.state), None) or _state(module)
+    newest = next((node.state for node in [*finished, *results] if node.state), None) or _state(
+        module
+    )
     module.load_state_dict(newest)
     return {
         "status": "done" if finished else "stopped",
@@ -296,13 +358,17 @@ def _paired(data: Any) -> Any:
     """The data set; for a pair of tensors, listed or not, one of their rows."""
     if isinstance(data, DataLoader):
         raise InvalidRequestError(
-            "data is a DataLoader, and each node makes its own batches. Try: give the data set that it has "
+            "data is a DataLoader, and each node makes its own batches. Try: give the data set "
+            "that it has "
             "(loader.dataset), and batch_size and shuffle as arguments"
         )
-    if isinstance(data, tuple) or (isinstance(data, list) and data and all(isinstance(item, Tensor) for item in data)):
+    if isinstance(data, tuple) or (
+        isinstance(data, list) and data and all(isinstance(item, Tensor) for item in data)
+    ):
         if len(data) != 2:
             raise InvalidRequestError(
-                f"data is a pair of tensors, inputs and targets, or a data set, not {len(data)} of them"
+                f"data is a pair of tensors, inputs and targets, or a data set, not {len(data)} "
+                f"of them"
             )
         return tuple(data)
     return data
@@ -312,12 +378,18 @@ def _pair(batch: Any) -> Any:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch
     size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-    raise InvalidRequestError(f"a sample of data is a pair, (input, target), not a {type(batch).__name__}{size}")
+    raise InvalidRequestError(
+        f"a sample of data is a pair, (input, target), not a {type(batch).__name__}{size}"
+    )
 
 
 def _placed(loss: Loss, device: torch.device) -> Loss:
     """Where a loss has tensors (class weights), on the device; the user's own stays where it is."""
-    return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) and device.type != "cpu" else loss
+    return (
+        copy.deepcopy(loss).to(device)
+        if isinstance(loss, nn.Module) and device.type != "cpu"
+        else loss
+    )
 
 
 def _moved(item: Any, device: torch.device) -> Any:
@@ -332,7 +404,9 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """An entry of a state_dict, which is what a module likes (get_extra_state), apart from the module."""
+    """An entry of a state_dict, which is what a module likes (get_extra_state), apart from the
+    module.
+    """
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

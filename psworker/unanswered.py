@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from psworker.patience import Waits
+from psworker.connection.retry import PendingRequests
 
 if TYPE_CHECKING:
-    from psworker.drain import Drain
-    from psworker.lane import Lane
+    from psworker.session.drain import Drain
+    from psworker.transport.grpc import Transport
 
 TURN_SECONDS = 0.1
 UNANSWERED_SECONDS = 0.75
@@ -16,8 +16,11 @@ UNANSWERED_SECONDS = 0.75
 PROBE_SECONDS = 0.75
 
 
-def end_unanswered(lane: "Lane", drain: "Drain", waits: Waits, over: Callable[[], bool]) -> None:
-    """Watch the script's calls until `over`; once a server does not answer a probe, end them and give up.
+def end_unanswered(
+    lane: "Transport", drain: "Drain", waits: PendingRequests, over: Callable[[], bool]
+) -> None:
+    """Watch the script's calls until `over`; once a server does not answer a probe, end them and
+    give up.
 
     A call to servers that answer goes on, however long it takes. For a thread of its own.
     """

@@ -23,17 +23,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
 
 # no example fails because the machine stood still for a moment
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 slots_key = pytest.StashKey[ProcessSlots]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Jobs of the tests announce themselves where commands outside of this test process do not look."""
+    """Jobs of the tests announce themselves where commands outside of this test process do not
+    look.
+    """
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="ps-tests-")
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True))
-    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist inherit the environment of the first one
+    if not hasattr(
+        config, "workerinput"
+    ):  # the processes of pytest-xdist inherit the environment of the first one
         os.environ["TEST_SLOTS"] = str(Path(os.environ["XDG_RUNTIME_DIR"]) / "slots")
     slots = config.stash[slots_key] = ProcessSlots(Path(os.environ["TEST_SLOTS"]))
     config.add_cleanup(slots.close)
@@ -60,7 +66,9 @@ def shares_a_fixture(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist and -m look
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that measure time run one after the other, and first: beside them run tests that start no processes."""
+    """Tests that measure time run one after the other, and first: beside them run tests that
+    start no processes.
+    """
     for item in items:
         if folder_of(item) in FULL_TIER:
             item.add_marker(pytest.mark.full)
@@ -82,9 +90,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """In a process of pytest-xdist: it has to know the groups. It may forget them without a word."""
+    """In a process of pytest-xdist: it has to know the groups. It may forget them without a
+    word.
+    """
     if not getattr(session.config.option, "loadgroup", False):
         return
     for item in session.items:
-        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid.rpartition("]")[2].rpartition("::")[2]:
-            raise pytest.UsageError(f"{item.nodeid} is in no group: these pytest and pytest-xdist do not go together")
+        if (
+            item.get_closest_marker("xdist_group")
+            and "@" not in item.nodeid.rpartition("]")[2].rpartition("::")[2]
+        ):
+            raise pytest.UsageError(
+                f"{item.nodeid} is in no group: these pytest and pytest-xdist do not go together"
+            )

@@ -1,7 +1,7 @@
 """Processes that start in a moment, forked from one that has imported all they need.
 
-A fresh interpreter takes seconds to import torch; where a test is about what processes do, not about how a command
-starts, it need not wait for that.
+A fresh interpreter takes seconds to import torch; where a test is about what processes do, not
+about how a command starts, it need not wait for that.
 """
 
 import multiprocessing
@@ -16,7 +16,14 @@ from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["psserver.app", "psserver.cli", "psworker.cli", "psworker.connect", "tests.faults.scripts", "tests.faults.warm"]
+    [
+        "psserver.app",
+        "psserver.cli",
+        "psworker.cli",
+        "psworker.connect",
+        "tests.faults.scripts",
+        "tests.faults.warm",
+    ]
 )
 
 
@@ -26,7 +33,9 @@ class Forked:
     command: ps-server, ps-worker, or python with a script's path. environment: all of it.
     """
 
-    def __init__(self, command: str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
+    ) -> None:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
         writers = [writer for _, writer in pipes]
         body = (command, list(arguments), str(cwd), dict(environment), *writers)
@@ -34,7 +43,9 @@ class Forked:
         self._process.start()
         for writer in writers:
             writer.close()
-        self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes)
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes
+        )
         for reader, _ in pipes:
             reader.close()
         assert self._process.pid is not None
@@ -61,7 +72,12 @@ class Forked:
 
 
 def become(
-    command: str, arguments: list[str], cwd: str, environment: dict[str, str], out: Connection, err: Connection
+    command: str,
+    arguments: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    out: Connection,
+    err: Connection,
 ) -> None:
     """Body of the process: as if it had been started there, with these streams."""
     os.chdir(cwd)

@@ -7,15 +7,17 @@ import threading
 from contextlib import suppress
 
 BELOW_EPHEMERAL = range(20_000, 32_000)
-"""Not where the system takes the ports of outgoing connections from: one of those could come in between."""
+"""Not where the system takes the ports of outgoing connections from: one of those could come in
+between.
+"""
 
 BLOCK = 600
 """Ports that one process gives out, each once, before it claims as many others."""
 
 
 class Ports:
-    """A block belongs to whoever listens on its first port: a port given out is not given again, here or in a test that
-    runs beside this one, between its being free and its being used."""
+    """A block belongs to whoever listens on its first port: a port given out is not given again,
+    here or in a test that runs beside this one, between its being free and its being used."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,15 +1,21 @@
-"""When this machine stood still. What is promised within so many seconds is promised for those in which it runs."""
+"""When this machine stood still. What is promised within so many seconds is promised for those
+in which it runs.
+"""
 
 import threading
 import time
 
 LOOK = 0.02
 LONGEST = 0.5
-"""Seconds between two looks from which on the machine has stood still: it ran other things, or nothing."""
+"""Seconds between two looks from which on the machine has stood still: it ran other things, or
+nothing.
+"""
 
 
 class Standstills:
-    """What lay between looks that should have been LOOK apart. Times: as time.monotonic, of any process here."""
+    """What lay between looks that should have been LOOK apart. Times: as time.monotonic, of any
+    process here.
+    """
 
     def __init__(self, now: float) -> None:
         self._last = now
@@ -22,7 +28,11 @@ class Standstills:
 
     def running(self, since: float, to: float) -> float:
         """Seconds between the two without standstills."""
-        return to - since - sum(max(0.0, min(to, end) - max(since, start)) for start, end in self._found)
+        return (
+            to
+            - since
+            - sum(max(0.0, min(to, end) - max(since, start)) for start, end in self._found)
+        )
 
 
 _standstills = Standstills(time.monotonic())

@@ -7,7 +7,9 @@ from tests.ports import BLOCK, Ports, free_ports
 
 def test_no_port_is_given_twice() -> None:
     with closing(Ports()) as one, closing(Ports()) as other:  # as two processes
-        given = [port for _ in range(BLOCK // 4) for ports in (one, other) for port in ports.take(2)]
+        given = [
+            port for _ in range(BLOCK // 4) for ports in (one, other) for port in ports.take(2)
+        ]
     assert len(set(given)) == len(given)
 
 

@@ -1,4 +1,6 @@
-"""One of our workers: as a script without a framework, numpy arrays by name. Args: SETUP ADDRESS RANK."""
+"""One of our workers: as a script without a framework, numpy arrays by name. Args: SETUP ADDRESS
+RANK.
+"""
 
 import sys
 import time
@@ -10,8 +12,8 @@ from benchmarks.contenders.exchange import WARM_UP, check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
-from pscommon.core.model import OptimizerSpec
-from pscommon.malloc import tune_malloc
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.system.malloc import tune_malloc
 
 
 def main(setup: Setup, address: str, rank: int) -> None:
@@ -20,14 +22,18 @@ def main(setup: Setup, address: str, rank: int) -> None:
     with product.client(address, rank, setup) as client:
         weights = {name: np.zeros(shape, np.float32) for name, shape in named}
         gradients = {name: np.ones(shape, np.float32) for name, shape in named}
-        client.register(weights, OptimizerSpec(setup.optimizer, ({"lr": setup.rate},), setup.clip_norm))
+        client.register(
+            weights, OptimizerSettings(setup.optimizer, ({"lr": setup.rate},), setup.clip_norm)
+        )
 
         def turn() -> Measurements:
             began = time.perf_counter()
             for _ in range(setup.pieces):
                 result = client.push_pull(gradients, out=weights)
             seconds = (time.perf_counter() - began) / setup.pieces
-            check_weights(np.array([array.flat[-1] for array in weights.values()]), setup, result.version)
+            check_weights(
+                np.array([array.flat[-1] for array in weights.values()]), setup, result.version
+            )
             return {"seconds": seconds, "count": setup.pieces}
 
         serve({"go": turn}, WARM_UP)

@@ -1,4 +1,5 @@
-"""One process that stands for many workers, each a client of its own; all push at once. Args: SETUP ADDRESS RANK.
+"""One process that stands for many workers, each a client of its own; all push at once. Args:
+SETUP ADDRESS RANK.
 
 They share one tape of gradients, so that only the server needs memory for each of them.
 """
@@ -13,13 +14,16 @@ import numpy as np
 from benchmarks import product
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 
 
 def main(setup: Setup, address: str) -> None:
     tune_malloc()
     with ExitStack() as stack, ThreadPoolExecutor(setup.clients) as pool:
-        clients = [stack.enter_context(product.client(address, rank, setup)) for rank in range(setup.clients)]
+        clients = [
+            stack.enter_context(product.client(address, rank, setup))
+            for rank in range(setup.clients)
+        ]
         plan = clients[0].agree(product.spec(setup))
         weights = np.zeros(plan.nbytes, np.uint8).data
         gradients = np.ones(plan.nbytes // 4, np.float32).view(np.uint8).data
@@ -31,7 +35,11 @@ def main(setup: Setup, address: str) -> None:
         def turn() -> Measurements:
             began = time.perf_counter()
             for _ in range(setup.pieces):
-                results = list(pool.map(lambda client: client.exchange(gradients=gradients, weights=None), clients))
+                results = list(
+                    pool.map(
+                        lambda client: client.exchange(gradients=gradients, weights=None), clients
+                    )
+                )
                 if any(result.status != "applied" for result in results):
                     raise RuntimeError(f"not all pushes counted: {results}")
             return {"seconds": (time.perf_counter() - began) / setup.pieces, "count": setup.pieces}

@@ -1,4 +1,5 @@
-"""Contender: one of our workers that trains over a slow link. Args: SETUP SERVER_NAMESPACE WORKER_NAMESPACE.
+"""Contender: one of our workers that trains over a slow link. Args: SETUP SERVER_NAMESPACE
+WORKER_NAMESPACE.
 
 The words are those of benchmarks.contenders.training.
 """
@@ -29,12 +30,16 @@ def server(setup: Setup, namespace: str) -> Iterator[str]:
         command += ["--bind", f"{link.SERVER_ADDRESS}:0", "--port-file", str(port_file)]
         command += ["--log-level", "warning"]
         tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid())]
-        process = subprocess.Popen([*tether, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*tether, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         try:
             deadline = time.monotonic() + START_SECONDS
             while not port_file.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"no server at the far end of the link: exit code {process.poll()}")
+                    raise RuntimeError(
+                        f"no server at the far end of the link: exit code {process.poll()}"
+                    )
                 time.sleep(0.02)
             yield f"{link.SERVER_ADDRESS}:{port_file.read_text().strip()}"
         finally:
@@ -45,10 +50,14 @@ def server(setup: Setup, namespace: str) -> Iterator[str]:
 def main(setup: Setup, server_namespace: str, worker_namespace: str) -> None:
     with server(setup, server_namespace) as address:
         args = (setup.to_json(), address, "0")
-        command = Command("benchmarks.contenders.training", args, prefix=link.inside(worker_namespace))
+        command = Command(
+            "benchmarks.contenders.training", args, prefix=link.inside(worker_namespace)
+        )
         with Speaker(command) as worker:
             worker.wait_until_ready()
-            serve({word: lambda word=word: worker.ask(word) for word in ("go", "compute", "transfer")})  # type: ignore[misc]
+            serve(
+                {word: lambda word=word: worker.ask(word) for word in ("go", "compute", "transfer")}
+            )  # type: ignore[misc]
 
 
 if __name__ == "__main__":

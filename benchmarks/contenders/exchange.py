@@ -1,4 +1,6 @@
-"""One of our workers: pushes a tape of gradients and pulls the new weights. Args: SETUP ADDRESS RANK."""
+"""One of our workers: pushes a tape of gradients and pulls the new weights. Args: SETUP ADDRESS
+RANK.
+"""
 
 import sys
 import time
@@ -9,14 +11,16 @@ from numpy.typing import NDArray
 from benchmarks import product
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.core.tape import Plan
-from pscommon.malloc import tune_malloc
+from pscommon.core.partition import PartitionPlan
+from pscommon.system.malloc import tune_malloc
 
 WARM_UP = 3
 
 
 class Worker:
-    """Gradients are 1 everywhere, so what the weights have to be after a number of updates is known."""
+    """Gradients are 1 everywhere, so what the weights have to be after a number of updates is
+    known.
+    """
 
     def __init__(self, setup: Setup, address: str, rank: int) -> None:
         self._setup = setup
@@ -52,17 +56,21 @@ class Worker:
         check_weights(found, self._setup, version)
 
 
-def ends(plan: Plan) -> NDArray[np.int64]:
+def ends(plan: PartitionPlan) -> NDArray[np.int64]:
     """Places of the first and the last number of every tensor on the tape, all float32."""
     extents = [plan.extent(index) for index in range(len(plan.spec.tensors))]
     return np.array([[extent.start, extent.stop - 4] for extent in extents]).ravel() // 4
 
 
 def check_weights(found: NDArray[np.float32], setup: Setup, updates: int) -> None:
-    """RuntimeError unless they are what so many updates with gradients of 1 make of weights of 0."""
+    """RuntimeError unless they are what so many updates with gradients of 1 make of weights of
+    0.
+    """
     expected = -setup.rate * updates
     if not np.allclose(found, expected, rtol=1e-2):
-        raise RuntimeError(f"after {updates} updates weights are {found.min()} to {found.max()}, not {expected}")
+        raise RuntimeError(
+            f"after {updates} updates weights are {found.min()} to {found.max()}, not {expected}"
+        )
 
 
 def main(setup: Setup, address: str, rank: int) -> None:

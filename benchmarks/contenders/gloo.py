@@ -1,6 +1,7 @@
 """Contender: gloo between two processes, what a DDP user has. Args: KIND SETUP [STORE RANK].
 
-KIND "reduce": all_reduce of as many bytes. "adam": then the mean, and torch's fused Adam, in each process.
+KIND "reduce": all_reduce of as many bytes. "adam": then the mean, and torch's fused Adam, in
+each process.
 """
 
 import os
@@ -26,7 +27,9 @@ Work = tuple[Callable[[], None], Callable[[int], None]]
 
 
 def reduce(setup: Setup) -> Work:
-    """The numbers are 0, after a first sum that is checked: in place, any other would grow from round to round."""
+    """The numbers are 0, after a first sum that is checked: in place, any other would grow from
+    round to round.
+    """
     tensor = torch.ones(setup.nbytes // 4)
     dist.all_reduce(tensor)
     if tensor.min() != WORLD or tensor.max() != WORLD:
@@ -72,7 +75,9 @@ def member(kind: str, setup: Setup, store: str, rank: int) -> None:
 def main(kind: str, setup: Setup) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         args = (kind, setup.to_json(), str(Path(folder) / "store"))
-        commands = [Command("benchmarks.contenders.gloo", (*args, str(rank))) for rank in range(WORLD)]
+        commands = [
+            Command("benchmarks.contenders.gloo", (*args, str(rank))) for rank in range(WORLD)
+        ]
         team = Team([stack.enter_context(Speaker(command)) for command in commands])
         serve({"go": team.go})
 

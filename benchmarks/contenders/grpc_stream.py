@@ -1,4 +1,6 @@
-"""Contender: the bytes alone over a bare bidirectional gRPC stream, 1 MiB frames each way. Args: SETUP [server]."""
+"""Contender: the bytes alone over a bare bidirectional gRPC stream, 1 MiB frames each way. Args:
+SETUP [server].
+"""
 
 import sys
 import time
@@ -11,7 +13,7 @@ import numpy as np
 from benchmarks.contenders.bare import answer, bare_channel, bare_server
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 from pscommon.wire.channel import FRAME_BYTES
 
 WARM_UP = 3

@@ -1,4 +1,6 @@
-"""Contender: bare unary gRPC calls, words "go" (the model's bytes each way) and "empty". Args: SETUP [server]."""
+"""Contender: bare unary gRPC calls, words "go" (the model's bytes each way) and "empty". Args:
+SETUP [server].
+"""
 
 import sys
 import time
@@ -10,13 +12,16 @@ import grpc
 from benchmarks.contenders.bare import answer, bare_channel, bare_server
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 
 WARM_UP = 3
 
 
 def main(setup: Setup) -> None:
-    with bare_server("benchmarks.contenders.grpc_unary", setup) as (_, address), bare_channel(address) as channel:
+    with (
+        bare_server("benchmarks.contenders.grpc_unary", setup) as (_, address),
+        bare_channel(address) as channel,
+    ):
         stub: Any = channel.unary_unary("/bare.Bare/Call")
 
         def calls(message: bytes) -> Callable[[], Measurements]:

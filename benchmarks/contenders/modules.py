@@ -1,4 +1,6 @@
-"""One of our workers: `optimizer.step()` of a torch script whose gradients are there. Args: SETUP ADDRESS RANK."""
+"""One of our workers: `optimizer.step()` of a torch script whose gradients are there. Args:
+SETUP ADDRESS RANK.
+"""
 
 import sys
 import time
@@ -13,7 +15,7 @@ from benchmarks.contenders.exchange import WARM_UP, check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
 from benchmarks.speaker import Measurements, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 
@@ -34,7 +36,9 @@ def main(setup: Setup, address: str, rank: int) -> None:
     torch.set_num_threads(1)
     model = module(setup)
     with psworker.connect(address, rank=rank, device="cpu") as job:
-        optimizer = job.optimizer(OPTIMIZERS[setup.optimizer](model.parameters(), lr=setup.rate), model)
+        optimizer = job.optimizer(
+            OPTIMIZERS[setup.optimizer](model.parameters(), lr=setup.rate), model
+        )
 
         def turn() -> Measurements:
             began = time.perf_counter()

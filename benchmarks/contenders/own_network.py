@@ -1,6 +1,7 @@
 """A network of this process's own, in which there is only the loopback interface. Linux.
 
-For peers whose servers listen on all interfaces and cannot be told otherwise. Standard library only.
+For peers whose servers listen on all interfaces and cannot be told otherwise. Standard library
+only.
 """
 
 import ctypes
@@ -14,7 +15,9 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 
 def enter() -> None:
-    """For a process without threads so far; its children are born there. OSError where the system forbids it."""
+    """For a process without threads so far; its children are born there. OSError where the
+    system forbids it.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     flags = CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWNET | CLONE_NEWUSER
     if libc.unshare(flags):

@@ -1,6 +1,8 @@
-"""Contender: a job of ours. Servers as processes, workers as processes, all of whom exchange at once.
+"""Contender: a job of ours. Servers as processes, workers as processes, all of whom exchange at
+once.
 
-Args: KIND SETUP; KIND names the module of the workers: exchange, arrays, modules, crowd or training.
+Args: KIND SETUP; KIND names the module of the workers: exchange, arrays, modules, crowd or
+training.
 """
 
 import os
@@ -21,14 +23,18 @@ class Job:
         self.servers = processes.descendants(os.getpid(), "psserver")
         self._idle = sum(processes.memory_bytes(pid)["now"] for pid in self.servers)
         module = f"benchmarks.contenders.{kind}"
-        commands = [Command(module, (setup.to_json(), servers.address, str(rank))) for rank in range(setup.workers)]
+        commands = [
+            Command(module, (setup.to_json(), servers.address, str(rank)))
+            for rank in range(setup.workers)
+        ]
         self.team = Team([resources.enter_context(Speaker(command)) for command in commands])
 
     def turn(self) -> Measurements:
         """One turn of all workers, and what all servers together used meanwhile.
 
-        server_cpu: seconds a push. server_memory: bytes at the peak, beyond those of servers without a model, and
-        without server_shared, the workers' memory that servers see through /dev/shm.
+        server_cpu: seconds a push. server_memory: bytes at the peak, beyond those of servers
+        without a model, and without server_shared, the workers' memory that servers see through
+        /dev/shm.
         """
         for pid in self.servers:
             processes.forget_peak(pid)

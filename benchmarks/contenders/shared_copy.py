@@ -1,7 +1,9 @@
-"""Contender: the least that two processes can do through shared memory, with copies. Args: SETUP [FD].
+"""Contender: the least that two processes can do through shared memory, with copies. Args: SETUP
+[FD].
 
-The worker copies its gradients in; the server applies SGD to weights that lie there, with torch in one thread as ours;
-the worker copies the weights out. A byte each way over a pipe says whose turn it is.
+The worker copies its gradients in; the server applies SGD to weights that lie there, with torch
+in one thread as ours; the worker copies the weights out. A byte each way over a pipe says whose
+turn it is.
 """
 
 import mmap
@@ -35,7 +37,13 @@ def main(setup: Setup) -> None:
     shared = np.frombuffer(mmap.mmap(file, 2 * setup.nbytes), np.float32)
     shared_gradients, shared_weights = np.split(shared, 2)
     gradients, weights = np.ones_like(shared_gradients), np.zeros_like(shared_weights)
-    command = [sys.executable, "-m", "benchmarks.contenders.shared_copy", setup.to_json(), str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.contenders.shared_copy",
+        setup.to_json(),
+        str(file),
+    ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=[file]
     ) as process:

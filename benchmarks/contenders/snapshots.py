@@ -1,4 +1,5 @@
-"""Contender: steps and pulls of one worker, words "quiet" and "saving": while a snapshot is written. Args: SETUP.
+"""Contender: steps and pulls of one worker, words "quiet" and "saving": while a snapshot is
+written. Args: SETUP.
 
 SETUP's pieces are steps a turn; each is followed by a pull alone.
 """
@@ -15,7 +16,7 @@ from benchmarks.contenders.exchange import Worker
 from benchmarks.sample import sample
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 
 
 class Snapshots:
@@ -28,8 +29,11 @@ class Snapshots:
     def quiet(self) -> Measurements:
         steps, pulls = self._work(lambda done: done < self._setup.pieces)
         return {
-            "seconds": median(steps), "longest": max(steps), "p99": sample(pulls).quantile(0.99), "count": len(steps)
-        }  # fmt: skip
+            "seconds": median(steps),
+            "longest": max(steps),
+            "p99": sample(pulls).quantile(0.99),
+            "count": len(steps),
+        }
 
     def saving(self) -> Measurements:
         """At least as many steps, and on until the snapshot is on the disk."""

@@ -1,4 +1,6 @@
-"""Contender: bare gRPC streams of several clients at once, a process each. Args: SETUP [server | ADDRESS]."""
+"""Contender: bare gRPC streams of several clients at once, a process each. Args: SETUP [server |
+ADDRESS].
+"""
 
 import sys
 import threading
@@ -14,13 +16,15 @@ from benchmarks.contenders.bare import answer, bare_server
 from benchmarks.contenders.grpc_stream import client, fill, frames
 from benchmarks.setup import Setup
 from benchmarks.speaker import Command, Measurements, Speaker, Team, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 
 MODULE = "benchmarks.contenders.stream_crowd"
 
 
 class OwnMemory(threading.local):
-    """Of a thread: a message must not come to lie where another one comes to lie at the same time."""
+    """Of a thread: a message must not come to lie where another one comes to lie at the same
+    time.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.memory = np.zeros(nbytes, np.uint8).data

@@ -1,7 +1,8 @@
-"""Contender: how long one worker's pulls take, words "idle" and "busy": while another pushes without pause.
+"""Contender: how long one worker's pulls take, words "idle" and "busy": while another pushes
+without pause.
 
-Args: SETUP [ROLE ADDRESS], ROLE "pull" or "push"; SETUP's pieces are pulls a turn. The policy is async: pushes wait for
-nobody.
+Args: SETUP [ROLE ADDRESS], ROLE "pull" or "push"; SETUP's pieces are pulls a turn. The policy is
+async: pushes wait for nobody.
 """
 
 import sys
@@ -14,7 +15,7 @@ from benchmarks.contenders.exchange import Worker
 from benchmarks.sample import sample
 from benchmarks.setup import Setup
 from benchmarks.speaker import Command, Measurements, Speaker, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 
 
 class Pusher:
@@ -66,7 +67,8 @@ def main(setup: Setup) -> None:
         servers = resources.enter_context(product.servers(setup))
         args = [(setup.to_json(), role, servers.address) for role in ("pull", "push")]
         puller, pusher = (
-            resources.enter_context(Speaker(Command("benchmarks.contenders.tail", each))) for each in args
+            resources.enter_context(Speaker(Command("benchmarks.contenders.tail", each)))
+            for each in args
         )
         puller.wait_until_ready()
         pusher.wait_until_ready()

@@ -1,12 +1,14 @@
-"""Contender: TensorFlow's ParameterServerStrategy, one server and one worker. Args: SETUP [JOB CLUSTER].
+"""Contender: TensorFlow's ParameterServerStrategy, one server and one worker. Args: SETUP [JOB
+CLUSTER].
 
-Runs in an environment of its own (`make bench-tf`) that has nothing of ours but this folder. A step reads all
-variables, as a forward pass does, and pushes gradients of 1 with assign_sub, which is SGD. A read and a push of one
-variable follow each other; those of different variables may overlap as TensorFlow likes.
+Runs in an environment of its own (`make bench-tf`) that has nothing of ours but this folder. A
+step reads all variables, as a forward pass does, and pushes gradients of 1 with assign_sub,
+which is SGD. A read and a push of one variable follow each other; those of different variables
+may overlap as TensorFlow likes.
 
-The step is called directly, not through ClusterCoordinator.schedule, which costs a few milliseconds more. Words:
-"worker" runs it on the worker's server, which is faster with many bytes; "coordinator" runs it in this process, which
-is faster with few.
+The step is called directly, not through ClusterCoordinator.schedule, which costs a few
+milliseconds more. Words: "worker" runs it on the worker's server, which is faster with many
+bytes; "coordinator" runs it in this process, which is faster with few.
 """
 
 import json
@@ -45,7 +47,9 @@ def server(job: str, cluster: Cluster) -> None:
     """A server of TensorFlow until standard input ends."""
     import tensorflow as tf  # type: ignore[import-untyped]
 
-    kept = tf.distribute.Server(tf.train.ClusterSpec(cluster), job_name=job, task_index=0, protocol="grpc")
+    kept = tf.distribute.Server(
+        tf.train.ClusterSpec(cluster), job_name=job, task_index=0, protocol="grpc"
+    )
     sys.stdin.read()
     del kept
 
@@ -57,10 +61,13 @@ class Training:
         import tensorflow as tf
 
         self._tf, self._setup, self._updates = tf, setup, 0
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster), rpc_layer="grpc")
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(cluster), rpc_layer="grpc"
+        )
         with tf.distribute.ParameterServerStrategy(resolver).scope():
             self._variables = [
-                tf.Variable(tf.zeros(shape), name=name) for name, shape in shapes(setup.model, setup.nbytes).items()
+                tf.Variable(tf.zeros(shape), name=name)
+                for name, shape in shapes(setup.model, setup.nbytes).items()
             ]
 
     def work(self, job: str) -> Callable[[], Measurements]:
@@ -82,7 +89,9 @@ class Training:
         return turn
 
     def _push_pull(self, gradients: Sequence[Any]) -> Any:
-        """The sum of one number of every tensor as it was read: needs each of them whole where the step runs."""
+        """The sum of one number of every tensor as it was read: needs each of them whole where
+        the step runs.
+        """
         tf, seen = self._tf, []
         for variable, gradient in zip(self._variables, gradients, strict=True):
             weights = variable.read_value()
@@ -96,17 +105,29 @@ class Training:
         self._updates += self._setup.pieces
         expected = -self._setup.rate * (self._updates - 1) * len(self._variables)
         if abs(total - expected) > 1e-2 * abs(expected) + 1e-6:
-            raise RuntimeError(f"after {self._updates} updates the weights sum up to {total}, not {expected}")
+            raise RuntimeError(
+                f"after {self._updates} updates the weights sum up to {total}, not {expected}"
+            )
 
 
 def main(setup: Setup) -> None:
-    own_network.enter()  # TensorFlow's servers listen on 0.0.0.0, whatever address the cluster gives them
+    # TensorFlow's servers listen on 0.0.0.0, whatever address the cluster gives them
+    own_network.enter()
     ps, worker = (f"127.0.0.1:{port}" for port in free_ports(2))
     cluster = {"ps": [ps], "worker": [worker]}
     with ExitStack() as stack:
         for job in cluster:
-            command = [sys.executable, "-m", __spec__.name, setup.to_json(), job, json.dumps(cluster)]
-            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
+            command = [
+                sys.executable,
+                "-m",
+                __spec__.name,
+                setup.to_json(),
+                job,
+                json.dumps(cluster),
+            ]
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            )
             assert process.stdin is not None
             stack.callback(process.stdin.close)
         training = Training(setup, cluster)

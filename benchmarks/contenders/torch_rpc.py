@@ -1,7 +1,9 @@
-"""Contender: a parameter server as torch.distributed.rpc has it (TensorPipe). Args: KIND SETUP [STORE].
+"""Contender: a parameter server as torch.distributed.rpc has it (TensorPipe). Args: KIND SETUP
+[STORE].
 
-KIND: "best" for what TensorPipe chooses on one host, which is shared memory; "tcp" for what it has between two hosts.
-One call pushes all gradients and returns the new weights; the server applies SGD, in one thread as ours.
+KIND: "best" for what TensorPipe chooses on one host, which is shared memory; "tcp" for what it
+has between two hosts. One call pushes all gradients and returns the new weights; the server
+applies SGD, in one thread as ours.
 """
 
 import subprocess
@@ -45,7 +47,14 @@ def join(kind: str, store: str, rank: int) -> None:
 def main(kind: str, setup: Setup) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        command = [sys.executable, "-m", "benchmarks.contenders.torch_rpc", kind, setup.to_json(), store]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.contenders.torch_rpc",
+            kind,
+            setup.to_json(),
+            store,
+        ]
         with subprocess.Popen(tethered(command)) as process:
             join(kind, store, 0)
             # called as a function of the module by that name, on both sides
@@ -61,7 +70,9 @@ def main(kind: str, setup: Setup) -> None:
                     weights = rpc.rpc_sync("server", call, args=(gradients, setup.rate))
                 seconds = (time.perf_counter() - began) / setup.pieces
                 updates += setup.pieces
-                check_weights(np.array([weight.flatten()[-1] for weight in weights]), setup, updates)
+                check_weights(
+                    np.array([weight.flatten()[-1] for weight in weights]), setup, updates
+                )
                 return {"seconds": seconds, "count": setup.pieces}
 
             serve({"go": turn}, WARM_UP)
@@ -71,7 +82,9 @@ def main(kind: str, setup: Setup) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of its own module
+    warnings.filterwarnings(
+        "ignore", message="You are using a Backend"
+    )  # torch's own use of its own module
     if len(sys.argv) > 3:
         join(sys.argv[1], sys.argv[3], 1)
         rpc.shutdown()  # answers calls until the worker shuts down as well

@@ -1,6 +1,7 @@
 """One of our workers: really trains a network. Args: SETUP ADDRESS RANK.
 
-Words: "go", steps as a script makes them; "compute", the same without the optimizer; "transfer", the optimizer alone.
+Words: "go", steps as a script makes them; "compute", the same without the optimizer; "transfer",
+the optimizer alone.
 """
 
 import hashlib
@@ -18,9 +19,9 @@ from benchmarks import product
 from benchmarks.contenders.modules import OPTIMIZERS
 from benchmarks.setup import Setup
 from benchmarks.speaker import Measurements, serve
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 from psworker.job import Job
-from psworker.stats import PHASES
+from psworker.session.step_stats import PHASES
 
 DEPTH = 32
 RATE = 1e-3
@@ -30,7 +31,9 @@ def network(nbytes: int) -> nn.Sequential:
     """Layers of equal size, of about `nbytes` in all."""
     torch.manual_seed(0)
     width = max(2, round((nbytes / 4 / DEPTH) ** 0.5))
-    return nn.Sequential(*[part for _ in range(DEPTH) for part in (nn.Linear(width, width), nn.ReLU())])
+    return nn.Sequential(
+        *[part for _ in range(DEPTH) for part in (nn.Linear(width, width), nn.ReLU())]
+    )
 
 
 class Training:
@@ -53,7 +56,8 @@ class Training:
         self._optimizer.zero_grad()
 
     def steps(self) -> Measurements:
-        """Seconds a step and their phases, without the first step of the turn, which has nothing to overlap with.
+        """Seconds a step and their phases, without the first step of the turn, which has nothing
+        to overlap with.
 
         digest: of the weights, once they are all here.
         """
@@ -62,7 +66,9 @@ class Training:
         for _ in range(self._setup.pieces):
             self.step()
         count, seconds = self._setup.pieces, time.perf_counter() - began
-        phases = {f"phase.{name}": (self._job.stats.total[name] - before[name]) / count for name in PHASES}
+        phases = {
+            f"phase.{name}": (self._job.stats.total[name] - before[name]) / count for name in PHASES
+        }
         return {"seconds": seconds / count, "count": count + 1, "digest": self._digest(), **phases}
 
     def compute(self) -> Measurements:
@@ -81,7 +87,10 @@ class Training:
         began = time.perf_counter()
         for _ in range(self._setup.pieces):
             work()
-        return {"seconds": (time.perf_counter() - began) / self._setup.pieces, "count": self._setup.pieces}
+        return {
+            "seconds": (time.perf_counter() - began) / self._setup.pieces,
+            "count": self._setup.pieces,
+        }
 
     def _digest(self) -> float:
         """48 bits of a hash: as many as a JSON number holds exactly."""

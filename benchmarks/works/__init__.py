@@ -1,4 +1,6 @@
-"""One file a work: who is compared doing what. WORKS has them all, in the order in which they run."""
+"""One file a work: who is compared doing what. WORKS has them all, in the order in which they
+run.
+"""
 
 from benchmarks.works import (
     clipping,

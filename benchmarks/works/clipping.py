@@ -1,4 +1,6 @@
-"""What clip_norm costs: the norm of each push, and in a round of several one more exchange between the servers."""
+"""What clip_norm costs: the norm of each push, and in a round of several one more exchange
+between the servers.
+"""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,12 +19,24 @@ def lineup(scale: Scale, resources: ExitStack, large: bool, workers: int) -> Lin
     size = Setup(scale.large) if large else Setup(scale.small, "1", pieces=scale.small_pieces)
     jobs = replace(size, optimizer="adam", servers=2, workers=workers)
     entries = [
-        job(ours(lane, mode), replace(jobs, lanes=lane, clips=clips)) for lane in LANES for mode, clips in MODES.items()
+        job(ours(lane, mode), replace(jobs, lanes=lane, clips=clips))
+        for lane in LANES
+        for mode, clips in MODES.items()
     ]
     return Lineup(entries)
 
 
 ABOUT = "2 servers, Adam, sync: without a clip norm, and with one that no gradient exceeds."
-LARGE = Work("clipping", f"push_pull of 100 MB, 2 workers, {ABOUT}", partial(lineup, large=True, workers=2))
-SMALL = Work("clipping_small", f"push_pull of 50 kB, 2 workers, {ABOUT}", partial(lineup, large=False, workers=2))
-ALONE = Work("clipping_alone", f"push_pull of 100 MB, 1 worker, {ABOUT}", partial(lineup, large=True, workers=1))
+LARGE = Work(
+    "clipping", f"push_pull of 100 MB, 2 workers, {ABOUT}", partial(lineup, large=True, workers=2)
+)
+SMALL = Work(
+    "clipping_small",
+    f"push_pull of 50 kB, 2 workers, {ABOUT}",
+    partial(lineup, large=False, workers=2),
+)
+ALONE = Work(
+    "clipping_alone",
+    f"push_pull of 100 MB, 1 worker, {ABOUT}",
+    partial(lineup, large=True, workers=1),
+)

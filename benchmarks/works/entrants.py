@@ -36,7 +36,9 @@ def job(name: str, setup: Setup, kind: str = "exchange") -> Entry:
     return Entry(name, command("paramserver", kind, setup.to_json()))
 
 
-def peer(name: str, module: str, setup: Setup, *kind: str, word: str = "go", spins: bool = False) -> Entry:
+def peer(
+    name: str, module: str, setup: Setup, *kind: str, word: str = "go", spins: bool = False
+) -> Entry:
     return Entry(name, command(module, *kind, setup.to_json()), word, spins=spins)
 
 

@@ -13,7 +13,9 @@ from benchmarks.works.work import Lineup, Work
 def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     entries = []
     for workers in scale.growth:
-        each = Setup(scale.medium, workers=workers, policy="async", pieces=max(1, scale.pushes // workers))
+        each = Setup(
+            scale.medium, workers=workers, policy="async", pieces=max(1, scale.pushes // workers)
+        )
         entries += [job(team(lane, workers), replace(each, lanes=lane)) for lane in LANES]
         entries.append(peer(crew(STREAM, workers), "stream_crowd", each))
     return Lineup(entries)
@@ -21,7 +23,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "growth",
-    "Workers that push and pull a 4 MB model at once, each as fast as it can (async, SGD, 1 server): the server's CPU "
+    "Workers that push and pull a 4 MB model at once, each as fast as it can (async, SGD, 1 "
+    "server): the server's CPU "
     "seconds a push. The bare streams move the same bytes and apply nothing.",
     lineup,
 )

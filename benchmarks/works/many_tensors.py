@@ -25,7 +25,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "many_tensors",
-    "40 MB in 10 000 tensors against 40 MB in one: push and pull of a tape (Client.exchange), and optimizer.step() of "
+    "40 MB in 10 000 tensors against 40 MB in one: push and pull of a tape (Client.exchange), and "
+    "optimizer.step() of "
     "a torch model; 1 worker, 1 server, SGD.",
     lineup,
 )

@@ -15,14 +15,22 @@ MANY = ours("grpc", "many clients")
 
 def steps(scale: Scale, resources: ExitStack) -> Lineup:
     def setup(lane: str) -> Setup:
-        return Setup(scale.held, optimizer="adam", lanes=lane, pieces=scale.held_steps, in_flight=scale.in_flight)
+        return Setup(
+            scale.held,
+            optimizer="adam",
+            lanes=lane,
+            pieces=scale.held_steps,
+            in_flight=scale.in_flight,
+        )
 
     entries = [job(ours(lane), setup(lane)) for lane in LANES]
     return Lineup(entries, facts=facts(scale))
 
 
 def crowd(scale: Scale, resources: ExitStack) -> Lineup:
-    setup = Setup(scale.held, optimizer="adam", policy="async", clients=scale.crowd, in_flight=scale.in_flight)
+    setup = Setup(
+        scale.held, optimizer="adam", policy="async", clients=scale.crowd, in_flight=scale.in_flight
+    )
     return Lineup([job(MANY, setup, "crowd")], facts=facts(scale), rounds=scale.crowd_rounds)
 
 
@@ -33,8 +41,10 @@ def facts(scale: Scale) -> dict[str, float]:
 
 STEPS = Work(
     "memory",
-    "The server's resident memory at its peak in each round, beyond that of a server without a model: 400 MB model, "
-    "Adam, 1 worker, 20 steps a round. What a worker shares with it through /dev/shm is the worker's and shown apart.",
+    "The server's resident memory at its peak in each round, beyond that of a server without a "
+    "model: 400 MB model, "
+    "Adam, 1 worker, 20 steps a round. What a worker shares with it through /dev/shm is the "
+    "worker's and shown apart.",
     steps,
 )
 CROWD = Work(

@@ -12,7 +12,12 @@ from benchmarks.speaker import Command, Speaker
 from benchmarks.works.entrants import command
 from benchmarks.works.work import Lineup, Work
 
-COMPUTE, TRANSFER, PLAIN, OVERLAPPED = "compute alone", "transfer alone", "step without overlap", "step with overlap"
+COMPUTE, TRANSFER, PLAIN, OVERLAPPED = (
+    "compute alone",
+    "transfer alone",
+    "step without overlap",
+    "step with overlap",
+)
 FIRST_BATCH = 256
 PROBES = 3
 
@@ -28,7 +33,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     entries = [
         Entry(COMPUTE, distant(setup, ends), "compute"),
         Entry(TRANSFER, distant(setup, ends), "transfer"),
-        # a process of its own: the transfers change the weights of theirs, and this one's are compared
+        # a process of its own: the transfers change the weights of theirs, and this one's are
+        # compared
         Entry(PLAIN, distant(setup, ends), own=PLAIN),
         Entry(OVERLAPPED, distant(overlapped, ends)),
     ]
@@ -36,7 +42,9 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 
 def balanced(setup: Setup, ends: link.SlowLink) -> int:
-    """The batch size with which computing takes as long as the transfer, found in two steps; at least 1."""
+    """The batch size with which computing takes as long as the transfer, found in two steps; at
+    least 1.
+    """
     batch = setup.batch
     for _ in range(2):
         with Speaker(distant(replace(setup, batch=batch), ends)) as probe:
@@ -53,7 +61,9 @@ def distant(setup: Setup, ends: link.SlowLink) -> Command:
 
 WORK = Work(
     "overlap",
-    "Training over a link of 200 Mbit/s each way (network namespaces, veth, tbf): a perceptron of 5 MB in 32 layers "
-    "whose batch size makes computing take as long as the transfer; gRPC lane, 1 worker, 1 server, SGD.",
+    "Training over a link of 200 Mbit/s each way (network namespaces, veth, tbf): a perceptron of "
+    "5 MB in 32 layers "
+    "whose batch size makes computing take as long as the transfer; gRPC lane, 1 worker, 1 "
+    "server, SGD.",
     lineup,
 )

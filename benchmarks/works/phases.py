@@ -26,7 +26,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "phases",
-    "A training step of a multilayer perceptron (32 layers, 40 MB, batches of 64, Adam; sync, 1 server) by phase, as "
+    "A training step of a multilayer perceptron (32 layers, 40 MB, batches of 64, Adam; sync, 1 "
+    "server) by phase, as "
     "job.stats tells them.",
     lineup,
 )

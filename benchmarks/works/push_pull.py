@@ -16,20 +16,25 @@ from benchmarks.works.entrants import (
     ours,
     peer,
     tensorflow,
-)  # fmt: skip
+)
 from benchmarks.works.work import Lineup, Work
 
 
 def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     setup = Setup(scale.large)
     entries = [job(ours(lane), Setup(scale.large, lanes=lane)) for lane in LANES]
-    entries += [job(ours(lane, "arrays"), Setup(scale.large, lanes=lane), "arrays") for lane in LANES]
+    entries += [
+        job(ours(lane, "arrays"), Setup(scale.large, lanes=lane), "arrays") for lane in LANES
+    ]
     entries += [
         peer(STREAM, "grpc_stream", setup),
         peer(GLOO, "gloo", setup, "reduce"),
         peer(COPY, "shared_copy", setup),
         # threads of TensorPipe poll: a core for each of its processes
-        *(peer(name, "torch_rpc", setup, kind, spins=True) for name, kind in ((RPC, "best"), (RPC_TCP, "tcp"))),
+        *(
+            peer(name, "torch_rpc", setup, kind, spins=True)
+            for name, kind in ((RPC, "best"), (RPC_TCP, "tcp"))
+        ),
         *tensorflow(scale, setup, "worker"),
     ]
     return Lineup(entries, no_tensorflow(scale))
@@ -37,8 +42,10 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "push_pull",
-    "Gradients of a ResNet-50-like model (100 MB float32 in 160 tensors) to a server, SGD, new weights back; 1 worker, "
-    "1 server. The bare stream moves the same bytes and applies nothing; gloo sums the same bytes and applies nothing. "
+    "Gradients of a ResNet-50-like model (100 MB float32 in 160 tensors) to a server, SGD, new "
+    "weights back; 1 worker, "
+    "1 server. The bare stream moves the same bytes and applies nothing; gloo sums the same bytes "
+    "and applies nothing. "
     "torch.distributed.rpc takes shared memory on one host, unless it is told to take TCP.",
     lineup,
     quick=True,

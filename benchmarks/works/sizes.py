@@ -24,7 +24,10 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     for nbytes in scale.sizes:
         pieces = max(1, min(MOST_PIECES, TURN_BYTES // nbytes)) if scale.name == "full" else 1
         setup = Setup(nbytes, pieces=pieces)
-        entries += [job(sized(ours(lane), nbytes), Setup(nbytes, pieces=pieces, lanes=lane)) for lane in LANES]
+        entries += [
+            job(sized(ours(lane), nbytes), Setup(nbytes, pieces=pieces, lanes=lane))
+            for lane in LANES
+        ]
         entries += [
             peer(sized(STREAM, nbytes), "grpc_stream", setup),
             peer(sized(GLOO, nbytes), "gloo", setup, "reduce"),
@@ -34,7 +37,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "sizes",
-    "Push and pull of models of 1 to 256 MB in 160 tensors (SGD; 1 worker, 1 server) by lane, beside the bare stream "
+    "Push and pull of models of 1 to 256 MB in 160 tensors (SGD; 1 worker, 1 server) by lane, "
+    "beside the bare stream "
     "and gloo.",
     lineup,
 )

@@ -13,7 +13,7 @@ from benchmarks.works.entrants import (
     ours,
     peer,
     tensorflow,
-)  # fmt: skip
+)
 from benchmarks.works.work import Lineup, Work
 
 
@@ -32,7 +32,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "smallest",
-    "A step of a 50 kB model (one tensor, SGD), 1 worker, sync. The bare call moves 50 kB each way; the empty one "
+    "A step of a 50 kB model (one tensor, SGD), 1 worker, sync. The bare call moves 50 kB each "
+    "way; the empty one "
     "moves nothing.",
     lineup,
     quick=True,

@@ -1,4 +1,6 @@
-"""What a hot standby costs: everything travels to another process before it is acknowledged, or after."""
+"""What a hot standby costs: everything travels to another process before it is acknowledged, or
+after.
+"""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +16,11 @@ MODES = {"no standby": "", "sync": "sync", "async": "async"}
 
 
 def lineup(scale: Scale, resources: ExitStack, large: bool) -> Lineup:
-    size = Setup(scale.large, pieces=scale.logged) if large else Setup(scale.small, "1", pieces=scale.small_pieces)
+    size = (
+        Setup(scale.large, pieces=scale.logged)
+        if large
+        else Setup(scale.small, "1", pieces=scale.small_pieces)
+    )
     entries = [
         job(ours(lane, mode), replace(size, lanes=lane, shipping=shipping))
         for lane in LANES
@@ -24,7 +30,13 @@ def lineup(scale: Scale, resources: ExitStack, large: bool) -> Lineup:
 
 
 ABOUT = "1 worker, 1 server, SGD, all on this machine: without a standby, with one that has each push before it is told"
-LARGE = Work("standby", f"push_pull of 100 MB, {ABOUT}, and with one that may be behind.", partial(lineup, large=True))
+LARGE = Work(
+    "standby",
+    f"push_pull of 100 MB, {ABOUT}, and with one that may be behind.",
+    partial(lineup, large=True),
+)
 SMALL = Work(
-    "standby_small", f"push_pull of 50 kB, {ABOUT}, and with one that may be behind.", partial(lineup, large=False)
+    "standby_small",
+    f"push_pull of 50 kB, {ABOUT}, and with one that may be behind.",
+    partial(lineup, large=False),
 )

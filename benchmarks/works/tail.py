@@ -14,7 +14,14 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
         peer(
             ours(lane, f"{word} server"),
             "tail",
-            Setup(scale.medium, optimizer="adam", workers=2, policy="async", lanes=lane, pieces=scale.pulls),
+            Setup(
+                scale.medium,
+                optimizer="adam",
+                workers=2,
+                policy="async",
+                lanes=lane,
+                pieces=scale.pulls,
+            ),
             word=word,
         )
         for lane in LANES
@@ -25,7 +32,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "tail",
-    "Pulls of one worker (4 MB model, async, Adam), while the server is idle and while another worker pushes without "
+    "Pulls of one worker (4 MB model, async, Adam), while the server is idle and while another "
+    "worker pushes without "
     "pause; p99 of each round.",
     lineup,
 )

@@ -20,7 +20,8 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
 
 WORK = Work(
     "two_workers",
-    "The mean of two workers' gradients (100 MB each), Adam, new weights for both; sync, 2 servers. The peer's two "
+    "The mean of two workers' gradients (100 MB each), Adam, new weights for both; sync, 2 "
+    "servers. The peer's two "
     "workers sum one flat tensor with gloo, divide it, and run torch's fused Adam each.",
     lineup,
     quick=True,

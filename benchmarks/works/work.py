@@ -13,7 +13,9 @@ from benchmarks.scale import Scale
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who takes part; skipped: who does not, and why; facts: for the bars. rounds: 0 for as many as the scale says."""
+    """Who takes part; skipped: who does not, and why; facts: for the bars. rounds: 0 for as many
+    as the scale says.
+    """
 
     entries: list[Entry]
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -42,5 +44,13 @@ class Work:
             show(f"{len(lineup.entries)} contenders warm up")
             records = Contest(lineup.entries, resources).run(rounds, show)
         return Result(
-            self.name, self.about, when, rounds, found, machine.versions(), records, lineup.skipped, lineup.facts
-        )  # fmt: skip
+            self.name,
+            self.about,
+            when,
+            rounds,
+            found,
+            machine.versions(),
+            records,
+            lineup.skipped,
+            lineup.facts,
+        )

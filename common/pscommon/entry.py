@@ -1,7 +1,8 @@
 """Entry points of the commands: each loads its code and runs it.
 
-Until there is something to clean up, Ctrl-C ends the process at once, with 130 and without a word. An exception would
-come in the midst of an import, where libraries catch it, turn it into another or report it.
+Until there is something to clean up, Ctrl-C ends the process at once, with 130 and without a
+word. An exception would come in the midst of an import, where libraries catch it, turn it into
+another or report it.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""The worker's decisions as pure machines."""
+"""The worker's decisions as pure state machines and values."""

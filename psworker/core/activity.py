@@ -1,14 +1,15 @@
 """How long a script has made no call into this library. A machine: it is told the time.
 
-Only the script's own calls count: heartbeats come from another thread, and go on while the script hangs. A wait for
-others inside a call is no hang: meanwhile a server has a request. Time for which the whole process was stopped is not
-the script's, so a heartbeat that comes late counts as one.
+Only the script's own calls count: heartbeats come from another thread, and go on while the
+script hangs. A wait for others inside a call is no hang: meanwhile a server has a request. Time
+for which the whole process was stopped is not the script's, so a heartbeat that comes late
+counts as one.
 """
 
 LONGEST_BEAT_SECONDS = 2.0
 
 
-class Activity:
+class CallActivity:
     """Tell it every heartbeat."""
 
     def __init__(self, now: float) -> None:

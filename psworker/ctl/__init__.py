@@ -1,1 +1,1 @@
-"""ps-ctl: looking at a job and its snapshots, and ending it, for people and for scripts."""
+"""ps-ctl: inspects and controls a running job and its snapshots."""

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import click
 
-from pscommon.config import run_command
 from pscommon.entry import raise_on_ctrl_c
-from pscommon.option_types import COUNT, SECONDS
-from pscommon.variables import unread
+from pscommon.settings.command import run_command
+from pscommon.settings.environment import unread
+from pscommon.settings.option_types import COUNT, SECONDS
 from psworker.ctl import explain as explaining
 from psworker.ctl import views
 from psworker.ctl.config import config
+from psworker.ctl.context import CommandContext, pass_settings, shared, with_environment
 from psworker.ctl.doctor import doctor
 from psworker.ctl.output import Table, show, size
 from psworker.ctl.policy import policy
 from psworker.ctl.promote import promote
-from psworker.ctl.settings import Settings, pass_settings, shared, with_environment
 from psworker.ctl.snapshot import snapshot
-from psworker.ctl.stop import Group, stop
+from psworker.ctl.stop import CommandGroup, stop
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 @click.group(
     "ps-ctl",
-    cls=Group,
+    cls=CommandGroup,
     epilog="""\b
 Examples:
   ps-ctl status                                 the only job of this user on this machine
@@ -57,7 +57,7 @@ def ps_ctl() -> None:
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 status --output json")
 @shared
 @pass_settings
-def status(settings: Settings) -> None:
+def status(settings: CommandContext) -> None:
     """Show everything about the job at a glance."""
     with settings.servers() as servers:
         document = servers.status()
@@ -67,7 +67,7 @@ def status(settings: Settings) -> None:
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 workers")
 @shared
 @pass_settings
-def workers(settings: Settings) -> None:
+def workers(settings: CommandContext) -> None:
     """Show all workers that ever joined."""
     with settings.servers() as servers:
         document = servers.status()
@@ -77,11 +77,13 @@ def workers(settings: Settings) -> None:
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 plan")
 @shared
 @pass_settings
-def plan(settings: Settings) -> None:
+def plan(settings: CommandContext) -> None:
     """Show which tensor lies on which shard."""
     with settings.servers() as servers:
         placed = servers.plan()
-        addresses = [server.get("address") or "" for server in views.rows(servers.status(), "servers")]
+        addresses = [
+            server.get("address") or "" for server in views.rows(servers.status(), "servers")
+        ]
     document = views.plan_document(placed, addresses)
     show(settings.output, document, lambda: views.plan(document))
 
@@ -90,11 +92,11 @@ def plan(settings: Settings) -> None:
 @click.argument("worker", metavar="WORKER", type=COUNT)
 @shared
 @pass_settings
-def drain(settings: Settings, worker: int) -> None:
+def drain(settings: CommandContext, worker: int) -> None:
     """Ask a worker to leave, with nothing lost.
 
-    WORKER is its number in `ps-ctl workers`. It ends its step, hands back what data it has not used, leaves the job and
-    exits with 0; the others go on without it.
+    WORKER is its number in `ps-ctl workers`. It ends its step, hands back what data it has not
+    used, leaves the job and exits with 0; the others go on without it.
     """
     with settings.servers() as servers:
         servers.drain(worker)
@@ -104,20 +106,32 @@ def drain(settings: Settings, worker: int) -> None:
 
 @ps_ctl.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 reshard --servers 3")
 @click.option("--servers", "count", type=COUNT, required=True, help="How many there are to be.")
-@click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
+@click.option(
+    "--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long."
+)
 @shared
 @pass_settings
-def reshard(settings: Settings, count: int, wait: float) -> None:
+def reshard(settings: CommandContext, count: int, wait: float) -> None:
     """Move the model to another number of servers.
 
-    Workers go on after a pause, and no push is lost or repeated. For more servers start these first, with
-    `ps-server --shard I/N --join HOST:PORT` of shard 0; they wait for this command. With fewer servers the last ones
-    end, with 0. Shard 0 always stays.
+    Workers go on after a pause, and no push is lost or repeated. For more servers start these
+    first, with `ps-server --shard I/N --join HOST:PORT` of shard 0; they wait for this command.
+    With fewer servers the last ones end, with 0. Shard 0 always stays.
     """
     with settings.servers() as servers:
         seconds, nbytes = servers.reshard(count, wait)
-    document = {"job": servers.described.job, "servers": count, "pause_seconds": round(seconds, 3), "nbytes": nbytes}
-    rows = [("job", document["job"]), ("servers", count), ("pause", f"{seconds:.2f} s"), ("moved", size(nbytes))]
+    document = {
+        "job": servers.described.job,
+        "servers": count,
+        "pause_seconds": round(seconds, 3),
+        "nbytes": nbytes,
+    }
+    rows = [
+        ("job", document["job"]),
+        ("servers", count),
+        ("pause", f"{seconds:.2f} s"),
+        ("moved", size(nbytes)),
+    ]
     show(settings.output, document, lambda: [Table("", (), rows)])
 
 
@@ -125,7 +139,7 @@ def reshard(settings: Settings, count: int, wait: float) -> None:
 @click.argument("code", metavar="CODE|REASON")
 @shared
 @pass_settings
-def explain(settings: Settings, code: str) -> None:
+def explain(settings: CommandContext, code: str) -> None:
     """Say what an exit code or error reason means."""
     document = explaining.explanation(code)
     show(settings.output, document, lambda: [explaining.table(document)])

@@ -1,14 +1,16 @@
-"""`ps-ctl config`: the settings of a running job, or those that a command would get on this machine."""
+"""`ps-ctl config`: the settings of a running job, or those that a command would get on this
+machine.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from pscommon import options
 from pscommon.core.errors import InvalidRequestError
+from pscommon.settings import options
+from psworker.ctl.context import CommandContext, pass_settings
 from psworker.ctl.output import Table, show
-from psworker.ctl.settings import Settings, pass_settings
 
 
 @click.command(
@@ -29,16 +31,23 @@ Examples:
     help="Which command's.",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF THAT COMMAND]...")
-@click.option("--output", type=click.Choice(["table", "json"]), help="Form of the result [default: table].")
+@click.option(
+    "--output", type=click.Choice(["table", "json"]), help="Form of the result [default: table]."
+)
 @pass_settings
-def config(settings: Settings, table: str, flags: tuple[str, ...], output: str | None) -> None:
+def config(
+    settings: CommandContext, table: str, flags: tuple[str, ...], output: str | None
+) -> None:
     """Show settings and their sources.
 
-    With --ps before the command: the settings of that job, as its shard 0 knows them. Without: the settings that
-    ps-server, or the command named by --for, would get on this machine.
+    With --ps before the command: the settings of that job, as its shard 0 knows them. Without:
+    the settings that ps-server, or the command named by --for, would get on this machine.
     """
     rows = _of_job(settings, flags) if settings.is_ps_flag else _here(table, flags)
-    cells = [(row["key"], "(unset)" if row["value"] is None else row["value"], row["source"]) for row in rows]
+    cells = [
+        (row["key"], "(unset)" if row["value"] is None else row["value"], row["source"])
+        for row in rows
+    ]
     show(output or settings.output, rows, lambda: [Table("", ("key", "value", "from"), cells)])
 
 
@@ -49,15 +58,18 @@ def _here(table: str, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
     return [{"key": key, "value": _plain(value), "source": source} for key, value, source in merged]
 
 
-def _of_job(settings: Settings, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
+def _of_job(settings: CommandContext, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
     if flags:
         raise InvalidRequestError(
-            f"--ps shows the settings of a running job, which {flags[0]} does not change: give one of the two"
+            f"--ps shows the settings of a running job, which {flags[0]} does not change: give "
+            f"one of the two"
         )
     with settings.servers() as servers:
         rows = servers.status().get("settings")
     if rows is None:
-        raise InvalidRequestError(f"{servers.address} runs an older version, which does not tell its settings")
+        raise InvalidRequestError(
+            f"{servers.address} runs an older version, which does not tell its settings"
+        )
     return list(rows)
 
 

@@ -1,4 +1,6 @@
-"""What ps-ctl prints: tables for people, drawn on a terminal and plain when piped, or one JSON document."""
+"""What ps-ctl prints: tables for people, drawn on a terminal and plain when piped, or one JSON
+document.
+"""
 
 import io
 import os
@@ -7,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pscommon import strict_json
 from pscommon.core.errors import InvalidRequestError
+from pscommon.telemetry import strict_json
 
 if TYPE_CHECKING:
     from rich.table import Table as Drawing
@@ -26,10 +28,11 @@ class Table:
 
 
 def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> None:
-    """Prints the tables, or the document when `form` is "json". Empty tables and empty columns are left out.
+    """Prints the tables, or the document when `form` is "json". Empty tables and empty columns
+    are left out.
 
-    tables: makes them; not called for JSON, which needs nothing of what a table does. InvalidRequestError where stdout
-    takes nothing.
+    tables: makes them; not called for JSON, which needs nothing of what a table does.
+    InvalidRequestError where stdout takes nothing.
     """
     if sys.stdout is None:
         raise InvalidRequestError("the result cannot be printed: stdout is closed")
@@ -41,9 +44,13 @@ def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> 
         else:
             _show([_without_empty_columns(table) for table in tables() if table.rows])
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try again at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python must not try again at exit
         if not isinstance(error, BrokenPipeError):  # `ps-ctl status | head`: nobody reads on
-            raise InvalidRequestError(f"the result cannot be printed: {error.strerror or error}") from error
+            raise InvalidRequestError(
+                f"the result cannot be printed: {error.strerror or error}"
+            ) from error
 
 
 def size(nbytes: float | None) -> str:
@@ -81,9 +88,14 @@ def _without_empty_columns(table: Table) -> Table:
 
 
 def _plain(table: Table) -> str:
-    lines = [list(map(str, row)) for row in ([table.headings, *table.rows] if table.headings else table.rows)]
+    lines = [
+        list(map(str, row))
+        for row in ([table.headings, *table.rows] if table.headings else table.rows)
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    body = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    body = [
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]
     return "\n".join([table.title, *body] if table.title else body)
 
 
@@ -100,7 +112,8 @@ def _draw(tables: Sequence[Table]) -> None:
     console = Console()
     for number, table in enumerate(tables):
         drawing = _drawing(table)
-        # a table that is too wide is left to the terminal to wrap: squeezed columns cannot be read or copied
+        # a table that is too wide is left to the terminal to wrap: squeezed columns cannot be read
+        # or copied
         needed = console.measure(drawing, options=console.options.update(width=10_000)).maximum
         print(end="\n" if number else "", flush=True)
         Console(width=max(console.width, needed)).print(drawing)
@@ -113,9 +126,13 @@ def _drawing(table: Table) -> "Drawing":
 
     title = Text(table.title, "bold") if table.title else None
     drawing = Drawing(
-        title=title, title_justify="left", show_header=bool(table.headings),
-        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
+        title=title,
+        title_justify="left",
+        show_header=bool(table.headings),
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for heading in table.headings or [""] * len(table.rows[0]):
         drawing.add_column(heading, no_wrap=True)
     for row in table.rows:

@@ -2,13 +2,13 @@
 
 import click
 
-from pscommon.option_types import ADDRESS
+from pscommon.settings.option_types import ADDRESS
 from pscommon.wire.channel import open_channel
 from pscommon.wire.status import translated
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psworker.ctl.context import CommandContext, pass_settings, shared
 from psworker.ctl.output import Table, show
-from psworker.ctl.settings import Settings, pass_settings, shared
 
 HANDOVER = 10.0
 """Seconds that a handover may take."""
@@ -18,7 +18,7 @@ HANDOVER = 10.0
 @click.argument("standby", type=ADDRESS, metavar="HOST:PORT")
 @shared
 @pass_settings
-def promote(settings: Settings, standby: str) -> None:
+def promote(settings: CommandContext, standby: str) -> None:
     """Make a standby the primary of its shard.
 
     HOST:PORT is the standby's. A primary that answers hands over, with nothing lost, and ends; a standby that is behind
@@ -28,5 +28,14 @@ def promote(settings: Settings, standby: str) -> None:
     with open_channel(standby) as channel, translated(f"the standby at {standby}"):
         request = pb.PromoteRequest(wait_ms=round(HANDOVER * 1000))
         answer = StandbyServiceStub(channel).Promote(request, timeout=HANDOVER + settings.timeout)
-    document = {"primary": standby, "term": answer.term, "version": answer.version, "note": answer.note}
-    show(settings.output, document, lambda: [Table("", (), [row for row in document.items() if row[1] != ""])])
+    document = {
+        "primary": standby,
+        "term": answer.term,
+        "version": answer.version,
+        "note": answer.note,
+    }
+    show(
+        settings.output,
+        document,
+        lambda: [Table("", (), [row for row in document.items() if row[1] != ""])],
+    )

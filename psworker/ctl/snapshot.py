@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pscommon.core.errors import SnapshotError
-from pscommon.option_types import FILE, SECONDS, VERSION
+from pscommon.settings.option_types import FILE, SECONDS, VERSION
 from psworker.ctl import views
+from psworker.ctl.context import CommandContext, pass_settings, shared
 from psworker.ctl.output import Table, show, size
-from psworker.ctl.settings import Settings, pass_settings, shared
 
 if TYPE_CHECKING:
-    from pscommon.snapshot import Snapshots
+    from pscommon.snapshot import SnapshotDirectory
 
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -37,10 +37,12 @@ def snapshot() -> None:
 
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot save --wait 10m")
-@click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
+@click.option(
+    "--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long."
+)
 @shared
 @pass_settings
-def save(settings: Settings, wait: float) -> None:
+def save(settings: CommandContext, wait: float) -> None:
     """Take a snapshot now and wait until it is on disk."""
     with settings.servers() as servers:
         version, path = servers.save(wait)
@@ -50,15 +52,18 @@ def save(settings: Settings, wait: float) -> None:
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot restore 1200")
 @click.argument("version", metavar="VERSION", type=VERSION)
-@click.option("--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long.")
+@click.option(
+    "--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long."
+)
 @shared
 @pass_settings
-def restore(settings: Settings, version: int, wait: float) -> None:
+def restore(settings: CommandContext, version: int, wait: float) -> None:
     """Take a running job back to the snapshot of VERSION.
 
-    All shards go back together: weights, optimizer state, position in the data. Newer snapshots are set aside. Workers
-    join again by themselves and train on from there; LR schedulers, which live in their scripts, stay where they are.
-    Exit code 12 if there is no such snapshot, or it is damaged.
+    All shards go back together: weights, optimizer state, position in the data. Newer snapshots
+    are set aside. Workers join again by themselves and train on from there; LR schedulers, which
+    live in their scripts, stay where they are. Exit code 12 if there is no such snapshot, or it
+    is damaged.
     """
     with settings.servers() as servers:
         servers.restore(version, wait)
@@ -67,12 +72,14 @@ def restore(settings: Settings, version: int, wait: float) -> None:
 
 
 @snapshot.command(
-    "list", epilog="\b\nExamples:\n  ps-ctl --ps host0:50051 snapshot list\n  ps-ctl snapshot list /data/job"
+    "list",
+    epilog="\b\nExamples:\n  ps-ctl --ps host0:50051 snapshot list\n  ps-ctl snapshot list "
+    "/data/job",
 )
 @click.argument("directory", metavar="[DIR]", type=DIRECTORY, required=False)
 @shared
 @pass_settings
-def list_(settings: Settings, directory: Path | None) -> None:
+def list_(settings: CommandContext, directory: Path | None) -> None:
     """List snapshots of DIR or of the job.
 
     Their parts are not read; `verify` does that.
@@ -81,18 +88,21 @@ def list_(settings: Settings, directory: Path | None) -> None:
         rows = _rows(*_snapshots(directory, None))
     else:
         with settings.servers() as servers:
-            rows = [{"state": "complete", **row} for row in views.rows(servers.status(), "snapshots")]
+            rows = [
+                {"state": "complete", **row} for row in views.rows(servers.status(), "snapshots")
+            ]
     show(settings.output, rows, lambda: [views.snapshots(rows)])
 
 
 @snapshot.command(
-    epilog="\b\nExamples:\n  ps-ctl snapshot verify /data/job\n  ps-ctl snapshot verify /data/job --version 1200"
+    epilog="\b\nExamples:\n  ps-ctl snapshot verify /data/job\n  ps-ctl snapshot verify /data/job "
+    "--version 1200"
 )
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
 @click.option("--version", type=VERSION, help="Only this one [default: all].")
 @shared
 @pass_settings
-def verify(settings: Settings, directory: Path, version: int | None) -> int:
+def verify(settings: CommandContext, directory: Path, version: int | None) -> int:
     """Check every byte of the snapshots in DIR.
 
     Exit code 12 if any of them is damaged.
@@ -112,7 +122,7 @@ def verify(settings: Settings, directory: Path, version: int | None) -> int:
 @click.option("--version", type=VERSION, help="Which one [default: the newest valid].")
 @shared
 @pass_settings
-def export(settings: Settings, directory: Path, file: Path, version: int | None) -> None:
+def export(settings: CommandContext, directory: Path, file: Path, version: int | None) -> None:
     """Write weights as a safetensors FILE.
 
     Plain torch loads it: model.load_state_dict(safetensors.torch.load_file(FILE)).
@@ -125,31 +135,38 @@ def export(settings: Settings, directory: Path, file: Path, version: int | None)
     snapshot_package.export(snapshots, version, file)
     nbytes = file.stat().st_size
     document = {"version": version, "file": str(file), "nbytes": nbytes}
-    show(settings.output, document, lambda: [Table("", (), [*list(document.items())[:2], ("bytes", size(nbytes))])])
+    show(
+        settings.output,
+        document,
+        lambda: [Table("", (), [*list(document.items())[:2], ("bytes", size(nbytes))])],
+    )
 
 
-def _snapshots(directory: Path, version: int | None) -> "tuple[Snapshots, int | None]":
+def _snapshots(directory: Path, version: int | None) -> "tuple[SnapshotDirectory, int | None]":
     """Return the snapshots of a data directory, and the version if DIR or --version names one.
 
     Raises:
         SnapshotError: there is no snapshot; the message says what DIR is.
         click.UsageError: DIR is one snapshot, and --version names another.
     """
-    from pscommon.snapshot import Snapshots
+    from pscommon.snapshot import SnapshotDirectory
 
     path = directory.resolve()
     one = int(path.name) if path.name.isdecimal() and path.parent.name == "snapshots" else None
-    snapshots = Snapshots(path.parent.parent if one is not None else directory)
+    snapshots = SnapshotDirectory(path.parent.parent if one is not None else directory)
     if one is not None and version not in (None, one):
-        raise click.UsageError(f"DIR is the snapshot of version {one}, --version says {version}: give one of the two")
+        raise click.UsageError(
+            f"DIR is the snapshot of version {one}, --version says {version}: give one of the two"
+        )
     if not snapshots.versions() or (one is not None and one not in snapshots.versions()):
         raise SnapshotError(
-            f"no snapshots in {directory}: DIR is what the servers got as --data-dir, or a path of `snapshot list`"
+            f"no snapshots in {directory}: DIR is what the servers got as --data-dir, or a path "
+            f"of `snapshot list`"
         )
     return snapshots, version if one is None else one
 
 
-def _newest(snapshots: "Snapshots") -> int:
+def _newest(snapshots: "SnapshotDirectory") -> int:
     newest = snapshots.newest_valid()
     for reason in newest.skipped:
         click.echo(f"ps-ctl: skipped a damaged snapshot: {reason}", err=True)
@@ -158,11 +175,11 @@ def _newest(snapshots: "Snapshots") -> int:
     return newest.manifest.version
 
 
-def _rows(snapshots: "Snapshots", only: int | None) -> list[dict[str, Any]]:
+def _rows(snapshots: "SnapshotDirectory", only: int | None) -> list[dict[str, Any]]:
     return [_row(snapshots, version) for version in snapshots.versions() if only in (None, version)]
 
 
-def _row(snapshots: "Snapshots", version: int) -> dict[str, Any]:
+def _row(snapshots: "SnapshotDirectory", version: int) -> dict[str, Any]:
     path = str(snapshots.path(version).resolve())
     try:
         manifest = snapshots.manifest(version)
@@ -172,7 +189,9 @@ def _row(snapshots: "Snapshots", version: int) -> dict[str, Any]:
     return {
         "version": version,
         "path": path,
-        "state": "complete" if not absent else f"{len(absent)} of {manifest.shards} parts elsewhere",
+        "state": "complete"
+        if not absent
+        else f"{len(absent)} of {manifest.shards} parts elsewhere",
         "nbytes": manifest.nbytes,
         "seconds": time.time() - datetime.fromisoformat(manifest.created).timestamp(),
         "job": manifest.job,
@@ -182,7 +201,7 @@ def _row(snapshots: "Snapshots", version: int) -> dict[str, Any]:
     }
 
 
-def _verified(snapshots: "Snapshots", version: int) -> dict[str, Any]:
+def _verified(snapshots: "SnapshotDirectory", version: int) -> dict[str, Any]:
     problems = snapshots.verify(version)
     row = _row(snapshots, version)
     state = "damaged" if problems else row["state"].replace("complete", "sound")

@@ -1,19 +1,23 @@
-"""Answers of the servers as tables. Status may come from a newer or an older server: what is not there stays empty."""
+"""Answers of the servers as tables. Status may come from a newer or an older server: what is not
+there stays empty.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pscommon.core.model import ROLES
-from pscommon.core.tape import Plan
+from pscommon.core.model_spec import ROLES
+from pscommon.core.partition import PartitionPlan
 from psworker.ctl.output import Table, duration, number, size
-from psworker.progress_text import pass_text
+from psworker.ctl.pass_text import pass_text
 
 Json = Mapping[str, Any]
 
 
 def status(document: Json) -> list[Table]:
     return [
-        Table("", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]),
+        Table(
+            "", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]
+        ),
         servers(document),
         _candidates(document),
         _workers_in_short(document),
@@ -50,7 +54,12 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("running for", duration(document.get("seconds"))),
         ("steps", document.get("steps")),
         ("samples", document.get("samples")),
-        ("pushes", _list(*(f"{n} {outcome}" for outcome, n in (document.get("pushes") or {}).items() if n))),
+        (
+            "pushes",
+            _list(
+                *(f"{n} {outcome}" for outcome, n in (document.get("pushes") or {}).items() if n)
+            ),
+        ),
         ("workers done", document.get("finished")),
         ("snapshots", _snapshots(document)),
         ("snapshot problem", document.get("snapshot_problem")),
@@ -66,7 +75,10 @@ def _loss(document: Json) -> str:
 
 
 def _policy(document: Json) -> str:
-    return _list(_text("{}", document.get("policy")), _text("at most {} steps apart", document.get("staleness")))
+    return _list(
+        _text("{}", document.get("policy")),
+        _text("at most {} steps apart", document.get("staleness")),
+    )
 
 
 def _model(model: Json | None) -> str:
@@ -89,7 +101,11 @@ def _snapshots(document: Json) -> str:
 
 def _metrics(document: Json) -> Table:
     metrics: Json = document.get("metrics") or {}
-    return Table("Metrics", (), [(name, "not finite" if v is None else number(v)) for name, v in metrics.items()])
+    return Table(
+        "Metrics",
+        (),
+        [(name, "not finite" if v is None else number(v)) for name, v in metrics.items()],
+    )
 
 
 def servers(document: Json) -> Table:
@@ -108,7 +124,19 @@ def servers(document: Json) -> Table:
         for server in rows(document, "servers")
     ]
     return Table(
-        "Servers", ("shard", "address", "up", "version", "weights", "optimizer", "received", "sent", "standby"), cells
+        "Servers",
+        (
+            "shard",
+            "address",
+            "up",
+            "version",
+            "weights",
+            "optimizer",
+            "received",
+            "sent",
+            "standby",
+        ),
+        cells,
     )
 
 
@@ -136,7 +164,9 @@ def _workers_in_short(document: Json) -> Table:
             worker.get("worker"),
             _text("{}:{}", worker.get("host"), worker.get("pid")),
             worker.get("device"),
-            worker["health"] if worker.get("health") in ("slow", "hanging", "silent") else worker.get("state"),
+            worker["health"]
+            if worker.get("health") in ("slow", "hanging", "silent")
+            else worker.get("state"),
             worker.get("steps"),
             number(worker.get("samples_per_second")),
             worker.get("phase"),
@@ -144,7 +174,11 @@ def _workers_in_short(document: Json) -> Table:
         )
         for worker in rows(document, "workers")
     ]
-    return Table("Workers", ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason"), cells)
+    return Table(
+        "Workers",
+        ("worker", "host:pid", "device", "state", "steps", "samples/s", "phase", "reason"),
+        cells,
+    )
 
 
 def _why(worker: Json) -> str:
@@ -175,9 +209,21 @@ def workers(document: Json) -> Table:
         for worker in rows(document, "workers")
     ]
     headings = (
-        "worker", "rank", "host:pid", "device", "state", "health", "clock", "steps",
-        "step", "own part", "samples/s", "phase", "silent", "reason",
-    )  # fmt: skip
+        "worker",
+        "rank",
+        "host:pid",
+        "device",
+        "state",
+        "health",
+        "clock",
+        "steps",
+        "step",
+        "own part",
+        "samples/s",
+        "phase",
+        "silent",
+        "reason",
+    )
     return Table("Workers", headings, cells)
 
 
@@ -193,20 +239,32 @@ def _data(document: Json) -> Table:
         )
         for loop in rows(document, "data")
     ]
-    return Table("Data", ("loop", "samples", "batch size", "epochs done", "batches done", "handed out"), cells)
+    return Table(
+        "Data",
+        ("loop", "samples", "batch size", "epochs done", "batches done", "handed out"),
+        cells,
+    )
 
 
 def snapshots(listed: Sequence[Json]) -> Table:
     headings = ("version", "bytes", "age", "state", "path")
     cells = [
-        (row.get("version"), size(row.get("nbytes")), duration(row.get("seconds")), row.get("state"), row.get("path"))
+        (
+            row.get("version"),
+            size(row.get("nbytes")),
+            duration(row.get("seconds")),
+            row.get("state"),
+            row.get("path"),
+        )
         for row in listed
     ]
     return Table("", headings, cells)
 
 
-def plan_document(plan: Plan, addresses: Sequence[str]) -> dict[str, Any]:
-    """Placement as JSON: for each shard its ranges of the tape by role, for each tensor where it lies."""
+def plan_document(plan: PartitionPlan, addresses: Sequence[str]) -> dict[str, Any]:
+    """Placement as JSON: for each shard its ranges of the tape by role, for each tensor where it
+    lies.
+    """
     return {
         "plan_digest": plan.digest,
         "bytes": plan.nbytes,
@@ -223,7 +281,7 @@ def plan_document(plan: Plan, addresses: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _placed(plan: Plan, index: int) -> dict[str, Any]:
+def _placed(plan: PartitionPlan, index: int) -> dict[str, Any]:
     tensor, (start, stop) = plan.spec.tensors[index], plan.extent(index)
     ranges = ((shard, plan.range(shard, tensor.role)) for shard in range(plan.shards))
     return {
@@ -234,7 +292,9 @@ def _placed(plan: Plan, index: int) -> dict[str, Any]:
         "group": tensor.group,
         "bytes": tensor.nbytes,
         "start": start,
-        "shards": [shard for shard, span in ranges if max(start, span.start) < min(stop, span.stop)],
+        "shards": [
+            shard for shard, span in ranges if max(start, span.start) < min(stop, span.stop)
+        ],
     }
 
 
@@ -249,7 +309,13 @@ def plan(document: Json) -> list[Table]:
         for row in document["shards"]
     ]
     tensors = [
-        (t["name"], f"{t['dtype']}{t['shape']}", t["role"], size(t["bytes"]), ", ".join(map(str, t["shards"])))
+        (
+            t["name"],
+            f"{t['dtype']}{t['shape']}",
+            t["role"],
+            size(t["bytes"]),
+            ", ".join(map(str, t["shards"])),
+        )
         for t in document["tensors"]
     ]
     return [

@@ -1,1 +1,3 @@
-"""What loaders read: map-style data sets, their order, and the options of torch's DataLoader."""
+"""The data loader: batches leased from the ledger, read from map-style data sets or from
+streams.
+"""

@@ -4,21 +4,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.loop import LoopSpec
-from psworker.arguments import seed_of
-from psworker.batches import Batches
-from psworker.data.map_dataset import Fetcher, MapStyle, check_options, map_style, spec_made
+from psworker.data.batches import BatchLoader
+from psworker.data.map_dataset import BatchFetcher, MapDataset, check_options, map_style, spec_made
 from psworker.data.order import check_sampler
-from psworker.data.torch_loader import Given, unpacked
-from psworker.streams import StreamData, is_stream, refuse
+from psworker.data.stream_dataset import StreamData, is_stream, refuse
+from psworker.data.torch_loader import LoaderArguments, unpacked
+from psworker.session.arguments import seed_of
 
 if TYPE_CHECKING:
     from psworker.job import Job
 
 
-def loader_of(job: "Job", given: Given, epochs: int, seed: int, sources: int | None, reseed: bool) -> Batches:
-    """Return what `Job.batches` returns, where the arguments are described. InvalidRequestError for wrong ones."""
+def loader_of(
+    job: "Job", given: LoaderArguments, epochs: int, seed: int, sources: int | None, reseed: bool
+) -> BatchLoader:
+    """Return what `Job.batches` returns, where the arguments are described. InvalidRequestError
+    for wrong ones.
+    """
     if isinstance(given.dataset, DataLoader):
         given = unpacked(given.dataset, given)
     _check_exclusive(given)
@@ -28,19 +32,29 @@ def loader_of(job: "Job", given: Given, epochs: int, seed: int, sources: int | N
     if sources is not None or is_stream(given.dataset):
         refuse(given)
         count = 1 if sources is None else sources
-        stream = StreamData(given.dataset, given.batch_size, epochs, count, collate, seed if reseed else None)
-        return Batches(job, stream, reseed)
+        stream = StreamData(
+            given.dataset, given.batch_size, epochs, count, collate, seed if reseed else None
+        )
+        return BatchLoader(job, stream, reseed)
     check_options(given.options)
     data, sampler = map_style(given.dataset), _sampler(given, epochs)
     shuffle = sampler is None and (given.shuffle is None or given.shuffle)
     by_batch = given.batch_sampler is not None
     size = 1 if by_batch else given.batch_size
     loop = spec_made(LoopSpec, 0, len(data), size, epochs, given.drop_last, shuffle, seed)
-    rows = MapStyle(data, loop, Fetcher(data, collate, reseed), given.options, job.passes, sampler, by_batch)
-    return Batches(job, rows, reseed)
+    rows = MapDataset(
+        data,
+        loop,
+        BatchFetcher(data, collate, reseed),
+        given.options,
+        job.passes,
+        sampler,
+        by_batch,
+    )
+    return BatchLoader(job, rows, reseed)
 
 
-def _check_exclusive(given: Given) -> None:
+def _check_exclusive(given: LoaderArguments) -> None:
     if given.batch_sampler is not None:
         others = {
             "batch_size": given.batch_size is not None,
@@ -50,14 +64,17 @@ def _check_exclusive(given: Given) -> None:
         }
         if excluded := [name for name, is_given in others.items() if is_given]:
             raise InvalidRequestError(
-                f"batch_sampler excludes {', '.join(excluded)}: it gives whole batches, in its own order. Try: leave "
+                f"batch_sampler excludes {', '.join(excluded)}: it gives whole batches, in its "
+                f"own order. Try: leave "
                 f"out {', '.join(excluded)}"
             )
     elif given.sampler is not None and given.shuffle:
-        raise InvalidRequestError("sampler excludes shuffle=True: it gives the order. Try: leave out shuffle")
+        raise InvalidRequestError(
+            "sampler excludes shuffle=True: it gives the order. Try: leave out shuffle"
+        )
 
 
-def _sampler(given: Given, epochs: int) -> Any:
+def _sampler(given: LoaderArguments, epochs: int) -> Any:
     """Return the sampler or batch sampler, None where there is none."""
     option = "sampler" if given.batch_sampler is None else "batch_sampler"
     sampler = given.sampler if given.batch_sampler is None else given.batch_sampler
@@ -66,7 +83,8 @@ def _sampler(given: Given, epochs: int) -> Any:
     check_sampler(option, sampler)
     if epochs != 1:
         raise InvalidRequestError(
-            f"{option} excludes epochs={epochs!r}: it gives the order of one pass at a time. Try: `for epoch in "
+            f"{option} excludes epochs={epochs!r}: it gives the order of one pass at a time. Try: "
+            f"`for epoch in "
             "range(epochs): for batch in loader: ...`"
         )
     return sampler

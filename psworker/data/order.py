@@ -1,4 +1,6 @@
-"""The order that a sampler gives a pass: the same on all workers, because it is drawn under generators seeded alike."""
+"""The order that a sampler gives a pass: the same on all workers, because it is drawn under
+generators seeded alike.
+"""
 
 import hashlib
 import operator
@@ -10,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
+from pscommon.core.data_loop import NAME_LENGTH, ORDER_LENGTH
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.loop import NAME_LENGTH, ORDER_LENGTH
-from psworker.generators import generators_kept, reseed
+from psworker.data.random_state import generators_kept, reseed
 
 ORDER = 2
 """Where FETCH and COMPUTE stand in the entropy of a batch."""
@@ -21,10 +23,11 @@ INDICES_LIMIT = 2**28
 """Samples in a pass that a sampler may give; they take 8 bytes each."""
 
 
-class Order(NamedTuple):
+class SampleOrder(NamedTuple):
     """The samples of a pass.
 
-    indices: int64, batch after batch. starts: int64, where each batch begins in them, and where the last one ends.
+    indices: int64, batch after batch. starts: int64, where each batch begins in them, and where
+    the last one ends.
     """
 
     indices: NDArray[np.int64]
@@ -51,8 +54,11 @@ class Order(NamedTuple):
         return found
 
 
-def order_of(sampler: Iterable[Any], batch_size: int | None, drop_last: bool, seed: int, epoch: int) -> Order:
-    """Return the order of a pass. The global generators of torch, numpy and random are left as they were.
+def order_of(
+    sampler: Iterable[Any], batch_size: int | None, drop_last: bool, seed: int, epoch: int
+) -> SampleOrder:
+    """Return the order of a pass. The global generators of torch, numpy and random are left as
+    they were.
 
     Args:
         sampler: Gives indices, or with batch_size None whole batches of them.
@@ -68,10 +74,12 @@ def order_of(sampler: Iterable[Any], batch_size: int | None, drop_last: bool, se
         if batch_size is not None:
             indices = _indices(sampler, iter(sampler))
             stop = len(indices) // batch_size * batch_size if drop_last else len(indices)
-            return Order(indices[:stop], np.minimum(np.arange(0, stop + batch_size, batch_size), stop))
+            return SampleOrder(
+                indices[:stop], np.minimum(np.arange(0, stop + batch_size, batch_size), stop)
+            )
         sizes: list[int] = []
         indices = _indices(sampler, chain.from_iterable(_batches(sampler, sizes)))
-    return Order(indices, np.cumsum([0, *sizes], dtype=np.int64))
+    return SampleOrder(indices, np.cumsum([0, *sizes], dtype=np.int64))
 
 
 def _batches(sampler: Iterable[Any], sizes: list[int]) -> Iterator[list[Any]]:
@@ -80,10 +88,13 @@ def _batches(sampler: Iterable[Any], sizes: list[int]) -> Iterator[list[Any]]:
             samples = list(batch)
         except TypeError as error:
             raise InvalidRequestError(
-                f"batch_sampler {name_of(sampler)} gave {batch!r} instead of a list of indices. Try: sampler="
+                f"batch_sampler {name_of(sampler)} gave {batch!r} instead of a list of indices. "
+                f"Try: sampler="
             ) from error
         if not samples:
-            raise InvalidRequestError(f"batch_sampler {name_of(sampler)} gave an empty batch: leave such batches out")
+            raise InvalidRequestError(
+                f"batch_sampler {name_of(sampler)} gave an empty batch: leave such batches out"
+            )
         sizes.append(len(samples))
         yield samples
 
@@ -93,11 +104,13 @@ def _indices(sampler: object, given: Iterator[Any]) -> NDArray[np.int64]:
         indices = np.fromiter(map(operator.index, islice(given, INDICES_LIMIT + 1)), np.int64)
     except (TypeError, OverflowError) as error:
         raise InvalidRequestError(
-            f"sampler {name_of(sampler)} failed to give indices: {error}. Try: a sampler of whole numbers of 64 bits"
+            f"sampler {name_of(sampler)} failed to give indices: {error}. Try: a sampler of whole "
+            f"numbers of 64 bits"
         ) from error
     if len(indices) > INDICES_LIMIT:
         raise InvalidRequestError(
-            f"sampler {name_of(sampler)} gave more than {INDICES_LIMIT} indices in a pass, and perhaps has no end. "
+            f"sampler {name_of(sampler)} gave more than {INDICES_LIMIT} indices in a pass, and "
+            f"perhaps has no end. "
             "Try: a sampler whose passes end, in a loop over passes"
         )
     return indices
@@ -112,13 +125,17 @@ def check_sampler(option: str, sampler: Any) -> None:
     inner = getattr(sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
         raise InvalidRequestError(
-            f"{option}=DistributedSampler would divide the data twice: job.batches already gives each sample to one "
+            f"{option}=DistributedSampler would divide the data twice: job.batches already gives "
+            f"each sample to one "
             "worker. Try: leave it out, with shuffle=True or False"
         )
     if not isinstance(sampler, Iterable):
-        raise InvalidRequestError(f"{option}={sampler!r} is not iterable. Try: a sampler of torch.utils.data")
+        raise InvalidRequestError(
+            f"{option}={sampler!r} is not iterable. Try: a sampler of torch.utils.data"
+        )
     if isinstance(sampler, Iterator):
         raise InvalidRequestError(
-            f"{option} is an iterator ({type(sampler).__name__}), which gives one pass only. Try: a list or a sampler "
+            f"{option} is an iterator ({type(sampler).__name__}), which gives one pass only. Try: "
+            f"a list or a sampler "
             "whose iter() begins a new pass"
         )

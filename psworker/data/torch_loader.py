@@ -4,12 +4,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from pscommon.core.errors import InvalidRequestError
 
 
-class Given(NamedTuple):
+class LoaderArguments(NamedTuple):
     """Arguments of `job.batches` that say what the batches are. options: for torch's DataLoader."""
 
     dataset: Any
@@ -22,15 +28,16 @@ class Given(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-def unpacked(loader: DataLoader[Any], given: Given) -> Given:
-    """Return what a DataLoader was told. given: the other arguments of the call, which must not say it as well.
+def unpacked(loader: DataLoader[Any], given: LoaderArguments) -> LoaderArguments:
+    """Return what a DataLoader was told. given: the other arguments of the call, which must not
+    say it as well.
 
     Its generator has no part in this, except that its sampler draws from it.
 
     Raises:
         InvalidRequestError: Something that it was told cannot be done here, or was given in the call, too.
     """
-    nothing = Given(given.dataset)
+    nothing = LoaderArguments(given.dataset)
     twice = [name for name in given._fields if getattr(given, name) is not getattr(nothing, name)]
     twice = [name for name in twice if name != "options"] + list(given.options)
     if twice:
@@ -41,12 +48,14 @@ def unpacked(loader: DataLoader[Any], given: Given) -> Given:
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise InvalidRequestError(
-            f"{kind.__name__} has an __iter__ of its own, which cannot be divided among workers. Try: "
+            f"{kind.__name__} has an __iter__ of its own, which cannot be divided among workers. "
+            f"Try: "
             "job.batches(loader.dataset, batch_size=...)"
         )
     if loader.batch_sampler is None:
         raise InvalidRequestError(
-            "a DataLoader with batch_size=None makes no batches: its data set does. Try: a data set of samples, with a "
+            "a DataLoader with batch_size=None makes no batches: its data set does. Try: a data "
+            "set of samples, with a "
             "batch_size"
         )
     batch_sampler, sampler, shuffle = None, None, None
@@ -54,10 +63,16 @@ def unpacked(loader: DataLoader[Any], given: Given) -> Given:
         batch_sampler = loader.batch_sampler
     elif not isinstance(loader.dataset, IterableDataset):
         sampler, shuffle = _order(loader)
-    return Given(
-        loader.dataset, None if batch_sampler else loader.batch_size, shuffle, loader.drop_last, sampler,
-        batch_sampler, loader.collate_fn, _options(loader),
-    )  # fmt: skip
+    return LoaderArguments(
+        loader.dataset,
+        None if batch_sampler else loader.batch_size,
+        shuffle,
+        loader.drop_last,
+        sampler,
+        batch_sampler,
+        loader.collate_fn,
+        _options(loader),
+    )
 
 
 def _order(loader: DataLoader[Any]) -> tuple[Any, bool | None]:
@@ -74,11 +89,19 @@ def _order(loader: DataLoader[Any]) -> tuple[Any, bool | None]:
 def _options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Those that are not DataLoader's defaults."""
     defaults = {
-        "num_workers": 0, "pin_memory": False, "timeout": 0, "worker_init_fn": None, "multiprocessing_context": None,
-        "persistent_workers": False, "pin_memory_device": "", "in_order": True,
-    }  # fmt: skip
+        "num_workers": 0,
+        "pin_memory": False,
+        "timeout": 0,
+        "worker_init_fn": None,
+        "multiprocessing_context": None,
+        "persistent_workers": False,
+        "pin_memory_device": "",
+        "in_order": True,
+    }
     options = {
-        name: value for name, default in defaults.items() if (value := getattr(loader, name, default)) != default
+        name: value
+        for name, default in defaults.items()
+        if (value := getattr(loader, name, default)) != default
     }
     if loader.num_workers:
         options["prefetch_factor"] = loader.prefetch_factor

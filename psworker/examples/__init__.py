@@ -1,1 +1,3 @@
-"""Small trainings to run and to read: digits (a CNN), charlm (a transformer), linear (numpy only)."""
+"""Small trainings to run and to read: digits (a CNN), charlm (a transformer), linear (numpy
+only).
+"""

@@ -1,4 +1,5 @@
-"""A small transformer learns to write Python, letter by letter, from the source text of Python's standard library.
+"""A small transformer learns to write Python, letter by letter, from the source text of Python's
+standard library.
 
 ps-run --servers 2 --workers 2 -m psworker.examples.charlm
 PS_LOCAL=1 python -m psworker.examples.charlm                 # the same training without servers
@@ -33,7 +34,9 @@ def source_text(nbytes: int) -> bytes:
 
 
 def windows(text: bytes) -> Tensor:
-    """The text cut into rows of CONTEXT + 1 bytes, int64[n, CONTEXT + 1]: each byte is to be told from those before."""
+    """The text cut into rows of CONTEXT + 1 bytes, int64[n, CONTEXT + 1]: each byte is to be
+    told from those before.
+    """
     letters = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64)
     return letters.unfold(0, CONTEXT + 1, CONTEXT)
 
@@ -46,17 +49,29 @@ class Transformer(nn.Module):
         self.letter = nn.Embedding(256, width)
         self.place = nn.Embedding(CONTEXT, width)
         layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            width,
+            heads,
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
         )
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.out = nn.Linear(width, 256, bias=False)
         self.out.weight = self.letter.weight
         for embedding in (self.letter, self.place):
             nn.init.normal_(embedding.weight, std=0.1)
-        self.register_buffer("future", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+        self.register_buffer(
+            "future", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits float32[batch, CONTEXT, 256] for the byte after each byte of int64[batch, CONTEXT]."""
+        """Logits float32[batch, CONTEXT, 256] for the byte after each byte of int64[batch,
+        CONTEXT].
+        """
         places = torch.arange(x.shape[1], device=x.device)
         hidden = self.layers(self.letter(x) + self.place(places), mask=self.future, is_causal=True)
         logits: Tensor = self.out(hidden)
@@ -64,7 +79,9 @@ class Transformer(nn.Module):
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -83,7 +100,9 @@ def main() -> None:
         optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), model)
 
         smooth = 0.0
-        for batch in job.batches(windows(source_text(args.bytes)), args.batch_size, args.epochs, seed=args.seed):
+        for batch in job.batches(
+            windows(source_text(args.bytes)), args.batch_size, args.epochs, seed=args.seed
+        ):
             x, y = batch[:, :-1].to(job.device), batch[:, 1:].to(job.device)
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
             loss.backward()
@@ -96,7 +115,11 @@ def main() -> None:
                 log.info("step %d, version %d: loss %.3f", job.stats.steps, job.version, smooth)
                 job.report(loss=smooth)
 
-        log.info("done after %d versions: loss %.3f (nats a byte; guessing at random is 5.545)", job.version, smooth)
+        log.info(
+            "done after %d versions: loss %.3f (nats a byte; guessing at random is 5.545)",
+            job.version,
+            smooth,
+        )
         job.report(loss=smooth)
 
 

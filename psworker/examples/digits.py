@@ -1,4 +1,5 @@
-"""A convolutional network learns handwritten digits: 1797 images of 8x8 pixels that come with scikit-learn.
+"""A convolutional network learns handwritten digits: 1797 images of 8x8 pixels that come with
+scikit-learn.
 
 ps-run --servers 2 --workers 2 -m psworker.examples.digits
 PS_LOCAL=1 python -m psworker.examples.digits                 # the same training without servers
@@ -23,11 +24,15 @@ TEST_IMAGES = 360
 
 
 def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training set and test set, always split alike: images float32[n, 1, 8, 8] in 0..1 and labels int64[n]."""
+    """Training set and test set, always split alike: images float32[n, 1, 8, 8] in 0..1 and
+    labels int64[n].
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise SystemExit("this example needs scikit-learn: pip install 'paramserver[examples]'") from None
+        raise SystemExit(
+            "this example needs scikit-learn: pip install 'paramserver[examples]'"
+        ) from None
     images, labels = load_digits(return_X_y=True)
     order = np.random.RandomState(0).permutation(len(labels))
     x = torch.tensor(images[order] / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
@@ -36,12 +41,23 @@ def load() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def network() -> nn.Module:
-    """39 thousand weights, with the things that are hard to distribute: BatchNorm's statistics and dropout."""
+    """39 thousand weights, with the things that are hard to distribute: BatchNorm's statistics
+    and dropout.
+    """
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Dropout(0.25), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(64, 10),
+    )
 
 
 @torch.no_grad()
@@ -51,7 +67,10 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def train(
-    job: psworker.Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[list[Tensor]]
+    job: psworker.Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[list[Tensor]],
 ) -> None:
     """One epoch, of this worker's share."""
     model.train()
@@ -67,7 +86,9 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--lr", type=float, default=2e-3)

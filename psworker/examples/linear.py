@@ -13,7 +13,9 @@ FEATURES = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200, help="per worker")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.1)
@@ -35,7 +37,10 @@ def main() -> None:
 
         distance = float(np.hypot(np.linalg.norm(params["w"] - truth), params["b"] - 3))
         client.report(distance=distance)
-        print(f"worker {client.worker}, version {client.version}: distance to the true weights {distance:.5f}")
+        print(
+            f"worker {client.worker}, version {client.version}: distance to the true weights "
+            f"{distance:.5f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Adapters that let training frameworks run on a job's servers.
 
-`transformers` has a Trainer, `lightning` a strategy and `accelerate` an Accelerator. In each, the job deals the
-training data, the servers run the optimizer and clip gradients, and only the first worker writes checkpoints and logs.
-Evaluation data is not dealt: every worker evaluates all of it. Each adapter needs the extra of its name
-(`pip install 'paramserver[transformers]'`).
+`transformers` has a Trainer, `lightning` a strategy and `accelerate` an Accelerator. In each,
+the job deals the training data, the servers run the optimizer and clip gradients, and only the
+first worker writes checkpoints and logs. Evaluation data is not dealt: every worker evaluates
+all of it. Each adapter needs the extra of its name (`pip install 'paramserver[transformers]'`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,25 +19,30 @@ if TYPE_CHECKING:
 def steps_before(job: "Job") -> int:
     """Return how many optimizer steps a worker had made when it joined: 0 in a new job.
 
-    Under sync every update is one step of each worker. Under async and ssp an update is a step of one worker, so the
-    job's updates are divided by its workers.
+    Under sync every update is one step of each worker. Under async and ssp an update is a step
+    of one worker, so the job's updates are divided by its workers.
     """
     return job.first_version // (1 if job.policy in ("sync", "local") else max(1, job.workers))
 
 
 def check_device(job: "Job", device: "torch.device", framework: str) -> None:
-    """Raise InvalidRequestError if a framework computes on another device than the job gave this worker."""
+    """Raise InvalidRequestError if a framework computes on another device than the job gave this
+    worker.
+    """
     same_type = device.type == job.device.type
     if not same_type or (device.index or 0) != (job.device.index or 0):
         raise InvalidRequestError(
             f"{framework} computes on {device}, and this worker's device is {job.device}. "
-            f"Try: set ACCELERATE_TORCH_DEVICE={job.device} before {framework} is imported, or choose "
+            f"Try: set ACCELERATE_TORCH_DEVICE={job.device} before {framework} is imported, or "
+            f"choose "
             f"`--device {device.type}`"
         )
 
 
 def refuse_checkpoint(path: Any) -> None:
-    """Raise InvalidRequestError for a framework's checkpoint: the servers hold the training state."""
+    """Raise InvalidRequestError for a framework's checkpoint: the servers hold the training
+    state.
+    """
     if path:
         raise InvalidRequestError(
             f"cannot resume from {path}: the servers hold weights and optimizer state. "

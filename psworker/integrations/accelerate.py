@@ -6,9 +6,9 @@
         model, optimizer, train_loader, eval_loader
     )
 
-The first data loader that `prepare` receives together with the optimizer is the training data, of
-which this worker gets its share. Every worker goes through the whole of each other loader. The first
-worker is the main process.
+The first data loader that `prepare` receives together with the optimizer is the training data,
+of which this worker gets its share. Every worker goes through the whole of each other loader.
+The first worker is the main process.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,9 @@ class Accelerator(accelerate.Accelerator):
             `clip_grad_norm_`.
     """
 
-    def __init__(self, *args: Any, job: Job, clip_norm: float | None = None, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, job: Job, clip_norm: float | None = None, seed: int = 0, **kwargs: Any
+    ) -> None:
         self.job = job
         self._clip_norm, self._seed = clip_norm, seed
         super().__init__(*args, **kwargs)
@@ -63,7 +65,8 @@ class Accelerator(accelerate.Accelerator):
         models = [item for item in args if isinstance(item, torch.nn.Module)]
         if len(optimizers) != 1 or len(models) != 1 or device_placement is not None:
             raise InvalidRequestError(
-                f"prepare got {len(models)} models and {len(optimizers)} optimizers; a job has one of "
+                f"prepare got {len(models)} models and {len(optimizers)} optimizers; a job has "
+                f"one of "
                 "each. Try: one call with both, one ModuleDict for several networks, and no "
                 "device_placement"
             )

@@ -4,9 +4,9 @@
     trainer = Trainer(strategy=ParameterServerStrategy(job), max_epochs=3)
     trainer.fit(module, train_loader, validation_loader)
 
-The module stays as it is. `batch_size` is per worker; `gradient_clip_val` clips the averaged gradient,
-as with DDP. Every worker evaluates the whole validation set. The first worker writes checkpoints and
-logs.
+The module stays as it is. `batch_size` is per worker; `gradient_clip_val` clips the averaged
+gradient, as with DDP. Every worker evaluates the whole validation set. The first worker writes
+checkpoints and logs.
 """
 
 from typing import Any
@@ -64,11 +64,14 @@ class ParameterServerStrategy(SingleDeviceStrategy):
             )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             raise InvalidRequestError(
-                "servers clip by norm. Try: gradient_clip_algorithm='norm', or clip in the module's "
+                "servers clip by norm. Try: gradient_clip_algorithm='norm', or clip in the "
+                "module's "
                 "on_before_optimizer_step"
             )
         clip_norm, trainer.gradient_clip_val = trainer.gradient_clip_val, None
-        self.optimizers = [self.job.optimizer(self.optimizers[0], self.model, clip_norm=clip_norm or None)]
+        self.optimizers = [
+            self.job.optimizer(self.optimizers[0], self.model, clip_norm=clip_norm or None)
+        ]
         for config in self.lr_scheduler_configs:
             if config.interval == "step":  # Lightning repeats the steps of each epoch
                 self.job.resume(config.scheduler, steps_before(self.job) // config.frequency)

@@ -119,7 +119,9 @@ class Trainer(transformers.Trainer):
 class _DataEndsTraining(TrainerCallback):
     """Overrules the step limit that the Trainer derives from a share of the data at the start."""
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
         if args.max_steps <= 0 and state.global_step >= state.max_steps:
             control.should_training_stop = False
         return control

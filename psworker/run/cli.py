@@ -11,28 +11,30 @@ from typing import Any
 
 import click
 
-from pscommon import logs, options
-from pscommon.config import given, run_command
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.exit_codes import ExitCode
 from pscommon.entry import raise_on_ctrl_c
-from pscommon.exits import Exit
-from pscommon.team import cores
-from pscommon.user_modules import check_module
-from pscommon.values import check_policy, host_and_port
-from pscommon.variables import unread
-from pscommon.whole_file import is_special, why_no_file
+from pscommon.settings import options
+from pscommon.settings.command import given, run_command
+from pscommon.settings.environment import unread
+from pscommon.settings.values import check_policy, host_and_port
+from pscommon.system.small_files import is_special, why_no_file
+from pscommon.system.thread_team import cores
+from pscommon.system.user_modules import check_module
+from pscommon.telemetry import logs
 from psworker.cli import ARGS, MODULE, SCRIPT, UP_TO_THE_SCRIPT, words
-from psworker.environment import is_on
-from psworker.finished import nothing_left
-from psworker.run import plan, report
-from psworker.run.display import Display, Spoken, open_display
+from psworker.launch import plan
+from psworker.launch.events import SignalReceived
+from psworker.launch.script import Script
+from psworker.launch.temporary_folder import make_folder
+from psworker.run import summary as report
+from psworker.run.display import Display, LogStream, open_display
 from psworker.run.history import write_csv
-from psworker.run.launch import Ended, Launch
-from psworker.run.messages import Signalled
+from psworker.run.job_poller import Connect, GrpcJobObserver
+from psworker.run.launcher import Launcher, RunEnd
 from psworker.run.output import Output, outputs
-from psworker.run.watch import Connect, GrpcObserver
-from psworker.script import Script
-from psworker.temporary_folder import make_folder
+from psworker.session.environment import is_on
+from psworker.session.resume_notice import nothing_left
 
 HIGHEST_PORT = 65535
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -68,9 +70,11 @@ def start(
     server: Sequence[str] = plan.SERVER,
     worker: Sequence[str] = plan.WORKER,
     spare: Sequence[str] = plan.SPARE,
-    connect: Connect = GrpcObserver,
+    connect: Connect = GrpcJobObserver,
 ) -> int:
-    """Runs the cluster; returns the exit code. The commands and the way to the servers can be replaced, for tests."""
+    """Runs the cluster; returns the exit code. The commands and the way to the servers can be
+    replaced, for tests.
+    """
     settings = ctx.params
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     check(settings, script)
@@ -79,8 +83,16 @@ def start(
     keep = False
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:
-            cluster = plan.Plan(
-                script, settings, frozenset(given(ctx)), cores(), folder, server, worker, spare, dict(os.environ)
+            cluster = plan.RunPlan(
+                script,
+                settings,
+                frozenset(given(ctx)),
+                cores(),
+                folder,
+                server,
+                worker,
+                spare,
+                dict(os.environ),
             )
             with open_display(out, err) as display:
                 ended = launch(cluster, log_folder(settings, folder), connect, display)
@@ -91,22 +103,33 @@ def start(
 
 
 def check(settings: dict[str, Any], script: Script) -> None:
-    """Refuses now what would fail only after the training, or in every process at once (InvalidRequestError)."""
+    """Refuses now what would fail only after the training, or in every process at once
+    (InvalidRequestError).
+    """
     try:
         check_policy(settings["policy"], settings["staleness"])
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(
-            f"--min-workers {settings['min_workers']} would wait for ever: --workers {settings['workers']}"
+            f"--min-workers {settings['min_workers']} would wait for ever: --workers "
+            f"{settings['workers']}"
         )
     if settings["metrics_bind"]:
-        last = host_and_port(settings["metrics_bind"])[1] + settings["servers"] + settings["workers"] - 1
+        last = (
+            host_and_port(settings["metrics_bind"])[1]
+            + settings["servers"]
+            + settings["workers"]
+            - 1
+        )
         if last > HIGHEST_PORT:
-            raise InvalidRequestError(f"--metrics-bind {settings['metrics_bind']}: the last process would need {last}")
+            raise InvalidRequestError(
+                f"--metrics-bind {settings['metrics_bind']}: the last process would need {last}"
+            )
     if is_on("PS_LOCAL"):
         raise InvalidRequestError(
-            "PS_LOCAL is set: each worker would train alone; unset it, or start the script with python"
+            "PS_LOCAL is set: each worker would train alone; unset it, or start the script with "
+            "python"
         )
     if not script.module:
         script.check()
@@ -126,11 +149,15 @@ def check_output(flag: str, path: Path) -> None:
         if not os.access(path, os.W_OK):
             raise InvalidRequestError(f"{flag} {path}: it cannot be written to")
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InvalidRequestError(f"{flag} {path}: its folder does not exist or cannot be written to")
+        raise InvalidRequestError(
+            f"{flag} {path}: its folder does not exist or cannot be written to"
+        )
 
 
 def log_folder(settings: dict[str, Any], folder: Path) -> Path:
-    """Where the log files go: --log-dir, which is made if need be, or else this run's own folder."""
+    """Where the log files go: --log-dir, which is made if need be, or else this run's own
+    folder.
+    """
     wanted: Path | None = settings["log_dir"]
     if wanted is None:
         return folder
@@ -139,43 +166,54 @@ def log_folder(settings: dict[str, Any], folder: Path) -> Path:
     except OSError as error:
         raise InvalidRequestError(f"--log-dir {wanted}: {error.strerror}") from error
     counts = {"s": settings["servers"], "w": settings["workers"]}
-    for name in (f"{kind}{number}.log" for kind, count in counts.items() for number in range(count)):
+    for name in (
+        f"{kind}{number}.log" for kind, count in counts.items() for number in range(count)
+    ):
         if (wanted / name).is_dir():
-            raise InvalidRequestError(f"--log-dir {wanted}: {name} is a folder, where a log file is to go")
+            raise InvalidRequestError(
+                f"--log-dir {wanted}: {name} is a folder, where a log file is to go"
+            )
     return wanted
 
 
-def launch(cluster: plan.Plan, folder: Path, connect: Connect, display: Display) -> Ended:
+def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Display) -> RunEnd:
     """Runs the cluster with our signals in place; log files go to `folder`."""
-    # what the servers say is passed on as it is; our own view of them is only worth a line when it is in trouble
+    # what the servers say is passed on as it is; our own view of them is only worth a line when it
+    # is in trouble
     level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
-    logs.set_up(level, "text", stream=Spoken(display))
+    logs.set_up(level, "text", stream=LogStream(display))
     for sentence in unread(cluster.environ):
         display.say(sentence)
     announce(display, cluster)
-    run = Launch(cluster, folder, connect, display)
+    run = Launcher(cluster, folder, connect, display)
     with signals_to(run):
         return run.run()
 
 
-def announce(display: Display, cluster: plan.Plan) -> None:
+def announce(display: Display, cluster: plan.RunPlan) -> None:
     """One line about what is about to start, and how the cores are shared out."""
     shares = cluster.threads("s0"), cluster.threads("w0")
     threads = (
-        "threads as OMP_NUM_THREADS says" if None in shares else "threads: {} a server, {} a worker".format(*shares)
+        "threads as OMP_NUM_THREADS says"
+        if None in shares
+        else "threads: {} a server, {} a worker".format(*shares)
     )
     numbers = {"server": cluster.servers, "worker": cluster.workers, "core": cluster.cores}
-    servers, workers, on = (f"{number} {word}{'s' * (number != 1)}" for word, number in numbers.items())
+    servers, workers, on = (
+        f"{number} {word}{'s' * (number != 1)}" for word, number in numbers.items()
+    )
     display.say(f"{servers}, {workers} on {on}; {threads}")
 
 
 @contextmanager
-def signals_to(run: Launch) -> Iterator[None]:
-    """While this lasts, Ctrl-C and its kin are events of the run; one that was ignored (nohup) stays ignored."""
+def signals_to(run: Launcher) -> Iterator[None]:
+    """While this lasts, Ctrl-C and its kin are events of the run; one that was ignored (nohup)
+    stays ignored.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         if before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda received, _: run.post(Signalled(received)))
+            signal.signal(number, lambda received, _: run.post(SignalReceived(received)))
     try:
         yield
     finally:
@@ -193,12 +231,15 @@ def tidy(folder: Path, keep_logs: bool) -> None:
             path.unlink()
 
 
-def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -> int:
-    """Tells how it went: the table on stdout, or the box on stderr, and the summary file in any case; the exit code.
+def conclude(ended: RunEnd, settings: dict[str, Any], out: Output, err: Output) -> int:
+    """Tells how it went: the table on stdout, or the box on stderr, and the summary file in any
+    case; the exit code.
 
     Waits until that is read, unless a signal said that ps-run is to end.
     """
-    content = report.summary(ended.outcome, ended.result, settings, ended.seconds, ended.restarts, ended.not_saved)
+    content = report.summary(
+        ended.outcome, ended.result, settings, ended.seconds, ended.restarts, ended.not_saved
+    )
     code = ended.outcome.code
     files: dict[str, Callable[[Path], None]] = {
         "summary": lambda path: report.write_summary(path, content),
@@ -210,13 +251,15 @@ def conclude(ended: Ended, settings: dict[str, Any], out: Output, err: Output) -
                 write(settings[flag])
             except OSError as error:
                 err.write(f"[run] --{flag} {settings[flag]} could not be written: {error}\n")
-                code = code or Exit.BUG
+                code = code or ExitCode.BUG
     if ended.outcome.status == "done":
         if line := nothing_left(ended.result.status):
             err.write(f"[run] {line}\n")
         if ended.result.problem:
             err.write(f"[run] there are no weights to show: {ended.result.problem}\n")
-        out.write(report.table(content, coloured=out.isatty() and not os.environ.get("NO_COLOR")) + "\n")
+        out.write(
+            report.table(content, coloured=out.isatty() and not os.environ.get("NO_COLOR")) + "\n"
+        )
     elif ended.outcome.status == "failed":
         err.write(ended.box + "\n")
     if ended.outcome.status != "interrupted":

@@ -1,4 +1,6 @@
-"""What ps-run shows: every process's lines with a prefix, and how far the job is; on a terminal in a live panel."""
+"""What ps-run shows: every process's lines with a prefix, and how far the job is; on a terminal
+in a live panel.
+"""
 
 import io
 import time
@@ -11,11 +13,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from psworker.progress_text import pass_text
+from psworker.ctl.pass_text import pass_text
+from psworker.launch.processes import Stream
+from psworker.run.job_poller import Status
 from psworker.run.output import Output
-from psworker.run.processes import Stream
-from psworker.run.report import label
-from psworker.run.watch import Status
+from psworker.run.summary import label
 
 LINE_SECONDS = 5.0
 PANEL_SECONDS = 0.25
@@ -23,7 +25,9 @@ MOST_METRICS = 4
 
 
 class Display(Protocol):
-    """What ps-run shows, from any thread. Only `line` may wait for a reader, and not after `hurry`; nothing raises."""
+    """What ps-run shows, from any thread. Only `line` may wait for a reader, and not after
+    `hurry`; nothing raises.
+    """
 
     def line(self, name: str, stream: Stream, text: str) -> None:
         """A line that process `name` has written."""
@@ -35,17 +39,24 @@ class Display(Protocol):
         """Called several times a second with the job's last status, empty while there is none."""
 
     def hurry(self) -> None:
-        """The run is ending: lines that nobody reads are left out, and their processes can go on."""
+        """The run is ending: lines that nobody reads are left out, and their processes can go
+        on.
+        """
 
     def __enter__(self) -> Self: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None: ...
 
 
 class PlainDisplay:
-    """For logs and pipes: lines only, and one about the job's progress every few seconds while there is some."""
+    """For logs and pipes: lines only, and one about the job's progress every few seconds while
+    there is some.
+    """
 
     def __init__(self, out: Output, err: Output) -> None:
         self._streams: dict[Stream, Output] = {"stdout": out, "stderr": err}
@@ -78,7 +89,12 @@ class PlainDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """Nothing to put back."""
 
 
@@ -130,18 +146,25 @@ class LiveDisplay:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """Takes the panel away; what has scrolled by stays."""
         self._live.stop()
 
     def _print(self, name: str, colour: str, text: str) -> None:
-        self._console.print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(text)), soft_wrap=True)
+        self._console.print(
+            Text.assemble((f"[{name}] ", colour), Text.from_ansi(text)), soft_wrap=True
+        )
 
     def _panel(self) -> RenderableType:
         return panel(self._status)
 
 
-class Spoken(io.TextIOBase):
+class LogStream(io.TextIOBase):
     """A stream that says what is written to it, for log lines of ps-run itself."""
 
     def __init__(self, display: Display) -> None:
@@ -155,19 +178,28 @@ class Spoken(io.TextIOBase):
 
 
 def open_display(out: Output, err: Output) -> Display:
-    """The display that suits these streams: no panel on a terminal that cannot move its cursor (TERM=dumb)."""
+    """The display that suits these streams: no panel on a terminal that cannot move its cursor
+    (TERM=dumb).
+    """
     console = Console(file=cast(TextIO, err))
-    return LiveDisplay(console, out, err) if err.isatty() and not console.is_dumb_terminal else PlainDisplay(out, err)
+    return (
+        LiveDisplay(console, out, err)
+        if err.isatty() and not console.is_dumb_terminal
+        else PlainDisplay(out, err)
+    )
 
 
 def progress(status: Status) -> str:
-    """One line about the job, "" without a status: 'running: version 9, pass 1 of 3: 40 %, 9 s left, loss 0.3, ...'.
+    """One line about the job, "" without a status: 'running: version 9, pass 1 of 3: 40 %, 9 s
+    left, loss 0.3, ...'.
 
     What a narrow terminal cuts off comes last.
     """
     if not status:
         return ""
-    metrics = sorted(status.get("metrics", {}).items(), key=lambda item: (item[0] != "loss", item[0]))
+    metrics = sorted(
+        status.get("metrics", {}).items(), key=lambda item: (item[0] != "loss", item[0])
+    )
     shown = [
         f"{label(name)} not finite" if value is None else f"{label(name)} {value:.4g}"
         for name, value in metrics[:MOST_METRICS]
@@ -203,7 +235,11 @@ def panel(status: Status) -> RenderableType:
 
 
 def _present(status: Status) -> list[Mapping[str, Any]]:
-    return [worker for worker in status.get("workers", []) if worker.get("state") not in ("lost", "left", "past")]
+    return [
+        worker
+        for worker in status.get("workers", [])
+        if worker.get("state") not in ("lost", "left", "past")
+    ]
 
 
 def _rate(status: Status) -> float:

@@ -1,4 +1,6 @@
-"""Where ps-run writes to: streams that fail nobody, and hold up nobody who must go on, whoever reads them."""
+"""Where ps-run writes to: streams that fail nobody, and hold up nobody who must go on, whoever
+reads them.
+"""
 
 import io
 import os
@@ -17,8 +19,9 @@ STALL_SECONDS = 1.0
 class Output(io.TextIOBase):
     """A queue, and a thread that writes what is in it to `stream`.
 
-    write() never waits and never raises: what the stream's encoding lacks is escaped, and once nobody can read any more
-    (`ps-run | head`, a full disk), all is dropped. Who writes much asks for room() before.
+    write() never waits and never raises: what the stream's encoding lacks is escaped, and once
+    nobody can read any more (`ps-run | head`, a full disk), all is dropped. Who writes much asks
+    for room() before.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -32,8 +35,11 @@ class Output(io.TextIOBase):
         self._hurried = False
         self._lost = stream is None
         if stream is not None:
-            # os.write by a daemon: a thread that is stuck in a stream's own lock would abort the process at its end
-            threading.Thread(target=self._write_all, args=(stream.fileno(),), name="output", daemon=True).start()
+            # os.write by a daemon: a thread that is stuck in a stream's own lock would abort the
+            # process at its end
+            threading.Thread(
+                target=self._write_all, args=(stream.fileno(),), name="output", daemon=True
+            ).start()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # rich chooses its characters by it
@@ -60,7 +66,9 @@ class Output(io.TextIOBase):
         return len(text)
 
     def room(self) -> bool:
-        """Waits while much is queued, as any writer to a full pipe. False, after `hurry`: leave it out."""
+        """Waits while much is queued, as any writer to a full pipe. False, after `hurry`: leave
+        it out.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._size < MOST_BYTES or self._hurried)
             if self._size < MOST_BYTES:
@@ -75,7 +83,9 @@ class Output(io.TextIOBase):
             self._changed.notify_all()
 
     def finish(self, patience: float | None = None) -> None:
-        """Waits until all is written; or, with `patience`, until nothing more has been for so many seconds."""
+        """Waits until all is written; or, with `patience`, until nothing more has been for so
+        many seconds.
+        """
         if self._left_out:
             self.write(f"[run] {self._left_out} lines are missing here: nobody read them in time\n")
             self._left_out = 0

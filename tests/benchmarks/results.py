@@ -5,9 +5,20 @@ from collections.abc import Mapping
 from benchmarks.record import Record, Result
 
 
-def result(work: str, records: Mapping[str, Record], **more: Mapping[str, str] | Mapping[str, float]) -> Result:
+def result(
+    work: str, records: Mapping[str, Record], **more: Mapping[str, str] | Mapping[str, float]
+) -> Result:
     """Of as many rounds as its records are long."""
     lengths = {len(values) for record in records.values() for values in record.values()} or {0}
     (rounds,) = lengths
     machine, versions = {"processor": "a processor", "cores": "2"}, {"torch": "2.13.0"}
-    return Result(work, "What was done.", "2026-01-02T03:04:05+00:00", rounds, machine, versions, records, **more)  # type: ignore[arg-type]
+    return Result(
+        work,
+        "What was done.",
+        "2026-01-02T03:04:05+00:00",
+        rounds,
+        machine,
+        versions,
+        records,
+        **more,
+    )  # type: ignore[arg-type]

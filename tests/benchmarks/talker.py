@@ -1,4 +1,5 @@
-"""A contender for tests: `python -m tests.benchmarks.talker SECONDS [spin]`. Words: "go", "burn" (CPU), "fail".
+"""A contender for tests: `python -m tests.benchmarks.talker SECONDS [spin]`. Words: "go", "burn"
+(CPU), "fail".
 
 "go" only says that it took so long. With "spin" it never rests.
 """

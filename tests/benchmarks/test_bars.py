@@ -25,7 +25,10 @@ def verdicts(found: Result, number: int) -> list[Verdict]:
 
 
 def values(found: Result, number: int) -> list[tuple[float | None, bool | None]]:
-    return [(verdict.found.value if verdict.found else None, verdict.met) for verdict in verdicts(found, number)]
+    return [
+        (verdict.found.value if verdict.found else None, verdict.met)
+        for verdict in verdicts(found, number)
+    ]
 
 
 def test_every_number_has_a_bar() -> None:
@@ -42,7 +45,12 @@ def test_nothing_run() -> None:
 
 def test_large_push_pull() -> None:
     """Against each peer its own limit, and CPU seconds apart from the time."""
-    records = {GRPC: seconds(1.2, 1.2), SHM: seconds(0.2, 0.2), STREAM: seconds(1.0, 1.0), GLOO: seconds(0.5, 0.5)}
+    records = {
+        GRPC: seconds(1.2, 1.2),
+        SHM: seconds(0.2, 0.2),
+        STREAM: seconds(1.0, 1.0),
+        GLOO: seconds(0.5, 0.5),
+    }
     records |= {COPY: seconds(0.1, 0.1), RPC: seconds(2.0, 2.0), RPC_TCP: seconds(2.4, 2.4)}
     reason = {TENSORFLOW: "no TensorFlow here"}
     found = result("push_pull", records, skipped=reason)
@@ -71,7 +79,9 @@ def test_tail_is_judged_by_p99() -> None:
 def test_growth_is_judged_by_the_dearest() -> None:
     """Whichever number of workers that is."""
     costs = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.0, 16: 1.2}
-    found = result("growth", {team("grpc", workers): {"server_cpu": [cost]} for workers, cost in costs.items()})
+    found = result(
+        "growth", {team("grpc", workers): {"server_cpu": [cost]} for workers, cost in costs.items()}
+    )
 
     assert values(found, 10) == [(1.3, False), (None, None)]
 
@@ -84,7 +94,9 @@ def test_growth_of_one_worker_says_nothing() -> None:
 
 def test_memory_is_judged_by_its_highest_peak() -> None:
     """One round too many is too many; and it must not grow."""
-    found = result("memory", {GRPC: {"server_memory": [100.0, 100.0, 120.0]}}, facts={"allowed": 100.0})
+    found = result(
+        "memory", {GRPC: {"server_memory": [100.0, 100.0, 120.0]}}, facts={"allowed": 100.0}
+    )
 
     most, growth = values(found, 7)[:2]
 
@@ -93,7 +105,9 @@ def test_memory_is_judged_by_its_highest_peak() -> None:
 
 
 def test_flat_memory() -> None:
-    found = result("memory", {GRPC: {"server_memory": [100.0, 108.0, 100.0]}}, facts={"allowed": 100.0})
+    found = result(
+        "memory", {GRPC: {"server_memory": [100.0, 108.0, 100.0]}}, facts={"allowed": 100.0}
+    )
 
     assert values(found, 7)[:2] == [(1.08, True), (1.0, True)]
 

@@ -1,6 +1,8 @@
-"""Each contender does one turn of a tiny piece of work. Contenders check themselves what they have moved.
+"""Each contender does one turn of a tiny piece of work. Contenders check themselves what they
+have moved.
 
-The loopback interface counts what other processes of the machine send as well, so tests only know the least of it.
+The loopback interface counts what other processes of the machine send as well, so tests only
+know the least of it.
 """
 
 import os
@@ -19,7 +21,7 @@ from benchmarks.shapes import shapes
 from benchmarks.speaker import ROOT, Measurements, Speaker
 from benchmarks.works import entrants
 from benchmarks.works.entrants import job, peer
-from psworker.stats import PHASES
+from psworker.session.step_stats import PHASES
 
 NBYTES = 400_000
 TINY_SETUP = Setup(NBYTES, pieces=2)
@@ -37,10 +39,13 @@ def turn(entry: Entry) -> Measurements:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lane"), [*(("exchange", lane) for lane in LANES), *zip(("arrays", "modules"), LANES, strict=True)]
+    ("kind", "lane"),
+    [*(("exchange", lane) for lane in LANES), *zip(("arrays", "modules"), LANES, strict=True)],
 )
 def test_our_workers(kind: str, lane: str) -> None:
-    """The gRPC lane moves all bytes twice; with the shared one the server sees the worker's gradients and weights."""
+    """The gRPC lane moves all bytes twice; with the shared one the server sees the worker's
+    gradients and weights.
+    """
     measured = turn(job("ours", Setup(NBYTES, pieces=2, lanes=lane), kind))
 
     assert measured["seconds"] > 0
@@ -92,7 +97,9 @@ def test_bare_stream() -> None:
 
 
 def test_bare_call() -> None:
-    full, empty = turns(peer("peer", "grpc_unary", Setup(50_000, model="1", pieces=20)), "go", "empty")
+    full, empty = turns(
+        peer("peer", "grpc_unary", Setup(50_000, model="1", pieces=20)), "go", "empty"
+    )
 
     assert full["loopback"] > 100_000
     assert empty["seconds"] > 0
@@ -109,7 +116,9 @@ def test_bare_streams_of_several() -> None:
 @pytest.mark.parametrize("kind", ["reduce", "adam"])
 def test_gloo(kind: str) -> None:
     """Between two processes a sum moves every byte twice."""
-    assert turn(peer("peer", "gloo", Setup(NBYTES, optimizer="adam"), kind))["loopback"] > 2 * NBYTES
+    assert (
+        turn(peer("peer", "gloo", Setup(NBYTES, optimizer="adam"), kind))["loopback"] > 2 * NBYTES
+    )
 
 
 def test_copies() -> None:
@@ -124,7 +133,9 @@ def test_torch_rpc(kind: str, least: int) -> None:
     assert measured["loopback"] >= least
 
 
-@pytest.mark.skipif(not TENSORFLOW.exists(), reason="no environment with TensorFlow; make bench-tf makes one")
+@pytest.mark.skipif(
+    not TENSORFLOW.exists(), reason="no environment with TensorFlow; make bench-tf makes one"
+)
 def test_tensorflow() -> None:
     """In a network of its own, where its loopback counts nothing but its own bytes."""
     scale = replace(TINY, tensorflow=str(TENSORFLOW))
@@ -135,7 +146,9 @@ def test_tensorflow() -> None:
 
 
 def test_over_a_slow_link() -> None:
-    """2 MB at 50 Mbit/s take 0.28 s each way, less the burst that passes at once; and nothing is left of the link."""
+    """2 MB at 50 Mbit/s take 0.28 s each way, less the burst that passes at once; and nothing is
+    left of the link.
+    """
     if reason := link.missing():
         pytest.skip(reason)
     setup = Setup(2_000_000, batch=1)

@@ -13,7 +13,11 @@ GRPC = ours("grpc")
 
 
 def push_pull() -> record.Result:
-    records = {GRPC: {"seconds": [0.3, 0.2]}, STREAM: {"seconds": [0.1, 0.1]}, RPC: {"seconds": [0.4, 0.6]}}
+    records = {
+        GRPC: {"seconds": [0.3, 0.2]},
+        STREAM: {"seconds": [0.1, 0.1]},
+        RPC: {"seconds": [0.4, 0.6]},
+    }
     return result("push_pull", records, skipped={TENSORFLOW: "no TensorFlow here"})
 
 
@@ -36,7 +40,9 @@ def test_what_was_not_measured_says_why() -> None:
 def test_machine_and_versions_are_named() -> None:
     page = report.text({"push_pull": push_pull()}, [])
 
-    assert "2 rounds, 2026-01-02T03:04:05+00:00; processor a processor, cores 2, torch 2.13.0." in page
+    assert (
+        "2 rounds, 2026-01-02T03:04:05+00:00; processor a processor, cores 2, torch 2.13.0." in page
+    )
 
 
 def test_tables_are_tables() -> None:
@@ -53,8 +59,12 @@ def test_page_with_pictures(tmp_path: Path) -> None:
     """All three, where their works were run; the page shows each."""
     shown = ("data", "pull", "compute", "push", "wait", "apply")
     results = {
-        "sizes": result("sizes", {sized(GRPC, size * MEGABYTE): {"seconds": [0.1 * size]} for size in (1, 4)}),
-        "growth": result("growth", {team("grpc", count): {"server_cpu": [0.01]} for count in (1, 2)}),
+        "sizes": result(
+            "sizes", {sized(GRPC, size * MEGABYTE): {"seconds": [0.1 * size]} for size in (1, 4)}
+        ),
+        "growth": result(
+            "growth", {team("grpc", count): {"server_cpu": [0.01]} for count in (1, 2)}
+        ),
         "phases": result("phases", {team("grpc", 1): {f"phase.{phase}": [0.1] for phase in shown}}),
     }
 

@@ -8,11 +8,20 @@ from benchmarks.sample import Sample, ratio, sample
 
 
 def test_sample() -> None:
-    """The median of an even number of values lies between the middle two; quantiles are values that occurred."""
+    """The median of an even number of values lies between the middle two; quantiles are values
+    that occurred.
+    """
     found = sample([4.0, 1.0, 2.0, 100.0])
 
     assert (found.least, found.median, found.most) == (1.0, 3.0, 100.0)
-    assert [found.quantile(share) for share in (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)] == [1.0, 1.0, 2.0, 4.0, 100.0, 100.0]
+    assert [found.quantile(share) for share in (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)] == [
+        1.0,
+        1.0,
+        2.0,
+        4.0,
+        100.0,
+        100.0,
+    ]
 
 
 def test_p99_of_many() -> None:
@@ -26,7 +35,9 @@ def test_empty() -> None:
 
 
 def test_ratio_is_of_medians_and_its_spread_of_neighbours() -> None:
-    """A machine that is twice as slow in some rounds moves the medians, not the rounds' own ratios."""
+    """A machine that is twice as slow in some rounds moves the medians, not the rounds' own
+    ratios.
+    """
     found = ratio(Sample((1.0, 2.0, 2.0, 1.0)), Sample((2.0, 4.0, 4.0, 2.0)))
 
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)

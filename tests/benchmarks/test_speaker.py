@@ -66,7 +66,10 @@ def test_a_contender_that_fails_is_no_result(capfd: pytest.CaptureFixture[str]) 
 
 
 def test_one_that_never_gets_ready(capfd: pytest.CaptureFixture[str]) -> None:
-    with Speaker(Command("benchmarks.no_such_module")) as speaker, pytest.raises(RuntimeError, match="ended with exit"):
+    with (
+        Speaker(Command("benchmarks.no_such_module")) as speaker,
+        pytest.raises(RuntimeError, match="ended with exit"),
+    ):
         speaker.wait_until_ready()
 
     assert "No module named" in capfd.readouterr().err
@@ -97,11 +100,16 @@ def test_memory(talker: Speaker) -> None:
 def test_contenders_end_with_the_driver() -> None:
     """Even by kill -9: nothing may be left behind that takes the machine's time."""
     code = (
-        "from benchmarks.speaker import *; s = Speaker(Command('tests.benchmarks.talker', ('1',))); "
+        "from benchmarks.speaker import *; s = Speaker(Command('tests.benchmarks.talker', "
+        "('1',))); "
         "s.wait_until_ready(); print(s.pid, flush=True); input()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as driver:
         assert driver.stdout is not None
         watched = os.pidfd_open(int(driver.stdout.readline()))

@@ -25,7 +25,8 @@ FAST = [work for work in WORKS if work is not overlap.WORK]
 @pytest.mark.parametrize("work", FAST, ids=lambda work: work.name)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
 def test_lineups(work: Work, scale: Scale) -> None:
-    """Names are unique; who is skipped takes no part; every bar's contenders take part or are skipped with a reason.
+    """Names are unique; who is skipped takes no part; every bar's contenders take part or are
+    skipped with a reason.
 
     And what they are asked to do can be done: there is a model of that size.
     """
@@ -38,7 +39,12 @@ def test_lineups(work: Work, scale: Scale) -> None:
     assert not set(names) & set(lineup.skipped)
     assert needed <= set(names) | set(lineup.skipped)
     assert all(lineup.skipped.values())
-    asked = [argument for entry in lineup.entries for argument in entry.command.args if argument.startswith("{")]
+    asked = [
+        argument
+        for entry in lineup.entries
+        for argument in entry.command.args
+        if argument.startswith("{")
+    ]
     assert all(shapes(setup.model, setup.nbytes) for setup in map(Setup.from_json, asked))
 
 
@@ -49,11 +55,15 @@ def test_medians_are_of_at_least_seven_rounds() -> None:
 
 def lineup(scale: Scale, resources: ExitStack) -> Lineup:
     talker = Command("tests.benchmarks.talker", ("1.5",))
-    return Lineup([Entry("one", talker), Entry("two", talker, "burn")], {"three": "it is shy"}, {"fact": 1.0})
+    return Lineup(
+        [Entry("one", talker), Entry("two", talker, "burn")], {"three": "it is shy"}, {"fact": 1.0}
+    )
 
 
 def test_run() -> None:
-    """Two entries share a process; each has one value a round; what was skipped and the facts are kept."""
+    """Two entries share a process; each has one value a round; what was skipped and the facts
+    are kept.
+    """
     said: list[str] = []
 
     found: Result = Work("a_work", "About it.", lineup).run(TINY, said.append)
@@ -76,7 +86,17 @@ def test_a_failing_contender_fails_the_work() -> None:
 
 def test_command(tmp_path: Path) -> None:
     """python -m benchmarks: runs a work, prints its bars, writes JSON and a page."""
-    command = [sys.executable, "-m", "benchmarks", "--scale", "tiny", "--only", "smallest", "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--scale",
+        "tiny",
+        "--only",
+        "smallest",
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
     assert done.returncode == 0, done.stderr

@@ -26,18 +26,27 @@ from tests.e2e.programs import BIN
 from tests.faults.disk import missing
 
 CALIBRATION = 0.1
-"""Share of an act's time that goes into a run without faults, before the disturbed one, and again after it."""
+"""Share of an act's time that goes into a run without faults, before the disturbed one, and
+again after it.
+"""
 
-LOST_CALLS = "CoordinatorService.*=-1:0.2%:0.2%:0.2%,ParameterServerService.Exchange=-1:0.1%:0.1%:0.1%"
+LOST_CALLS = (
+    "CoordinatorService.*=-1:0.2%:0.2%:0.2%,ParameterServerService.Exchange=-1:0.1%:0.1%:0.1%"
+)
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # nothing may stay behind
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # nothing may stay behind
     options = parse()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     acts = [each for each in playbill(options) if not options.only or each.name in options.only]
     seconds = options.minutes * 60 / len(acts)
-    print(f"seed {options.seed}: {', '.join(each.name for each in acts)}, {seconds:.0f} s each; artefacts in {folder}")
+    print(
+        f"seed {options.seed}: {', '.join(each.name for each in acts)}, {seconds:.0f} s each; "
+        f"artefacts in {folder}"
+    )
     failed = [each.name for each in acts if not played(each, folder / each.name, seconds, options)]
     if failed:
         print(f"FAILED: {', '.join(failed)}; artefacts in {folder}; again: --seed {options.seed}")
@@ -48,15 +57,25 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m tests.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10_000))
-    parser.add_argument("--gap", type=float, default=10.0, help="seconds between faults, on average")
-    parser.add_argument("--goodput", type=float, default=0.8, help="least share of an undisturbed run's updates")
+    parser.add_argument(
+        "--gap", type=float, default=10.0, help="seconds between faults, on average"
+    )
+    parser.add_argument(
+        "--goodput", type=float, default=0.8, help="least share of an undisturbed run's updates"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="ACT")
-    parser.add_argument("--kinds", nargs="+", choices=get_args(schedule.Kind), default=[], metavar="FAULT")
-    parser.add_argument("--durability", choices=("log", "snapshot"), default="log" if has_log() else "snapshot")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=get_args(schedule.Kind), default=[], metavar="FAULT"
+    )
+    parser.add_argument(
+        "--durability", choices=("log", "snapshot"), default="log" if has_log() else "snapshot"
+    )
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("flags", nargs="*", help="more flags of every server, after --")
     return parser.parse_args()
@@ -64,7 +83,10 @@ def parse() -> argparse.Namespace:
 
 def has_log() -> bool:
     """Do the servers know --durability?"""
-    return "--durability" in subprocess.run([BIN / "ps-server", "--help"], capture_output=True, text=True).stdout
+    return (
+        "--durability"
+        in subprocess.run([BIN / "ps-server", "--help"], capture_output=True, text=True).stdout
+    )
 
 
 def playbill(options: argparse.Namespace) -> list[Act]:
@@ -75,7 +97,14 @@ def playbill(options: argparse.Namespace) -> list[Act]:
         Act("counter", "sync", flags, faults=LOST_CALLS, seed=options.seed),
         Act("counter", "async", flags, faults=LOST_CALLS, seed=options.seed),
         Act("digits", "sync", flags, faults=LOST_CALLS, seed=options.seed, epochs=10_000),
-        Act("charlm", "ssp", (*flags, "--staleness", "2"), faults=LOST_CALLS, seed=options.seed, epochs=10_000),
+        Act(
+            "charlm",
+            "ssp",
+            (*flags, "--staleness", "2"),
+            faults=LOST_CALLS,
+            seed=options.seed,
+            epochs=10_000,
+        ),
     ]
 
 
@@ -91,12 +120,15 @@ def kinds(options: argparse.Namespace, folder: Path) -> Sequence[schedule.Kind]:
 def played(each: Act, folder: Path, seconds: float, options: argparse.Namespace) -> bool:
     """One act, undisturbed, disturbed and undisturbed again, and its table. Was it all right?
 
-    Twice, because a machine that others use, too, is not as fast at the end of an act as it was at its beginning.
+    Twice, because a machine that others use, too, is not as fast at the end of an act as it was
+    at its beginning.
     """
     folder.mkdir()
     disturbed = seconds * (1 - 2 * CALIBRATION)
     seed = f"{options.seed} {each.name}"
-    faults = schedule.drawn(seed, disturbed, each.shards, each.workers, options.gap, kinds(options, folder))
+    faults = schedule.drawn(
+        seed, disturbed, each.shards, each.workers, options.gap, kinds(options, folder)
+    )
     print("\n".join([f"\n{each.name}, seed {options.seed}", *map(str, faults)]), flush=True)
     if options.dry_run:
         return True

@@ -28,7 +28,9 @@ RESUMED = "resuming"
 
 @dataclass
 class Outcome:
-    """What an act was. began, ended: of the time that counts, from the first updates on; findings: what is wrong."""
+    """What an act was. began, ended: of the time that counts, from the first updates on;
+    findings: what is wrong.
+    """
 
     act: Act
     faults: Sequence[Fault]
@@ -52,8 +54,14 @@ class Outcome:
         return looks[place - 1][1] if place else 0
 
     def pushing_again(self, mending: Mending) -> float | None:
-        """Seconds from the end of a fault to the end of a push that counted and began after it; None: never."""
-        ends = [o.end for o in self.operations if o.applied and o.end > mending.ended and o.begin >= mending.began]
+        """Seconds from the end of a fault to the end of a push that counted and began after it;
+        None: never.
+        """
+        ends = [
+            o.end
+            for o in self.operations
+            if o.applied and o.end > mending.ended and o.begin >= mending.began
+        ]
         return min(ends) - mending.ended if ends else None
 
 
@@ -66,19 +74,25 @@ def run(act: Act, folder: Path, seconds: float, faults: Sequence[Fault] = ()) ->
             outcome.began = time.monotonic()
             stage.play(faults, seconds)
         else:
-            outcome.findings.append(Finding("starts", f"no updates of all workers within {START_SECONDS:g} s"))
+            outcome.findings.append(
+                Finding("starts", f"no updates of all workers within {START_SECONDS:g} s")
+            )
         outcome.ended = time.monotonic()
         cluster.mend_all()
         cluster.ask_to_end()
         if not stage.until(lambda: cluster.done, END_SECONDS):
-            outcome.findings.append(Finding("ends", f"workers still run {END_SECONDS:g} s after they were to end"))
+            outcome.findings.append(
+                Finding("ends", f"workers still run {END_SECONDS:g} s after they were to end")
+            )
         status, counters = _final(cluster)
         outcome.findings += _ended_well(cluster)
         outcome.operations = journal.read(cluster.journals)
         outcome.mended, outcome.growth = cluster.mended, cluster.gauges.growth()
         outcome.evidence = _evidence(cluster, outcome.operations, status, counters)
         outcome.findings += checker.check(outcome.evidence)
-        outcome.findings += [Finding("flat", f"{g.name}: {g.excess}") for g in outcome.growth if g.excess]
+        outcome.findings += [
+            Finding("flat", f"{g.name}: {g.excess}") for g in outcome.growth if g.excess
+        ]
         outcome.findings += [Finding("ends as expected", text) for text in cluster.died]
     return outcome
 
@@ -103,7 +117,9 @@ class _Stage:
     def play(self, faults: Sequence[Fault], seconds: float) -> None:
         """Faults at their times, and their ends."""
         start, begun = time.monotonic(), {}
-        events = sorted((at, fault) for fault in faults for at in {fault.at, fault.at + fault.seconds})
+        events = sorted(
+            (at, fault) for fault in faults for at in {fault.at, fault.at + fault.seconds}
+        )
         while (now := time.monotonic() - start) < seconds:
             while events and events[0][0] <= now:
                 _, fault = events.pop(0)
@@ -128,7 +144,9 @@ def _all_push(cluster: Cluster) -> bool:
 
 
 def _final(cluster: Cluster) -> tuple[dict[str, Any], tuple[float, ...]]:
-    """The job's status and counters when all workers have left; of a stopped job, as its servers find it again."""
+    """The job's status and counters when all workers have left; of a stopped job, as its servers
+    find it again.
+    """
     try:
         if not cluster.act.has_end:
             cluster.resume()
@@ -152,23 +170,37 @@ def _ended_well(cluster: Cluster) -> list[Finding]:
 
 
 def _evidence(
-    cluster: Cluster, operations: list[Operation], status: dict[str, Any], counters: tuple[float, ...]
+    cluster: Cluster,
+    operations: list[Operation],
+    status: dict[str, Any],
+    counters: tuple[float, ...],
 ) -> Evidence:
     flags = dict(zip(cluster.act.flags[::2], cluster.act.flags[1::2], strict=False))
     bounds = {name: int(flags[f"--{name}"]) for name in ("staleness",) if f"--{name}" in flags}
     return Evidence(
-        operations, cluster.act.policy, durability=flags.get("--durability", "snapshot"), status=status,
-        counters=counters, rollbacks=rollbacks(cluster.leaders, flags.get("--durability", "snapshot")),
-        told_to_end=cluster.told_to_end, **bounds,
-    )  # fmt: skip
+        operations,
+        cluster.act.policy,
+        durability=flags.get("--durability", "snapshot"),
+        status=status,
+        counters=counters,
+        rollbacks=rollbacks(cluster.leaders, flags.get("--durability", "snapshot")),
+        told_to_end=cluster.told_to_end,
+        **bounds,
+    )
 
 
 def rollbacks(leaders: Sequence[Program], durability: str) -> list[Rollback]:
     """As shard 0 has announced them in its log. With a log, a start that resumes is no way back."""
     found = []
     offset = time.time() - time.monotonic()
-    for line in [line for program in leaders for line in program.err.splitlines() if line.startswith("{")]:
+    for line in [
+        line for program in leaders for line in program.err.splitlines() if line.startswith("{")
+    ]:
         event = json.loads(line)
         if event["event"] == ROLLED_BACK or (event["event"] == RESUMED and durability != "log"):
-            found.append(Rollback(datetime.fromisoformat(event["time"]).timestamp() - offset, event["version"]))
+            found.append(
+                Rollback(
+                    datetime.fromisoformat(event["time"]).timestamp() - offset, event["version"]
+                )
+            )
     return found

@@ -1,7 +1,9 @@
-"""Judges a run by what its workers wrote down and by what the servers hold in the end. Each rule is a function.
+"""Judges a run by what its workers wrote down and by what the servers hold in the end. Each rule
+is a function.
 
-What is allowed: a push whose answer never came may have counted or not; after an announced rollback to version R the
-updates above R are gone, and pushes that were acknowledged above R are in doubt. With a log nothing goes back.
+What is allowed: a push whose answer never came may have counted or not; after an announced
+rollback to version R the updates above R are gone, and pushes that were acknowledged above R are
+in doubt. With a log nothing goes back.
 """
 
 from bisect import bisect_right
@@ -20,7 +22,9 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Rollback:
-    """Announced by the servers at this time of the monotonic clock; version: to which they went back."""
+    """Announced by the servers at this time of the monotonic clock; version: to which they went
+    back.
+    """
 
     time: float
     version: int
@@ -28,9 +32,10 @@ class Rollback:
 
 @dataclass
 class Evidence:
-    """policy, staleness, max_staleness, durability: as the servers' flags. status, counters: of the end, when nobody
-    pushes any more, as GetStatus says and as in the weights; empty where they are not known. told_to_end: when the
-    job was, which ends the loops of its workers wherever they are."""
+    """policy, staleness, max_staleness, durability: as the servers' flags. status, counters: of
+    the end, when nobody pushes any more, as GetStatus says and as in the weights; empty where
+    they are not known. told_to_end: when the job was, which ends the loops of its workers
+    wherever they are."""
 
     operations: Sequence[Operation]
     policy: str = "sync"
@@ -49,7 +54,9 @@ class Evidence:
 
     def survives(self, push: Operation) -> bool:
         """Is this acknowledged push certainly in the weights of the end?"""
-        return not any(push.begin < back.time and push.after > back.version for back in self.rollbacks)
+        return not any(
+            push.begin < back.time and push.after > back.version for back in self.rollbacks
+        )
 
     def in_doubt(self) -> list[Operation]:
         """Pushes that may be in the weights of the end, or not."""
@@ -80,7 +87,9 @@ def versions_never_go_back(evidence: Evidence) -> Iterator[str]:
 
 
 def acknowledged_is_seen_by_all(evidence: Evidence) -> Iterator[str]:
-    """What begins after an update was acknowledged sees that update, whoever looks; less only after a rollback."""
+    """What begins after an update was acknowledged sees that update, whoever looks; less only
+    after a rollback.
+    """
     ends, highest = [-inf], [(-1, "")]
     for push in sorted(evidence.applied, key=lambda o: o.end):
         ends.append(push.end)
@@ -89,7 +98,9 @@ def acknowledged_is_seen_by_all(evidence: Evidence) -> Iterator[str]:
         if look.after < 0:
             continue
         version, process = highest[bisect_right(ends, look.begin) - 1]
-        allowed = min([version, *(back.version for back in evidence.rollbacks if back.time <= look.end)])
+        allowed = min(
+            [version, *(back.version for back in evidence.rollbacks if back.time <= look.end)]
+        )
         if look.after < allowed:
             yield f"{look.process} saw version {look.after} at {look.begin:.3f}, after {version} was told to {process}"
 
@@ -97,7 +108,9 @@ def acknowledged_is_seen_by_all(evidence: Evidence) -> Iterator[str]:
 def log_never_goes_back(evidence: Evidence) -> Iterator[str]:
     """With --durability log a restart loses nothing."""
     if evidence.durability == "log":
-        yield from (f"went back to version {back.version} at {back.time:.3f}" for back in evidence.rollbacks)
+        yield from (
+            f"went back to version {back.version} at {back.time:.3f}" for back in evidence.rollbacks
+        )
 
 
 def keys_count_once(evidence: Evidence) -> Iterator[str]:
@@ -114,15 +127,23 @@ def keys_count_once(evidence: Evidence) -> Iterator[str]:
 
 
 def staleness_is_bounded(evidence: Evidence) -> Iterator[str]:
-    """By --max-staleness; in sync a gradient is of the version that it changes; ssp bounds clocks, and so versions."""
+    """By --max-staleness; in sync a gradient is of the version that it changes; ssp bounds
+    clocks, and so versions.
+    """
     pushes = [o for o in evidence.operations if o.kind == "push"]
     for push in evidence.applied:
         bound = inf if evidence.max_staleness is None else float(evidence.max_staleness)
         if evidence.policy == "sync":
             bound = min(bound, 0)
-        elif evidence.policy == "ssp" and evidence.staleness is not None and push.staleness > evidence.staleness:
+        elif (
+            evidence.policy == "ssp"
+            and evidence.staleness is not None
+            and push.staleness > evidence.staleness
+        ):
             since = _based(evidence, push)
-            around = {o.worker for o in pushes if o.end >= since and o.begin <= push.end} - {push.worker}
+            around = {o.worker for o in pushes if o.end >= since and o.begin <= push.end} - {
+                push.worker
+            }
             # from S behind to S ahead of it, and the step of its own that this push is
             bound = min(bound, len(around) * (2 * evidence.staleness + 1))
         if push.staleness > bound:
@@ -130,8 +151,12 @@ def staleness_is_bounded(evidence: Evidence) -> Iterator[str]:
 
 
 def _based(evidence: Evidence, push: Operation) -> float:
-    """When its worker asked for the weights that the gradient was computed from: their answer may have come late."""
-    asked = [o.begin for o in evidence.operations if o.worker == push.worker and o.after == push.before]
+    """When its worker asked for the weights that the gradient was computed from: their answer
+    may have come late.
+    """
+    asked = [
+        o.begin for o in evidence.operations if o.worker == push.worker and o.after == push.before
+    ]
     return max((begin for begin in asked if begin < push.begin), default=push.begin)
 
 
@@ -157,9 +182,15 @@ def loops_are_complete(evidence: Evidence) -> Iterator[str]:
 
 
 def sums_are_right(evidence: Evidence) -> Iterator[str]:
-    """Each update adds 1 to the counters, on every shard: they are the version, exactly so when nobody pushes."""
+    """Each update adds 1 to the counters, on every shard: they are the version, exactly so when
+    nobody pushes.
+    """
     for look in evidence.operations:
-        if look.after >= 0 and look.counters and min(look.counters) < look.after - TOLERANCE * max(1, look.after):
+        if (
+            look.after >= 0
+            and look.counters
+            and min(look.counters) < look.after - TOLERANCE * max(1, look.after)
+        ):
             yield f"{look.process} saw counters {look.counters} in version {look.after} at {look.begin:.3f}"
     version = evidence.status.get("version")
     if version is not None and any(abs(value - version) > TOLERANCE for value in evidence.counters):
@@ -167,7 +198,9 @@ def sums_are_right(evidence: Evidence) -> Iterator[str]:
 
 
 def acknowledged_is_recovered(evidence: Evidence) -> Iterator[str]:
-    """Updates that were acknowledged are there in the end; without a barrier each push is an update of its own."""
+    """Updates that were acknowledged are there in the end; without a barrier each push is an
+    update of its own.
+    """
     version = evidence.status.get("version")
     if version is None:
         yield f"nobody knows the version in the end: {evidence.status.get('problem', 'no status')}"
@@ -215,5 +248,8 @@ def ended_loops(evidence: Evidence) -> dict[int, int]:
     return {
         lease.batches[0][0]: lease.total
         for lease in evidence.operations
-        if lease.kind == "lease" and lease.ended and lease.batches and lease.end < evidence.told_to_end
+        if lease.kind == "lease"
+        and lease.ended
+        and lease.batches
+        and lease.end < evidence.told_to_end
     }

@@ -1,4 +1,6 @@
-"""A psworker.Client that keeps a journal of what it does, over a lane that may lose and repeat calls."""
+"""A psworker.Client that keeps a journal of what it does, over a lane that may lose and repeat
+calls.
+"""
 
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -6,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.tape import Plan
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.partition import PartitionPlan
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker import Client
-from psworker.calls import Answer, Cancellation, Receiver
-from psworker.results import Lease, PushResult
+from psworker.core.results import Lease, PushResult
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.chaos.journal import Journal
 from tests.faults.rpc import FaultyLane
 
@@ -29,11 +31,11 @@ class WatchedLane(FaultyLane):
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receiver: Receiver,
+        receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
-    ) -> Answer:
+    ) -> ExchangeAnswer:
         self.seq = header.seq or self.seq
         return super().exchange(shard, header, send, receiver, timeout, cancellation, frames)
 
@@ -67,9 +69,14 @@ class JournaledClient(Client):
             self._watched.seq = 0
             try:
                 result = super().exchange(
-                    gradients=gradients, weights=weights, absent=absent, samples=samples,
-                    batches=batches, groups_json=groups_json, base=base,
-                )  # fmt: skip
+                    gradients=gradients,
+                    weights=weights,
+                    absent=absent,
+                    samples=samples,
+                    batches=batches,
+                    groups_json=groups_json,
+                    base=base,
+                )
             finally:
                 operation.seq = self._watched.seq
             operation.status, operation.reason = result.status, result.reason
@@ -85,17 +92,23 @@ class JournaledClient(Client):
             operation.status, operation.after = "none", self.version
             operation.counters = counters_in(self.plan, tape)
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+    def next_batches(
+        self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
         """As Client's."""
         with self._journal.operation("lease", worker=self.worker, total=loop.total) as operation:
             lease = super().next_batches(loop, count, idle, first_open)
-            operation.batches = tuple((loop.loop, number) for number in lease.numbers) or ((loop.loop, -1),)
+            operation.batches = tuple((loop.loop, number) for number in lease.numbers) or (
+                (loop.loop, -1),
+            )
             operation.ended, operation.status = lease.end, "none"
             return lease
 
 
-def counters_in(plan: Plan, tape: memoryview) -> tuple[float, ...]:
-    """Smallest and largest element of each float32 tensor named counter*: (smallest, largest, smallest, ...)."""
+def counters_in(plan: PartitionPlan, tape: memoryview) -> tuple[float, ...]:
+    """Smallest and largest element of each float32 tensor named counter*: (smallest, largest,
+    smallest, ...).
+    """
     found: list[float] = []
     for index, tensor in enumerate(plan.spec.tensors):
         if tensor.name.startswith(COUNTER):

@@ -1,4 +1,6 @@
-"""Servers and workers of one act: what dies is started again, what is broken on purpose is mended in time."""
+"""Servers and workers of one act: what dies is started again, what is broken on purpose is
+mended in time.
+"""
 
 import signal
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pscommon.exits import Exit
+from pscommon.core.exit_codes import ExitCode
 from tests.chaos.gauges import Gauges
 from tests.chaos.job import STOP
 from tests.chaos.schedule import Fault
@@ -22,7 +24,7 @@ DISK = 256 << 20
 SLOW = 400_000
 LATENCY = 0.01
 CONNECT_SECONDS = 30
-AGAIN = (Exit.UNREACHABLE, Exit.TAKEN)
+AGAIN = (ExitCode.UNREACHABLE, ExitCode.TAKEN)
 """Exit codes after which an operator starts a process again."""
 
 
@@ -51,7 +53,9 @@ class Act:
 
 @dataclass
 class Mending:
-    """A fault that is over: when it began and ended, and how long a killed server took to be ready (0: none was)."""
+    """A fault that is over: when it began and ended, and how long a killed server took to be
+    ready (0: none was).
+    """
 
     kind: str
     began: float
@@ -61,7 +65,9 @@ class Mending:
 
 @dataclass
 class Cluster:
-    """Inside the `with`, `servers` run, and `workers` by rank. died: what ended as nothing should have."""
+    """Inside the `with`, `servers` run, and `workers` by rank. died: what ended as nothing
+    should have.
+    """
 
     act: Act
     folder: Path
@@ -89,9 +95,25 @@ class Cluster:
             self.disk = enter(SmallDisk(self.data, DISK))
         self._programs: Programs = enter(programs_in(self.folder))
         act = self.act
-        flags = ("--policy", act.policy, "--min-workers", act.workers, "--lanes", "grpc", *act.flags)
+        flags = (
+            "--policy",
+            act.policy,
+            "--min-workers",
+            act.workers,
+            "--lanes",
+            "grpc",
+            *act.flags,
+        )
         self.servers = enter(
-            Servers(self._programs, act.shards, *flags, data_dir=self.data, proxied=True, seed=act.seed, fresh=True)
+            Servers(
+                self._programs,
+                act.shards,
+                *flags,
+                data_dir=self.data,
+                proxied=True,
+                seed=act.seed,
+                fresh=True,
+            )
         )
         self.leaders.append(self.servers.programs[0])
         self._started: list[Program] = []
@@ -102,7 +124,10 @@ class Cluster:
         self.told_to_end = inf  # when the whole job was, in monotonic seconds
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.keep_logs()
         self._resources.close()
@@ -113,9 +138,11 @@ class Cluster:
         logs.mkdir(exist_ok=True)
         for number, program in enumerate([*self.servers.started, *self._started]):
             name = Path(program.command[0]).name
-            (logs / f"{number:03d}-{name}-{program.pid}.log").write_text(f"{program}\n{program.said}")
+            (logs / f"{number:03d}-{name}-{program.pid}.log").write_text(
+                f"{program}\n{program.said}"
+            )
 
-    # ---- faults -----------------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
     def break_(self, fault: Fault) -> None:
         """Begins it."""
@@ -169,12 +196,16 @@ class Cluster:
             proxy.heal()
 
     def _target(self, fault: Fault) -> Program:
-        return (self.workers if fault.kind.endswith("worker") else self.servers.programs)[fault.target]
+        return (self.workers if fault.kind.endswith("worker") else self.servers.programs)[
+            fault.target
+        ]
 
-    # ---- life -------------------------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Starts again what has died, sees who is ready, and measures: to be called a few times a second."""
+        """Starts again what has died, sees who is ready, and measures: to be called a few times
+        a second.
+        """
         for shard, program in enumerate(self.servers.programs):
             if self._ended(f"server {shard}", program):
                 self._again(shard)
@@ -196,7 +227,9 @@ class Cluster:
 
     @property
     def done(self) -> bool:
-        """Have all workers finished? Those of a job that was stopped may have lost the servers first."""
+        """Have all workers finished? Those of a job that was stopped may have lost the servers
+        first.
+        """
         fine = (0, *AGAIN) if self.told_to_end < inf else (0,)
         return all(program.process.poll() in fine for program in self.workers)
 
@@ -240,11 +273,27 @@ class Cluster:
     def _worker(self, rank: int) -> Program:
         act = self.act
         arguments: Sequence[object] = (
-            "--journal", self.journals, "--epochs", act.epochs, "--faults", act.faults, "--seed", act.seed, act.job
-        )  # fmt: skip
+            "--journal",
+            self.journals,
+            "--epochs",
+            act.epochs,
+            "--faults",
+            act.faults,
+            "--seed",
+            act.seed,
+            act.job,
+        )
         command = ("-m", "tests.chaos.job", *arguments)
         patience = {"PS_CONNECT_TIMEOUT": f"{CONNECT_SECONDS}s"}
         self._started.append(
-            worker(self._programs, self.servers, rank, *command, attempt=self._attempts[rank], fresh=True, **patience)
+            worker(
+                self._programs,
+                self.servers,
+                rank,
+                *command,
+                attempt=self._attempts[rank],
+                fresh=True,
+                **patience,
+            )
         )
         return self._started[-1]

@@ -23,7 +23,9 @@ class Sample(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Of one process, from the first third of its time to the last: the means, and how long it lived."""
+    """Of one process, from the first third of its time to the last: the means, and how long it
+    lived.
+    """
 
     name: str
     seconds: float
@@ -36,7 +38,9 @@ class Growth(NamedTuple):
         allowed = Sample(0.0, 8, 16, max(32 << 20, self.first.rss // 5))
         names = ("files", "threads", "rss")
         grown = {name: getattr(self.last, name) - getattr(self.first, name) for name in names}
-        return ", ".join(f"{name} by {grown[name]}" for name in names if grown[name] > getattr(allowed, name))
+        return ", ".join(
+            f"{name} by {grown[name]}" for name in names if grown[name] > getattr(allowed, name)
+        )
 
 
 class Gauges:
@@ -61,7 +65,9 @@ def sample(pid: int) -> Sample:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    return Sample(time.monotonic(), files, int(status["Threads"]), int(status["VmRSS"].split()[0]) << 10)
+    return Sample(
+        time.monotonic(), files, int(status["Threads"]), int(status["VmRSS"].split()[0]) << 10
+    )
 
 
 def _growth(name: str, samples: Sequence[Sample]) -> Growth | None:

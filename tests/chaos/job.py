@@ -1,8 +1,9 @@
 """A worker's script for the soak: `ps-worker ... -m tests.chaos.job --journal FOLDER counter`.
 
-counter trains a small network, and two tensors that every update makes larger by one: they say how many updates are in
-the weights, on every shard. It goes through loops over its data until FOLDER/stop is there. digits and charlm are the
-examples, with the same journal; they end when the job is stopped.
+counter trains a small network, and two tensors that every update makes larger by one: they say
+how many updates are in the weights, on every shard. It goes through loops over its data until
+FOLDER/stop is there. digits and charlm are the examples, with the same journal; they end when
+the job is stopped.
 """
 
 import argparse
@@ -16,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import psworker
-from pscommon.values import seconds
+from pscommon.settings.values import seconds
 from psworker import Job
-from psworker.discovery import discover
-from psworker.lane import GrpcLane
+from psworker.connection.discovery import discover
+from psworker.transport.grpc import GrpcTransport
 from tests.chaos.client import COUNTER, JournaledClient, WatchedLane
 from tests.chaos.journal import Journal
 from tests.faults.rpc import Faults
@@ -30,25 +31,32 @@ NO_FAULTS = "*=0:0%:0%"
 
 
 class Counted(nn.Module):
-    """The counters are first and last on the tape, and larger than the rest: so each of two shards has some of them."""
+    """The counters are first and last on the tape, and larger than the rest: so each of two
+    shards has some of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.register_parameter(f"{COUNTER}_first", nn.Parameter(torch.zeros(1024)))
-        self.network = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+        self.network = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
+        )
         self.register_parameter(f"{COUNTER}_last", nn.Parameter(torch.zeros(1024)))
 
     def groups(self, lr: float) -> list[dict[str, object]]:
         """In tape order."""
         first, last = self.get_parameter(f"{COUNTER}_first"), self.get_parameter(f"{COUNTER}_last")
         return [
-            {"params": [first], "lr": 1.0}, {"params": list(self.network.parameters()), "lr": lr},
+            {"params": [first], "lr": 1.0},
+            {"params": list(self.network.parameters()), "lr": lr},
             {"params": [last], "lr": 1.0},
-        ]  # fmt: skip
+        ]
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Its gradient is -1 for each counter, so with lr 1 an update adds 1."""
-        counters = sum(value.sum() for name, value in self.named_parameters() if name.startswith(COUNTER))
+        counters = sum(
+            value.sum() for name, value in self.named_parameters() if name.startswith(COUNTER)
+        )
         return F.cross_entropy(self.network(x), y) - counters
 
 
@@ -58,7 +66,9 @@ def connect(folder: Path, rules: str, seed: int) -> Job:
     patience = seconds(os.environ.get("PS_CONNECT_TIMEOUT", "60"))
     journal = Journal(folder, f"w{rank}.{attempt}")
     cluster = discover(os.environ["PS_SERVERS"].split(","), patience)
-    lane = WatchedLane(GrpcLane(cluster.addresses), Faults(rules, seed * 1000 + rank * 100 + attempt))
+    lane = WatchedLane(
+        GrpcTransport(cluster.addresses), Faults(rules, seed * 1000 + rank * 100 + attempt)
+    )
     client = JournaledClient(journal, lane, rank=rank, connect_timeout=patience)
     return Job(client, rank, torch.device("cpu"))
 
@@ -79,10 +89,14 @@ def train(job: Job, folder: Path, epochs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4, help="of a loop")
-    parser.add_argument("--faults", default=NO_FAULTS, help="of calls, as tests/faults/rpc.py reads them")
+    parser.add_argument(
+        "--faults", default=NO_FAULTS, help="of calls, as tests/faults/rpc.py reads them"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("job", choices=["counter", "digits", "charlm"])
     args = parser.parse_args()

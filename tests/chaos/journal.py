@@ -1,7 +1,8 @@
-"""What every worker did, one JSON line when an operation begins and one when it has ended, written before it goes on.
+"""What every worker did, one JSON line when an operation begins and one when it has ended,
+written before it goes on.
 
-A process that is killed leaves an operation that has begun and not ended: nobody knows what became of it. Times are
-this host's monotonic clock, the same in all processes.
+A process that is killed leaves an operation that has begun and not ended: nobody knows what
+became of it. Times are this host's monotonic clock, the same in all processes.
 """
 
 import json
@@ -21,11 +22,12 @@ Kind = Literal["push", "pull", "lease"]
 class Operation:
     """One call of a worker.
 
-    process: its rank and attempt, "w1.0". worker, seq: the push's key, seq 0: none was sent. before, after: versions of
-    the weights that it had and that it got, -1: none. status: as PushResult.status, "error" where the call raised, ""
-    until it has ended. batches: (loop, number) that a push uses up or that a lease brings. counters: smallest and
-    largest element of each tensor named counter*, after. crc: of the gradients. total: batches of the lease's loop, of
-    which `ended` says that it is over.
+    process: its rank and attempt, "w1.0". worker, seq: the push's key, seq 0: none was sent.
+    before, after: versions of the weights that it had and that it got, -1: none. status: as
+    PushResult.status, "error" where the call raised, "" until it has ended. batches: (loop,
+    number) that a push uses up or that a lease brings. counters: smallest and largest element of
+    each tensor named counter*, after. crc: of the gradients. total: batches of the lease's loop,
+    of which `ended` says that it is over.
     """
 
     process: str
@@ -61,12 +63,16 @@ class Operation:
 
 
 class Journal:
-    """Appends to folder/<process>.jsonl. A line is one write, so a killed process tears none but perhaps its last."""
+    """Appends to folder/<process>.jsonl. A line is one write, so a killed process tears none but
+    perhaps its last.
+    """
 
     def __init__(self, folder: Path, process: str) -> None:
         self.process = process
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / f"{process}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._file = os.open(
+            folder / f"{process}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+        )
         self._count = 0
 
     @contextmanager
@@ -88,18 +94,27 @@ class Journal:
         os.close(self._file)
 
     def _write(self, number: int, operation: Operation) -> None:
-        values = asdict(operation) | {"end": None if operation.end == inf else operation.end, "number": number}
+        values = asdict(operation) | {
+            "end": None if operation.end == inf else operation.end,
+            "number": number,
+        }
         os.write(self._file, json.dumps(values, separators=(",", ":")).encode() + b"\n")
 
 
 def read(folder: Path) -> list[Operation]:
     """All operations of all journals, in the order in which they began."""
-    found = [operation for path in sorted(folder.glob("*.jsonl")) for operation in parsed(path.read_text().split("\n"))]
+    found = [
+        operation
+        for path in sorted(folder.glob("*.jsonl"))
+        for operation in parsed(path.read_text().split("\n"))
+    ]
     return sorted(found, key=lambda operation: operation.begin)
 
 
 def parsed(lines: Iterable[str]) -> list[Operation]:
-    """Of one process. What follows the last end of line was torn when it died: its beginning is known, or nothing."""
+    """Of one process. What follows the last end of line was torn when it died: its beginning is
+    known, or nothing.
+    """
     *whole, _ = lines
     operations: dict[int, Operation] = {}
     for line in whole:

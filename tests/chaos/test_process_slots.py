@@ -21,9 +21,16 @@ with ProcessSlots(Path(sys.argv[1])).hold(slots_of(sys.argv[2], sys.argv[3] == "
 
 @pytest.mark.parametrize(
     ("worker", "kind", "free"),
-    [("gw0", "process", {1}), ("gw1", "process", {0}), ("gw2", "process", {1}), ("gw1", "timing", set())],
+    [
+        ("gw0", "process", {1}),
+        ("gw1", "process", {0}),
+        ("gw2", "process", {1}),
+        ("gw1", "timing", set()),
+    ],
 )
-def test_slots_that_are_free_beside_a_test(tmp_path: Path, worker: str, kind: str, free: set[int]) -> None:
+def test_slots_that_are_free_beside_a_test(
+    tmp_path: Path, worker: str, kind: str, free: set[int]
+) -> None:
     line = [sys.executable, "-c", HOLD, str(tmp_path / "slots"), worker, kind]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

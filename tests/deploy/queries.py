@@ -9,7 +9,19 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana/dashboards/paramserver.json"
 ALERTS = DEPLOY / "alerts.yml"
 
-_KEYWORDS = {"and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right", "bool", "offset"}
+_KEYWORDS = {
+    "and",
+    "or",
+    "unless",
+    "by",
+    "without",
+    "on",
+    "ignoring",
+    "group_left",
+    "group_right",
+    "bool",
+    "offset",
+}
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 
 
@@ -35,17 +47,24 @@ def dashboard_queries() -> list[Query]:
 
 def annotation_queries() -> list[Query]:
     """The queries that draw vertical lines."""
-    return [Query(f"annotation {each['name']!r}", _plain(each["expr"])) for each in dashboard()["annotations"]["list"]]
+    return [
+        Query(f"annotation {each['name']!r}", _plain(each["expr"]))
+        for each in dashboard()["annotations"]["list"]
+    ]
 
 
 def alert_queries() -> list[Query]:
-    """The rules' expressions; alerts.yml keeps to one-line and folded (>-) ones, so no YAML parser is needed."""
+    """The rules' expressions; alerts.yml keeps to one-line and folded (>-) ones, so no YAML
+    parser is needed.
+    """
     rules = re.findall(r"- alert: (\w+)\n(.*?)(?=\n\s*- alert:|\Z)", ALERTS.read_text(), re.S)
     return [Query(f"alert {name}", _expr(body)) for name, body in rules]
 
 
 def names(expr: str) -> set[str]:
-    """Metric names of a query: identifiers outside strings, selectors, groupings and ranges that are no function."""
+    """Metric names of a query: identifiers outside strings, selectors, groupings and ranges that
+    are no function.
+    """
     bare = _GROUPING.sub(" ", re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", expr))
     return set(re.findall(r"\b[a-zA-Z_:][\w:]*\b(?!\s*\()", bare)) - _KEYWORDS
 
@@ -53,7 +72,9 @@ def names(expr: str) -> set[str]:
 def labels(expr: str) -> set[str]:
     """Label names that a query selects or groups by."""
     selected = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expr)
-    grouped = [label.strip() for group in _GROUPING.findall(expr) for label in group.split(",") if label]
+    grouped = [
+        label.strip() for group in _GROUPING.findall(expr) for label in group.split(",") if label
+    ]
     return {*selected, *grouped}
 
 

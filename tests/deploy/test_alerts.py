@@ -8,7 +8,9 @@ import pytest
 
 from tests.deploy.queries import ALERTS, DEPLOY, alert_queries
 
-pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed"
+)
 
 
 def promtool(*args: str | Path) -> tuple[int, str]:
@@ -30,5 +32,9 @@ def test_alerts_fire_when_they_should() -> None:
     code, output = promtool("test", "rules", cases)
 
     assert code == 0, output
-    missing = [query.where for query in alert_queries() if query.where.removeprefix("alert ") not in cases.read_text()]
+    missing = [
+        query.where
+        for query in alert_queries()
+        if query.where.removeprefix("alert ") not in cases.read_text()
+    ]
     assert not missing, f"{ALERTS.name} has alerts without a case"

@@ -1,4 +1,5 @@
-"""deploy/docker-compose.yml and Dockerfile agree with the commands that they run and with one another.
+"""deploy/docker-compose.yml and Dockerfile agree with the commands that they run and with one
+another.
 
 What needs an engine is deploy/test-compose; this needs none.
 """
@@ -14,9 +15,9 @@ from importlib.util import find_spec
 import click
 import pytest
 
-from pscommon.monitor import Monitor, new_registry
+from pscommon.telemetry.http import MetricsServer, new_registry
 from psserver.cli import COMMAND as SERVER
-from psserver.config import ServerConfig
+from psserver.process.config import ServerConfig
 from psworker.cli import COMMAND as WORKER
 from tests.deploy.queries import DEPLOY
 
@@ -37,7 +38,9 @@ def server(shard: int) -> ServerConfig:
 
 
 def test_servers_are_one_complete_set() -> None:
-    """Every flag is accepted; both follow server-0, share the data directory and end with the job."""
+    """Every flag is accepted; both follow server-0, share the data directory and end with the
+    job.
+    """
     servers = [server(0), server(1)]
 
     assert [(each.shard, each.shards) for each in servers] == [(0, 2), (1, 2)]
@@ -76,7 +79,9 @@ def test_prometheus_scrapes_every_container() -> None:
     config = (DEPLOY / "prometheus.yml").read_text()
     servers, workers = config.split("job_name: workers")
 
-    assert re.findall(r'"([\w-]+):(\d+)"', servers) == [(name, bind[1]) for name in ("server-0", "server-1")]
+    assert re.findall(r'"([\w-]+):(\d+)"', servers) == [
+        (name, bind[1]) for name in ("server-0", "server-1")
+    ]
     # several may be behind one name, with --scale
     assert f"{{names: [worker-0, worker-1], type: A, port: {bind[1]}, " in workers
     assert f"http://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
@@ -90,9 +95,11 @@ def test_health_is_asked_for_past_a_proxy(ready: bool, code: int) -> None:
     name, *arguments = json.loads(command[1])
     assert name == "python"
     away = {"http_proxy": "http://127.0.0.1:9"}
-    with closing(Monitor("127.0.0.1:0", new_registry(), lambda: (ready, ""))) as monitor:
+    with closing(MetricsServer("127.0.0.1:0", new_registry(), lambda: (ready, ""))) as monitor:
         here = [text.replace("127.0.0.1:9464", monitor.address) for text in arguments]
-        done = subprocess.run([sys.executable, *here], env=os.environ | away, stderr=subprocess.DEVNULL, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *here], env=os.environ | away, stderr=subprocess.DEVNULL, timeout=60
+        )
 
     assert done.returncode == code
 

@@ -1,4 +1,6 @@
-"""A real Prometheus scrapes a server, its standby and a worker, and answers every query that deploy/ ships."""
+"""A real Prometheus scrapes a server, its standby and a worker, and answers every query that
+deploy/ ships.
+"""
 
 import json
 import os
@@ -16,12 +18,14 @@ from typing import Any
 
 import pytest
 
-from pscommon.monitor import Monitor, new_registry
-from psserver.metrics import ServerMetrics, standby_metrics
-from psworker.metrics import WorkerMetrics
+from pscommon.telemetry.http import MetricsServer, new_registry
+from psserver.process.metrics import ServerMetrics, standby_metrics
+from psworker.session.metrics import WorkerMetrics
 from tests.deploy import queries
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed"
+)
 
 CONFIG = """
 global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 1s}}
@@ -37,11 +41,15 @@ class Job:
 
     def __init__(self) -> None:
         servers, workers = new_registry(), new_registry()
-        self.shard, self.worker, self.steps = ServerMetrics(servers, shard=0), WorkerMetrics(workers), 0
-        self.server_monitor = Monitor("127.0.0.1:0", servers, lambda: (True, ""))
+        self.shard, self.worker, self.steps = (
+            ServerMetrics(servers, shard=0),
+            WorkerMetrics(workers),
+            0,
+        )
+        self.server_monitor = MetricsServer("127.0.0.1:0", servers, lambda: (True, ""))
         standby = standby_metrics(0, lambda: self.steps)
-        self.standby_monitor = Monitor("127.0.0.1:0", standby, lambda: (True, ""))
-        self.worker_monitor = Monitor("127.0.0.1:0", workers, lambda: (True, ""))
+        self.standby_monitor = MetricsServer("127.0.0.1:0", standby, lambda: (True, ""))
+        self.worker_monitor = MetricsServer("127.0.0.1:0", workers, lambda: (True, ""))
         self.shard.about = lambda: {"shards": "1", "job": "otter", "policy": "ssp"}
         self.shard.workers({"active": 1})
 
@@ -79,11 +87,17 @@ class Prometheus:
             "worker": job.worker_monitor.address,
         }
         config.write_text(CONFIG.format(rules=queries.ALERTS, **addresses))
-        command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+        command = [
+            "prometheus",
+            f"--config.file={config}",
+            f"--storage.tsdb.path={folder / 'data'}",
+        ]
         command += ["--web.listen-address=127.0.0.1:0", "--log.level=info"]
         self.log = folder / "log"
         with self.log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "GOMAXPROCS": "1"})
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, "GOMAXPROCS": "1"}
+            )
         self._wake = threading.Event()  # never set: a pause that a deadline bounds
 
     @property
@@ -123,7 +137,9 @@ def prometheus(tmp_path: Path, job: Job) -> Iterator[Prometheus]:
 
 
 def test_every_query_finds_data(prometheus: Prometheus, job: Job) -> None:
-    """Each panel shows something once the job has run for a few scrapes; alerts and annotations are accepted."""
+    """Each panel shows something once the job has run for a few scrapes; alerts and annotations
+    are accepted.
+    """
     empty = queries.dashboard_queries()
     deadline = time.monotonic() + 30
     while empty and time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""A dashboard or an alert that asks for a metric nobody exports shows nothing, and nobody notices: so look here."""
+"""A dashboard or an alert that asks for a metric nobody exports shows nothing, and nobody
+notices: so look here.
+"""
 
 import re
 from collections import Counter
@@ -6,9 +8,9 @@ from collections import Counter
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pscommon.monitor import new_registry
-from psserver.metrics import ServerMetrics, standby_metrics
-from psworker.metrics import WorkerMetrics
+from pscommon.telemetry.http import new_registry
+from psserver.process.metrics import ServerMetrics, standby_metrics
+from psworker.session.metrics import WorkerMetrics
 from tests.deploy import queries
 from tests.deploy.queries import DEPLOY, Query
 
@@ -17,7 +19,9 @@ SCRAPED = {"up": {"job", "instance"}}  # what Prometheus adds itself
 
 
 def exported() -> dict[str, set[str]]:
-    """Every series name that a server, a standby or a worker exports, with its labels and those that a scrape adds."""
+    """Every series name that a server, a standby or a worker exports, with its labels and those
+    that a scrape adds.
+    """
     series: dict[str, set[str]] = dict(SCRAPED)
     for registry in (server(), standby_metrics(0, lambda: 1), worker()):
         for family in registry.collect():
@@ -56,9 +60,13 @@ def test_every_metric_and_label_in_a_query_exists(query: Query) -> None:
 
 
 def test_every_row_of_the_metrics_is_watched() -> None:
-    """The other way round: a metric of ours that no panel shows is either missing there or not worth exporting."""
+    """The other way round: a metric of ours that no panel shows is either missing there or not
+    worth exporting.
+    """
     shown = set().union(*(queries.names(query.expr) for query in ALL))
-    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported() if name.startswith("ps_")}
+    families = {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in exported() if name.startswith("ps_")
+    }
     watched = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     unwatched = {name for name in families if not name.endswith("_created")} - watched
 
@@ -103,9 +111,13 @@ def test_dashboard_is_well_formed() -> None:
 
 
 def test_dashboard_uses_the_provisioned_datasource() -> None:
-    """Every panel and query names the uid that provisioning gives, or Grafana shows "datasource not found"."""
+    """Every panel and query names the uid that provisioning gives, or Grafana shows "datasource
+    not found".
+    """
     provisioned = re.findall(
-        r"^\s+uid: (\w+)", (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(), re.M
+        r"^\s+uid: (\w+)",
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(),
+        re.M,
     )
     document = queries.dashboard()
     users = [panel for panel in document["panels"] if panel["type"] != "row"]

@@ -5,14 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOT_PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "FAULTS.md", "deploy/README.md")
+ROOT_PAGES = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "FAULTS.md",
+    "deploy/README.md",
+)
 
 FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]*)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block. section: the heading above it. title: what stands over it, such as a file's name."""
+    """A fenced block. section: the heading above it. title: what stands over it, such as a
+    file's name.
+    """
 
     section: str
     language: str

@@ -1,7 +1,9 @@
-"""Every command of README.md and of the tutorial is run, section by section, but for targets of make.
+"""Every command of README.md and of the tutorial is run, section by section, but for targets of
+make.
 
-Each section begins in an empty folder with the page's files. A block whose title names a terminal is left running if
-it starts a server or a worker; all of these must end with 0. A second machine is a network namespace.
+Each section begins in an empty folder with the page's files. A block whose title names a
+terminal is left running if it starts a server or a worker; all of these must end with 0. A
+second machine is a network namespace.
 """
 
 import os
@@ -32,7 +34,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * LIMIT)]
 
 @pytest.fixture
 def machines() -> Iterator[list[tuple[str, ...]]]:
-    """What to put before a command of machine 1 and of machine 2; empty where there can be no namespaces."""
+    """What to put before a command of machine 1 and of machine 2; empty where there can be no
+    namespaces.
+    """
     if missing():
         yield []
         return

@@ -8,12 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 import psworker
-from pscommon import options
-from pscommon.exits import Exit
-from pscommon.variables import OTHERS
-from psserver.metrics import ServerMetrics, standby_metrics
+from pscommon.core.exit_codes import ExitCode
+from pscommon.settings import options
+from pscommon.settings.environment import OTHERS
+from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.ctl.cli import ps_ctl
-from psworker.metrics import WorkerMetrics
+from psworker.session.metrics import WorkerMetrics
 from tests.deploy.queries import ALERTS
 from tests.docs.pages import ROOT, pages, prose
 
@@ -21,13 +21,28 @@ LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)")
 OTHER_PROGRAMS = frozenset(
     {
         # pip, make, docker, python -m benchmarks, pytest
-        "--build", "--volumes", "--scale", "--build-arg", "--ipc", "--only", "--rounds", "--pushes", "--minutes",
+        "--build",
+        "--volumes",
+        "--scale",
+        "--build-arg",
+        "--ipc",
+        "--only",
+        "--rounds",
+        "--pushes",
+        "--minutes",
         # the example scripts
-        "--epochs", "--batch-size", "--lr", "--steps", "--bytes", "--seed",
+        "--epochs",
+        "--batch-size",
+        "--lr",
+        "--steps",
+        "--bytes",
+        "--seed",
     }
-)  # fmt: skip
+)
 SETTING = re.compile(r"\bPS_[A-Z_]+\b")
-SET_FOR_SCRIPTS = frozenset({"PS_WORKER_RANK", "PS_WORKER_COUNT", "PS_SERVERS", "PS_JOB", "PS_DEVICE"})
+SET_FOR_SCRIPTS = frozenset(
+    {"PS_WORKER_RANK", "PS_WORKER_COUNT", "PS_SERVERS", "PS_JOB", "PS_DEVICE"}
+)
 
 
 def names(page: Path) -> str:
@@ -47,7 +62,9 @@ def flags() -> set[str]:
 @pytest.mark.parametrize("page", pages(), ids=names)
 def test_links_lead_to_files(page: Path) -> None:
     missing = [
-        target for target in LINK.findall(prose(page)) if not Path(os.path.normpath(page.parent / target)).exists()
+        target
+        for target in LINK.findall(prose(page))
+        if not Path(os.path.normpath(page.parent / target)).exists()
     ]
 
     assert not missing
@@ -62,7 +79,12 @@ def test_flags_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=names)
 def test_variables_exist(page: Path) -> None:
-    twins = {variable for table in options.TABLES.values() for option in table for variable in option.variables}
+    twins = {
+        variable
+        for table in options.TABLES.values()
+        for option in table
+        for variable in option.variables
+    }
     named = set(SETTING.findall(page.read_text(encoding="utf-8")))
 
     assert {name for name in named if not name.endswith("_")} <= twins | OTHERS | SET_FOR_SCRIPTS
@@ -80,22 +102,31 @@ def test_the_monitoring_page_has_every_metric() -> None:
     ServerMetrics(registry, shard=0)
     WorkerMetrics(registry)
     families = [*registry.collect(), *standby_metrics(0, int).collect()]
-    exported = {family.name + {"counter": "_total", "info": "_info"}.get(family.type, "") for family in families}
+    exported = {
+        family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        for family in families
+    }
     text = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
 
-    assert set(re.findall(r"`(ps_\w+)`", text)) == {name for name in exported if name.startswith("ps_")}
+    assert set(re.findall(r"`(ps_\w+)`", text)) == {
+        name for name in exported if name.startswith("ps_")
+    }
 
 
 def test_the_monitoring_page_has_every_alert() -> None:
     text = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
 
-    assert set(re.findall(r"^\| `([A-Z]\w+)` \|", text, re.M)) == set(re.findall(r"- alert: (\w+)", ALERTS.read_text()))
+    assert set(re.findall(r"^\| `([A-Z]\w+)` \|", text, re.M)) == set(
+        re.findall(r"- alert: (\w+)", ALERTS.read_text())
+    )
 
 
 def test_troubleshooting_has_every_exit_code() -> None:
     text = (ROOT / "docs/operations/troubleshooting.md").read_text(encoding="utf-8")
 
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {code for code in Exit if code < 128}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {
+        code for code in ExitCode if code < 128
+    }
 
 
 def test_the_glossary_is_short_and_sorted() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from psserver.app import Server
-from psserver.config import ServerConfig
+from psserver.process.config import ServerConfig
 from tests.support.wire_calls import channel as channel  # a fixture
 
 
@@ -26,7 +26,9 @@ class Cluster:
     def add(self, shard: int, shards: int, **settings: Any) -> Server:
         """One server more: used for all of them, and for one that comes again."""
         join = self.servers[0].address if shard and self.servers else None
-        config = ServerConfig(**{"shard": shard, "shards": shards, "bind": "127.0.0.1:0", "join": join, **settings})
+        config = ServerConfig(
+            **{"shard": shard, "shards": shards, "bind": "127.0.0.1:0", "join": join, **settings}
+        )
         self.servers.append(Server(config))
         self.servers[-1].start()
         return self.servers[-1]
@@ -56,7 +58,9 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters; cluster(shards=2, policy="async", ...) takes ServerConfig's settings. Closed at the end."""
+    """Makes clusters; cluster(shards=2, policy="async", ...) takes ServerConfig's settings.
+    Closed at the end.
+    """
     with ExitStack() as stack:
 
         def make(shards: int = 1, **settings: Any) -> Cluster:

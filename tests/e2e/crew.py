@@ -1,4 +1,6 @@
-"""Scripts of several workers at once: in a simulated cluster, or as threads against real servers."""
+"""Scripts of several workers at once: in a simulated cluster, or as threads against real
+servers.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from psserver.config import ServerConfig
+from psserver.process.config import ServerConfig
 from psworker import Client, Job, connect
 from psworker.simulation import SimulatedCluster
 from tests.e2e.workers import DEADLINE, together
@@ -18,7 +20,9 @@ Script = Callable[[Job], T]
 
 
 def simulated(workers: int, script: Script[T], **settings: Any) -> list[T]:
-    """The script on `workers` workers that take turns; what each returned. settings: ServerConfig's."""
+    """The script on `workers` workers that take turns; what each returned. settings:
+    ServerConfig's.
+    """
     config = ServerConfig(**{"min_workers": workers, "lease": 1e6, **settings})
     cluster = SimulatedCluster(config, workers)
 
@@ -37,7 +41,9 @@ def real(address: str, workers: int, script: Script[T]) -> list[T]:
     """The script on `workers` workers at the same time over gRPC; what each returned."""
 
     def run(rank: int) -> T:
-        with connect(address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE) as job:
+        with connect(
+            address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
+        ) as job:
             return script(job)
 
     return together(*[partial(run, rank) for rank in range(workers)])

@@ -5,13 +5,13 @@ from typing import Any
 
 import safetensors.torch
 
-from pscommon.snapshot import Snapshots, export
+from pscommon.snapshot import SnapshotDirectory, export
 
 
 def stored(data_dir: Path, version: int) -> dict[str, Any]:
     """The weights in a snapshot, by name."""
     path = data_dir / f"{version}.safetensors"
-    export(Snapshots(data_dir), version, path)
+    export(SnapshotDirectory(data_dir), version, path)
     return {name: tensor.numpy() for name, tensor in safetensors.torch.load_file(path).items()}
 
 

@@ -1,4 +1,6 @@
-"""A small GPT-2 without dropout: its blocks, its initial values, and its head tied to the embedding."""
+"""A small GPT-2 without dropout: its blocks, its initial values, and its head tied to the
+embedding.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +14,14 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU("tanh"), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU("tanh"), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         queries, keys, values = (
-            part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).split(WIDTH, dim=2)
+            part.unflatten(2, (HEADS, -1)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).split(WIDTH, dim=2)
         )
         heads = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.c_proj(heads.transpose(1, 2).flatten(2))

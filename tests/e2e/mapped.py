@@ -13,4 +13,6 @@ def mapped():
     buffer = bytes(64 << 20)
     return mallinfo().e - before >= len(buffer)
 """
-"""Source text. Needs glibc 2.33, and is true for its own settings: it never keeps more than 32 MiB in one piece."""
+"""Source text. Needs glibc 2.33, and is true for its own settings: it never keeps more than 32
+MiB in one piece.
+"""

@@ -3,17 +3,17 @@
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
-from psworker.lane import Lane
-from psworker.patience import Clock
+from psworker.connection.retry import Clock
+from psworker.transport.grpc import Transport
 
 HOUR = 3600.0
 
 
 class Mortal:
-    """A worker's line that can go dead: nothing gets through any more, not even a goodbye; and an hour passes then, so
-    that nobody waits for that."""
+    """A worker's line that can go dead: nothing gets through any more, not even a goodbye; and
+    an hour passes then, so that nobody waits for that."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Transport) -> None:
         self._lane = lane
         self._dead = False
         self.clock = Clock(lambda: lane.clock.now() + HOUR * self._dead, lane.clock.sleep)

@@ -1,4 +1,6 @@
-"""The commands as users start them: real processes, whose lines are read as they come, and which end with the test."""
+"""The commands as users start them: real processes, whose lines are read as they come, and which
+end with the test.
+"""
 
 import ctypes
 import os
@@ -32,7 +34,8 @@ class Program:
         self._lines: list[tuple[Stream, str]] = []
         self._open = 2
         self._readers = [
-            threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in ("stdout", "stderr")
+            threading.Thread(target=self._read, args=(stream,), daemon=True)
+            for stream in ("stdout", "stderr")
         ]
         for reader in self._readers:
             reader.start()
@@ -56,7 +59,9 @@ class Program:
         return self.out + self.err
 
     def wait_for(self, text: str, times: int = 1, seconds: float = LIMIT) -> str:
-        """The line that says it for the `times`-th time; AssertionError if it ends or says nothing before."""
+        """The line that says it for the `times`-th time; AssertionError if it ends or says
+        nothing before.
+        """
 
         def found() -> list[str]:
             return [line for _, line in self._lines if text in line][times - 1 :]
@@ -81,7 +86,9 @@ class Program:
 
     def send_beside_main(self, number: signal.Signals) -> None:
         """To another than the main thread, which the system is free to choose for any signal."""
-        threads = {int(entry.name) for entry in Path(f"/proc/{self.pid}/task").iterdir()} - {self.pid}
+        threads = {int(entry.name) for entry in Path(f"/proc/{self.pid}/task").iterdir()} - {
+            self.pid
+        }
         tgkill = ctypes.CDLL(None, use_errno=True).tgkill
         assert tgkill(self.pid, min(threads), number) == 0, os.strerror(ctypes.get_errno())
 
@@ -113,7 +120,9 @@ class Program:
 
 
 class Programs:
-    """Starts commands in `folder`, with a TMPDIR of their own (`temporary`) and without settings from around us."""
+    """Starts commands in `folder`, with a TMPDIR of their own (`temporary`) and without settings
+    from around us.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,21 +134,30 @@ class Programs:
         """`command` is ps-run, ps-server, ps-worker, ps-ctl or python."""
         line = [str(BIN / command), *map(str, args)]
         process = subprocess.Popen(
-            line, cwd=self.folder, env=self._environment(environment), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            line,
+            cwd=self.folder,
+            env=self._environment(environment),
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         return self._kept(Program(line, process))
 
     def fork(self, command: str, *args: object, **environment: object) -> Program:
-        """As `start`, but it starts in a moment: for tests of what ps-server, ps-worker and scripts do, not of how
-        they start."""
+        """As `start`, but it starts in a moment: for tests of what ps-server, ps-worker and
+        scripts do, not of how they start."""
         line = [command, *map(str, args)]
-        return self._kept(Program(line, Forked(line[0], line[1:], self.folder, self._environment(environment))))
+        return self._kept(
+            Program(line, Forked(line[0], line[1:], self.folder, self._environment(environment)))
+        )
 
     def _environment(self, chosen: dict[str, object]) -> dict[str, str]:
         around = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
         own = {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # or torch leaves it in TMPDIR
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(
+            self.folder / "inductor"
+        )  # or torch leaves it in TMPDIR
         return around | own | {name: str(value) for name, value in chosen.items()}
 
     def _kept(self, program: Program) -> Program:

@@ -25,8 +25,12 @@ class Metrics:
         self.names = {sample.name for sample in self._samples}
 
     def __call__(self, name: str, /, **labels: str) -> float:
-        """Sum of the series of that name (with its suffix: _total, _count, _sum) that have these labels."""
-        found = [s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items()]
+        """Sum of the series of that name (with its suffix: _total, _count, _sum) that have these
+        labels.
+        """
+        found = [
+            s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items()
+        ]
         assert found, f"no series {name} with {labels}"
         return sum(found)
 

@@ -11,10 +11,10 @@ from pscommon.wire.channel import open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.app import Server
-from psserver.mirror import Mirror
-from psserver.primary_lease import lease_of
-from psserver.shipped import checksum
-from psserver.standby import Standby
+from psserver.durability.state_records import checksum
+from psserver.replication.lease_directory import lease_of
+from psserver.replication.standby import Standby
+from psserver.replication.standby_state import StandbyState
 from tests.e2e.workers import until
 
 
@@ -23,7 +23,9 @@ class Following:
 
     def __init__(self, primary: Server, **settings: Any) -> None:
         self.primary = primary
-        made = replace(primary.config, **{"bind": "127.0.0.1:0", "standby_of": primary.address, **settings})
+        made = replace(
+            primary.config, **{"bind": "127.0.0.1:0", "standby_of": primary.address, **settings}
+        )
         self.standby = Standby(made, lease_of(made))
         self._thread = threading.Thread(target=self.standby.run, daemon=True)
 
@@ -32,7 +34,10 @@ class Following:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.standby.stop("the test is over")
         self._thread.join(20)
@@ -49,7 +54,9 @@ class Following:
 
 @contextmanager
 def silent_standby(server: Server) -> Iterator[threading.Event]:
-    """Acknowledges the whole state and every beat, and no record after that, until the event is set."""
+    """Acknowledges the whole state and every beat, and no record after that, until the event is
+    set.
+    """
     heard, done, speaking = [0], threading.Event(), threading.Event()
 
     def words() -> Iterator[pb.ReplicateRequest]:
@@ -80,7 +87,7 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
             listener.join()
 
 
-def mirror(following: Following) -> Mirror:
+def mirror(following: Following) -> StandbyState:
     found = following.standby._mirror
     assert found is not None
     return found

@@ -1,4 +1,6 @@
-"""Requests that no correct process sends, over gRPC to real servers: refused with a reason, and the job goes on."""
+"""Requests that no correct process sends, over gRPC to real servers: refused with a reason, and
+the job goes on.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,22 +10,22 @@ from typing import Any
 
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.limits import MAX_TENSORS
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.stream import StreamSpec
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.channel import open_channel
-from pscommon.wire.codec import loop_to_proto, model_to_proto
+from pscommon.wire.messages import loop_to_proto, model_to_proto
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from psserver.core.coordinator import Coordinator
+from psserver.core.job.coordinator import CoordinatorMachine
 from psworker import Client
-from psworker.ctl.servers import Servers
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
 from tests.e2e.workers import count, counted, counter, digest, status, until
@@ -32,7 +34,7 @@ Make = Callable[..., Cluster]
 
 LOOP = LoopSpec(0, size=1000, batch_size=1)
 EMPTY = StreamSpec(1, sources=2, batch_size=3, epochs=0)
-HUGE = ModelSpec((TensorSpec("w", (2**40,), "float64", "frozen"),), OptimizerSpec("sgd"))
+HUGE = ModelSpec((TensorSpec("w", (2**40,), "float64", "frozen"),), OptimizerSettings("sgd"))
 LARGEST = 2**32 - 1
 
 
@@ -45,15 +47,35 @@ def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
     yield "Register", co.RegisterRequest(worker=worker, model=huge), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge, wait_ms=LARGEST), "OUT_OF_RANGE"
     tensors = [mo.TensorSpec(name="w")] * (MAX_TENSORS + 1)
-    yield "Register", co.RegisterRequest(worker=worker, model=mo.ModelSpec(tensors=tensors)), "OUT_OF_RANGE"
+    yield (
+        "Register",
+        co.RegisterRequest(worker=worker, model=mo.ModelSpec(tensors=tensors)),
+        "OUT_OF_RANGE",
+    )
     nested = mo.ModelSpec(optimizer_json="[" * 100_000)
     yield "Register", co.RegisterRequest(worker=worker, model=nested), "INVALID_REQUEST"
-    yield "NextBatch", co.NextBatchRequest(worker=worker, loop=loop, count=20_000_000), "OUT_OF_RANGE"
-    yield "NextBatch", co.NextBatchRequest(worker=worker, loop=loop, wait_ms=LARGEST), "OUT_OF_RANGE"
+    yield (
+        "NextBatch",
+        co.NextBatchRequest(worker=worker, loop=loop, count=20_000_000),
+        "OUT_OF_RANGE",
+    )
+    yield (
+        "NextBatch",
+        co.NextBatchRequest(worker=worker, loop=loop, wait_ms=LARGEST),
+        "OUT_OF_RANGE",
+    )
     yield "NextBatch", co.NextBatchRequest(worker=worker, loop=endless), "OUT_OF_RANGE"
-    yield "NextBatch", co.NextBatchRequest(worker=worker, loop=endless, share_only=True), "OUT_OF_RANGE"
+    yield (
+        "NextBatch",
+        co.NextBatchRequest(worker=worker, loop=endless, share_only=True),
+        "OUT_OF_RANGE",
+    )
     yield "NextBatch", co.NextBatchRequest(worker=worker, loop=co.LoopSpec()), "INVALID_REQUEST"
-    yield "ReturnBatches", returned(worker, ps.Batch(number=5, count=3, end=True, loop=1)), "OUT_OF_RANGE"
+    yield (
+        "ReturnBatches",
+        returned(worker, ps.Batch(number=5, count=3, end=True, loop=1)),
+        "OUT_OF_RANGE",
+    )
     yield "ReturnBatches", returned(worker, ps.Batch(number=2**64 - 1)), "OUT_OF_RANGE"
     yield "ReturnBatches", returned(worker, *[ps.Batch()] * 70_000), "OUT_OF_RANGE"
     names = {f"value {number}": 1.0 for number in range(2000)}
@@ -82,10 +104,14 @@ def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
             yield method, caught.value.reason, expected
 
 
-def push(client: Client, base: int | None = None, batches: tuple[BatchKey, ...] = (), groups: str = "") -> str:
+def push(
+    client: Client, base: int | None = None, batches: tuple[BatchKey, ...] = (), groups: str = ""
+) -> str:
     gradients, _ = client.tapes()
     gradients[:] = bytes(len(gradients))
-    return client.exchange(gradients=gradients, weights=None, base=base, batches=batches, groups_json=groups).status
+    return client.exchange(
+        gradients=gradients, weights=None, base=base, batches=batches, groups_json=groups
+    ).status
 
 
 @contextmanager
@@ -99,7 +125,9 @@ def job(cluster: Make, data_dir: Path) -> Iterator[tuple[Cluster, Client, dict[s
         yield servers, client, settings
 
 
-def test_every_absurd_request_is_refused_and_the_job_restarts(cluster: Make, tmp_path: Path) -> None:
+def test_every_absurd_request_is_refused_and_the_job_restarts(
+    cluster: Make, tmp_path: Path
+) -> None:
     """A worker trains in between; the log that the servers leave makes the same job again."""
     with job(cluster, tmp_path) as (servers, client, settings):
         for method, found, expected in refusals(servers.address, client.worker):
@@ -111,7 +139,9 @@ def test_every_absurd_request_is_refused_and_the_job_restarts(cluster: Make, tmp
     after = status(again.address)
 
     assert digest(again.address) == weights
-    assert [after[key] for key in ("version", "samples", "data")] == [before[k] for k in ("version", "samples", "data")]
+    assert [after[key] for key in ("version", "samples", "data")] == [
+        before[k] for k in ("version", "samples", "data")
+    ]
 
 
 def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
@@ -127,8 +157,13 @@ def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
         assert hub is not None
         assert mirror is not None
         assert mirror.coordinator is not None
-        until(lambda: mirror.version == client.version or mirror.version == hub.version, "the newest update")
-        standby, primary = (json.dumps(machine.state()) for machine in (mirror.coordinator, hub._coordinator))
+        until(
+            lambda: mirror.version == client.version or mirror.version == hub.version,
+            "the newest update",
+        )
+        standby, primary = (
+            json.dumps(machine.state()) for machine in (mirror.coordinator, hub._coordinator)
+        )
 
         assert standby == primary
         assert following.primary.shipper.state == "in sync"
@@ -141,7 +176,9 @@ UNFIT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_an_unfit_push_is_refused_before_anything_is_applied(cluster: Make, tmp_path: Path, name: str) -> None:
+def test_an_unfit_push_is_refused_before_anything_is_applied(
+    cluster: Make, tmp_path: Path, name: str
+) -> None:
     """On two shards; the worker keeps its place, and its next push counts."""
     with job(cluster, tmp_path) as (servers, client, settings):
         with pytest.raises(InvalidRequestError) as caught:
@@ -160,20 +197,25 @@ def test_an_unfit_push_is_refused_before_anything_is_applied(cluster: Make, tmp_
 def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The caller gets INTERNAL, the servers go on, and restarts and a standby meet the same state."""
+    """The caller gets INTERNAL, the servers go on, and restarts and a standby meet the same
+    state.
+    """
 
-    def faulty(self: Coordinator, worker: int, now: float) -> None:
+    def faulty(self: CoordinatorMachine, worker: int, now: float) -> None:
         self.samples += 1000
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(Coordinator, "drain", faulty)
+    monkeypatch.setattr(CoordinatorMachine, "drain", faulty)
     settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
     servers = cluster(1, **settings)
     with Following(servers.servers[0], data_dir=tmp_path / "standby") as following:
         with counter(servers.address) as client:
             following.in_sync()
             count(client)
-            with Servers([servers.address], 10.0) as asked, pytest.raises(PSError) as caught:
+            with (
+                CoordinatorClient([servers.address], 10.0) as asked,
+                pytest.raises(PSError) as caught,
+            ):
                 asked.drain(client.worker)
             assert caught.value.reason == "INTERNAL"
             count(client, 2)

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import MismatchError
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import count, counter
 
 Make = Callable[..., Cluster]
 
 
-def test_servers_that_come_to_another_job_are_refused_and_lose_nothing(cluster: Make, tmp_path: Path) -> None:
-    """Be it that its shard 0 has the address of theirs by now: each is bound to its job, also by its data directory."""
+def test_servers_that_come_to_another_job_are_refused_and_lose_nothing(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """Be it that its shard 0 has the address of theirs by now: each is bound to its job, also by
+    its data directory.
+    """
     otter, stoat = tmp_path / "otter", tmp_path / "stoat"
     servers = cluster(2, data_dir=otter)
     with counter(servers.address) as client:
@@ -34,5 +38,5 @@ def test_servers_that_come_to_another_job_are_refused_and_lose_nothing(cluster: 
         count(client, 5)
     others.stop()
 
-    assert (Snapshots(otter).versions(), Snapshots(stoat).versions()) == ([3], [5])
-    assert Snapshots(otter).verify(3) == Snapshots(stoat).verify(5) == []
+    assert (SnapshotDirectory(otter).versions(), SnapshotDirectory(stoat).versions()) == ([3], [5])
+    assert SnapshotDirectory(otter).verify(3) == SnapshotDirectory(stoat).verify(5) == []

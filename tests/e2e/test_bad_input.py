@@ -26,11 +26,22 @@ from pscommon.core.errors import (
 )
 from psserver import cli as server_command
 from psserver.app import Server
-from psserver.config import ServerConfig
+from psserver.process.config import ServerConfig
 from psworker import OptimizerSpec
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Programs, descendants, gone, programs_in
-from tests.e2e.workers import ONES, connected, count, counted, counter, network, status, together, until, weights_of
+from tests.e2e.workers import (
+    ONES,
+    connected,
+    count,
+    counted,
+    counter,
+    network,
+    status,
+    together,
+    until,
+    weights_of,
+)
 
 Make = Callable[..., Cluster]
 SGD = OptimizerSpec("sgd", lr=1.0)
@@ -53,11 +64,12 @@ def refused(error: type[PSError], code: int, reason: str, *texts: str) -> Iterat
         assert text in str(caught.value)
 
 
-# ---- servers --------------------------------------------------------------------------------------------------------
+# ---- servers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("shard", "text"), [("2/2", "shards are counted from 0"), ("x", "is not I/N"), ("-1/2", "is not I/N")]
+    ("shard", "text"),
+    [("2/2", "shards are counted from 0"), ("x", "is not I/N"), ("-1/2", "is not I/N")],
 )
 def test_a_wrong_shard(shard: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert server_command.main(["--shard", shard]) == 2
@@ -65,7 +77,9 @@ def test_a_wrong_shard(shard: str, text: str, capsys: pytest.CaptureFixture[str]
     assert text in capsys.readouterr().err
 
 
-def test_a_port_file_where_there_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_file_where_there_is_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert server_command.main(["--port-file", str(tmp_path / "none" / "port")]) == 2
 
     assert "there is no folder" in capsys.readouterr().err
@@ -85,7 +99,9 @@ def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
     servers = cluster(2)
     until(lambda: status(servers.address)["state"] == "waiting for a model", "two servers")
 
-    second = programs.fork("ps-server", "--shard", "1/2", "--join", servers.address, "--bind", "127.0.0.1:0")
+    second = programs.fork(
+        "ps-server", "--shard", "1/2", "--join", servers.address, "--bind", "127.0.0.1:0"
+    )
 
     assert second.wait() == 11
     assert f"SHARD_TAKEN: shard 1 is already served by {servers.servers[1].address}" in second.err
@@ -96,11 +112,15 @@ def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
 def test_a_shard_of_another_number_of_shards(cluster: Make) -> None:
     servers = cluster(2)
 
-    with closing(Server(ServerConfig(shard=1, shards=3, bind="127.0.0.1:0", join=servers.address))) as stranger:
+    with closing(
+        Server(ServerConfig(shard=1, shards=3, bind="127.0.0.1:0", join=servers.address))
+    ) as stranger:
         stranger.start()
 
         assert stranger.ended.wait(30)
-        with refused(MismatchError, 11, "SHARD_MISMATCH", "shard 1/3 does not belong to this job of 2 shards"):
+        with refused(
+            MismatchError, 11, "SHARD_MISMATCH", "shard 1/3 does not belong to this job of 2 shards"
+        ):
             raise stranger.failure or AssertionError("it did not fail")
 
 
@@ -133,7 +153,7 @@ def test_a_data_directory_that_is_taken(cluster: Make, tmp_path: Path) -> None:
         count(client)
 
 
-# ---- addresses ------------------------------------------------------------------------------------------------------
+# ---- addresses -----------------------------------------------------------------------------------
 
 
 def test_an_incomplete_set_of_addresses() -> None:
@@ -143,7 +163,9 @@ def test_an_incomplete_set_of_addresses() -> None:
         first.start()
         second.start()
 
-        with refused(MismatchError, 11, "SHARD_MISMATCH", "nobody knows where shard 2 of 3 is", first.address):
+        with refused(
+            MismatchError, 11, "SHARD_MISMATCH", "nobody knows where shard 2 of 3 is", first.address
+        ):
             connected(f"{first.address},{second.address}", connect_timeout=1.0)
 
 
@@ -177,36 +199,51 @@ def test_servers_that_are_not_there(programs: Programs) -> None:
     worker = programs.run("ps-worker", "--ps", address, "--connect-timeout", "1s", "connect.py")
 
     assert worker.wait() == 20
-    assert time.monotonic() - began < 30  # not the 60 s of the default; most of it is the start of the process
+    assert (
+        time.monotonic() - began < 30
+    )  # not the 60 s of the default; most of it is the start of the process
     assert re.search(rf"UNREACHABLE: no answer within \d+ s from {address}", worker.err)
     assert "Traceback" not in worker.err
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 SMALL = np.zeros(3, np.float32)
 OTHER_MODELS: dict[str, tuple[dict[str, Any], OptimizerSpec, list[str]]] = {
     "another shape": (
-        {"a": np.zeros((40, 3), np.float32), "b": ZEROS["b"]}, SGD,
+        {"a": np.zeros((40, 3), np.float32), "b": ZEROS["b"]},
+        SGD,
         ["a: float32[40, 3] trainable, the job has float32[3, 40] trainable"],
     ),
     "another dtype": (
-        {"a": ZEROS["a"], "b": np.zeros(100)}, SGD,
+        {"a": ZEROS["a"], "b": np.zeros(100)},
+        SGD,
         ["b: float64[100] trainable, the job has float32[100] trainable"],
     ),
     "one missing, one more": (
-        {"a": ZEROS["a"], "c": SMALL}, SGD,
+        {"a": ZEROS["a"], "c": SMALL},
+        SGD,
         ["b: missing; the job has float32[100] trainable", "c: not in the job's model"],
     ),
-    "another optimizer": (ZEROS, OptimizerSpec("adam", lr=1.0), ["optimizer: adam, the job has sgd"]),
-    "other hyper-parameters": (
-        ZEROS, OptimizerSpec("sgd", lr=0.5, momentum=0.9),
-        ["optimizer group 0: lr=0.5, the job has 1.0", "optimizer group 0: momentum=0.9, the job has 0.0"],
+    "another optimizer": (
+        ZEROS,
+        OptimizerSpec("adam", lr=1.0),
+        ["optimizer: adam, the job has sgd"],
     ),
-}  # fmt: skip
+    "other hyper-parameters": (
+        ZEROS,
+        OptimizerSpec("sgd", lr=0.5, momentum=0.9),
+        [
+            "optimizer group 0: lr=0.5, the job has 1.0",
+            "optimizer group 0: momentum=0.9, the job has 0.0",
+        ],
+    ),
+}
 
 
-@pytest.mark.parametrize(("model", "optimizer", "differences"), OTHER_MODELS.values(), ids=OTHER_MODELS.keys())
+@pytest.mark.parametrize(
+    ("model", "optimizer", "differences"), OTHER_MODELS.values(), ids=OTHER_MODELS.keys()
+)
 def test_a_model_or_optimizer_that_is_not_the_jobs(
     cluster: Make, model: dict[str, Any], optimizer: OptimizerSpec, differences: list[str]
 ) -> None:
@@ -231,7 +268,13 @@ def test_an_optimizer_that_no_server_has(cluster: Make) -> None:
         type("Mine", (torch.optim.Adam,), {})(model.parameters()),
     ):
         with (
-            refused(UnsupportedOptimizerError, 2, "UNSUPPORTED_OPTIMIZER", type(unsupported).__name__, "Adagrad"),
+            refused(
+                UnsupportedOptimizerError,
+                2,
+                "UNSUPPORTED_OPTIMIZER",
+                type(unsupported).__name__,
+                "Adagrad",
+            ),
             psworker.connect(address, device="cpu") as job,
         ):
             job.optimizer(unsupported, model)
@@ -240,7 +283,9 @@ def test_an_optimizer_that_no_server_has(cluster: Make) -> None:
 
 
 def test_a_tensor_whose_name_no_file_could_hold(cluster: Make) -> None:
-    """A snapshot could be written, but never be exported. The next worker may bring another model."""
+    """A snapshot could be written, but never be exported. The next worker may bring another
+    model.
+    """
     address = cluster(1).address
     with (
         refused(InvalidRequestError, 2, "INVALID_REQUEST", "__metadata__", "Try: rename"),
@@ -255,7 +300,10 @@ def test_a_tensor_whose_name_no_file_could_hold(cluster: Make) -> None:
 
 def test_initial_weights_that_are_not_finite(cluster: Make) -> None:
     address = cluster(2).address
-    with refused(NonFiniteError, 14, "NON_FINITE", "worker 1", "tensor b"), connected(address) as client:
+    with (
+        refused(NonFiniteError, 14, "NON_FINITE", "worker 1", "tensor b"),
+        connected(address) as client,
+    ):
         client.register({"a": ZEROS["a"], "b": np.full(100, np.inf, np.float32)}, SGD)
 
     with counter(address) as client:  # the next one may do better
@@ -263,7 +311,9 @@ def test_initial_weights_that_are_not_finite(cluster: Make) -> None:
 
 
 def test_who_uploaded_weights_that_are_not_finite_may_correct_them(cluster: Make) -> None:
-    """What was decided on the first ones is not the answer for others; and nobody waits for them."""
+    """What was decided on the first ones is not the answer for others; and nobody waits for
+    them.
+    """
     with connected(cluster(2).address) as client:
         with pytest.raises(NonFiniteError, match=r"^worker 1 .*: tensor b$"):
             client.register({"a": ZEROS["a"], "b": np.full(100, np.inf, np.float32)}, SGD)
@@ -272,7 +322,7 @@ def test_who_uploaded_weights_that_are_not_finite_may_correct_them(cluster: Make
         count(client)
 
 
-# ---- pushes ---------------------------------------------------------------------------------------------------------
+# ---- pushes --------------------------------------------------------------------------------------
 
 BAD_PUSHES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "unknown tensor": ({**ONES, "zz": SMALL}, "UNKNOWN_TENSOR", ["zz"]),
@@ -281,8 +331,12 @@ BAD_PUSHES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("gradients", "reason", "texts"), BAD_PUSHES.values(), ids=BAD_PUSHES.keys())
-def test_a_gradient_that_does_not_fit(cluster: Make, gradients: dict[str, Any], reason: str, texts: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("gradients", "reason", "texts"), BAD_PUSHES.values(), ids=BAD_PUSHES.keys()
+)
+def test_a_gradient_that_does_not_fit(
+    cluster: Make, gradients: dict[str, Any], reason: str, texts: list[str]
+) -> None:
     with counter(cluster(2).address) as client:
         count(client)
 
@@ -295,8 +349,12 @@ def test_a_gradient_that_does_not_fit(cluster: Make, gradients: dict[str, Any], 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(cluster: Make, name: str, value: float) -> None:
-    """Rejected by the shard that holds it, and so by all; the round closes with the worker's next push."""
+def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(
+    cluster: Make, name: str, value: float
+) -> None:
+    """Rejected by the shard that holds it, and so by all; the round closes with the worker's
+    next push.
+    """
     address = cluster(3, min_workers=2, bad_gradients="skip").address
     bad = {key: one.copy() for key, one in ONES.items()}
     bad[name].flat[-1] = value
@@ -320,7 +378,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(cluster: Make, n
     assert status(address)["pushes"]["rejected"] == 1
 
 
-# ---- scripts --------------------------------------------------------------------------------------------------------
+# ---- scripts -------------------------------------------------------------------------------------
 
 BROKEN = """
 import psworker
@@ -362,7 +420,11 @@ def test_a_script_that_raises(programs: Programs) -> None:
     assert "ValueError: the data is bad" in box
     assert "w1 exited with 1" in box
     found = json.loads((programs.folder / "broken.json").read_text())
-    assert (found["status"], found["error"]["process"], found["error"]["exit_code"]) == ("failed", "w1", 1)
+    assert (found["status"], found["error"]["process"], found["error"]["exit_code"]) == (
+        "failed",
+        "w1",
+        1,
+    )
 
 
 def test_a_script_whose_gradient_is_not_finite(programs: Programs) -> None:

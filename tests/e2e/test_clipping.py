@@ -1,4 +1,6 @@
-"""clip_norm clips what DistributedDataParallel and clip_grad_norm_ would clip: the averaged gradient of all workers."""
+"""clip_norm clips what DistributedDataParallel and clip_grad_norm_ would clip: the averaged
+gradient of all workers.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import psworker
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import OptimizerSpec
-from pscommon.weights import weights_sha256
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.snapshot.weights_digest import weights_sha256
 from psworker import DistributedTraining, InvalidRequestError, Job, MismatchError
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
@@ -45,7 +47,11 @@ def logits_of(output: Any) -> Tensor:
 
 
 def script(
-    make: Optimizer = sgd, model: nn.Module | None = None, batch: int = BATCH, epochs: int = EPOCHS, **options: Any
+    make: Optimizer = sgd,
+    model: nn.Module | None = None,
+    batch: int = BATCH,
+    epochs: int = EPOCHS,
+    **options: Any,
 ) -> Callable[[Job], tuple[dict[str, Tensor], list[float]]]:
     """What each worker does; returns its weights in the end and its losses."""
     given = model or small_gpt()
@@ -66,7 +72,10 @@ def script(
 
 
 def plain(
-    make: Optimizer = sgd, model: nn.Module | None = None, batch: int = 2 * BATCH, clip: float | None = CLIP
+    make: Optimizer = sgd,
+    model: nn.Module | None = None,
+    batch: int = 2 * BATCH,
+    clip: float | None = CLIP,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """One process with the double batch; also the norms before they were clipped."""
     mine, losses, norms = copy.deepcopy(model or small_gpt()), [], []
@@ -74,7 +83,9 @@ def plain(
     for tokens in batches(batch):
         loss = loss_of(logits_of(mine(tokens)), tokens)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(mine.parameters(), clip if clip is not None else float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(
+            mine.parameters(), clip if clip is not None else float("inf")
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -89,7 +100,11 @@ def batches(size: int) -> Iterator[Tensor]:
 
 
 def distance(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    return max(float((mine[name] - value).abs().max()) for name, value in theirs.items() if value.is_floating_point())
+    return max(
+        float((mine[name] - value).abs().max())
+        for name, value in theirs.items()
+        if value.is_floating_point()
+    )
 
 
 def digest(weights: dict[str, Tensor]) -> str:
@@ -97,7 +112,9 @@ def digest(weights: dict[str, Tensor]) -> str:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_gpt_on_two_workers_is_one_process_with_the_double_batch(cluster: Make, shards: int) -> None:
+def test_gpt_on_two_workers_is_one_process_with_the_double_batch(
+    cluster: Make, shards: int
+) -> None:
     """Within 1e-5: losses and weights, after 20 steps most of which were clipped."""
     weights, losses, norms = plain()
     assert sum(norm > CLIP for norm in norms) >= 5
@@ -107,27 +124,42 @@ def test_gpt_on_two_workers_is_one_process_with_the_double_batch(cluster: Make, 
 
     assert digest(first) == digest(second)
     assert distance(first, weights) <= 1e-5
-    assert [(a + b) / 2 for a, b in zip(mine, others, strict=True)] == pytest.approx(losses, rel=1e-5)
+    assert [(a + b) / 2 for a, b in zip(mine, others, strict=True)] == pytest.approx(
+        losses, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_gpt2_of_transformers_on_two_workers_is_one_process_with_the_double_batch(
     cluster: Make, make: Optimizer
 ) -> None:
-    """AdamW in float64: it makes full steps of what is rounding alone, such as the gradients of the keys' biases."""
+    """AdamW in float64: it makes full steps of what is rounding alone, such as the gradients of
+    the keys' biases.
+    """
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        vocab_size=97, n_positions=24, n_embd=48, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=97,
+        n_positions=24,
+        n_embd=48,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     torch.manual_seed(1)
-    model = transformers.GPT2LMHeadModel(config).to(torch.float64 if make is adamw else torch.float32)
+    model = transformers.GPT2LMHeadModel(config).to(
+        torch.float64 if make is adamw else torch.float32
+    )
     weights, losses, norms = plain(make, model)
     assert max(norms) > CLIP
 
     (first, mine), (_, others) = real(cluster(2, min_workers=2).address, 2, script(make, model))
 
     assert distance(first, weights) <= 1e-5
-    assert [(a + b) / 2 for a, b in zip(mine, others, strict=True)] == pytest.approx(losses, rel=1e-5)
+    assert [(a + b) / 2 for a, b in zip(mine, others, strict=True)] == pytest.approx(
+        losses, rel=1e-5
+    )
 
 
 def test_adamw_too(cluster: Make) -> None:
@@ -144,7 +176,10 @@ def test_every_run_gives_the_same_bytes(cluster: Make) -> None:
     """Over the network, step by step, with more threads and through overlap."""
     digests = {digest(weights) for weights, _ in simulated(2, script(), shards=2)}
     for settings in ({}, {}, {"threads": 3}):
-        digests |= {digest(weights) for weights, _ in real(cluster(2, min_workers=2, **settings).address, 2, script())}
+        digests |= {
+            digest(weights)
+            for weights, _ in real(cluster(2, min_workers=2, **settings).address, 2, script())
+        }
     overlapped = real(cluster(2, min_workers=2).address, 2, script(overlap=True))
     digests |= {digest(weights) for weights, _ in overlapped}
 
@@ -170,7 +205,9 @@ def test_clip_grad_norm_acts_on_each_workers_own_gradient(cluster: Make) -> None
 
 
 @pytest.mark.parametrize(
-    "settings", [{"policy": "sync"}, {"policy": "async"}, {"policy": "ssp", "staleness": 1}], ids=str
+    "settings",
+    [{"policy": "sync"}, {"policy": "async"}, {"policy": "ssp", "staleness": 1}],
+    ids=str,
 )
 @pytest.mark.parametrize("shards", [1, 3])
 def test_one_worker_is_plain_torch_in_every_policy(settings: dict[str, Any], shards: int) -> None:
@@ -186,7 +223,9 @@ def test_a_pipelined_step_is_clipped(cluster: Make) -> None:
 
     def train(job: Job) -> None:
         model = small_gpt()
-        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, pipeline=True, clip_norm=1e-3)
+        optimizer = job.optimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model, pipeline=True, clip_norm=1e-3
+        )
         for tokens in job.batches(DATA, BATCH, seed=SEED, reseed=False):
             loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -201,7 +240,9 @@ def test_a_pipelined_step_is_clipped(cluster: Make) -> None:
 
 
 def test_batches_of_one_update_are_clipped_together() -> None:
-    """--global-batch: what is clipped is the average of the whole update, not a worker's part of it."""
+    """--global-batch: what is clipped is the average of the whole update, not a worker's part of
+    it.
+    """
     ((weights, _),) = simulated(1, script(), shards=2, global_batch=2 * BATCH)
 
     assert distance(weights, plain()[0]) <= 1e-5
@@ -226,7 +267,9 @@ def test_gradients_of_gradscaler_are_clipped_unscaled() -> None:
 
 def test_parameters_without_a_gradient_and_frozen_ones_do_not_count() -> None:
     def train(job: Job) -> dict[str, Tensor]:
-        model = nn.ModuleDict({"gpt": small_gpt(), "idle": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
+        model = nn.ModuleDict(
+            {"gpt": small_gpt(), "idle": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)}
+        )
         trained = [*model["gpt"].parameters(), *model["idle"].parameters()]
         optimizer = job.optimizer(sgd(trained), model, clip_norm=CLIP)
         for tokens in job.batches(DATA, BATCH, EPOCHS, seed=SEED, reseed=False):
@@ -259,9 +302,14 @@ def test_train_distributed_passes_it_on() -> None:
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
         DistributedTraining(servers=2).train_distributed(
-            model, (data, data.sum(1, keepdim=True)), nodes=2, batch_size=16, simulate=True, clip_norm=clip_norm,
+            model,
+            (data, data.sum(1, keepdim=True)),
+            nodes=2,
+            batch_size=16,
+            simulate=True,
+            clip_norm=clip_norm,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        )  # fmt: skip
+        )
         moved.append(float(torch.cat([p.detach().flatten() for p in model.parameters()]).norm()))
 
     assert moved[1] == pytest.approx(1e-3, rel=1e-2)
@@ -278,13 +326,19 @@ def test_a_client_of_arrays_gives_it_with_the_optimizer(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_resumed_job_may_have_another_clip_norm(cluster: Make, tmp_path: Path, policy: str) -> None:
-    """Servers whose snapshot has none may get a push before they know of it: they measure it then."""
+def test_a_resumed_job_may_have_another_clip_norm(
+    cluster: Make, tmp_path: Path, policy: str
+) -> None:
+    """Servers whose snapshot has none may get a push before they know of it: they measure it
+    then.
+    """
     moved = []
     for clip_norm in (None, 0.5, 0.25):
         servers = cluster(2, data_dir=tmp_path, policy=policy)
         with psworker.Client(servers.address) as client:
-            client.register({"w": ZEROS}, psworker.OptimizerSpec("sgd", lr=1.0, clip_norm=clip_norm))
+            client.register(
+                {"w": ZEROS}, psworker.OptimizerSpec("sgd", lr=1.0, clip_norm=clip_norm)
+            )
             before = client.pull()["w"].copy()
             client.push({"w": ONES})
             moved.append(float(np.linalg.norm(client.pull()["w"] - before)))
@@ -299,7 +353,10 @@ def test_a_clip_norm_that_is_none_is_refused(clip_norm: Any) -> None:
         model = nn.Linear(1, 1)
         job.optimizer(sgd(model.parameters()), model, clip_norm=clip_norm)
 
-    with pytest.raises(InvalidRequestError, match=r"clip_norm=.* is not a finite number above 0\. Try: clip_norm=1\.0"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"clip_norm=.* is not a finite number above 0\. Try: clip_norm=1\.0",
+    ):
         simulated(1, train)
     with pytest.raises(InvalidRequestError, match="is not a finite number above 0"):
         psworker.OptimizerSpec("sgd", clip_norm=clip_norm)
@@ -323,4 +380,4 @@ def registered(address: str) -> bool:
 
 
 def test_a_model_without_it_is_described_as_before() -> None:
-    assert "clip_norm" not in OptimizerSpec("sgd").as_json()
+    assert "clip_norm" not in OptimizerSettings("sgd").as_json()

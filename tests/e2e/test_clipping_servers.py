@@ -28,7 +28,9 @@ def joined(address: str, rank: int) -> Client:
 
 
 def distance(address: str) -> float:
-    return float(np.sqrt(sum((array.astype(np.float64) ** 2).sum() for array in weights(address).values())))
+    return float(
+        np.sqrt(sum((array.astype(np.float64) ** 2).sum() for array in weights(address).values()))
+    )
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])

@@ -11,9 +11,9 @@ import pytest
 import safetensors.torch
 
 from pscommon.core.errors import NonFiniteError, UnreachableError
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from psworker.ctl.cli import main as ps_ctl
-from psworker.drain import Stopping
+from psworker.session.drain import Stopping
 from tests.e2e.conftest import Cluster
 from tests.e2e.disk import flip, stored
 from tests.e2e.programs import Programs, programs_in
@@ -49,23 +49,37 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-# ---- ps-ctl ---------------------------------------------------------------------------------------------------------
+# ---- ps-ctl --------------------------------------------------------------------------------------
 
 
 def test_status_of_a_job_from_its_start_to_its_end(cluster: Make, capsys: Output) -> None:
     servers = cluster(2, min_workers=2, job="otter")
-    until(lambda: ctl(capsys, "--ps", servers.address, "status")["state"] == "waiting for a model", "both servers")
+    until(
+        lambda: ctl(capsys, "--ps", servers.address, "status")["state"] == "waiting for a model",
+        "both servers",
+    )
     assert ctl(capsys, "--ps", servers.address, "status")["model"] is None
     train(servers.address)
 
     for server in servers.servers:  # any one will do
         found = ctl(capsys, "--ps", server.address, "status")
         assert (found["job"], found["policy"], found["state"]) == ("otter", "sync", "running")
-        assert (found["version"], found["steps"], found["samples"], found["finished"]) == (15, 30, 240, 2)
+        assert (found["version"], found["steps"], found["samples"], found["finished"]) == (
+            15,
+            30,
+            240,
+            2,
+        )
         assert found["pushes"] == {"applied": 30, "duplicate": 0, "stale": 0, "rejected": 0}
-        assert found["model"].items() >= {"tensors": 9, "parameters": 228, "optimizer": "adam"}.items()
-        assert [row["address"] for row in found["servers"]] == [each.address for each in servers.servers]
-        assert [(row["committed"], row["total"], row["epoch"]) for row in found["data"]] == [(30, 30, 3)]
+        assert (
+            found["model"].items() >= {"tensors": 9, "parameters": 228, "optimizer": "adam"}.items()
+        )
+        assert [row["address"] for row in found["servers"]] == [
+            each.address for each in servers.servers
+        ]
+        assert [(row["committed"], row["total"], row["epoch"]) for row in found["data"]] == [
+            (30, 30, 3)
+        ]
 
 
 def test_workers(cluster: Make, capsys: Output) -> None:
@@ -74,7 +88,14 @@ def test_workers(cluster: Make, capsys: Output) -> None:
         count(client, 2)
         (row,) = ctl(capsys, "--ps", address, "workers")
 
-    wanted = {"worker": client.worker, "rank": 3, "state": "active", "steps": 2, "clock": 2, "device": "cpu"}
+    wanted = {
+        "worker": client.worker,
+        "rank": 3,
+        "state": "active",
+        "steps": 2,
+        "clock": 2,
+        "device": "cpu",
+    }
     assert row.items() >= wanted.items()
 
 
@@ -93,7 +114,10 @@ def test_plan(cluster: Make, capsys: Output) -> None:
 def test_plan_before_there_is_a_model(cluster: Make, capsys: Output) -> None:
     assert ps_ctl(["--ps", cluster(1).address, "plan"]) == 20
 
-    assert "there is no model yet: the job waits for a worker to register a model" in capsys.readouterr().err
+    assert (
+        "there is no model yet: the job waits for a worker to register a model"
+        in capsys.readouterr().err
+    )
 
 
 def test_config_shows_what_a_server_would_get_and_why(
@@ -115,7 +139,17 @@ def test_doctor_finds_this_machine_fit(capsys: Output, tmp_path: Path) -> None:
     found = ctl(capsys, "doctor", "--port", free_port(), "--data-dir", tmp_path)
 
     checked = {row["check"].split()[0] for row in found}
-    assert checked >= {"python", "packages", "torch", "devices", "cores", "memory", "port", "folder", "loopback"}
+    assert checked >= {
+        "python",
+        "packages",
+        "torch",
+        "devices",
+        "cores",
+        "memory",
+        "port",
+        "folder",
+        "loopback",
+    }
     assert all(row["state"] in ("ok", "warning") for row in found)
 
 
@@ -124,23 +158,31 @@ def test_explain(capsys: Output) -> None:
     assert ctl(capsys, "explain", "NON_FINITE")["exit_code"] == 14
 
 
-def test_stop_ends_every_server_with_a_last_snapshot(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_stop_ends_every_server_with_a_last_snapshot(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
     servers = cluster(2, data_dir=tmp_path)
     with counter(servers.address) as client:
         count(client, 3)
 
         assert (
-            ctl(capsys, "--ps", servers.servers[1].address, "stop", "--reason", "accurate enough")["state"]
+            ctl(capsys, "--ps", servers.servers[1].address, "stop", "--reason", "accurate enough")[
+                "state"
+            ]
             == "stopping"
         )
 
         assert all(server.ended.wait(30) for server in servers.servers)
         assert [server.failure for server in servers.servers] == [None, None]
-    assert Snapshots(tmp_path).versions() == [3]
+    assert SnapshotDirectory(tmp_path).versions() == [3]
 
 
-def test_workers_end_their_steps_before_the_last_snapshot(cluster: Make, capsys: Output, tmp_path: Path) -> None:
-    """It has all that was acknowledged, and nobody is left who would look for the servers afterwards."""
+def test_workers_end_their_steps_before_the_last_snapshot(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    """It has all that was acknowledged, and nobody is left who would look for the servers
+    afterwards.
+    """
     servers, pushed = cluster(2, min_workers=2, data_dir=tmp_path), []
 
     def work(rank: int) -> None:
@@ -155,12 +197,14 @@ def test_workers_end_their_steps_before_the_last_snapshot(cluster: Make, capsys:
     together(lambda: work(0), lambda: work(1), stop)
 
     assert all(server.ended.wait(30) for server in servers.servers)
-    assert Snapshots(tmp_path).versions() == [max(pushed)]
+    assert SnapshotDirectory(tmp_path).versions() == [max(pushed)]
     assert [server.failure for server in servers.servers] == [None, None]
 
 
 def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Path) -> None:
-    """By a signal, from whoever moves it to another host, say: the job is not over, and nobody is told so."""
+    """By a signal, from whoever moves it to another host, say: the job is not over, and nobody
+    is told so.
+    """
     settings = {"data_dir": tmp_path, "durability": "log", "lease": 0.5}
     servers = cluster(2, **settings)
     first, second = servers.servers
@@ -168,11 +212,14 @@ def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Pa
         count(client, 3)
         assert first.hub is not None
         take, taken = first.hub.snapshots.last, threading.Event()
-        first.hub.snapshots.last = lambda: (taken.wait(0.5), take())  # longer than between two heartbeats
+        first.hub.snapshots.last = lambda: (
+            taken.wait(0.5),
+            take(),
+        )  # longer than between two heartbeats
         first.stop("SIGTERM")
         assert first.ended.wait(30)
         first.close()
-        assert Snapshots(tmp_path).versions() == [3]
+        assert SnapshotDirectory(tmp_path).versions() == [3]
         assert not client.stopping
 
         servers.add(0, 2, bind=first.address, **settings)
@@ -190,7 +237,10 @@ def test_who_waits_for_data_when_the_server_is_told_to_end_gets_it_when_that_is_
     (first,) = servers.servers
 
     def comes_later() -> int:
-        until(lambda: [row["phase"] for row in status(first.address)["workers"]] == ["idle"], "a wait for data")
+        until(
+            lambda: [row["phase"] for row in status(first.address)["workers"]] == ["idle"],
+            "a wait for data",
+        )
         first.stop("SIGTERM")
         assert first.ended.wait(30)
         first.close()
@@ -200,7 +250,9 @@ def test_who_waits_for_data_when_the_server_is_told_to_end_gets_it_when_that_is_
     assert together(lambda: training(first.address, 0), comes_later) == [VERSIONS, VERSIONS]
 
 
-def test_who_asks_for_a_snapshot_while_the_servers_stop_is_told_so(cluster: Make, tmp_path: Path) -> None:
+def test_who_asks_for_a_snapshot_while_the_servers_stop_is_told_so(
+    cluster: Make, tmp_path: Path
+) -> None:
     servers = cluster(1, data_dir=tmp_path)
     hub = servers.servers[0].hub
     assert hub is not None
@@ -223,20 +275,25 @@ def test_servers_that_are_told_to_end_together(cluster: Make, tmp_path: Path) ->
         assert servers.servers[0].ended.wait(30)
         servers.servers[0].close()
         assert servers.servers[1].ended.wait(2)
-    assert Snapshots(tmp_path).versions() == [3]
+    assert SnapshotDirectory(tmp_path).versions() == [3]
 
 
 def test_all_workers_are_told_why_their_job_has_failed(cluster: Make) -> None:
     address = cluster(2, min_workers=2, policy="async").address
     with counter(address, rank=0) as one, counter(address, rank=1) as other:
-        assert one.push({name: np.full_like(value, np.nan) for name, value in ONES.items()}).status == "rejected"
+        assert (
+            one.push({name: np.full_like(value, np.nan) for name, value in ONES.items()}).status
+            == "rejected"
+        )
         for client in (one, other):
             with pytest.raises(NonFiniteError, match=f"worker {one.worker} .rank 0, "):
                 until(lambda client=client: count(client), "the reason")
 
 
 def test_a_worker_hears_of_the_stop_and_ends_well(cluster: Make, capsys: Output) -> None:
-    """Its loop raises Stopping after the step in progress; what it has not used is other workers' data."""
+    """Its loop raises Stopping after the step in progress; what it has not used is other
+    workers' data.
+    """
     address, versions = cluster(1).address, []
 
     def stop_in_the_middle(job: Any) -> None:
@@ -251,7 +308,9 @@ def test_a_worker_hears_of_the_stop_and_ends_well(cluster: Make, capsys: Output)
     assert versions == [1, 2, 3, 4]
 
 
-def test_snapshots_are_saved_listed_verified_and_exported(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_snapshots_are_saved_listed_verified_and_exported(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
     servers, job = cluster(2, min_workers=2, data_dir=tmp_path / "job"), tmp_path / "job"
     train(servers.address, stop_at=3)
 
@@ -263,7 +322,7 @@ def test_snapshots_are_saved_listed_verified_and_exported(cluster: Make, capsys:
     verified = ctl(capsys, "snapshot", "verify", job)
     exported = ctl(capsys, "snapshot", "export", job, tmp_path / "model.safetensors")
 
-    assert saved == {"version": 3, "path": str(Snapshots(job).path(3))}
+    assert saved == {"version": 3, "path": str(SnapshotDirectory(job).path(3))}
     assert [(row["version"], row["state"]) for row in live + offline] == [(3, "complete")] * 2
     assert [(row["version"], row["problems"]) for row in verified] == [(3, [])]
     assert exported["version"] == 3
@@ -278,7 +337,7 @@ def test_verify_finds_a_flipped_byte(cluster: Make, capsys: Output, tmp_path: Pa
     with counter(servers.address) as client:
         count(client)
     ctl(capsys, "--ps", servers.address, "snapshot", "save")
-    (part,) = Snapshots(tmp_path).path(1).glob("shard-1-*")
+    (part,) = SnapshotDirectory(tmp_path).path(1).glob("shard-1-*")
     flip(part)
 
     assert ps_ctl(["snapshot", "verify", str(tmp_path)]) == 12
@@ -291,7 +350,7 @@ def test_save_without_a_data_dir_says_so(cluster: Make, capsys: Output) -> None:
     assert "no --data-dir" in capsys.readouterr().err
 
 
-# ---- ps-server and ps-worker ----------------------------------------------------------------------------------------
+# ---- ps-server and ps-worker ---------------------------------------------------------------------
 
 SCRIPT = """
 import numpy as np, psworker
@@ -328,8 +387,12 @@ def test_servers_that_do_not_know_each_other_until_a_worker_lists_them(programs:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_server_with_a_last_snapshot(programs: Programs, number: signal.Signals, code: int) -> None:
-    server = programs.start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--data-dir", "job")
+def test_a_signal_ends_a_server_with_a_last_snapshot(
+    programs: Programs, number: signal.Signals, code: int
+) -> None:
+    server = programs.start(
+        "ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--data-dir", "job"
+    )
     with counter(listening(programs, "port")) as client:
         count(client, 5)
         assert status(client.addresses[0])["version"] == 5

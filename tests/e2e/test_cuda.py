@@ -1,4 +1,6 @@
-"""Workers whose models lie on a GPU, over real servers: what they train is what workers on the CPU train."""
+"""Workers whose models lie on a GPU, over real servers: what they train is what workers on the
+CPU train.
+"""
 
 import copy
 import io
@@ -12,16 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from psworker import DistributedTraining, Job
-from psworker.local import LocalClient
+from psworker.client.local_client import LocalClient
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real
 from tests.e2e.programs import Programs, programs_in
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU on this machine"
+    ),
     pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+    pytest.mark.filterwarnings(
+        "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
+    ),
 ]
 
 Make = Callable[..., Cluster]
@@ -31,7 +37,9 @@ STEPS = 6
 
 
 class Everything(nn.Module):
-    """Tied weights, buffers, a recurrent layer that is flattened, a frozen part, and one that is never called."""
+    """Tied weights, buffers, a recurrent layer that is flattened, a frozen part, and one that is
+    never called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +58,9 @@ class Everything(nn.Module):
 
 
 def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2))
+    return nn.Sequential(
+        nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 2)
+    )
 
 
 def initial(make: Callable[[], nn.Module]) -> nn.Module:
@@ -68,17 +78,26 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 def values(model: nn.Module) -> Values:
-    """In float64, as what is compared between CPU and GPU is trained: a GPU computes in TF32, too."""
-    return {name: value.detach().to("cpu", torch.float64, copy=True) for name, value in model.state_dict().items()}
+    """In float64, as what is compared between CPU and GPU is trained: a GPU computes in TF32,
+    too.
+    """
+    return {
+        name: value.detach().to("cpu", torch.float64, copy=True)
+        for name, value in model.state_dict().items()
+    }
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def trained(job: Job, make: Callable[[], nn.Module], device: str, dtype: torch.dtype, **how: bool) -> Values:
+def trained(
+    job: Job, make: Callable[[], nn.Module], device: str, dtype: torch.dtype, **how: bool
+) -> Values:
     model = initial(make).to(device, dtype)
-    optimizer = job.optimizer(torch.optim.SGD(trainable(model), lr=0.02, momentum=0.9), model, **how)
+    optimizer = job.optimizer(
+        torch.optim.SGD(trainable(model), lr=0.02, momentum=0.9), model, **how
+    )
     for number in range(STEPS):
         x, y = (each.to(device, dtype) for each in batch(job.rank, number))
         F.mse_loss(model(x), y).backward()
@@ -86,13 +105,17 @@ def trained(job: Job, make: Callable[[], nn.Module], device: str, dtype: torch.d
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    assert all(parameter.device.type == torch.device(device).type for parameter in model.parameters())
+    assert all(
+        parameter.device.type == torch.device(device).type for parameter in model.parameters()
+    )
     return values(model)
 
 
 def assert_close(found: Values, expected: Values, **tolerance: float) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **(tolerance or {"rtol": 1e-6, "atol": 1e-9}), msg=name)
+        torch.testing.assert_close(
+            found[name], value, **(tolerance or {"rtol": 1e-6, "atol": 1e-9}), msg=name
+        )
 
 
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
@@ -171,7 +194,9 @@ def test_grad_scaler_skips_and_steps_as_with_plain_torch(overlap: bool) -> None:
     plain, mine = (initial(layers).to(GPU) for _ in range(2))
     scale, expected = run(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     job = Job(LocalClient())
-    optimizer = job.optimizer(torch.optim.SGD(mine.parameters(), lr=0.1, fused=True), mine, overlap=overlap)
+    optimizer = job.optimizer(
+        torch.optim.SGD(mine.parameters(), lr=0.1, fused=True), mine, overlap=overlap
+    )
 
     assert run(mine, optimizer)[0] == scale
     assert 0 < job.version < 8
@@ -190,7 +215,9 @@ def test_a_model_on_a_gpu_is_copied_saved_and_pulled_into() -> None:
         torch.save(model.state_dict(), file)
         file.seek(0)
         assert_close(values(twin), values(model), rtol=0, atol=0)
-        assert all(torch.equal(value, model.state_dict()[name]) for name, value in torch.load(file).items())
+        assert all(
+            torch.equal(value, model.state_dict()[name]) for name, value in torch.load(file).items()
+        )
         job.pull()
         job.pull()
         assert_close(values(model), values(twin), rtol=0, atol=0)
@@ -203,9 +230,15 @@ def test_train_distributed_uses_gpus_in_turn(simulate: bool) -> None:
     model = initial(layers)
 
     result = DistributedTraining(servers=2).train_distributed(
-        model, data, nodes=2, epochs=4, batch_size=10, use_gpus=True, simulate=simulate,
+        model,
+        data,
+        nodes=2,
+        epochs=4,
+        batch_size=10,
+        use_gpus=True,
+        simulate=simulate,
         loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0])),
-    )  # fmt: skip
+    )
 
     assert (result["device"], result["samples"]) == ("cuda:0", 480)
     assert all(not value.is_cuda for value in result["state_dict"].values())
@@ -249,9 +282,19 @@ def test_a_script_runs_on_a_gpu_as_on_the_cpu(programs: Programs) -> None:
     def metrics(device: str, overlap: str) -> dict[str, Any]:
         file = f"{device}-{overlap}.json"
         run = programs.run(
-            "ps-run", "--servers", 2, "--workers", 2, "--device", device, "--overlap", overlap, "--summary", file,
+            "ps-run",
+            "--servers",
+            2,
+            "--workers",
+            2,
+            "--device",
+            device,
+            "--overlap",
+            overlap,
+            "--summary",
+            file,
             "train.py",
-        )  # fmt: skip
+        )
         assert run.wait() == 0, run.said
         found: dict[str, Any] = json.loads((programs.folder / file).read_text())["metrics"]
         return found

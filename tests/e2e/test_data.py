@@ -1,4 +1,6 @@
-"""Who gets which samples: each index once an epoch, whoever works, dies, comes late, breaks off or is slow."""
+"""Who gets which samples: each index once an epoch, whoever works, dies, comes late, breaks off
+or is slow.
+"""
 
 import threading
 from collections import Counter
@@ -8,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pscommon.core.loop import LoopSpec
+from pscommon.core.data_loop import LoopSpec
 from psworker import Client, Job
-from psworker.lane import GrpcLane
+from psworker.transport.grpc import GrpcTransport
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.mortal import Mortal
@@ -34,7 +36,7 @@ from tests.support.policies import POLICIES
 Make = Callable[..., Cluster]
 
 
-# ---- shares ----------------------------------------------------------------------------------------------------------
+# ---- shares --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -51,7 +53,9 @@ def test_each_index_is_used_once_an_epoch(cluster: Make, name: str, workers: int
 def test_in_sync_the_shares_are_the_same_in_every_run(cluster: Make, workers: int) -> None:
     """Over the network or not, on one server or two: worker r gets every W-th batch."""
     runs = [simulated(workers, train)]
-    runs += [real(cluster(shards, min_workers=workers).address, workers, train) for shards in (1, 2)]
+    runs += [
+        real(cluster(shards, min_workers=workers).address, workers, train) for shards in (1, 2)
+    ]
 
     for shares in runs:
         assert shares == [ALL[rank::workers] for rank in range(workers)]
@@ -95,14 +99,18 @@ def test_two_loops_side_by_side_give_all_they_have(name: str) -> None:
     one, other = simulated(2, pairing, **POLICIES[name])
     pairs = one + other
 
-    others = [tuple(LoopSpec(1, SIZE, BATCH, 4, seed=9).indices(number).tolist()) for number in range(20)]
+    others = [
+        tuple(LoopSpec(1, SIZE, BATCH, 4, seed=9).indices(number).tolist()) for number in range(20)
+    ]
     assert sorted(first for first, _ in pairs) == sorted(ALL[:20])
     assert sorted(second for _, second in pairs) == sorted(others)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_loop_that_was_made_before_the_one_around_it_is_shared_as_any_other(workers: int) -> None:
-    """Its iterator is kept while the next epoch's is made, and then left with batches that nobody has had."""
+    """Its iterator is kept while the next epoch's is made, and then left with batches that
+    nobody has had.
+    """
 
     def pairing(job: Job) -> list[tuple[Batch, Batch]]:
         model, optimizer = started(job)
@@ -117,7 +125,9 @@ def test_a_loop_that_was_made_before_the_one_around_it_is_shared_as_any_other(wo
     others = [tuple(LoopSpec(0, SIZE, BATCH, 8, seed=9).indices(n).tolist()) for n in range(40)]
     for rank, pairs in enumerate(simulated(workers, pairing)):
         mine = range(rank, 5, workers)
-        assert pairs == [(ALL[n], others[n]) for n in mine] + [(ALL[5 + n], others[20 + n]) for n in mine]
+        assert pairs == [(ALL[n], others[n]) for n in mine] + [
+            (ALL[5 + n], others[20 + n]) for n in mine
+        ]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -128,7 +138,9 @@ def test_a_loop_that_is_kept_for_the_end_holds_up_nobody(cluster: Make, name: st
         for epoch in range(3):
             for step, batch in enumerate(batches(job, 1)):
                 compute(model, batch)
-                if (step + epoch) % 2:  # else there may be a rest, which is dropped at the next loop
+                if (
+                    step + epoch
+                ) % 2:  # else there may be a rest, which is dropped at the next loop
                     optimizer.step()
         with torch.no_grad():
             return [index for batch in kept for index in batch.tolist()]
@@ -161,7 +173,10 @@ def test_in_async_faster_workers_take_more(cluster: Make) -> None:
     def script(job: Job) -> list[Batch]:
         def wait(step: int) -> None:
             if job.rank == 1:
-                until(lambda: status(address)["data"][0]["committed"] == len(ALL) - 1, "the other's work")
+                until(
+                    lambda: status(address)["data"][0]["committed"] == len(ALL) - 1,
+                    "the other's work",
+                )
             elif step == 0:
                 until(lambda: status(address)["data"][0]["leased"] == 2, "a batch for each")
 
@@ -175,7 +190,11 @@ def test_in_async_faster_workers_take_more(cluster: Make) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None:
-    address, third, come = cluster(2, min_workers=2, **POLICIES[name]).address, threading.Event(), threading.Event()
+    address, third, come = (
+        cluster(2, min_workers=2, **POLICIES[name]).address,
+        threading.Event(),
+        threading.Event(),
+    )
 
     def script(job: Job) -> list[Batch]:
         def halfway(step: int) -> None:
@@ -199,7 +218,7 @@ def test_a_worker_that_comes_late_gets_a_share(cluster: Make, name: str) -> None
     assert last
 
 
-# ---- batches that come back ------------------------------------------------------------------------------------------
+# ---- batches that come back ----------------------------------------------------------------------
 
 
 class Quits:
@@ -224,7 +243,9 @@ class Quits:
         return used
 
     def keep_pace(self, step: int) -> None:
-        """For the other worker before each step, lest it takes everything before this one has its share."""
+        """For the other worker before each step, lest it takes everything before this one has
+        its share.
+        """
         if step <= self._steps:
             assert self._taken.acquire(timeout=30)
 
@@ -233,14 +254,16 @@ class Quits:
 def test_what_a_dead_worker_had_not_pushed_is_done_by_others(cluster: Make, name: str) -> None:
     """It dies with a batch in its hands and cannot say goodbye; each sample counts exactly once."""
     servers = cluster(2, min_workers=2, lease=OUTLIVED, **POLICIES[name])
-    lane = Mortal(GrpcLane(servers.addresses.split(",")))
+    lane = Mortal(GrpcTransport(servers.addresses.split(",")))
     victim = Quits(3, lane.die)
 
     def dies() -> list[list[Batch]]:
         with Job(Client(lane=lane, rank=1), 1) as job:
             return [victim.train(job)]
 
-    (lost,), (rest,) = together(dies, lambda: real(servers.address, 1, lambda job: train(job, victim.keep_pace)))
+    (lost,), (rest,) = together(
+        dies, lambda: real(servers.address, 1, lambda job: train(job, victim.keep_pace))
+    )
 
     assert len(lost) == 3
     assert_each_once([lost, rest], servers.address)
@@ -263,7 +286,9 @@ def test_what_a_worker_leaves_undone_is_done_by_others(cluster: Make, name: str)
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_after_breaking_off_a_second_loop_is_whole(cluster: Make, name: str) -> None:
-    """Each worker leaves the first loop after two steps; in the second each index is used once an epoch."""
+    """Each worker leaves the first loop after two steps; in the second each index is used once
+    an epoch.
+    """
     address = cluster(2, min_workers=2, **POLICIES[name]).address
 
     def script(job: Job) -> list[Batch]:
@@ -291,8 +316,12 @@ def test_after_breaking_off_a_second_loop_is_whole(cluster: Make, name: str) -> 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("last_step", [True, False])
-def test_accumulated_batches_end_cleanly_when_they_do_not_add_up(cluster: Make, name: str, last_step: bool) -> None:
-    """Two batches a step and 25 in all: somebody is left with one, which a last step after the loop may use."""
+def test_accumulated_batches_end_cleanly_when_they_do_not_add_up(
+    cluster: Make, name: str, last_step: bool
+) -> None:
+    """Two batches a step and 25 in all: somebody is left with one, which a last step after the
+    loop may use.
+    """
     address = cluster(1, min_workers=2, **POLICIES[name]).address
 
     def script(job: Job) -> list[Batch]:
@@ -317,7 +346,7 @@ def test_accumulated_batches_end_cleanly_when_they_do_not_add_up(cluster: Make, 
         assert sum(map(len, shares)) == status(address)["data"][0]["committed"] == len(ALL) - 1
 
 
-# ---- torch's loaders -------------------------------------------------------------------------------------------------
+# ---- torch's loaders -----------------------------------------------------------------------------
 
 LOADERS = """
 import torch, psworker
@@ -338,7 +367,9 @@ def test_loader_processes_fetch_ahead_and_each_index_is_used_once(tmp_path: Path
     """Two workers with two loader processes each, forked from processes that speak gRPC."""
     with programs_in(tmp_path) as programs:
         programs.script(LOADERS)
-        run = programs.run("ps-run", "--servers", 1, "--workers", 2, "--summary", "summary.json", "train.py")
+        run = programs.run(
+            "ps-run", "--servers", 1, "--workers", 2, "--summary", "summary.json", "train.py"
+        )
 
     assert run.process.returncode == 0, run.said
     lines = [line.partition("batch ")[2] for line in run.out.splitlines() if "batch " in line]

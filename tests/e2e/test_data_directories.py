@@ -1,4 +1,6 @@
-"""Data directories that earlier releases wrote replay to the same weights (tests/fixtures/data_directories)."""
+"""Data directories that earlier releases wrote replay to the same weights
+(tests/fixtures/data_directories).
+"""
 
 import json
 import tarfile
@@ -36,9 +38,17 @@ def restored(cluster: Make, name: str, folder: Path) -> dict[str, Any]:
     options = {"data_dir": data_dir, "durability": "log", **settings["settings"]}
     servers = cluster(settings["shards"], **options)
     weights, found = digest(servers.address), status(servers.address)
-    data = [{key: row[key] for key in ("loop", "committed", "dropped", "ended")} for row in found["data"]]
+    data = [
+        {key: row[key] for key in ("loop", "committed", "dropped", "ended")}
+        for row in found["data"]
+    ]
     kept = {key: found[key] for key in ("version", "samples", "pushes")}
-    return {**{key: settings[key] for key in ("shards", "settings")}, **kept, "weights_sha256": weights, "data": data}
+    return {
+        **{key: settings[key] for key in ("shards", "settings")},
+        **kept,
+        "weights_sha256": weights,
+        "data": data,
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,6 @@
-"""Long jobs with many workers that come and go: what servers show stays small, and numbers of workers never repeat."""
+"""Long jobs with many workers that come and go: what servers show stays small, and numbers of
+workers never repeat.
+"""
 
 import json
 from collections.abc import Callable
@@ -6,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from psserver.core.recorder import DEPARTED_KEPT
-from psserver.core.roster import GENERATION
-from psserver.hub import Hub
-from psworker.ctl.servers import Servers
+from psserver.coordinator.service import CoordinatorService
+from psserver.core.commands.recorder import DEPARTED_KEPT
+from psserver.core.workers.membership import GENERATION
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
 from tests.e2e.workers import count, counted, counter, snapshots, status, until
@@ -19,13 +21,13 @@ Make = Callable[..., Cluster]
 JOINS = 2000
 
 
-def hub_of(servers: Cluster) -> Hub:
+def hub_of(servers: Cluster) -> CoordinatorService:
     hub = servers.servers[0].hub
     assert hub is not None
     return hub
 
 
-def join(hub: Hub) -> int:
+def join(hub: CoordinatorService) -> int:
     """A worker that leaves at once."""
     worker = hub.join("", None, "host", 1, "cpu").worker
     hub.leave(worker, "", 0)
@@ -40,9 +42,17 @@ def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
     with counter(servers.address) as client:
         for _ in range(JOINS):
             join(hub)
-        found = until(lambda: (now := status(servers.address)) and len(now["workers"]) <= 2 * DEPARTED_KEPT + 1 and now,
-                      "forgotten workers")  # fmt: skip
-        until(lambda: Metrics(monitor.address)("ps_workers", state="left") == JOINS, "a count of all")
+        found = until(
+            lambda: (
+                (now := status(servers.address))
+                and len(now["workers"]) <= 2 * DEPARTED_KEPT + 1
+                and now
+            ),
+            "forgotten workers",
+        )
+        until(
+            lambda: Metrics(monitor.address)("ps_workers", state="left") == JOINS, "a count of all"
+        )
         count(client, 2)
         assert counted(client.pull()) == 2
 
@@ -50,19 +60,21 @@ def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("durability", ["log", "snapshot"])
-def test_numbers_of_workers_do_not_repeat_after_many_joins(cluster: Make, tmp_path: Path, durability: str) -> None:
+def test_numbers_of_workers_do_not_repeat_after_many_joins(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
     """Neither when all go back to an old snapshot, nor when the servers are started again."""
     settings = {"data_dir": tmp_path, "policy": "async", "durability": durability}
     servers = cluster(1, **settings)
     hub, given = hub_of(servers), []
     with counter(servers.address) as client:
         count(client, 3)
-        with Servers([servers.address], 10.0) as asked:
+        with CoordinatorClient([servers.address], 10.0) as asked:
             asked.save(30.0)
         until(lambda: 3 in snapshots(servers.address), "a snapshot")
         hub._coordinator.roster._next_worker = GENERATION - 1  # so many have come and gone
         given += [join(hub) for _ in range(5)]
-        with Servers([servers.address], 10.0) as asked:
+        with CoordinatorClient([servers.address], 10.0) as asked:
             asked.restore(3, 30.0)
         given += [join(hub) for _ in range(3)]
         hub._coordinator.roster._next_worker = 4 * GENERATION

@@ -17,10 +17,14 @@ LIMIT = 30.0
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_servers_of_a_job_that_was_done_before_end_again(cluster: Make, tmp_path: Path, durability: str) -> None:
+def test_servers_of_a_job_that_was_done_before_end_again(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
     """All scripts run through their past without a step."""
     for _ in range(2):
-        servers = cluster(2, min_workers=2, data_dir=tmp_path, durability=durability, exit_when_done=True)
+        servers = cluster(
+            2, min_workers=2, data_dir=tmp_path, durability=durability, exit_when_done=True
+        )
         train(servers.address)
         assert servers.servers[0].ended.wait(LIMIT)
         servers.close()
@@ -29,7 +33,9 @@ def test_servers_of_a_job_that_was_done_before_end_again(cluster: Make, tmp_path
     assert status(again.address)["version"] == VERSIONS
 
 
-def test_those_who_were_done_before_do_not_end_servers_that_are_started_again(cluster: Make, tmp_path: Path) -> None:
+def test_those_who_were_done_before_do_not_end_servers_that_are_started_again(
+    cluster: Make, tmp_path: Path
+) -> None:
     """Their log knows them still, while those who come now may be on their way."""
     settings = {"min_workers": 2, "data_dir": tmp_path, "durability": "log", "exit_when_done": True}
     servers = cluster(2, **settings)
@@ -40,7 +46,10 @@ def test_those_who_were_done_before_do_not_end_servers_that_are_started_again(cl
     again = cluster(2, **settings)
 
     def comes_late() -> int:
-        until(lambda: "idle" in [row["phase"] for row in status(again.address)["workers"]], "a wait for the second")
+        until(
+            lambda: "idle" in [row["phase"] for row in status(again.address)["workers"]],
+            "a wait for the second",
+        )
         assert not again.servers[0].ended.wait(0.5)
         return training(again.address, 1)
 
@@ -68,7 +77,9 @@ def test_servers_end_though_there_was_data_for_one_worker_only(cluster: Make, po
 
 
 def test_who_only_looks_in_does_not_end_the_job(cluster: Make) -> None:
-    """A worker that registers the model and leaves has not been told that there is nothing left to do."""
+    """A worker that registers the model and leaves has not been told that there is nothing left
+    to do.
+    """
     servers = cluster(1, exit_when_done=True)
     with Job(connected(servers.address, 0), 0) as job:
         model = nn.Linear(2, 1)

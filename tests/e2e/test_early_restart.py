@@ -1,4 +1,6 @@
-"""Servers that are killed before there is any snapshot, come back elsewhere, or are found too early."""
+"""Servers that are killed before there is any snapshot, come back elsewhere, or are found too
+early.
+"""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -9,9 +11,9 @@ import pytest
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import parameter_server_pb2 as ps
 from psserver.app import Server
-from psserver.config import ServerConfig
-from psworker.calls import Cancellation, Receiver
-from psworker.lane import GrpcLane
+from psserver.process.config import ServerConfig
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.streams import AnswerReceiver, Cancellation
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import count, counted, counter, status, weights_of
 from tests.ports import free_port
@@ -33,23 +35,27 @@ def test_what_was_acknowledged_before_the_first_snapshot_is_there_after_each_res
         servers.close()
 
 
-def exchange(lane: GrpcLane) -> None:
+def exchange(lane: GrpcTransport) -> None:
     header = ps.PushPullHeader(job="otter", pull=ps.PULL_STEP)
-    lane.exchange(1, header, [], Receiver(lambda result: []), SECONDS, Cancellation())
+    lane.exchange(1, header, [], AnswerReceiver(lambda result: []), SECONDS, Cancellation())
 
 
-def attach(lane: GrpcLane) -> None:
+def attach(lane: GrpcTransport) -> None:
     lane.attach(1, ps.AttachMemoryRequest(job="otter"), SECONDS)
 
 
 @pytest.mark.parametrize("call", [exchange, attach])
 def test_a_shard_that_has_come_back_and_not_heard_of_the_job_yet_asks_for_patience(
-    call: Callable[[GrpcLane], None],
+    call: Callable[[GrpcTransport], None],
 ) -> None:
-    """A worker of the job may be quicker than the coordinator, and must not take it for another job's shard."""
-    server = Server(ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=f"127.0.0.1:{free_port()}"))
+    """A worker of the job may be quicker than the coordinator, and must not take it for another
+    job's shard.
+    """
+    server = Server(
+        ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=f"127.0.0.1:{free_port()}")
+    )
     server.start()
-    with closing(server), closing(GrpcLane(["", server.address])) as lane:
+    with closing(server), closing(GrpcTransport(["", server.address])) as lane:
         with pytest.raises(UnreachableError) as caught:
             call(lane)
 

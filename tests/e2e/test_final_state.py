@@ -1,4 +1,6 @@
-"""What is on the disk when a job has ended, and exit code 15 where that is not all that was asked for."""
+"""What is on the disk when a job has ended, and exit code 15 where that is not all that was
+asked for.
+"""
 
 import errno
 import json
@@ -14,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from pscommon.core.errors import InvalidRequestError, NonFiniteError, NotSavedError
-from pscommon.record_segment import LogFiles
-from pscommon.snapshot.files import Files
-from pscommon.values import SnapshotEvery
-from psserver.config import ServerConfig
-from psserver.final_state import NOT_SAVED_FILE, conclude
-from psworker.run.report import NOT_SAVED
+from pscommon.settings.values import SnapshotEvery
+from pscommon.snapshot.atomic_files import AtomicFiles
+from pscommon.wal.segment import LogFiles
+from psserver.coordinator.final_state import NOT_SAVED_FILE, conclude
+from psserver.process.config import ServerConfig
+from psworker.run.summary import NOT_SAVED
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Programs, programs_in
 from tests.e2e.workers import count, counted, counter, until
@@ -35,13 +37,13 @@ def refuse(*_: object, **__: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psserver.snapshots.PAUSE", 0.0)
+    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.PAUSE", 0.0)
 
 
 @pytest.fixture
 def no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk refuses every part of a snapshot."""
-    monkeypatch.setattr(Files, "save", refuse)
+    monkeypatch.setattr(AtomicFiles, "save", refuse)
 
 
 def ended(servers: Cluster, pushes: int = 2, reason: str = "done", *, over: bool = True) -> str:
@@ -59,7 +61,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-# ---- the last snapshot or a log --------------------------------------------------------------------------------------
+# ---- the last snapshot or a log ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
@@ -85,27 +87,36 @@ def test_a_last_snapshot_that_fails_is_not_saved_and_leaves_no_folder(
 
     assert text.startswith("version 2 is not saved, and there is no snapshot: ")
     assert text.count("No space left on device") == 1
-    assert errors(caplog) in ([], ["snapshot failed; training goes on"])  # of the one when all workers were done
+    assert errors(caplog) in (
+        [],
+        ["snapshot failed; training goes on"],
+    )  # of the one when all workers were done
     assert not (tmp_path / "snapshots").exists()
 
 
-def test_an_older_snapshot_is_named(cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_snapshot_is_named(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
     hub = servers.servers[0].hub
     assert hub is not None
     with counter(servers.address) as client:
         count(client)
         assert hub.snapshots.save(30) == 1
-        monkeypatch.setattr(Files, "save", refuse)
+        monkeypatch.setattr(AtomicFiles, "save", refuse)
         count(client)
     hub.stop("done")
     assert servers.servers[0].ended.wait(30)
 
-    assert servers.servers[0].not_saved.startswith("version 2 is not saved, and the newest snapshot is of version 1: ")
+    assert servers.servers[0].not_saved.startswith(
+        "version 2 is not saved, and the newest snapshot is of version 1: "
+    )
 
 
 @pytest.mark.usefixtures("no_snapshots")
-def test_a_complete_log_is_enough(cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_log_is_enough(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     servers = cluster(2, data_dir=tmp_path, durability="log", snapshot_every=RARELY)
     assert ended(servers) == ""
     assert "no last snapshot; the log holds all updates" in caplog.messages
@@ -119,7 +130,11 @@ def test_a_complete_log_is_enough(cluster: Make, tmp_path: Path, caplog: pytest.
 @pytest.mark.usefixtures("no_snapshots")
 @pytest.mark.parametrize("broken", ["log-job", "log-shard-0", "log-shard-1"])
 def test_a_log_that_lacks_something_is_not_enough(
-    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
+    cluster: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whichever log it is; and its failure is logged once, however long it lasts."""
     write = LogFiles.write
@@ -135,7 +150,11 @@ def test_a_log_that_lacks_something_is_not_enough(
     monkeypatch.setattr(LogFiles, "write", refuse_one)
 
     assert "version 3 is not saved" in ended(servers)
-    told = [record.__dict__["folder"] for record in caplog.records if "log cannot be written" in record.message]
+    told = [
+        record.__dict__["folder"]
+        for record in caplog.records
+        if "log cannot be written" in record.message
+    ]
     assert told == [str(tmp_path / broken)]
 
 
@@ -191,7 +210,7 @@ def test_exit_codes_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_snapshot_that_never_comes_is_waited_for_no_longer_than_promised(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psserver.snapshots.LAST", 0.2)
+    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.LAST", 0.2)
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
     servers.servers[0].archive.on_part = lambda part: None  # the part's end is never heard of
 
@@ -208,7 +227,9 @@ def test_a_file_for_ps_run_that_cannot_be_written_costs_nothing_else(
 
 
 @pytest.mark.usefixtures("no_snapshots")
-def test_ps_run_is_told_by_a_file(cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ps_run_is_told_by_a_file(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = tmp_path / "not-saved"
     monkeypatch.setenv(NOT_SAVED_FILE, str(told))
     text = ended(cluster(1, data_dir=tmp_path / "data"), reason="SIGTERM", over=False)
@@ -217,12 +238,14 @@ def test_ps_run_is_told_by_a_file(cluster: Make, tmp_path: Path, monkeypatch: py
     assert told.read_text() == text
 
 
-# ---- --save ----------------------------------------------------------------------------------------------------------
+# ---- --save --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("over", [True, False])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_the_newest_weights_of_all_shards_are_written(cluster: Make, tmp_path: Path, shards: int, over: bool) -> None:
+def test_the_newest_weights_of_all_shards_are_written(
+    cluster: Make, tmp_path: Path, shards: int, over: bool
+) -> None:
     """Also where only the servers are told to end, and without a data directory."""
     assert ended(cluster(shards, save=tmp_path / "f"), pushes=3, over=over) == ""
 
@@ -238,12 +261,12 @@ def test_a_file_that_cannot_be_written_is_not_saved_and_the_older_one_stays(
     file = tmp_path / "f"
     file.write_text("older")
     servers = cluster(2, data_dir=tmp_path / "data", save=file)
-    save = Files.save
+    save = AtomicFiles.save
 
-    def refuse_export(files: Files, path: Path, *rest: Any) -> Any:
+    def refuse_export(files: AtomicFiles, path: Path, *rest: Any) -> Any:
         return refuse() if "export" in path.parent.name else save(files, path, *rest)
 
-    monkeypatch.setattr(Files, "save", refuse_export)
+    monkeypatch.setattr(AtomicFiles, "save", refuse_export)
     assert f"--save {file}: cannot write {file}: No space left on device" in ended(servers)
     assert file.read_text() == "older"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "f"]
@@ -257,7 +280,7 @@ def test_a_place_where_no_file_can_be_is_refused_at_the_start(tmp_path: Path) ->
     assert ServerConfig(shard=1, shards=2, save=tmp_path).save == tmp_path  # shard 0 writes it
 
 
-# ---- ps-run ----------------------------------------------------------------------------------------------------------
+# ---- ps-run --------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, shutil, signal, sys, torch, psworker
@@ -309,7 +332,9 @@ def test_ps_run_saves_what_the_workers_have_trained(programs: Programs) -> None:
 
 
 def test_ps_run_saves_when_it_is_interrupted(programs: Programs) -> None:
-    program = programs.start("ps-run", "--summary", "s.json", "--save", "model.safetensors", "train.py", "waits")
+    program = programs.start(
+        "ps-run", "--summary", "s.json", "--save", "model.safetensors", "train.py", "waits"
+    )
     program.wait_for("waits")
     program.send(signal.SIGTERM)
 
@@ -333,7 +358,16 @@ def test_ps_run_exits_with_15_where_the_end_is_in_no_snapshot(programs: Programs
 
 @pytest.mark.parametrize("last", ["done", "SIGTERM"])
 def test_ps_server_exits_with_15_or_as_its_signal_says(programs: Programs, last: str) -> None:
-    flags = ("--data-dir", "data", "--snapshot-every", "1h", "--port-file", "port", "--bind", "127.0.0.1:0")
+    flags = (
+        "--data-dir",
+        "data",
+        "--snapshot-every",
+        "1h",
+        "--port-file",
+        "port",
+        "--bind",
+        "127.0.0.1:0",
+    )
     server = programs.fork("ps-server", *flags, *(["--exit-when-done"] if last == "done" else []))
     server.wait_for("listening")
     address = f"127.0.0.1:{(programs.folder / 'port').read_text().strip()}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pscommon.local_jobs import local_jobs
+from pscommon.system.local_jobs import local_jobs
 from psworker import Client
 from psworker.ctl.cli import main as ps_ctl
 from tests.e2e.conftest import Cluster
@@ -27,7 +27,9 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_of(capsys: Output, *args: str) -> dict[str, tuple[Any, str]]:
     assert ps_ctl([*args, "config", "--output", "json"]) == 0
-    return {row["key"]: (row["value"], row["source"]) for row in json.loads(capsys.readouterr().out)}
+    return {
+        row["key"]: (row["value"], row["source"]) for row in json.loads(capsys.readouterr().out)
+    }
 
 
 def test_shard_0_announces_its_job_while_it_runs(cluster: Make, capsys: Output) -> None:
@@ -43,7 +45,9 @@ def test_shard_0_announces_its_job_while_it_runs(cluster: Make, capsys: Output) 
     assert local_jobs() == []
 
 
-def test_a_folder_that_cannot_be_used_costs_the_announcement_and_nothing_else(cluster: Make, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_costs_the_announcement_and_nothing_else(
+    cluster: Make, tmp_path: Path
+) -> None:
     (tmp_path / "paramserver").write_text("a file")
     made = cluster(1)
 

@@ -1,4 +1,6 @@
-"""A push that leaves piece by piece (Client.begin) ends as one that is sent whole, over either lane."""
+"""A push that leaves piece by piece (Client.begin) ends as one that is sent whole, over either
+lane.
+"""
 
 import threading
 from collections.abc import Callable
@@ -10,18 +12,22 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError
-from pscommon.core.tape import PIECES
+from pscommon.core.partition import PIECES
 from psproto.v1 import coordinator_pb2 as co
-from psserver import reading
+from psserver.parameters import weight_reads as reading
 from psworker import Client, OptimizerSpec
-from psworker.flow import ClientFlow
-from psworker.results import PushResult
+from psworker.core.results import PushResult
+from psworker.exchange.open_push import OpenPush
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import connected, count, counted, counter, until, weights_of
 
 Make = Callable[..., Cluster]
 
-PARAMS: dict[str, Any] = {"w": np.ones((900, 401), np.float32), "bias": np.ones(301), "half": np.ones(77, np.float16)}
+PARAMS: dict[str, Any] = {
+    "w": np.ones((900, 401), np.float32),
+    "bias": np.ones(301),
+    "half": np.ones(77, np.float16),
+}
 BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32)}
 STEPS = 12
 LANES = pytest.mark.parametrize("lanes", ["grpc", "shm"])
@@ -64,7 +70,7 @@ def flowed(client: Client, step: Draw) -> PushResult:
     tape, weights = (np.frombuffer(memory, np.uint8) for memory in client.tapes())
     tape[:] = 1
     flow = client.begin()
-    assert isinstance(flow, ClientFlow)
+    assert isinstance(flow, OpenPush)
     for start, stop in step.pieces:
         flow.send(start, stop)
     tape[:] = step.tape
@@ -87,12 +93,18 @@ def outcome(result: PushResult) -> tuple[Any, ...]:
 def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:
     """After every step, on the worker, and at the end on the servers, bit for bit."""
     addresses = [cluster(shards).address for _ in range(2)]
-    with registered(addresses[0], lanes="grpc") as whole, registered(addresses[1], lanes=lanes) as pieces:
+    with (
+        registered(addresses[0], lanes="grpc") as whole,
+        registered(addresses[1], lanes=lanes) as pieces,
+    ):
         for number in range(STEPS):
             step = draw(whole, number)
             expected, weights = bytearray(step.tape), whole.tapes()[1]
             result = whole.exchange(
-                gradients=memoryview(expected), weights=weights, absent=step.absent, samples=step.samples
+                gradients=memoryview(expected),
+                weights=weights,
+                absent=step.absent,
+                samples=step.samples,
             )
 
             assert outcome(flowed(pieces, step)) == outcome(result)
@@ -102,7 +114,9 @@ def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster:
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_what_is_used_as_it_comes_comes_in_small_pieces(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_used_as_it_comes_comes_in_small_pieces(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what is not, does not: each message costs something."""
     frames: list[int] = []
     encode = reading.encode_data
@@ -132,9 +146,11 @@ def test_half_of_the_shards_in_shared_memory(cluster: Make) -> None:
             step = draw(whole, number)
             flowed(pieces, step)
             whole.exchange(
-                gradients=memoryview(bytearray(step.tape)), weights=whole.tapes()[1],
-                absent=step.absent, samples=step.samples,
-            )  # fmt: skip
+                gradients=memoryview(bytearray(step.tape)),
+                weights=whole.tapes()[1],
+                absent=step.absent,
+                samples=step.samples,
+            )
 
             assert bytes(pieces.tapes()[1]) == bytes(whole.tapes()[1]), f"step {number}"
 
@@ -151,14 +167,17 @@ def test_a_push_that_is_given_up_leaves_nothing(lanes: Any, cluster: Make) -> No
             flow.close()
         np.frombuffer(client.tapes()[0], np.float32)[:] = 1.0
         flow = client.begin()
-        assert isinstance(flow, ClientFlow)
+        assert isinstance(flow, OpenPush)
         assert flow.finish().status == "applied"
         flow.close()
 
         assert flow.header.seq == 4
         assert all((part._header.memory != 0) is (lanes == "shm") for part in flow.parts)
         assert counted(client.pull()) == 1
-        until(lambda: all(server.engine.budget.used == 0 for server in made.servers), "all room is given back")
+        until(
+            lambda: all(server.engine.budget.used == 0 for server in made.servers),
+            "all room is given back",
+        )
 
 
 @LANES
@@ -166,9 +185,13 @@ def test_no_second_push_while_one_is_open(lanes: Any, cluster: Make) -> None:
     with counter(cluster(2).address, lanes=lanes) as client:
         flow = client.begin()
         for call in (client.begin, client.pull):
-            with pytest.raises(InvalidRequestError, match="a push is under way: finish or close it first"):
+            with pytest.raises(
+                InvalidRequestError, match="a push is under way: finish or close it first"
+            ):
                 call()
-        with pytest.raises(InvalidRequestError, match="no weights come before this push is finished"):
+        with pytest.raises(
+            InvalidRequestError, match="no weights come before this push is finished"
+        ):
             flow.wait(0, 1)
         with pytest.raises(InvalidRequestError, match="samples=0 < 1"):
             flow.finish(samples=0)

@@ -74,7 +74,10 @@ def test_training_is_the_same_with_any_number_of_workers(cluster: Make, workers:
 def test_two_runs_give_the_same_bits(cluster: Make, workers: int) -> None:
     """Over the network and simulated, with loaders that look ahead and without."""
     settings = {"min_workers": workers, "global_batch": GLOBAL}
-    runs = [simulated(workers, train, **settings), real(cluster(1, **settings).address, workers, train)]
+    runs = [
+        simulated(workers, train, **settings),
+        real(cluster(1, **settings).address, workers, train),
+    ]
     address = cluster(2, **settings).address
     runs.append(real(address, workers, lambda job: train(job, num_workers=1)))
 
@@ -84,5 +87,7 @@ def test_two_runs_give_the_same_bits(cluster: Make, workers: int) -> None:
 def test_a_batch_size_that_does_not_fit_is_refused(cluster: Make) -> None:
     address = cluster(1, global_batch=5).address
 
-    with pytest.raises(InvalidRequestError, match="--global-batch 5 is not a multiple of the script's batch_size 2"):
+    with pytest.raises(
+        InvalidRequestError, match="--global-batch 5 is not a multiple of the script's batch_size 2"
+    ):
         real(address, 1, train)

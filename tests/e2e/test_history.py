@@ -1,4 +1,6 @@
-"""Reported values of a real job: their history over heartbeats, snapshots, restarts and rollbacks."""
+"""Reported values of a real job: their history over heartbeats, snapshots, restarts and
+rollbacks.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from pscommon.core.metric import MetricRow
+from pscommon.core.metric_row import MetricRow
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -24,7 +26,10 @@ Make = Callable[..., Cluster]
 def history(address: str) -> list[MetricRow]:
     with open_channel(address) as channel:
         answer = CoordinatorServiceStub(channel).GetHistory(co.GetHistoryRequest(), timeout=10)
-    return [MetricRow(row.time, row.version, row.worker, row.rank, row.name, row.value) for row in answer.rows]
+    return [
+        MetricRow(row.time, row.version, row.worker, row.rank, row.name, row.value)
+        for row in answer.rows
+    ]
 
 
 def values(address: str) -> list[tuple[int, str, float]]:
@@ -44,8 +49,10 @@ def test_heartbeats_bring_values_and_the_end_of_the_job_brings_the_last_one(clus
         rows = history(address)
 
     assert [(row.name, row.value, row.version) for row in rows if row.value != 2.0] == [
-        ("accuracy", 0.25, 0), ("loss", 3.0, 0), ("loss", 1.0, 1)
-    ]  # fmt: skip
+        ("accuracy", 0.25, 0),
+        ("loss", 3.0, 0),
+        ("loss", 1.0, 1),
+    ]
     assert {(row.rank, row.worker) for row in rows} == {(0, 1)}
     assert status(address)["metrics"]["loss"] == 1.0
 
@@ -86,10 +93,15 @@ def test_values_beyond_the_bounds_are_left_out_and_heartbeats_go_on(cluster: Mak
             answer = stub.Heartbeat(co.HeartbeatRequest(worker=worker, values=values), timeout=10)
             assert not answer.stopping
             with pytest.raises(grpc.RpcError) as caught:
-                stub.ReportMetrics(co.ReportMetricsRequest(worker=worker, values=values), timeout=10)
+                stub.ReportMetrics(
+                    co.ReportMetricsRequest(worker=worker, values=values), timeout=10
+                )
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert history(address) == []
-        aged = [co.ReportedValue(name=f"{age}", value=1.0, age_seconds=age) for age in (1e30, -5.0, math.nan)]
+        aged = [
+            co.ReportedValue(name=f"{age}", value=1.0, age_seconds=age)
+            for age in (1e30, -5.0, math.nan)
+        ]
         stub.Heartbeat(co.HeartbeatRequest(worker=worker, values=aged), timeout=10)
 
     times = [row.time for row in history(address)]
@@ -101,7 +113,9 @@ DURABLE: dict[str, Any] = {"durability": "log", "log_fsync": "no"}
 
 
 @pytest.mark.parametrize("durability", [DURABLE, {}], ids=["log", "snapshot"])
-def test_the_history_survives_a_restart(cluster: Make, tmp_path: Path, durability: dict[str, Any]) -> None:
+def test_the_history_survives_a_restart(
+    cluster: Make, tmp_path: Path, durability: dict[str, Any]
+) -> None:
     settings = {"data_dir": tmp_path, **durability}
     first = cluster(**settings)
     with counter(first.address, rank=0) as client:
@@ -145,10 +159,15 @@ def test_the_believed_worker_gives_way_when_it_is_lost(cluster: Make) -> None:
         with open_channel(made.address) as channel:
             stub = CoordinatorServiceStub(channel)
             worker = stub.Join(co.JoinRequest(rank=0), timeout=10).worker
-            stub.ReportMetrics(co.ReportMetricsRequest(worker=worker, metrics={"loss": 1.0}), timeout=10)
+            stub.ReportMetrics(
+                co.ReportMetricsRequest(worker=worker, metrics={"loss": 1.0}), timeout=10
+            )
         second.report(loss=2.0)
         assert status(made.address)["metrics"] == {"loss": 1.0}
-        until(lambda: [row["state"] for row in status(made.address)["workers"]] == ["lost", "joined"], "lost")
+        until(
+            lambda: [row["state"] for row in status(made.address)["workers"]] == ["lost", "joined"],
+            "lost",
+        )
 
         second.report(loss=3.0)
 
@@ -159,7 +178,10 @@ def test_all_workers_agree_on_their_number_and_on_the_first(cluster: Make) -> No
     address = cluster(2, min_workers=3).address
     with ExitStack() as stack:
         clients = together(*[lambda rank=rank: counter(address, rank) for rank in (2, 0, 1)])  # type: ignore[misc]
-        jobs = {rank: Job(stack.enter_context(client)) for rank, client in zip((2, 0, 1), clients, strict=True)}
+        jobs = {
+            rank: Job(stack.enter_context(client))
+            for rank, client in zip((2, 0, 1), clients, strict=True)
+        }
         until(lambda: [jobs[rank].workers for rank in range(3)] == [3, 3, 3], "three workers known")
         assert [jobs[rank].is_first for rank in range(3)] == [True, False, False]
 

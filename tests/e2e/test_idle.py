@@ -17,13 +17,19 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 def test_a_script_that_never_joins(programs: Programs) -> None:
     programs.script("print('no job')")
 
-    run = programs.start("ps-run", "--servers", 2, "--workers", 2, "--summary", "idle.json", "train.py")
+    run = programs.start(
+        "ps-run", "--servers", 2, "--workers", 2, "--summary", "idle.json", "train.py"
+    )
 
     assert run.wait() == 16
     assert "no worker has registered a model; a script does with psworker.connect()" in run.err
     assert "what to do: call psworker.connect(), job.optimizer(...), and step()" in run.err
     found = json.loads((programs.folder / "idle.json").read_text())
-    assert (found["status"], found["error"]["exit_code"], found["error"]["process"]) == ("failed", 16, None)
+    assert (found["status"], found["error"]["exit_code"], found["error"]["process"]) == (
+        "failed",
+        16,
+        None,
+    )
 
 
 def test_a_script_that_is_not_meant_to_train(programs: Programs) -> None:
@@ -54,4 +60,7 @@ def test_a_script_that_forgets_to_step(programs: Programs) -> None:
     run = programs.run("ps-run", "train.py")
 
     assert run.wait() == 16
-    assert "no step was counted, and data is left; a step is step() of the optimizer that job.optimizer" in run.err
+    assert (
+        "no step was counted, and data is left; a step is step() of the optimizer that "
+        "job.optimizer" in run.err
+    )

@@ -1,4 +1,6 @@
-"""Bytes in flight are bounded: pushes wait for room, everybody gets some, nothing is lost, and memory stays flat."""
+"""Bytes in flight are bounded: pushes wait for room, everybody gets some, nothing is lost, and
+memory stays flat.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
 from pscommon.wire.channel import open_channel
 from pscommon.wire.frames import EXCHANGE_ONCE, encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.budget import Budget
+from psserver.parameters.memory_budget import MemoryBudget
 from psworker import Client, OptimizerSpec
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import programs_in
@@ -34,26 +36,34 @@ def joined(address: str, lanes: Any = "grpc", **options: Any) -> Client:
     return client
 
 
-def budget_of(cluster: Cluster) -> Budget:
+def budget_of(cluster: Cluster) -> MemoryBudget:
     return cluster.servers[0].engine.budget
 
 
-# ---- 64 clients -----------------------------------------------------------------------------------------------------
+# ---- 64 clients ----------------------------------------------------------------------------------
 
 CLIENTS = 64
 PUSHES = 448
 GREATEST, GROWTH = 250e6, 100e6
-"""Bytes by which the server's memory may grow in all, and in the second half over its peak in the first."""
+"""Bytes by which the server's memory may grow in all, and in the second half over its peak in
+the first.
+"""
 
 
 def resident(pid: int) -> int:
     """Bytes of a process's memory."""
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
     return int(line.split()[1]) << 10
 
 
 class Race:
-    """Clients that push as fast as they can until there are PUSHES; memory: of process `pid`, after each."""
+    """Clients that push as fast as they can until there are PUSHES; memory: of process `pid`,
+    after each.
+    """
 
     def __init__(self, pid: int) -> None:
         self.made = [0] * CLIENTS
@@ -72,14 +82,24 @@ class Race:
 
 
 def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
-    """Nobody gets less than half of the mean, and the server holds a fraction of the 256 MB that want to come in.
+    """Nobody gets less than half of the mean, and the server holds a fraction of the 256 MB that
+    want to come in.
 
-    Besides the bytes in flight, a server of 64 streams has gRPC's windows and frames, threads' stacks, and what malloc
-    keeps of them.
+    Besides the bytes in flight, a server of 64 streams has gRPC's windows and frames, threads'
+    stacks, and what malloc keeps of them.
     """
     with programs_in(tmp_path) as programs, ExitStack() as stack:
         server, address = serve(
-            programs, programs.start, "--policy", "async", "--in-flight", "16MB", "--lanes", "grpc", "--lease", "60s"
+            programs,
+            programs.start,
+            "--policy",
+            "async",
+            "--in-flight",
+            "16MB",
+            "--lanes",
+            "grpc",
+            "--lease",
+            "60s",
         )
         clients = [stack.enter_context(joined(address, wait_timeout=100.0)) for _ in range(CLIENTS)]
         before, race = resident(server.pid), Race(server.pid)
@@ -92,7 +112,7 @@ def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
         assert max(race.memory[half:]) - max(race.memory[:half]) < GROWTH
 
 
-# ---- waiting --------------------------------------------------------------------------------------------------------
+# ---- waiting -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,10 +125,14 @@ def full(cluster: Make) -> Cluster:
 def test_who_waits_too_long_is_told_that_there_was_no_room(full: Cluster, request_of: str) -> None:
     with joined(full.address), joined(full.address, wait_timeout=0.5) as client:
         calls: dict[str, Callable[[], object]] = {
-            "push": lambda: client.push(ONE), "push_pull": lambda: client.push_pull(ONE), "pull": client.pull,
-        }  # fmt: skip
+            "push": lambda: client.push(ONE),
+            "push_pull": lambda: client.push_pull(ONE),
+            "pull": client.pull,
+        }
         claim = budget_of(full).take(99, 5_000_000, 0.0)
-        message = r"5000000 of 8000000 bytes are in flight, no room for 4000000 more \(--in-flight\)"
+        message = (
+            r"5000000 of 8000000 bytes are in flight, no room for 4000000 more \(--in-flight\)"
+        )
         with pytest.raises(WaitTimeoutError, match=message) as caught:
             calls[request_of]()
         assert caught.value.exit_code == 20
@@ -143,7 +167,9 @@ def test_shared_memory_takes_no_room(full: Cluster) -> None:
 
 def header(client: Client, **fields: Any) -> bytes:
     return encode_header(
-        ps.PushPullHeader(job=client.job, worker=client.worker, pull=ps.PULL_NONE, wait_ms=100, **fields)
+        ps.PushPullHeader(
+            job=client.job, worker=client.worker, pull=ps.PULL_NONE, wait_ms=100, **fields
+        )
     )
 
 
@@ -159,7 +185,9 @@ def test_on_the_wire_no_room_is_resource_exhausted_with_a_time_to_wait(
         push = header(client, seq=1, has_data=True, samples=1, open=opened)
         with pytest.raises(grpc.RpcError) as streamed:
             list(exchange(channel(full.address), [push]))
-        once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(full.address).unary_unary(EXCHANGE_ONCE)
+        once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(full.address).unary_unary(
+            EXCHANGE_ONCE
+        )
         with pytest.raises(grpc.RpcError) as asked:
             once(push, timeout=DEADLINE)
         budget_of(full).give(claim)
@@ -167,7 +195,7 @@ def test_on_the_wire_no_room_is_resource_exhausted_with_a_time_to_wait(
         assert reason_of(streamed.value) == reason_of(asked.value) == expected
 
 
-# ---- what is given back ---------------------------------------------------------------------------------------------
+# ---- what is given back --------------------------------------------------------------------------
 
 
 def test_a_call_that_breaks_off_gives_its_room_back(full: Cluster) -> None:
@@ -181,7 +209,10 @@ def test_a_call_that_breaks_off_gives_its_room_back(full: Cluster) -> None:
 
     with joined(full.address) as client, closing(open_channel(full.address)) as raw:
         calls = [cast(Any, exchange(raw, frames(client))) for _ in range(3)]
-        until(lambda: budget.used == 8_000_000 and budget.waiting == 1, "two that send and one that waits")
+        until(
+            lambda: budget.used == 8_000_000 and budget.waiting == 1,
+            "two that send and one that waits",
+        )
         for call in calls:
             call.cancel()
         silent.set()
@@ -195,7 +226,9 @@ def test_a_pull_that_nobody_reads_gives_its_room_back_when_it_is_cancelled(full:
     budget = budget_of(full)
     narrow = grpc.insecure_channel(full.address, options=[("grpc.http2.bdp_probe", 0)])
     with joined(full.address) as client, closing(narrow) as raw:
-        pull = ps.PushPullHeader(job=client.job, worker=client.worker, pull=ps.PULL_STEP, wait_ms=1000)
+        pull = ps.PushPullHeader(
+            job=client.job, worker=client.worker, pull=ps.PULL_STEP, wait_ms=1000
+        )
         call = cast(Any, exchange(raw, [encode_header(pull)]))
         next(call)
         until(lambda: budget.used == PUSH, "a pull under way")
@@ -215,27 +248,35 @@ def test_a_worker_that_leaves_gives_the_room_of_its_staged_push_back(cluster: Ma
         until(lambda: budget_of(servers).used == 0, "room")
 
 
-# ---- rounds ---------------------------------------------------------------------------------------------------------
+# ---- rounds --------------------------------------------------------------------------------------
 
 ROUNDS = pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("ssp", 0), ("ssp", 2)])
 
 
 @ROUNDS
-def test_a_worker_for_whom_a_round_has_no_room_is_refused(cluster: Make, policy: str, staleness: int | None) -> None:
+def test_a_worker_for_whom_a_round_has_no_room_is_refused(
+    cluster: Make, policy: str, staleness: int | None
+) -> None:
     servers = cluster(1, policy=policy, staleness=staleness, in_flight=3 * PUSH - 1)
     with joined(servers.address) as one, joined(servers.address) as two:
-        with pytest.raises(InvalidRequestError, match=f"start the servers with --in-flight {3 * PUSH}") as caught:
+        with pytest.raises(
+            InvalidRequestError, match=f"start the servers with --in-flight {3 * PUSH}"
+        ) as caught:
             joined(servers.address)
         assert caught.value.exit_code == 2
         results = together(lambda: one.push(ONE), lambda: two.push(ONE))
         assert [result.status for result in results] == ["applied"] * 2
         two.close()
         with joined(servers.address) as three:
-            assert {r.status for r in together(lambda: one.push(ONE), lambda: three.push(ONE))} == {"applied"}
+            assert {r.status for r in together(lambda: one.push(ONE), lambda: three.push(ONE))} == {
+                "applied"
+            }
 
 
 @ROUNDS
-def test_rounds_need_no_more_room_than_that(cluster: Make, policy: str, staleness: int | None) -> None:
+def test_rounds_need_no_more_room_than_that(
+    cluster: Make, policy: str, staleness: int | None
+) -> None:
     servers = cluster(2, policy=policy, staleness=staleness, in_flight=3 * PUSH // 2, min_workers=3)
     clients = together(*[lambda: joined(servers.address) for _ in range(3)])
 
@@ -249,7 +290,9 @@ def test_rounds_need_no_more_room_than_that(cluster: Make, policy: str, stalenes
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
-def test_a_model_whose_push_never_fits_is_refused_when_it_is_registered(cluster: Make, policy: str) -> None:
+def test_a_model_whose_push_never_fits_is_refused_when_it_is_registered(
+    cluster: Make, policy: str
+) -> None:
     servers = cluster(1, policy=policy, in_flight=PUSH - 1)
 
     with pytest.raises(InvalidRequestError, match=f"--in-flight {PUSH}"):

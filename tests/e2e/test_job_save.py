@@ -1,4 +1,6 @@
-"""job.save: one file of the job's newest weights, which torch loads under every name of the state_dict."""
+"""job.save: one file of the job's newest weights, which torch loads under every name of the
+state_dict.
+"""
 
 import errno
 import os
@@ -12,7 +14,7 @@ from torch import nn
 
 import psworker
 from pscommon.core.errors import InvalidRequestError, NotSavedError
-from pscommon.snapshot.files import Files
+from pscommon.snapshot.atomic_files import AtomicFiles
 from psworker import Client, Job
 from psworker.simulation import simulated
 from tests.e2e.conftest import Cluster
@@ -22,7 +24,9 @@ Make = Callable[..., Cluster]
 
 
 class Tied(nn.Module):
-    """A language model's kind of tie, BatchNorm's buffers, a frozen layer, a buffer that is not saved."""
+    """A language model's kind of tie, BatchNorm's buffers, a frozen layer, a buffer that is not
+    saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +56,9 @@ def trained(job: Job, steps: int = 2, **how: bool) -> Tied:
 
 
 def check_same(file: Path, model: nn.Module) -> None:
-    """The file has the model's state_dict, name by name and bit by bit, and a fresh model takes it."""
+    """The file has the model's state_dict, name by name and bit by bit, and a fresh model takes
+    it.
+    """
     saved, state = load_file(file), model.state_dict()
     assert saved.keys() == state.keys()
     assert all(torch.equal(saved[name], state[name]) for name in state)
@@ -67,7 +73,11 @@ def test_the_file_is_the_state_dict(cluster: Make, tmp_path: Path, shards: int) 
         model = trained(job)
         job.save(tmp_path / "model.safetensors")
 
-        assert {"head.weight", "embedding.weight", "same_norm.running_mean"} <= model.state_dict().keys()
+        assert {
+            "head.weight",
+            "embedding.weight",
+            "same_norm.running_mean",
+        } <= model.state_dict().keys()
         check_same(tmp_path / "model.safetensors", model)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
@@ -98,7 +108,9 @@ def test_without_servers_it_works_alike(tmp_path: Path, monkeypatch: pytest.Monk
         check_same(tmp_path / "model.safetensors", check)
 
 
-def test_a_worker_saves_what_others_have_pushed_and_keeps_its_own(cluster: Make, tmp_path: Path) -> None:
+def test_a_worker_saves_what_others_have_pushed_and_keeps_its_own(
+    cluster: Make, tmp_path: Path
+) -> None:
     servers = cluster(2, policy="async")
     with Job(connected(servers.address, 0)) as job, Job(connected(servers.address, 1), 1) as other:
         model = trained(job, steps=1)
@@ -134,7 +146,7 @@ def test_a_disk_that_refuses_leaves_the_older_file(
 
     with Job(connected(cluster(1).address, 0)) as job:
         trained(job, 1)
-        monkeypatch.setattr(Files, "save", refuse)
+        monkeypatch.setattr(AtomicFiles, "save", refuse)
         with pytest.raises(NotSavedError, match="No space left") as caught:
             job.save(file)
 

@@ -1,4 +1,6 @@
-"""Shared memory and gRPC move the same bytes: which of them is taken, what it says, and that nobody sees a mixture."""
+"""Shared memory and gRPC move the same bytes: which of them is taken, what it says, and that
+nobody sees a mixture.
+"""
 
 import logging
 import signal
@@ -11,8 +13,8 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
-from pscommon.core.log import PushKey
-from pscommon.weights import weights_sha256
+from pscommon.core.log_entries import PushKey
+from pscommon.snapshot.weights_digest import weights_sha256
 from psserver.app import Server
 from psworker import Client, OptimizerSpec, WaitTimeoutError
 from tests.e2e.conftest import Cluster
@@ -22,7 +24,11 @@ Make = Callable[..., Cluster]
 Step = Callable[[Client, dict[str, Any]], object]
 
 STEPS = 20
-PARAMS: dict[str, Any] = {"w": np.ones((700, 500), np.float32), "bias": np.ones(301), "half": np.ones(77, np.float16)}
+PARAMS: dict[str, Any] = {
+    "w": np.ones((700, 500), np.float32),
+    "bias": np.ones(301),
+    "half": np.ones(77, np.float16),
+}
 BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32), "batches": np.zeros((), np.int64)}
 FROZEN = {"mask": np.arange(900, dtype=np.int32)}
 SHARED = "tensors move through shared memory to shards"
@@ -33,7 +39,9 @@ TRAVEL = "tensors move over gRPC, not shared memory"
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What workers have logged about lanes."""
     caplog.set_level(logging.INFO, "psworker")
-    return lambda: [record.getMessage() for record in caplog.records if "tensors move" in record.getMessage()]
+    return lambda: [
+        record.getMessage() for record in caplog.records if "tensors move" in record.getMessage()
+    ]
 
 
 def half_shared(cluster: Make) -> Cluster:
@@ -45,9 +53,13 @@ def half_shared(cluster: Make) -> Cluster:
 
 
 def gradients(rank: int, step: int) -> dict[str, Any]:
-    """Of one worker; the half-precision tensor has none at every third step, with its second worker never."""
+    """Of one worker; the half-precision tensor has none at every third step, with its second
+    worker never.
+    """
     draw = np.random.default_rng([rank, step])
-    made: dict[str, Any] = {n: draw.standard_normal(a.shape).astype(a.dtype) for n, a in PARAMS.items()}
+    made: dict[str, Any] = {
+        n: draw.standard_normal(a.shape).astype(a.dtype) for n, a in PARAMS.items()
+    }
     made["mean"], made["batches"] = draw.random(130, np.float32), np.array(step, np.int64)
     if step % 3 == 0 or rank:
         del made["half"]
@@ -79,12 +91,16 @@ class Foreign:
                 tape[start:stop] = np.frombuffer(grads[tensor.name].tobytes(), np.uint8)
         if not self.weights:
             self.weights = memoryview(bytearray(plan.nbytes))
-        absent = [i for i, t in enumerate(spec.tensors) if t.role == "trainable" and t.name not in grads]
+        absent = [
+            i for i, t in enumerate(spec.tensors) if t.role == "trainable" and t.name not in grads
+        ]
         client.exchange(gradients=tape.data, weights=self.weights, absent=absent)
 
 
 def trained(address: str, step: Callable[[], Step], **options: Any) -> str:
-    """Two workers, STEPS steps of Adam; a digest of the weights, which both workers hold as the servers do."""
+    """Two workers, STEPS steps of Adam; a digest of the weights, which both workers hold as the
+    servers do.
+    """
 
     def work(rank: int) -> str:
         with connected(address, rank, **options) as client:
@@ -114,7 +130,9 @@ def travelled() -> str:
 
 
 @pytest.mark.parametrize(
-    "step", [lambda: by_name, lambda: in_two_calls, Foreign], ids=["push_pull", "push, pull", "foreign memory"]
+    "step",
+    [lambda: by_name, lambda: in_two_calls, Foreign],
+    ids=["push_pull", "push, pull", "foreign memory"],
 )
 def test_shared_memory_gives_the_same_weights(
     step: Callable[[], Step], travelled: str, cluster: Make, said: Callable[[], list[str]]
@@ -137,7 +155,7 @@ def test_half_of_the_shards_in_shared_memory(
     assert all("shard 1: the server runs with --lanes grpc" in line for line in said())
 
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 def test_server_that_refuses_is_reached_over_grpc_and_says_so_once(
@@ -151,7 +169,9 @@ def test_server_that_refuses_is_reached_over_grpc_and_says_so_once(
     assert said() == [f"{TRAVEL}: shard 0: the server runs with --lanes grpc"]
 
 
-def test_worker_that_wants_grpc_offers_nothing(cluster: Make, said: Callable[[], list[str]]) -> None:
+def test_worker_that_wants_grpc_offers_nothing(
+    cluster: Make, said: Callable[[], list[str]]
+) -> None:
     made = cluster(2)
     with counter(made.address, lanes="grpc") as client:
         count(client)
@@ -162,13 +182,17 @@ def test_worker_that_wants_grpc_offers_nothing(cluster: Make, said: Callable[[],
 
 @pytest.mark.parametrize("half", [False, True])
 def test_demanded_shared_memory_that_is_refused_is_an_error(half: bool, cluster: Make) -> None:
-    """The message names each shard that refused; a server that merely had a word to say has none left to write."""
+    """The message names each shard that refused; a server that merely had a word to say has none
+    left to write.
+    """
     made = half_shared(cluster) if half else cluster(2, lanes="grpc")
     names = ["shard 1"] if half else ["shard 0", "shard 1"]
     expected = "; ".join(f"{name}: the server runs with --lanes grpc" for name in names)
     with connected(made.address, lanes="shm") as client:
         for _ in range(2):
-            with pytest.raises(InvalidRequestError, match="--lanes shm is not possible: ") as caught:
+            with pytest.raises(
+                InvalidRequestError, match="--lanes shm is not possible: "
+            ) as caught:
                 client.register({"w": np.ones(9)}, OptimizerSpec("sgd", lr=1.0))
             assert str(caught.value).endswith(f"possible: {expected}")
 
@@ -181,7 +205,9 @@ def test_demanded_shared_memory_that_is_there(cluster: Make, said: Callable[[], 
     assert said() == [f"{SHARED} [0, 1]"]
 
 
-def test_the_environment_chooses(cluster: Make, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_chooses(
+    cluster: Make, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PS_LANES", "grpc")
     with counter(cluster().address):
         assert said() == []
@@ -193,7 +219,11 @@ def test_the_environment_chooses(cluster: Make, said: Callable[[], list[str]], m
 def test_gradients_stay_as_they_were(cluster: Make) -> None:
     """The servers apply them where they lie, and must not use them up."""
     sgd = OptimizerSpec("sgd", lr=0.5, momentum=0.9, weight_decay=0.1, maximize=True)
-    for spec in (sgd, OptimizerSpec("adam", lr=0.5, weight_decay=0.1), OptimizerSpec("rmsprop", lr=0.5)):
+    for spec in (
+        sgd,
+        OptimizerSpec("adam", lr=0.5, weight_decay=0.1),
+        OptimizerSpec("rmsprop", lr=0.5),
+    ):
         with connected(cluster(2).address, lanes="shm") as client:
             client.register({"w": np.ones(1000, np.float32)}, spec)
             tape, weights = client.tapes()
@@ -204,11 +234,13 @@ def test_gradients_stay_as_they_were(cluster: Make) -> None:
             assert bytes(tape) == before
 
 
-# ---- one version, and no other --------------------------------------------------------------------------------------
+# ---- one version, and no other -------------------------------------------------------------------
 
 
 def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
-    """One pushes the same number to all elements as fast as it can; on each shard all pulled elements are equal."""
+    """One pushes the same number to all elements as fast as it can; on each shard all pulled
+    elements are equal.
+    """
     size, pushes = 1_000_000, 60
     made = cluster(2, policy="async")
     start = {"w": np.zeros(size, np.float32)}
@@ -225,7 +257,10 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
             seen.add(float(weights[0]))
         return seen
 
-    with connected(made.address, lanes="shm") as first, connected(made.address, lanes="shm") as second:
+    with (
+        connected(made.address, lanes="shm") as first,
+        connected(made.address, lanes="shm") as second,
+    ):
         for client in (first, second):
             client.register(start, OptimizerSpec("sgd", lr=1.0))
         border = first.plan.range(0, "trainable").nbytes // 4
@@ -233,7 +268,7 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
     assert len(seen) > 3, "the reader came too late to see anything"
 
 
-# ---- after a failure -------------------------------------------------------------------------------------------------
+# ---- after a failure -----------------------------------------------------------------------------
 
 
 def memory_number(server: Server, worker: int) -> int:
@@ -241,7 +276,9 @@ def memory_number(server: Server, worker: int) -> int:
     return server.engine.memories._tapes[worker].number
 
 
-def test_memory_that_a_server_has_lost_is_offered_again(cluster: Make, said: Callable[[], list[str]]) -> None:
+def test_memory_that_a_server_has_lost_is_offered_again(
+    cluster: Make, said: Callable[[], list[str]]
+) -> None:
     """The exchange that finds out goes over gRPC; the next one is in memory again."""
     made = cluster(2)
     with counter(made.address) as client:
@@ -261,7 +298,9 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
         foreign = memoryview(bytearray(client.plan.nbytes))
         made.servers[1].engine.memories.drop(client.worker)
         client.exchange(gradients=client.tapes()[0], weights=foreign)
-        client.exchange(gradients=None, weights=(expected := memoryview(bytearray(client.plan.nbytes))))
+        client.exchange(
+            gradients=None, weights=(expected := memoryview(bytearray(client.plan.nbytes)))
+        )
         assert foreign == expected
 
         count(client)
@@ -277,7 +316,10 @@ def given_up(client: Client, servers: list[Server]) -> None:
     """Ctrl-C, once the push is staged."""
 
     def interrupt() -> None:
-        until(lambda: all(server.engine.make_report().staged for server in servers), "the push is staged")
+        until(
+            lambda: all(server.engine.make_report().staged for server in servers),
+            "the push is staged",
+        )
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
     thread = threading.Thread(target=interrupt)
@@ -298,12 +340,13 @@ def timed_out(client: Client, servers: list[Server]) -> None:
 def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
     ended: Callable[[Client, list[Server]], None], cluster: Make
 ) -> None:
-    """Nobody waits for the first push any more when the second worker makes the round complete. It counts as it was
-    when it was sent, and its weights are written where nobody looks."""
+    """Nobody waits for the first push any more when the second worker makes the round complete.
+    It counts as it was when it was sent, and its weights are written where nobody looks."""
     made = cluster(2, min_workers=2)
     timeout = 1.0 if ended is timed_out else 30.0
     clients = together(
-        lambda: counter(made.address, 0, wait_timeout=timeout, lanes="shm"), lambda: counter(made.address, 1)
+        lambda: counter(made.address, 0, wait_timeout=timeout, lanes="shm"),
+        lambda: counter(made.address, 1),
     )
     with clients[0] as client, clients[1] as late:
         tape, weights = client.tapes()
@@ -312,7 +355,10 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         ended(client, made.servers)
         numbers[:], weights[:] = 77.0, bytes([7]) * weights.nbytes
         count(late)
-        outcomes = [server.engine.wait(PushKey(client.worker, 1), 0, 0.0, lambda: True) for server in made.servers]
+        outcomes = [
+            server.engine.wait(PushKey(client.worker, 1), 0, 0.0, lambda: True)
+            for server in made.servers
+        ]
 
         assert [outcome and outcome.status for outcome in outcomes] == ["applied", "applied"]
         assert counted(late.pull()) == 1
@@ -320,17 +366,25 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         assert bytes(weights) == bytes([7]) * weights.nbytes
 
         numbers[:] = 5.0  # with the other's 1, a mean of 3
-        together(lambda: str(client.exchange(gradients=tape, weights=weights)), lambda: str(late.push(ONES)))
+        together(
+            lambda: str(client.exchange(gradients=tape, weights=weights)),
+            lambda: str(late.push(ONES)),
+        )
         assert counted(late.pull()) == 4
         assert [memory_number(server, client.worker) for server in made.servers] == [2, 2]
         assert (np.frombuffer(weights, np.float32)[:120] == -4).all()
-        until(lambda: all(server.engine.budget.used == 0 for server in made.servers), "everything is given back")
+        until(
+            lambda: all(server.engine.budget.used == 0 for server in made.servers),
+            "everything is given back",
+        )
 
 
 def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
     made = cluster(2)
     with counter(made.address, lanes="shm", connect_timeout=1.0) as client:
-        memories = [server.engine.memories._tapes[client.worker].gradients for server in made.servers]
+        memories = [
+            server.engine.memories._tapes[client.worker].gradients for server in made.servers
+        ]
         made.close()
         with pytest.raises(UnreachableError):
             count(client)

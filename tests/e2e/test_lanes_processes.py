@@ -1,4 +1,6 @@
-"""Shared memory between real processes, which are killed at any time, or do not see the same /dev/shm."""
+"""Shared memory between real processes, which are killed at any time, or do not see the same
+/dev/shm.
+"""
 
 import re
 import shutil
@@ -15,16 +17,17 @@ from tests.e2e.workers import digest, until, weights_of
 SHM = Path("/dev/shm")
 STAGES = ("connected", "offered", "attached", "pushing")
 
-# pauses at a stage, or pushes ones until it is told to end; a shard's attach is the point between share and hide
+# pauses at a stage, or pushes ones until it is told to end; a shard's attach is the point between
+# share and hide
 WORKER = """
 import itertools, logging, signal, sys
 import numpy as np
 import psworker
-from psworker.lane import GrpcLane
+from psworker.transport.grpc import GrpcTransport
 
 logging.basicConfig(level="INFO", format="%(message)s")
 address, stage, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-attach = GrpcLane.attach
+attach = GrpcTransport.attach
 
 def here(name, *rest):
     print(name, *rest)
@@ -37,7 +40,7 @@ def attach_slowly(lane, shard, request, timeout):
     here("attached", request.name)
     return answer
 
-GrpcLane.attach = attach_slowly
+GrpcTransport.attach = attach_slowly
 with psworker.Client(address, connect_timeout=5.0, wait_timeout=30.0) as client:
     here("connected")
     client.register({"w": np.zeros(500_000, np.float32)}, psworker.OptimizerSpec("sgd", lr=1.0))
@@ -94,7 +97,9 @@ def start(programs: Programs, within: tuple[str, ...], command: str, *args: obje
     return programs.start(within[0], *within[1:], str(BIN / command), *args)
 
 
-def worker(programs: Programs, address: str, stage: str = "none", steps: int = -1, *within: str) -> Program:
+def worker(
+    programs: Programs, address: str, stage: str = "none", steps: int = -1, *within: str
+) -> Program:
     return start(programs, within, "python", programs.folder / "train.py", address, stage, steps)
 
 
@@ -104,7 +109,10 @@ def mapped(program: Program) -> dict[str, bool]:
         maps = Path(f"/proc/{program.pid}/maps").read_text()
     except OSError:
         return {}
-    return {name: not gone for name, gone in re.findall(r"/dev/shm/(paramserver-\w+)( \(deleted\))?$", maps, re.M)}
+    return {
+        name: not gone
+        for name, gone in re.findall(r"/dev/shm/(paramserver-\w+)( \(deleted\))?$", maps, re.M)
+    }
 
 
 def offered(program: Program) -> str:
@@ -132,7 +140,9 @@ def test_normal_end_leaves_nothing(programs: Programs) -> None:
 
 
 def test_worker_killed_at_any_stage_leaves_nothing(programs: Programs) -> None:
-    """A file has a name between offer and attach only; one that is left then goes with the next who shares memory."""
+    """A file has a name between offer and attach only; one that is left then goes with the next
+    who shares memory.
+    """
     shards, address = servers(programs)
     names = set()
     for stage in STAGES:
@@ -169,7 +179,9 @@ def test_server_killed_while_pushes_go_on_leaves_nothing(victim: str, programs: 
 
 
 def trained(programs: Programs, lanes: str) -> str:
-    """A job of 2 servers and 2 workers, 20 steps of Adam, all of them processes: the weights' digest."""
+    """A job of 2 servers and 2 workers, 20 steps of Adam, all of them processes: the weights'
+    digest.
+    """
     settings = ("--bind", "127.0.0.1:0", "--min-workers", 2)
     first = programs.fork("ps-server", "--shard", "0/2", *settings)
     address = address_of(first)
@@ -178,7 +190,9 @@ def trained(programs: Programs, lanes: str) -> str:
     workers = [programs.fork("ps-worker", "--worker-rank", rank, *command) for rank in range(2)]
     for worker in workers:
         assert worker.wait() == 0, worker.said
-        assert ("tensors move through shared memory to shards [0, 1]" in worker.said) is (lanes == "shm")
+        assert ("tensors move through shared memory to shards [0, 1]" in worker.said) is (
+            lanes == "shm"
+        )
     return digest(address)
 
 
@@ -188,7 +202,7 @@ def test_processes_train_to_the_same_weights_over_either_lane(programs: Programs
     assert trained(programs, "grpc") == trained(programs, "shm")
 
 
-# ---- another /dev/shm ------------------------------------------------------------------------------------------------
+# ---- another /dev/shm ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,7 +210,10 @@ def small_shm(programs: Programs) -> tuple[str, ...]:
     """A command that starts another one with a /dev/shm of its own, 1 MiB large."""
     script = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
     within = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh")
-    if shutil.which("unshare") is None or programs.run(str(shutil.which("unshare")), *within[1:], "true").wait():
+    if (
+        shutil.which("unshare") is None
+        or programs.run(str(shutil.which("unshare")), *within[1:], "true").wait()
+    ):
         pytest.skip("this user may not mount a tmpfs in a mount namespace of its own")
     return (str(shutil.which("unshare")), *within[1:])
 
@@ -212,11 +229,14 @@ def test_too_small_memory_falls_back_with_one_line_that_says_why(
     lines = [line for line in client.err.splitlines() if "tensors move" in line]
     assert len(lines) == 1
     assert lines[0].startswith(
-        "tensors move over gRPC, not shared memory: /dev/shm is too small: 3.8 MiB are needed and 1.0 MiB are free"
+        "tensors move over gRPC, not shared memory: /dev/shm is too small: 3.8 MiB are needed and "
+        "1.0 MiB are free"
     )
 
 
-def test_server_that_sees_another_folder_is_not_shared_with(small_shm: tuple[str, ...], programs: Programs) -> None:
+def test_server_that_sees_another_folder_is_not_shared_with(
+    small_shm: tuple[str, ...], programs: Programs
+) -> None:
     """The same host name, network and user."""
     shards, address = servers(programs, *small_shm)
     client = worker(programs, address, steps=20)
@@ -225,6 +245,9 @@ def test_server_that_sees_another_folder_is_not_shared_with(small_shm: tuple[str
     assert "ends with -20.0" in client.out
     lines = [line for line in client.err.splitlines() if "tensors move" in line]
     name = offered(client)
-    assert lines == [f"tensors move over gRPC, not shared memory: shard 0: /dev/shm/{name}: No such file or directory"]
+    assert lines == [
+        f"tensors move over gRPC, not shared memory: shard 0: /dev/shm/{name}: No such file or "
+        f"directory"
+    ]
     assert not (SHM / name).exists()
     assert not any(map(mapped, shards))

@@ -1,4 +1,6 @@
-"""A state of more than the 4 MiB that gRPC allows a message by default: a model of very many tensors, as MoE models."""
+"""A state of more than the 4 MiB that gRPC allows a message by default: a model of very many
+tensors, as MoE models.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,11 +57,18 @@ def test_a_server_that_comes_again_gets_it(cluster: Make, tmp_path: Path, durabi
     servers.add(1, 2, data_dir=tmp_path, durability=durability, bind=lost.address)
 
     with connected(servers.address) as client:
-        until(lambda: status(servers.address)["state"] == "waiting for workers" or durability == "log", "it is back")
+        until(
+            lambda: (
+                status(servers.address)["state"] == "waiting for workers" or durability == "log"
+            ),
+            "it is back",
+        )
         register(client)
         push(client)
         assert all_counted(client) == (3 if durability == "log" else 2)
-    (manifest,) = [path for path in tmp_path.rglob("MANIFEST.json") if path.parent.name.endswith("1")]
+    (manifest,) = [
+        path for path in tmp_path.rglob("MANIFEST.json") if path.parent.name.endswith("1")
+    ]
     assert manifest.stat().st_size > LARGE
 
 

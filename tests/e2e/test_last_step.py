@@ -8,7 +8,9 @@ from tests.e2e.crew import simulated
 
 
 def test_a_last_step_with_nothing_left_leaves_the_rounds_alone() -> None:
-    """Two batches a step and 9 an epoch: the worker that has used up its own steps once more all the same."""
+    """Two batches a step and 9 an epoch: the worker that has used up its own steps once more all
+    the same.
+    """
 
     def trained(always: bool) -> list[tuple[list[int], bytes]]:
         def script(job: Job) -> tuple[list[int], bytes]:
@@ -26,7 +28,9 @@ def test_a_last_step_with_nothing_left_leaves_the_rounds_alone() -> None:
                 if always or number % 2 == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-            return versions, torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
+            return versions, torch.cat(
+                [p.detach().flatten() for p in model.parameters()]
+            ).numpy().tobytes()
 
         torch.manual_seed(0)
         return simulated(2, script, policy="sync")

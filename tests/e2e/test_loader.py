@@ -1,4 +1,6 @@
-"""Loaders that are gone through pass after pass: on one worker and on two, under each policy, resumed, joined late."""
+"""Loaders that are gone through pass after pass: on one worker and on two, under each policy,
+resumed, joined late.
+"""
 
 import json
 from collections import Counter
@@ -35,9 +37,11 @@ class Run:
         self.test_skipped: list[bool] = []
 
 
-def examples(passes: int = PASSES, stop_at: tuple[int, int] | None = None, each: Any = None) -> Callable[[Job], Run]:
-    """The epoch loop of pytorch/examples, with two loaders. stop_at: the pass and step after which it ends. each: is
-    called after the first step of each pass."""
+def examples(
+    passes: int = PASSES, stop_at: tuple[int, int] | None = None, each: Any = None
+) -> Callable[[Job], Run]:
+    """The epoch loop of pytorch/examples, with two loaders. stop_at: the pass and step after
+    which it ends. each: is called after the first step of each pass."""
 
     def script(job: Job) -> Run:
         run, model = Run(), nn.Linear(1, 1)
@@ -74,13 +78,17 @@ def examples(passes: int = PASSES, stop_at: tuple[int, int] | None = None, each:
 
 def together(runs: list[Run], name: str) -> list[list[int]]:
     """The samples of each pass, over all workers."""
-    return [sorted(x for run in runs for x in getattr(run, name)[number]) for number in range(PASSES)]
+    return [
+        sorted(x for run in runs for x in getattr(run, name)[number]) for number in range(PASSES)
+    ]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("over_the_network", [False, True])
-def test_two_loaders_that_alternate(cluster: Make, name: str, workers: int, over_the_network: bool) -> None:
+def test_two_loaders_that_alternate(
+    cluster: Make, name: str, workers: int, over_the_network: bool
+) -> None:
     """Each pass shows each sample once, in all; under sync each worker's length is what it gets."""
     if over_the_network:
         runs = real(cluster(2, min_workers=workers, **POLICIES[name]).address, workers, examples())
@@ -103,7 +111,9 @@ def test_under_sync_each_worker_has_its_own_share(cluster: Make) -> None:
 
 
 def test_a_length_before_the_first_pass_counts_the_workers_that_are_awaited(cluster: Make) -> None:
-    """A script plans its learning rates before all workers are there, and before it has an optimizer."""
+    """A script plans its learning rates before all workers are there, and before it has an
+    optimizer.
+    """
     address = cluster(1, min_workers=2).address
 
     with connect(address, rank=0, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE) as job:
@@ -136,7 +146,9 @@ def test_a_resumed_job_skips_what_it_has_completed_and_goes_on_within_a_pass(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_finished_job_has_nothing_left_though_it_ended_with_a_test(cluster: Make, tmp_path: Path, name: str) -> None:
+def test_a_finished_job_has_nothing_left_though_it_ended_with_a_test(
+    cluster: Make, tmp_path: Path, name: str
+) -> None:
     """No step counts what is only evaluated: a worker says itself that it is done with it."""
     settings = {"min_workers": 2, "data_dir": tmp_path, **POLICIES[name]}
     servers = cluster(1, **settings)
@@ -170,7 +182,9 @@ def test_a_worker_that_comes_late_skips_the_passes_that_had_ended(cluster: Make)
     assert run.skipped == run.test_skipped == [False] * PASSES
 
 
-def test_a_test_inside_a_training_pass_is_skipped_by_a_resumed_job(cluster: Make, tmp_path: Path) -> None:
+def test_a_test_inside_a_training_pass_is_skipped_by_a_resumed_job(
+    cluster: Make, tmp_path: Path
+) -> None:
     """The pass around it goes on; what was inside it and had ended gives nothing."""
     settings = {"min_workers": 1, "data_dir": tmp_path}
 
@@ -202,7 +216,7 @@ def test_a_test_inside_a_training_pass_is_skipped_by_a_resumed_job(cluster: Make
     until(lambda: status(again.address)["data"][0]["ended"], "the end of the training pass")
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -240,7 +254,9 @@ with psworker.connect() as job:
 
 
 def epochs(said: str) -> list[Any]:
-    return sorted(json.loads(line.partition("EPOCH ")[2]) for line in said.splitlines() if "EPOCH " in line)
+    return sorted(
+        json.loads(line.partition("EPOCH ")[2]) for line in said.splitlines() if "EPOCH " in line
+    )
 
 
 def test_a_resumed_run_of_processes_ends_as_an_uninterrupted_one(programs: Programs) -> None:
@@ -249,19 +265,29 @@ def test_a_resumed_run_of_processes_ends_as_an_uninterrupted_one(programs: Progr
     settings = ["--servers", 1, "--workers", 2, "--durability", "log", "--max-restarts", 0]
 
     broken = programs.run("ps-run", *settings, "--data-dir", "job", "train.py", BREAK=1)
-    resumed = programs.run("ps-run", *settings, "--data-dir", "job", "--summary", "resumed.json", "train.py")
-    whole = programs.run("ps-run", *settings, "--data-dir", "other", "--summary", "whole.json", "train.py")
+    resumed = programs.run(
+        "ps-run", *settings, "--data-dir", "job", "--summary", "resumed.json", "train.py"
+    )
+    whole = programs.run(
+        "ps-run", *settings, "--data-dir", "other", "--summary", "whole.json", "train.py"
+    )
 
     assert broken.process.returncode == 3, broken.said
     assert resumed.process.returncode == whole.process.returncode == 0, resumed.said + whole.said
-    found, expected = (json.loads((programs.folder / name).read_text()) for name in ("resumed.json", "whole.json"))
+    found, expected = (
+        json.loads((programs.folder / name).read_text()) for name in ("resumed.json", "whole.json")
+    )
     assert found["weights_sha256"] == expected["weights_sha256"]
-    assert epochs(whole.said) == [[epoch, 4, 4, False, False] for epoch in range(4) for _ in range(2)]
+    assert epochs(whole.said) == [
+        [epoch, 4, 4, False, False] for epoch in range(4) for _ in range(2)
+    ]
     finished = programs.run("ps-run", *settings, "--data-dir", "job", "train.py")
     assert finished.process.returncode == 0, finished.said
     assert "nothing is left to train" in finished.said
     # one worker may be done before the other one asks for its share
-    without_length = [[epoch, steps, *skipped] for epoch, steps, _, *skipped in epochs(finished.said)]
+    without_length = [
+        [epoch, steps, *skipped] for epoch, steps, _, *skipped in epochs(finished.said)
+    ]
     assert without_length == [[epoch, 0, True, True] for epoch in range(4) for _ in range(2)]
     assert epochs(resumed.said) == [
         *[[epoch, 0, 4, True, True] for epoch in range(2) for _ in range(2)],

@@ -1,4 +1,6 @@
-"""What loaders go through on one worker and on two, under each policy: samplers, DataLoaders, streams."""
+"""What loaders go through on one worker and on two, under each policy: samplers, DataLoaders,
+streams.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +19,7 @@ Make = Callable[..., Cluster]
 
 TRAIN, PASSES = 18, 3
 
-# ---- samplers --------------------------------------------------------------------------------------------------------
+# ---- samplers ------------------------------------------------------------------------------------
 
 
 class Buckets:
@@ -34,7 +36,11 @@ class Buckets:
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(TRAIN))},
     "batch_sampler": lambda: {"batch_sampler": Buckets()},
-    "DataLoader": lambda: {"sampler": SubsetRandomSampler(range(TRAIN)), "batch_size": 4, "num_workers": 0},
+    "DataLoader": lambda: {
+        "sampler": SubsetRandomSampler(range(TRAIN)),
+        "batch_size": 4,
+        "num_workers": 0,
+    },
 }
 
 
@@ -45,7 +51,11 @@ def sampling(kind: str) -> Callable[[Job], tuple[list[list[list[int]]], list[int
         model, data = nn.Linear(1, 1), torch.arange(TRAIN)
         optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
         given = SAMPLERS[kind]()
-        loader = job.batches(DataLoader(data, **given)) if kind == "DataLoader" else job.batches(data, **given)  # type: ignore[arg-type]
+        loader = (
+            job.batches(DataLoader(data, **given))
+            if kind == "DataLoader"
+            else job.batches(data, **given)
+        )  # type: ignore[arg-type]
         seen: list[list[list[int]]] = []
         lengths = []
         for _ in range(PASSES):
@@ -80,7 +90,9 @@ def test_a_sampler_s_batches_go_to_one_worker_each(name: str, workers: int, kind
 
 
 def test_the_weights_of_a_batch_sampler_s_batches_are_their_samples() -> None:
-    """Two workers with batches of different sizes make the step that one makes with both batches together."""
+    """Two workers with batches of different sizes make the step that one makes with both batches
+    together.
+    """
 
     class Pairs:
         def __init__(self, *batches: list[int]) -> None:
@@ -98,7 +110,9 @@ def test_the_weights_of_a_batch_sampler_s_batches_are_their_samples() -> None:
                 model(batch[:, None]).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            return [float(value) for value in nn.utils.parameters_to_vector(model.parameters()).detach()]
+            return [
+                float(value) for value in nn.utils.parameters_to_vector(model.parameters()).detach()
+            ]
 
         return run
 
@@ -111,7 +125,10 @@ def test_the_weights_of_a_batch_sampler_s_batches_are_their_samples() -> None:
 def test_a_global_batch_refuses_a_batch_sampler(cluster: Make) -> None:
     address = cluster(1, global_batch=8).address
 
-    with pytest.raises(InvalidRequestError, match=r"--global-batch 8 cannot apply to a batch_sampler.*Try: sampler="):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"--global-batch 8 cannot apply to a batch_sampler.*Try: sampler=",
+    ):
         real(address, 1, sampling("batch_sampler"))
 
 
@@ -142,7 +159,7 @@ class ByRank:
         return iter([self.rank, 2, 3, 4, 5, 1 - self.rank])
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------------
+# ---- streams -------------------------------------------------------------------------------------
 
 
 class Sources:

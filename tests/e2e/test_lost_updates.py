@@ -1,13 +1,15 @@
-"""What is lost with a return to a snapshot is told and counted, also where shard 0 itself was started again."""
+"""What is lost with a return to a snapshot is told and counted, also where shard 0 itself was
+started again.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pscommon.values import SnapshotEvery
+from pscommon.settings.values import SnapshotEvery
 from psworker.ctl.cli import main
-from psworker.ctl.servers import Servers
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
 from tests.e2e.workers import count, counted, counter, snapshots, status, until
@@ -54,7 +56,7 @@ def test_what_was_given_up_on_purpose_is_not_told_as_lost(cluster: Make, tmp_pat
         count(client, 5)
         until(lambda: 5 in snapshots(servers.address), "a snapshot")
         count(client, 2)
-        with Servers([servers.address], 10.0) as asked:
+        with CoordinatorClient([servers.address], 10.0) as asked:
             asked.restore(5, 10.0)
         client.rejoin()
         assert counted(client.pull()) == 5
@@ -80,4 +82,17 @@ def test_workers_of_before_a_restart_are_not_lost(
     assert (past["rank"], past["host"], past["health"]) == (None, None, "past")
     assert main(["--ps", again.address, "workers"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "restarted" in line]
-    assert line.split() == ["1", "past", "past", "0", "0", "0", "s", "0", "the", "job", "was", "restarted"]
+    assert line.split() == [
+        "1",
+        "past",
+        "past",
+        "0",
+        "0",
+        "0",
+        "s",
+        "0",
+        "the",
+        "job",
+        "was",
+        "restarted",
+    ]

@@ -15,26 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import TooFewWorkersError, WaitTimeoutError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import OptimizerSpec
-from pscommon.process_id import process_id
-from pscommon.wire import codec
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.system.process_id import process_id
+from pscommon.wire import messages as codec
 from pscommon.wire.channel import open_channel
 from pscommon.wire.frames import chunks, encode_header
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
-from psserver.config import ServerConfig
-from psserver.desk import Desk
-from psserver.hub import Hub
-from psworker.calls import Answer
-from psworker.client import Client
-from psworker.lane import GrpcLane
-from psworker.lease import Place
-from psworker.run.watch import GrpcObserver
+from psserver.coordinator.executor import CommandExecutor
+from psserver.coordinator.service import CoordinatorService
+from psserver.process.config import ServerConfig
+from psworker.client.client import Client
+from psworker.connection.membership import WorkerMembership
+from psworker.run.job_poller import GrpcJobObserver
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.streams import ExchangeAnswer
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import Metrics
@@ -89,7 +89,7 @@ def member(address: str, rank: int) -> dict[str, Any]:
     return found
 
 
-# ---- workers ---------------------------------------------------------------------------------------------------------
+# ---- workers -------------------------------------------------------------------------------------
 
 
 def test_a_killed_worker_is_dropped_and_the_rest_continue(
@@ -108,7 +108,9 @@ def test_a_killed_worker_is_dropped_and_the_rest_continue(
         assert (lost["state"], lost["pid"]) == ("lost", other.pid)
         assert lost["reason"] == "its process has ended"
         assert member(address, rank=0)["state"] == "active"
-    (record,) = until(lambda: [r for r in caplog.records if r.message == "worker lost"], "a line about it")
+    (record,) = until(
+        lambda: [r for r in caplog.records if r.message == "worker lost"], "a line about it"
+    )
     assert (record.levelno, record.__dict__["worker"]) == (logging.WARNING, lost["worker"])
 
 
@@ -116,7 +118,7 @@ def test_who_started_a_worker_reports_its_end(cluster: Make, worker: Start) -> N
     """As ps-run does. The servers take its word: to them this one only stands still."""
     address = cluster(2, min_workers=2, lease=10 * LONG_LEASE).address
     other = worker(address)
-    with counter(address, rank=0) as client, closing(GrpcObserver(address)) as observer:
+    with counter(address, rank=0) as client, closing(GrpcJobObserver(address)) as observer:
         count(client, 3)
         other.wait_for("pushed", times=3)
         other.send(signal.SIGSTOP)
@@ -127,7 +129,9 @@ def test_who_started_a_worker_reports_its_end(cluster: Make, worker: Start) -> N
         assert (lost["state"], lost["reason"]) == ("lost", "its process was killed by SIGKILL")
 
 
-def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(cluster: Make, worker: Start) -> None:
+def test_a_worker_that_was_paused_is_fenced_and_may_come_back_as_new(
+    cluster: Make, worker: Start
+) -> None:
     """Nothing that it sends afterwards counts."""
     address = cluster(1, policy="async", lease=LONG_LEASE).address
     other = worker(address)
@@ -166,15 +170,21 @@ def test_a_worker_that_only_computes_for_long_is_not_dropped(cluster: Make) -> N
     assert status(address)["version"] == 2
 
 
-class TricklingLane(GrpcLane):
+class TricklingLane(GrpcTransport):
     """To shard `slow`, data goes a frame at a time, with pauses between."""
 
     slow = 0
 
-    def exchange(self, shard: int, header: ps.PushPullHeader, send: Sequence[memoryview], *args: Any) -> Answer:
+    def exchange(
+        self, shard: int, header: ps.PushPullHeader, send: Sequence[memoryview], *args: Any
+    ) -> ExchangeAnswer:
         slowly = chain([encode_header(header)], map(trickle, chunks(send)))
         return super().exchange(
-            shard, header, send, *args, frames=slowly if shard == self.slow and header.has_data else None
+            shard,
+            header,
+            send,
+            *args,
+            frames=slowly if shard == self.slow and header.has_data else None,
         )
 
 
@@ -184,26 +194,37 @@ def trickle(frame: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_worker_whose_bytes_move_is_not_dropped(cluster: Make, monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+def test_a_worker_whose_bytes_move_is_not_dropped(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
     """Where they fill its line no heartbeat may get through; and whoever sends neither is lost."""
     servers = cluster(2, lease=2.0, lanes="grpc")
-    monkeypatch.setattr(Place, "beat", lambda place, *args: "")
+    monkeypatch.setattr(WorkerMembership, "beat", lambda place, *args: "")
     lane = TricklingLane(servers.addresses.split(","))
     lane.slow = slow
     with Client(lane=lane) as client:
         began = time.monotonic()
-        client.register({"w": np.zeros(8_000_000, np.float32)}, OptimizerSpec("sgd", ({"lr": 1.0},)))
+        client.register(
+            {"w": np.zeros(8_000_000, np.float32)}, OptimizerSettings("sgd", ({"lr": 1.0},))
+        )
 
         assert time.monotonic() - began > 3.0  # a good deal longer than the lease
         assert member(servers.address, rank=0)["state"] == "active"
-        until(lambda: member(servers.address, rank=0)["state"] == "lost", "a worker whose lease has ended")
+        until(
+            lambda: member(servers.address, rank=0)["state"] == "lost",
+            "a worker whose lease has ended",
+        )
 
 
-def test_time_passes_for_a_server_from_its_start_on(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is stopped before its first tick it could not know of that, and would end leases that nobody broke."""
-    ticks, tick = [], Hub.tick
-    monkeypatch.setattr(Desk, "soon", lambda desk: 2 * DEADLINE)
-    monkeypatch.setattr(Hub, "tick", lambda hub: (tick(hub), ticks.append(hub)))
+def test_time_passes_for_a_server_from_its_start_on(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is stopped before its first tick it could not know of that, and would end leases
+    that nobody broke.
+    """
+    ticks, tick = [], CoordinatorService.tick
+    monkeypatch.setattr(CommandExecutor, "soon", lambda desk: 2 * DEADLINE)
+    monkeypatch.setattr(CoordinatorService, "tick", lambda hub: (tick(hub), ticks.append(hub)))
     servers = cluster(1)
 
     until(lambda: ticks == [servers.servers[0].hub], "a first tick")
@@ -217,7 +238,11 @@ def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:
         tape, used = memoryview(bytearray(client.plan.nbytes)), []
         while not (lease := client.next_batches(loop, idle=True)).end:
             used += lease.numbers
-            client.exchange(gradients=tape, weights=None, batches=[BatchKey(0, number) for number in lease.numbers])
+            client.exchange(
+                gradients=tape,
+                weights=None,
+                batches=[BatchKey(0, number) for number in lease.numbers],
+            )
 
     assert len(held) == 4
     assert sorted(used) == list(range(20))
@@ -231,7 +256,9 @@ def silent_worker(address: str, job: str, model: Any, loop: LoopSpec) -> list[in
         stub = CoordinatorServiceStub(channel)
         worker = stub.Join(co.JoinRequest(job=job), timeout=10).worker
         stub.Register(co.RegisterRequest(job=job, worker=worker, model=model), timeout=10)
-        request = co.NextBatchRequest(job=job, worker=worker, loop=codec.loop_to_proto(loop), count=4)
+        request = co.NextBatchRequest(
+            job=job, worker=worker, loop=codec.loop_to_proto(loop), count=4
+        )
         return list(stub.NextBatch(request, timeout=10).numbers)
 
 
@@ -250,7 +277,11 @@ def test_a_worker_that_comes_late_counts_from_then_on(cluster: Make) -> None:
 
 def test_whom_a_round_waits_for_is_shown_and_it_closes_when_that_one_leaves(cluster: Make) -> None:
     address = cluster(2, min_workers=2).address
-    with ThreadPoolExecutor(1) as pool, counter(address, rank=0) as quick, counter(address, rank=1) as late:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        counter(address, rank=0) as quick,
+        counter(address, rank=1) as late,
+    ):
         pushing = pool.submit(quick.push, ONES)
         waiting = until(lambda: status(address)["waiting_for"], "somebody to wait for")
 
@@ -265,7 +296,9 @@ def test_whom_a_round_waits_for_is_shown_and_it_closes_when_that_one_leaves(clus
 def test_a_wait_that_takes_too_long_names_the_late_one(cluster: Make) -> None:
     address = cluster(1, min_workers=2).address
     with counter(address, rank=0, wait_timeout=0.3) as quick, counter(address, rank=1) as late:
-        with pytest.raises(WaitTimeoutError, match=rf"waited .* for worker {late.worker} \(rank 1, ") as caught:
+        with pytest.raises(
+            WaitTimeoutError, match=rf"waited .* for worker {late.worker} \(rank 1, "
+        ) as caught:
             quick.push(ONES)
 
         assert caught.value.exit_code == 20
@@ -275,7 +308,9 @@ def test_workers_that_do_not_come_are_not_waited_for_for_ever(cluster: Make) -> 
     address = cluster(1, min_workers=2, join_timeout=0.3).address
     with counter(address) as client:
         with pytest.raises(TooFewWorkersError, match=r"1 of --min-workers 2 are here") as caught:
-            until(lambda: client.next_batches(LoopSpec(0, size=4, batch_size=1)).numbers, "a refusal")
+            until(
+                lambda: client.next_batches(LoopSpec(0, size=4, batch_size=1)).numbers, "a refusal"
+            )
 
         assert caught.value.exit_code == 21
 
@@ -288,7 +323,7 @@ def test_one_address_leads_to_all_servers(cluster: Make) -> None:
             assert list(client.addresses) == [each.address for each in servers]
 
 
-# ---- shards ----------------------------------------------------------------------------------------------------------
+# ---- shards --------------------------------------------------------------------------------------
 
 
 def test_a_shard_that_comes_again_without_snapshots_ends_the_job(cluster: Make) -> None:
@@ -309,12 +344,16 @@ def test_a_shard_that_comes_again_without_snapshots_ends_the_job(cluster: Make) 
 
 def test_the_late_end_of_an_old_line_does_not_cut_off_a_shard_that_has_connected_again() -> None:
     """One side may notice a cut long after the other has opened a new line."""
-    with closing(Server(ServerConfig(shards=2, bind="127.0.0.1:0", metrics_bind="127.0.0.1:0"))) as leader:
+    with closing(
+        Server(ServerConfig(shards=2, bind="127.0.0.1:0", metrics_bind="127.0.0.1:0"))
+    ) as leader:
         leader.start()
         config = ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=leader.address)
         with closing(Server(config)) as follower, closing(open_channel(leader.address)) as channel:
             blank, instance = co.Report(epoch=-1), follower.identity.instance
-            me = co.LinkShardRequest(shard=1, shards=2, address=follower.address, instance=instance, report=blank)
+            me = co.LinkShardRequest(
+                shard=1, shards=2, address=follower.address, instance=instance, report=blank
+            )
             hold = threading.Event()
             old = CoordinatorServiceStub(channel).LinkShard(_then_silent(me, hold))
             next(old)
@@ -330,7 +369,9 @@ def test_the_late_end_of_an_old_line_does_not_cut_off_a_shard_that_has_connected
                 assert counted(client.pull()) == 2
 
 
-def _then_silent(request: co.LinkShardRequest, until_set: threading.Event) -> Iterator[co.LinkShardRequest]:
+def _then_silent(
+    request: co.LinkShardRequest, until_set: threading.Event
+) -> Iterator[co.LinkShardRequest]:
     yield request
     until_set.wait(30)
 

@@ -9,14 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscommon.values import SnapshotEvery
+from pscommon.settings.values import SnapshotEvery
 from psserver.app import Server
 from psworker import Job
-from psworker import metrics as worker_metrics
+from psworker.session import metrics as worker_metrics
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics, get
 from tests.e2e.standbys import Following
-from tests.e2e.workers import ONES, VERSIONS, connected, count, counter, snapshots, status, together, train, until
+from tests.e2e.workers import (
+    ONES,
+    VERSIONS,
+    connected,
+    count,
+    counter,
+    snapshots,
+    status,
+    together,
+    train,
+    until,
+)
 from tests.ports import free_ports
 
 Make = Callable[..., Cluster]
@@ -30,7 +41,12 @@ def scrape(server: Server) -> Metrics:
 def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
     began = time.time()
     servers = cluster(
-        2, min_workers=2, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=5), metrics_bind=LOOPBACK, job="otter"
+        2,
+        min_workers=2,
+        data_dir=tmp_path,
+        snapshot_every=SnapshotEvery(steps=5),
+        metrics_bind=LOOPBACK,
+        job="otter",
     )
     train(servers.address)
     until(lambda: snapshots(servers.address), "a snapshot")
@@ -49,20 +65,30 @@ def test_a_training_in_numbers(cluster: Make, tmp_path: Path) -> None:
         assert seen("ps_barrier_wait_seconds_count", **mine) == 2 * VERSIONS
         assert seen("ps_push_apply_seconds_count", **mine) == VERSIONS
         assert seen("ps_apply_pushes_sum", **mine) == 2 * VERSIONS
-        assert seen("ps_bytes_received_total", **mine) == (1 + 2 * VERSIONS) * plan.shard_nbytes(shard)
+        assert seen("ps_bytes_received_total", **mine) == (1 + 2 * VERSIONS) * plan.shard_nbytes(
+            shard
+        )
         assert seen("ps_bytes_sent_total", **mine) > 0
         assert seen("ps_parameter_bytes", **mine) == plan.shard_nbytes(shard) > 0
-        assert seen("ps_rpc_requests_total", method="ExchangeOnce", code="OK", **mine) > 2 * VERSIONS
+        assert (
+            seen("ps_rpc_requests_total", method="ExchangeOnce", code="OK", **mine) > 2 * VERSIONS
+        )
         assert seen("ps_rpc_duration_seconds_count", method="ExchangeOnce", **mine) > 2 * VERSIONS
         assert began <= seen("ps_snapshot_last_success_timestamp_seconds", **mine) <= time.time()
         assert seen("ps_snapshot_duration_seconds_count", **mine) >= 1
-        assert seen("ps_snapshot_bytes", **mine) > 2 * plan.shard_nbytes(shard)  # with Adam's moments
+        assert seen("ps_snapshot_bytes", **mine) > 2 * plan.shard_nbytes(
+            shard
+        )  # with Adam's moments
         assert seen("ps_snapshot_failures_total", **mine) == 0
         (info,) = seen.labels("ps_shard_info")
         assert info == {"shard": str(shard), "shards": "2", "job": "otter", "policy": "sync"}
         assert {"ps_build_info", "process_resident_memory_bytes"} <= seen.names
-    # 80 inputs of 6 to 16 to 3 with biases, BatchNorm's two and its statistics, the count of batches
-    assert sum(scrape(server)("ps_parameters") for server in servers.servers) == 6 * 16 + 16 + 4 * 16 + 1 + 16 * 3 + 3
+    # 80 inputs of 6 to 16 to 3 with biases, BatchNorm's two and its statistics, the count of
+    # batches
+    assert (
+        sum(scrape(server)("ps_parameters") for server in servers.servers)
+        == 6 * 16 + 16 + 4 * 16 + 1 + 16 * 3 + 3
+    )
 
 
 def test_every_shard_shows_the_policy_of_the_moment(cluster: Make) -> None:
@@ -83,7 +109,9 @@ def test_workers_by_state_while_they_train_and_after(cluster: Make) -> None:
         until(lambda: in_state(leader, "active") == 2, "two active workers")
         for client in (first, second):
             mine = {"worker": str(client.worker)}
-            until(lambda mine=mine: scrape(leader)("ps_worker_clock", **mine) == 3, "its three steps")
+            until(
+                lambda mine=mine: scrape(leader)("ps_worker_clock", **mine) == 3, "its three steps"
+            )
     until(lambda: in_state(leader, "left") == 2, "two workers that have left")
 
     assert in_state(leader, "active") == 0
@@ -106,7 +134,10 @@ def test_pushes_by_outcome(cluster: Make) -> None:
         assert slow.push({"a": np.full((3, 40), np.nan, np.float32)}).status == "rejected"
 
     seen = scrape(servers.servers[0])
-    outcomes = {outcome: seen("ps_pushes_total", outcome=outcome) for outcome in ("applied", "stale", "rejected")}
+    outcomes = {
+        outcome: seen("ps_pushes_total", outcome=outcome)
+        for outcome in ("applied", "stale", "rejected")
+    }
     assert outcomes == {"applied": 1, "stale": 1, "rejected": 1}
 
 
@@ -127,17 +158,28 @@ def test_staleness_is_seen_in_async(cluster: Make) -> None:
     ("error", "said", "reason"),
     [
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device", "ENOSPC"),
-        (MemoryError(), "a bug: MemoryError()", "other"),  # nobody waits for a part that will not come
+        (
+            MemoryError(),
+            "a bug: MemoryError()",
+            "other",
+        ),  # nobody waits for a part that will not come
     ],
 )
 def test_a_snapshot_that_fails_is_counted_by_its_cause_and_training_goes_on(
-    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str, reason: str
+    cluster: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    said: str,
+    reason: str,
 ) -> None:
     def fails(*_: object) -> str:
         raise error
 
-    servers = cluster(1, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=2), metrics_bind=LOOPBACK)
-    monkeypatch.setattr("pscommon.snapshot.files.write_tensors", fails)
+    servers = cluster(
+        1, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=2), metrics_bind=LOOPBACK
+    )
+    monkeypatch.setattr("pscommon.snapshot.atomic_files.write_tensors", fails)
     with counter(servers.address) as client:
         count(client, 3)
         until(lambda: status(servers.address)["snapshot_problem"], "a failure that is said")
@@ -150,7 +192,9 @@ def test_a_snapshot_that_fails_is_counted_by_its_cause_and_training_goes_on(
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_a_snapshot_is_as_old_after_a_restart_as_before(cluster: Make, tmp_path: Path, durability: str) -> None:
+def test_a_snapshot_is_as_old_after_a_restart_as_before(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
     settings = {"data_dir": tmp_path, "durability": durability, "metrics_bind": LOOPBACK}
     first = cluster(2, **settings)
     with counter(first.address) as client:
@@ -168,11 +212,16 @@ def test_a_snapshot_is_as_old_after_a_restart_as_before(cluster: Make, tmp_path:
 
 
 def test_probes(cluster: Make) -> None:
-    """Alive from the start; ready once there are weights to train on, and until then it says what is missing."""
+    """Alive from the start; ready once there are weights to train on, and until then it says
+    what is missing.
+    """
     servers = cluster(2, metrics_bind=LOOPBACK)
     leader, other = (server.monitor.address for server in servers.servers)
     assert get(leader, "/livez") == get(other, "/livez") == (200, "alive\n")
-    until(lambda: "a worker to register a model" in get(leader, "/readyz").text, "all servers are there")
+    until(
+        lambda: "a worker to register a model" in get(leader, "/readyz").text,
+        "all servers are there",
+    )
     assert get(leader, "/readyz") == (503, "waiting for a worker to register a model\n")
     assert get(other, "/readyz") == (503, "no weights yet\n")
 
@@ -206,7 +255,9 @@ def test_a_standby_is_ready_once_it_could_take_over(cluster: Make) -> None:
         count(client, 3)
         until(lambda: Metrics(address)("ps_standby_version", shard="0") == 3, "all updates")
         assert get(address, "/readyz") == (200, f"standby of {server.address}, version 3\n")
-        assert {name for name in Metrics(address).names if name.startswith("ps_")} == {"ps_standby_version"}
+        assert {name for name in Metrics(address).names if name.startswith("ps_")} == {
+            "ps_standby_version"
+        }
     with pytest.raises(OSError, match="refused"):
         get(address, "/livez")
 

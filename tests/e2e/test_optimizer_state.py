@@ -1,4 +1,6 @@
-"""Numbers that an optimizer keeps once for each tensor, in reshards, restarts and standbys: against plain torch."""
+"""Numbers that an optimizer keeps once for each tensor, in reshards, restarts and standbys:
+against plain torch.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +11,10 @@ import pytest
 import torch
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.optimizers import SUPPORTED
-from psserver.shipped import checksum
+from pscommon.optim.specs import SUPPORTED
+from psserver.durability.state_records import checksum
 from psworker import Client, OptimizerSpec
-from psworker.arrays import spec_of
+from psworker.client.arrays import spec_of
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
 from tests.e2e.workers import connected, status, until
@@ -31,7 +33,11 @@ LATE = 4
 
 def gradients(step: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(step)
-    return {name: rng.normal(size=size) for name, size in SIZES.items() if name == "early" or step >= LATE}
+    return {
+        name: rng.normal(size=size)
+        for name, size in SIZES.items()
+        if name == "early" or step >= LATE
+    }
 
 
 def expected(name: str, hyper: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
@@ -47,7 +53,9 @@ def expected(name: str, hyper: dict[str, Any], steps: int) -> dict[str, torch.Te
 
 def trainer(address: str, name: str, hyper: dict[str, Any]) -> Client:
     client = connected(address)
-    client.register({key: np.zeros(size) for key, size in SIZES.items()}, OptimizerSpec(name, **hyper))
+    client.register(
+        {key: np.zeros(size) for key, size in SIZES.items()}, OptimizerSpec(name, **hyper)
+    )
     return client
 
 
@@ -75,7 +83,9 @@ def test_a_reshard(cluster: Make, name: str, hyper: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
-def test_recovery_from_the_log(cluster: Make, tmp_path: Path, name: str, hyper: dict[str, Any]) -> None:
+def test_recovery_from_the_log(
+    cluster: Make, tmp_path: Path, name: str, hyper: dict[str, Any]
+) -> None:
     """A snapshot in the middle, updates after it, then all servers die."""
     settings = {"data_dir": tmp_path, "durability": "log"}
     servers = cluster(2, **settings)
@@ -133,10 +143,18 @@ def test_a_standby_that_comes_late(cluster: Make, name: str, hyper: dict[str, An
 
 @pytest.mark.parametrize(
     ("name", "groups"),
-    [("rmsprop", '[{"lr": 1e39}]'), ("nadam", '[{"betas": [1.0, 0.9]}]'), ("asgd", '[{"lambd": -1e9}]')],
+    [
+        ("rmsprop", '[{"lr": 1e39}]'),
+        ("nadam", '[{"betas": [1.0, 0.9]}]'),
+        ("asgd", '[{"lambd": -1e9}]'),
+    ],
 )
-def test_a_push_with_numbers_that_no_formula_can_use_changes_nothing(cluster: Make, name: str, groups: str) -> None:
-    """Else every server would raise an exception at an update that all have agreed on, and again after a restart."""
+def test_a_push_with_numbers_that_no_formula_can_use_changes_nothing(
+    cluster: Make, name: str, groups: str
+) -> None:
+    """Else every server would raise an exception at an update that all have agreed on, and again
+    after a restart.
+    """
     servers = cluster(2)
     with connected(servers.address) as client:
         plan = client.agree(spec_of({"w": np.zeros(900, np.float32)}, {}, {}, OptimizerSpec(name)))

@@ -1,4 +1,6 @@
-"""Steps that travel while the model computes, over real gRPC and shared memory: same weights, nothing lost."""
+"""Steps that travel while the model computes, over real gRPC and shared memory: same weights,
+nothing lost.
+"""
 
 import time
 from collections.abc import Callable
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from psworker import InvalidRequestError, Job, NonFiniteError, overlap
+from psworker import InvalidRequestError, Job, NonFiniteError
+from psworker.optim import overlapped_step as overlap
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real
 
@@ -21,7 +24,14 @@ LANES = ("grpc", "shm")
 
 def net() -> nn.Module:
     """The same for everyone: workers are threads here, and share torch's generator."""
-    layers = nn.Linear(6, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 1)
+    layers = (
+        nn.Linear(6, 400),
+        nn.BatchNorm1d(400),
+        nn.Tanh(),
+        nn.Linear(400, 400),
+        nn.Tanh(),
+        nn.Linear(400, 1),
+    )
     model, generator = nn.Sequential(*layers), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,7 +75,11 @@ def assert_alike(states: list[Named]) -> None:
 def test_on_and_off_give_the_same_bytes(cluster: Make, lanes: str, clip: bool) -> None:
     """Two workers, two servers, sync; what is clipped has left before and goes again."""
     runs = [
-        real(cluster(2, min_workers=2, lanes=lanes).address, 2, lambda job, on=on: trained(job, on, clip))  # type: ignore[misc]
+        real(
+            cluster(2, min_workers=2, lanes=lanes).address,
+            2,
+            lambda job, on=on: trained(job, on, clip),
+        )  # type: ignore[misc]
         for on in (False, True)
     ]
 
@@ -78,7 +92,9 @@ def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> Non
 
     def script(job: Job) -> tuple[float, float]:
         model, phases = net(), 0.0
-        optimizer = job.optimizer(adam(model), model, overlap=mode == "overlap", pipeline=mode == "pipeline")
+        optimizer = job.optimizer(
+            adam(model), model, overlap=mode == "overlap", pipeline=mode == "pipeline"
+        )
         job.enter("compute")
         began = time.perf_counter()
         for number in range(5 * STEPS):
@@ -97,7 +113,9 @@ def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> Non
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes: str) -> None:
-    """In the median of some pushes of 16 MB: a moment's delay outside of the exchange is none of its business."""
+    """In the median of some pushes of 16 MB: a moment's delay outside of the exchange is none of
+    its business.
+    """
 
     def script(job: Job) -> float:
         model, shares = nn.Linear(2000, 2000), []
@@ -113,8 +131,12 @@ def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes:
         assert share == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_loop_with_overlap_is_the_loop_without(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator switches it on; asking for data, sitting out and pulling at the end do not disturb a push."""
+def test_a_loop_with_overlap_is_the_loop_without(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator switches it on; asking for data, sitting out and pulling at the end do not
+    disturb a push.
+    """
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 1024)
     data = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
 
@@ -137,7 +159,9 @@ def test_a_loop_with_overlap_is_the_loop_without(cluster: Make, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("policy", [{"policy": "async"}, {"policy": "ssp", "staleness": 2}])
-def test_a_pipeline_counts_every_batch_and_its_staleness(cluster: Make, policy: dict[str, object]) -> None:
+def test_a_pipeline_counts_every_batch_and_its_staleness(
+    cluster: Make, policy: dict[str, object]
+) -> None:
     data = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
 
     def script(job: Job) -> tuple[int, list[int], int]:
@@ -155,7 +179,9 @@ def test_a_pipeline_counts_every_batch_and_its_staleness(cluster: Make, policy: 
     assert sum(samples for samples, _, _ in results) == 240
     assert {version for _, _, version in results} == {60}
     for _, seen, _ in results:
-        assert min(seen[1:]) >= 1, "a gradient in a pipeline lacks its worker's own last push at least"
+        assert min(seen[1:]) >= 1, (
+            "a gradient in a pipeline lacks its worker's own last push at least"
+        )
 
 
 def test_a_pipeline_alone_is_one_update_late_each_time(cluster: Make) -> None:
@@ -203,7 +229,9 @@ def test_a_pipeline_under_sync_is_refused(cluster: Make) -> None:
 def test_others_go_on_when_a_worker_fails_in_the_middle(
     cluster: Make, monkeypatch: pytest.MonkeyPatch, lanes: str, where: str
 ) -> None:
-    """Its push has begun, or its weights are still coming; it leaves, and the other one's steps count alone."""
+    """Its push has begun, or its weights are still coming; it leaves, and the other one's steps
+    count alone.
+    """
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 1024)
 
     def fail(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

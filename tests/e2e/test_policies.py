@@ -1,4 +1,6 @@
-"""What sync, async and ssp promise, seen from outside: by the scripts' own counters, the weights and the status."""
+"""What sync, async and ssp promise, seen from outside: by the scripts' own counters, the weights
+and the status.
+"""
 
 import random
 import re
@@ -13,16 +15,26 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import UnreachableError
-from pscommon.core.log import Apply, PushKey, Report, Staged
-from pscommon.core.model import ModelSpec, TensorSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import policy
-from psserver.core.rules import Rules
+from pscommon.core.log_entries import Apply, PushKey, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, TensorSpec
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
 from psworker import Client, OptimizerSpec
-from psworker.calls import Answer
-from psworker.lane import GrpcLane
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.streams import ExchangeAnswer
 from tests.e2e.conftest import Cluster
-from tests.e2e.workers import ONES, connected, count, counted, counter, status, together, until, weights_of
+from tests.e2e.workers import (
+    ONES,
+    connected,
+    count,
+    counted,
+    counter,
+    status,
+    together,
+    until,
+    weights_of,
+)
 from tests.support.policies import POLICIES
 
 Make = Callable[..., Cluster]
@@ -30,7 +42,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 SGD = OptimizerSpec("sgd", lr=1.0)
 
 
-# ---- sync ------------------------------------------------------------------------------------------------------------
+# ---- sync ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -70,7 +82,10 @@ def test_rounds_are_summed_in_worker_order_whoever_comes_first(cluster: Make) ->
     """Each order of arrival on a number of its own: the bits are those of the sum 0, 1, 2."""
     values = np.float32([1e8, 3.0, -1e8])
     address, orders = cluster(2, min_workers=3).address, list(permutations(range(3)))
-    with crew(address, 3, np.zeros(len(orders), np.float32)) as clients, ThreadPoolExecutor(3) as pool:
+    with (
+        crew(address, 3, np.zeros(len(orders), np.float32)) as clients,
+        ThreadPoolExecutor(3) as pool,
+    ):
         for number, order in enumerate(orders):
             pushes = []
             for place, rank in enumerate(order, start=1):
@@ -104,18 +119,19 @@ def weighted_sum(values: Sequence[np.float32]) -> float:
     return float(total)
 
 
-# ---- ssp -------------------------------------------------------------------------------------------------------------
+# ---- ssp -----------------------------------------------------------------------------------------
 
 
 class Race:
     """Workers of very different speeds that push to a coordinator, join and leave at random.
 
-    The clocks are the race's own: a push that was applied is a step; a joiner begins where the slowest is.
+    The clocks are the race's own: a push that was applied is a step; a joiner begins where the
+    slowest is.
     """
 
     def __init__(self, staleness: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.coordinator = Coordinator(1, Rules(policy("ssp", staleness), lease=1e9))
+        self.coordinator = CoordinatorMachine(1, JobRules(policy("ssp", staleness), lease=1e9))
         self.clocks: dict[int, int] = {}
         self.spreads: dict[int, int] = {}
         self.pushes = self.held_back = 0
@@ -163,7 +179,7 @@ class Race:
 
     def report(self, *more: Staged) -> None:
         index = self.coordinator.log.index
-        self.coordinator.report(Report(0, 0, index, (*self._staged.values(), *more)), 0.0)
+        self.coordinator.report(ShardReport(0, 0, index, (*self._staged.values(), *more)), 0.0)
         self.look()
 
     def look(self) -> None:
@@ -181,7 +197,9 @@ class Race:
 
 @pytest.mark.parametrize("staleness", [1, 2, 3, 8])
 def test_in_100_000_pushes_nobody_is_ever_further_ahead_than_the_bound(staleness: int) -> None:
-    """25 000 for each of four bounds. The bound is reached, pushes do wait, and nobody waits for ever."""
+    """25 000 for each of four bounds. The bound is reached, pushes do wait, and nobody waits for
+    ever.
+    """
     race = Race(staleness, seed=staleness)
     race.run(25_000)
 
@@ -191,8 +209,12 @@ def test_in_100_000_pushes_nobody_is_ever_further_ahead_than_the_bound(staleness
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_a_slow_worker_holds_up_the_others_at_the_bound_and_not_before(cluster: Make, staleness: int) -> None:
-    """Real servers. What the fast ones have finished never exceeds what the slow one has begun to push by more."""
+def test_a_slow_worker_holds_up_the_others_at_the_bound_and_not_before(
+    cluster: Make, staleness: int
+) -> None:
+    """Real servers. What the fast ones have finished never exceeds what the slow one has begun
+    to push by more.
+    """
     steps, finished, begun = 8, [0, 0, 0], [0]
     spreads: list[int] = []
     address = cluster(2, policy="ssp", staleness=staleness, min_workers=3).address
@@ -208,7 +230,10 @@ def test_a_slow_worker_holds_up_the_others_at_the_bound_and_not_before(cluster: 
         with counter(address, 0) as client, connected(address, observe=True) as observer:
             for step in range(steps):
                 ahead = min(step + staleness, steps)
-                until(lambda ahead=ahead: clocks_ahead(observer, ahead, steps), f"clocks {ahead} and two that wait")  # type: ignore[misc]
+                until(
+                    lambda ahead=ahead: clocks_ahead(observer, ahead, steps),
+                    f"clocks {ahead} and two that wait",
+                )  # type: ignore[misc]
                 assert clocks(observer) == [step, ahead, ahead]
                 begun[0] += 1
                 count(client)
@@ -229,14 +254,16 @@ def clocks(observer: Client) -> list[int]:
 
 
 def clocks_ahead(observer: Client, ahead: int, steps: int) -> bool:
-    """The fast ones are there, and have another push staged, which names the slow one as whom it waits for."""
+    """The fast ones are there, and have another push staged, which names the slow one as whom it
+    waits for.
+    """
     seen = observer.status()
     _, *fast = clocks_of(seen)
     assert max(fast) <= ahead, "more than the bound"
     return fast == [ahead] * 2 and (ahead == steps or "rank 0" in seen["waiting_for"])
 
 
-# ---- async and the answers -------------------------------------------------------------------------------------------
+# ---- async and the answers -----------------------------------------------------------------------
 
 
 def test_async_applies_at_once_and_a_slow_worker_holds_up_nobody(cluster: Make) -> None:
@@ -273,7 +300,9 @@ def test_a_gradient_beyond_max_staleness_is_refused_and_its_worker_goes_on(clust
     assert status(address)["pushes"] == {"applied": 7, "stale": 1, "rejected": 0, "duplicate": 0}
 
 
-def test_a_gradient_that_is_not_finite_is_rejected_by_name_before_anything_changes(cluster: Make) -> None:
+def test_a_gradient_that_is_not_finite_is_rejected_by_name_before_anything_changes(
+    cluster: Make,
+) -> None:
     """The round goes on waiting for a good one of that worker."""
     address = cluster(2, min_workers=2, bad_gradients="skip").address
     with counter(address, 0) as good, counter(address, 1) as bad, ThreadPoolExecutor(1) as pool:
@@ -288,12 +317,12 @@ def test_a_gradient_that_is_not_finite_is_rejected_by_name_before_anything_chang
         assert counted(bad.pull()) == 1
 
 
-class LosesAnswers(GrpcLane):
+class LosesAnswers(GrpcTransport):
     """Everything arrives, but of what shard `deaf` answers nothing comes back."""
 
     deaf: int | None = None
 
-    def exchange(self, shard: int, *args: Any, **kwargs: Any) -> Answer:
+    def exchange(self, shard: int, *args: Any, **kwargs: Any) -> ExchangeAnswer:
         answer = super().exchange(shard, *args, **kwargs)
         if shard == self.deaf:
             raise UnreachableError(f"shard {shard}: the answer was lost")
@@ -318,12 +347,14 @@ def test_a_push_that_was_repeated_after_an_error_is_a_duplicate(cluster: Make) -
         assert counted(client.pull()) == 2
 
 
-# ---- ends ------------------------------------------------------------------------------------------------------------
+# ---- ends ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_workers_with_different_amounts_of_work_all_finish(cluster: Make, name: str, workers: int) -> None:
+def test_workers_with_different_amounts_of_work_all_finish(
+    cluster: Make, name: str, workers: int
+) -> None:
     """Worker r makes 3 + 4 r steps; who has none left leaves its rounds."""
     address = cluster(2, min_workers=workers, **POLICIES[name]).address
     amounts = [3 + 4 * rank for rank in range(workers)]

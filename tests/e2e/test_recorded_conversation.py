@@ -1,4 +1,5 @@
-"""A recorded conversation of an earlier release: each process of today fits among the recorded others.
+"""A recorded conversation of an earlier release: each process of today fits among the recorded
+others.
 
 tests/fixtures/wire/README.md describes the recording.
 """
@@ -8,11 +9,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from psserver.config import ServerConfig
-from psserver.standby import Standby
+from psserver.process.config import ServerConfig
+from psserver.replication.standby import Standby
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import until
-from tests.wire.conversation import FIXTURE, PLACEHOLDERS, SHARD_0, SHARD_1, STANDBY, WORKER, Conversation
+from tests.wire.conversation import (
+    FIXTURE,
+    PLACEHOLDERS,
+    SHARD_0,
+    SHARD_1,
+    STANDBY,
+    WORKER,
+    Conversation,
+)
 from tests.wire.parties import SETTINGS, numbers_of, read_only, work
 from tests.wire.player import WAIT_SECONDS, Player
 
@@ -21,8 +30,12 @@ Make = Callable[..., Cluster]
 RECORDED = Conversation.load(FIXTURE)
 
 
-def test_a_new_coordinator_answers_recorded_workers_shards_and_standbys_with_the_same_bytes(cluster: Make) -> None:
-    """Shard 0 is real. The answers hold all weights that workers pulled, and the records for the standby."""
+def test_a_new_coordinator_answers_recorded_workers_shards_and_standbys_with_the_same_bytes(
+    cluster: Make,
+) -> None:
+    """Shard 0 is real. The answers hold all weights that workers pulled, and the records for the
+    standby.
+    """
     with Player(RECORDED, SHARD_0) as player:
         server = cluster(0).add(0, 2, **SETTINGS)
         player.know(SHARD_0, server.address)
@@ -41,7 +54,11 @@ def test_a_new_shard_follows_a_recorded_coordinator_to_the_same_weights(cluster:
 
 def test_a_new_standby_follows_a_recorded_primary_to_the_same_weights() -> None:
     with Player(RECORDED, STANDBY) as player:
-        settings: dict[str, Any] = {**SETTINGS, "bind": "127.0.0.1:0", "standby_of": player.serve(SHARD_0)}
+        settings: dict[str, Any] = {
+            **SETTINGS,
+            "bind": "127.0.0.1:0",
+            "standby_of": player.serve(SHARD_0),
+        }
         standby = Standby(ServerConfig(shards=2, **settings), None)
         player.know(STANDBY, standby.advertised)
         thread = threading.Thread(target=standby.run)

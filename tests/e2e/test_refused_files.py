@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from psserver.generation import GENERATION, GenerationFile
+from psserver.process.generation_file import GENERATION, GenerationFile
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import count, counter, until
 
@@ -19,7 +19,9 @@ def refuse(path: Path) -> None:
 def test_all_go_back_where_that_cannot_be_counted(
     cluster: Callable[..., Cluster], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No worker gets a number that another one had; the count is written down as soon as the disk takes it."""
+    """No worker gets a number that another one had; the count is written down as soon as the
+    disk takes it.
+    """
     servers = cluster(2, policy="async", data_dir=tmp_path)
     hub, archive = servers.servers[0].hub, servers.servers[0].archive
     assert hub is not None

@@ -1,4 +1,6 @@
-"""Another number of servers, under load: no push is lost or repeated, and workers do not notice but for a pause."""
+"""Another number of servers, under load: no push is lost or repeated, and workers do not notice
+but for a pause.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,11 +17,11 @@ from pscommon.wire.channel import open_channel
 from pscommon.wire.frames import ExchangeStub, encode_header
 from pscommon.wire.status import translated
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.reshards import Reshards
+from psserver.coordinator.resharding import ReshardRequests
 from psworker import Client
-from psworker.calls import Answer
 from psworker.ctl.cli import main
-from psworker.lane import GrpcLane
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.streams import ExchangeAnswer
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
 from tests.e2e.workers import until
@@ -29,10 +31,10 @@ from tests.support.reshards import EACH, ONES, ZEROS, pushing, reshard, weights
 Make = Callable[..., Cluster]
 
 
-class LosesShard(GrpcLane):
+class LosesShard(GrpcTransport):
     """Shard 1 gets a push, and is never heard of again."""
 
-    def exchange(self, shard: int, header: ps.PushPullHeader, *args: Any) -> Answer:
+    def exchange(self, shard: int, header: ps.PushPullHeader, *args: Any) -> ExchangeAnswer:
         answer = super().exchange(shard, header, *args)
         if shard == 1 and header.seq:
             self._places._go(1, f"127.0.0.1:{free_port()}")
@@ -63,12 +65,16 @@ def test_each_push_counts_once_while_servers_come_and_go(
     counted = sum(pusher.counted for pusher in pushers)
     status = servers.servers[0].hub.status()  # type: ignore[union-attr]
     assert (status["steps"], len(status["servers"]), status["moving_to"]) == (counted, 1, None)
-    assert policy == "sync" or status["version"] == counted  # in sync, an update is the mean of a round
+    assert (
+        policy == "sync" or status["version"] == counted
+    )  # in sync, an update is the mean of a round
     found = weights(servers.address)
     assert {*found["w"], *found["b"]} == {-status["version"]}
 
 
-def test_what_a_server_says_that_is_to_leave_takes_nobody_back(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_says_that_is_to_leave_takes_nobody_back(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its word may be on the way while the move ends."""
     servers = cluster(2, policy="async")
     (leader, leaver), hub = servers.servers, servers.servers[0].hub
@@ -77,13 +83,17 @@ def test_what_a_server_says_that_is_to_leave_takes_nobody_back(cluster: Make, mo
         client.register(ZEROS, EACH)
         client.push(ONES)
         left = hub.fleet[1]
-        patch.setattr(Reshards, "dismiss", lambda reshards: None)  # it is not told that it may go
+        patch.setattr(
+            ReshardRequests, "dismiss", lambda reshards: None
+        )  # it is not told that it may go
         reshard(servers, 1, policy="async")
         hub.report(leaver.engine.make_report(), left, left.line)
     assert (leader.failure, hub.version) == (None, 1)
 
 
-def test_ps_ctl_says_whom_to_start_and_what_it_cost(cluster: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_ctl_says_whom_to_start_and_what_it_cost(
+    cluster: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {"policy": "async", "metrics_bind": "127.0.0.1:0"}
     servers = cluster(1, **settings)
     with registered(servers) as client:
@@ -167,7 +177,9 @@ def test_who_found_the_servers_before_and_registers_after(moving: Cluster) -> No
 
 def test_another_number_of_shards_in_a_request_is_refused(moving: Cluster) -> None:
     with registered(moving) as client:
-        header = ps.PushPullHeader(job=client.job, worker=client.worker, seq=1, has_data=True, samples=1, shards=3)
+        header = ps.PushPullHeader(
+            job=client.job, worker=client.worker, seq=1, has_data=True, samples=1, shards=3
+        )
         with open_channel(moving.address) as channel, pytest.raises(LayoutError), translated("it"):
             ExchangeStub(channel).once(encode_header(header), timeout=5)
 
@@ -185,7 +197,10 @@ def test_a_late_server_of_before_ends(moving: Cluster) -> None:
 def test_a_push_that_only_a_server_which_left_did_not_answer_has_counted(cluster: Make) -> None:
     """All others have, so no exchange of it is told that the model has moved: a heartbeat tells."""
     servers = cluster(2)
-    with Client(lane=LosesShard(servers.addresses.split(","))) as client, ThreadPoolExecutor(1) as pool:
+    with (
+        Client(lane=LosesShard(servers.addresses.split(","))) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         client.register(ZEROS, EACH)
         pushed = pool.submit(client.push_pull, ONES)
         until(lambda: servers.servers[0].hub.version == 1, "an update")  # type: ignore[union-attr]

@@ -1,4 +1,6 @@
-"""Servers that are started again on their data: with the policy that an operator set meanwhile, or with other flags."""
+"""Servers that are started again on their data: with the policy that an operator set meanwhile,
+or with other flags.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +11,7 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, NonFiniteError
 from psworker import Client, QuarantinedError
-from psworker.ctl.servers import Servers
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import ONES, count, counted, counter, status, until, weights_of
 
@@ -20,13 +22,13 @@ both = pytest.mark.parametrize("durability", ["snapshot", "log"])
 def saved(servers: Cluster, client: Client, more: int) -> None:
     """Two pushes, a snapshot of them, and so many pushes after it."""
     count(client, 2)
-    with Servers([servers.address], 10.0) as asked:
+    with CoordinatorClient([servers.address], 10.0) as asked:
         asked.save(10.0)
     count(client, more)
 
 
 def set_policy(servers: Cluster, name: str, staleness: int | None = None) -> None:
-    with Servers([servers.address], 10.0) as asked:
+    with CoordinatorClient([servers.address], 10.0) as asked:
         asked.set_policy(name, staleness, None)
 
 
@@ -46,7 +48,11 @@ def test_the_policy_that_was_set_is_that_of_the_next_start(
         caplog.clear()
         again = cluster(2, **settings)
         assert status(again.address)["policy"] == "ssp"
-        told = [record.__dict__.get("policy") for record in caplog.records if record.message == "listening"]
+        told = [
+            record.__dict__.get("policy")
+            for record in caplog.records
+            if record.message == "listening"
+        ]
         assert told == ["ssp", None]  # only shard 0 knows
         with counter(again.address) as client:
             assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
@@ -54,7 +60,9 @@ def test_the_policy_that_was_set_is_that_of_the_next_start(
 
 
 @both
-def test_another_policy_on_the_command_line_counts_more(cluster: Make, tmp_path: Path, durability: str) -> None:
+def test_another_policy_on_the_command_line_counts_more(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
     settings = {"data_dir": tmp_path, "durability": durability}
     servers = cluster(2, **settings, policy="sync")
     with counter(servers.address) as client:
@@ -64,14 +72,21 @@ def test_another_policy_on_the_command_line_counts_more(cluster: Make, tmp_path:
 
     for _ in range(2):
         again = cluster(2, **settings, policy="async", max_staleness=7)
-        assert (status(again.address)["policy"], status(again.address)["max_staleness"]) == ("async", 7)
+        assert (status(again.address)["policy"], status(again.address)["max_staleness"]) == (
+            "async",
+            7,
+        )
         with counter(again.address) as client:
             assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
         again.close()
 
 
-def test_what_is_in_the_log_was_decided_by_the_settings_of_then(cluster: Make, tmp_path: Path) -> None:
-    """Else the log of shard 0 would say something else than those of the others, and nobody could go on with them."""
+def test_what_is_in_the_log_was_decided_by_the_settings_of_then(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """Else the log of shard 0 would say something else than those of the others, and nobody
+    could go on with them.
+    """
     settings = {"data_dir": tmp_path, "durability": "log", "bad_gradients": "skip"}
     bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
     servers = cluster(2, **settings)
@@ -92,7 +107,9 @@ def test_what_is_in_the_log_was_decided_by_the_settings_of_then(cluster: Make, t
     assert counted(weights_of(cluster(2, **settings).address)) == 5
 
 
-def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(cluster: Make, tmp_path: Path) -> None:
+def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(
+    cluster: Make, tmp_path: Path
+) -> None:
     """Also where its last snapshot is from before it failed, so that the log says why it did."""
     settings = {"data_dir": tmp_path, "durability": "log"}
     bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
@@ -113,7 +130,9 @@ def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(cluste
 
 
 def test_all_shards_look_at_gradients_as_shard_0_was_told_to(cluster: Make, tmp_path: Path) -> None:
-    """Else a norm would be that of the parts on those servers alone that were started with the same flags."""
+    """Else a norm would be that of the parts on those servers alone that were started with the
+    same flags.
+    """
     settings = {"data_dir": tmp_path, "durability": "log"}
     bad = {**ONES, "b": np.where(np.arange(100) == 99, np.nan, ONES["b"])}
     norm = float(np.sqrt(sum(one.size for one in ONES.values())))
@@ -139,7 +158,10 @@ def test_all_shards_look_at_gradients_as_shard_0_was_told_to(cluster: Make, tmp_
 @pytest.mark.parametrize("snapshot", [True, False])
 @pytest.mark.parametrize(
     ("shards", "durability", "remedy"),
-    [(2, "snapshot", "start the servers with --durability log"), (3, "log", "start 2 servers, and then use ps-ctl")],
+    [
+        (2, "snapshot", "start the servers with --durability log"),
+        (3, "log", "start 2 servers, and then use ps-ctl"),
+    ],
 )
 def test_what_only_the_log_holds_is_not_left_behind_unasked(
     cluster: Make, tmp_path: Path, shards: int, durability: str, remedy: str, snapshot: bool
@@ -153,7 +175,9 @@ def test_what_only_the_log_holds_is_not_left_behind_unasked(
     servers.close()
     other = {"data_dir": tmp_path, "durability": durability}
 
-    with pytest.raises(InvalidRequestError, match=f"updates {3 if snapshot else 1} to 5 .* {remedy}"):
+    with pytest.raises(
+        InvalidRequestError, match=f"updates {3 if snapshot else 1} to 5 .* {remedy}"
+    ):
         cluster(shards, **other)
 
     again = cluster(2, data_dir=tmp_path, durability="log")
@@ -165,7 +189,9 @@ def test_what_only_the_log_holds_is_not_left_behind_unasked(
         count(client)
     given_up.close()
     if snapshot and durability == "snapshot":  # the log that was given up is not gone on from later
-        assert counted(weights_of(cluster(shards, data_dir=tmp_path, durability="log").address)) == 2
+        assert (
+            counted(weights_of(cluster(shards, data_dir=tmp_path, durability="log").address)) == 2
+        )
 
 
 def test_after_a_snapshot_of_all_servers_need_no_log(cluster: Make, tmp_path: Path) -> None:
@@ -201,7 +227,9 @@ def test_a_shard_0_that_gets_the_disk_of_another_shard_begins_no_job_there(
     assert status(cluster(1, data_dir=second, **settings, resume="never").address)["version"] == 0
 
 
-def test_a_job_begins_from_snapshots_that_were_copied_elsewhere(cluster: Make, tmp_path: Path) -> None:
+def test_a_job_begins_from_snapshots_that_were_copied_elsewhere(
+    cluster: Make, tmp_path: Path
+) -> None:
     servers = cluster(2, data_dir=tmp_path / "one")
     with counter(servers.address) as client:
         saved(servers, client, 1)

@@ -1,4 +1,6 @@
-"""ps-ctl snapshot restore: a running job goes back to a snapshot, on all shards, and trains on from there."""
+"""ps-ctl snapshot restore: a running job goes back to a snapshot, on all shards, and trains on
+from there.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -11,15 +13,26 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import FencedError
-from pscommon.snapshot import Snapshots
-from pscommon.snapshot.files import Files
+from pscommon.snapshot import SnapshotDirectory
+from pscommon.snapshot.atomic_files import AtomicFiles
 from psworker import Client, Job
 from psworker.ctl.cli import main as ps_ctl
-from psworker.ctl.servers import Servers
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real
 from tests.e2e.disk import flip, stored
-from tests.e2e.workers import DEADLINE, ONES, count, counted, counter, snapshots, status, together, until, weights_of
+from tests.e2e.workers import (
+    DEADLINE,
+    ONES,
+    count,
+    counted,
+    counter,
+    snapshots,
+    status,
+    together,
+    until,
+    weights_of,
+)
 from tests.support.ctl_output import ctl
 from tests.support.data_training import ALL, EPOCHS, SIZE
 from tests.support.data_training import train as train_loop
@@ -42,7 +55,9 @@ def saved(address: str, client: Client, capsys: Output, *versions: int) -> None:
 
 
 class Pusher:
-    """Pushes ones until it is told to end, and comes back when it is fenced. acknowledged: pushes by worker number."""
+    """Pushes ones until it is told to end, and comes back when it is fenced. acknowledged:
+    pushes by worker number.
+    """
 
     def __init__(self, address: str, rank: int) -> None:
         self.acknowledged: dict[int, int] = {}
@@ -78,7 +93,7 @@ def pushing(address: str, workers: int) -> Iterator[list[Pusher]]:
     assert [run.result(DEADLINE) for run in running] == [None] * workers
 
 
-# ---- going back ------------------------------------------------------------------------------------------------------
+# ---- going back ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["sync", "async"])
@@ -93,32 +108,51 @@ def test_all_shards_go_back_under_load_and_no_update_is_lost_after_it(
     with pushing(address, 2) as pushers:
         until(lambda: status(address)["version"] >= 15, "some training")
         found = ctl(capsys, "--ps", address, "snapshot", "restore", 5)
-        until(lambda: min(fresh(address).values(), default=0) >= 5 and len(fresh(address)) == 2, "both at work again")
+        until(
+            lambda: min(fresh(address).values(), default=0) >= 5 and len(fresh(address)) == 2,
+            "both at work again",
+        )
 
     assert (found["version"], found["state"]) == (5, "restored")
     assert "going back to a snapshot, as asked" in caplog.messages
-    assert fresh(address) == {w: n for each in pushers for w, n in each.acknowledged.items() if w in fresh(address)}
+    assert fresh(address) == {
+        w: n for each in pushers for w, n in each.acknowledged.items() if w in fresh(address)
+    }
     steps = sum(fresh(address).values())
     assert status(address)["steps"] - 5 == steps
     version = counted(weights_of(address))  # the same on all shards
     assert version == status(address)["version"]
-    assert version - 5 == steps if policy == "async" else version - 5 >= max(fresh(address).values())
+    assert (
+        version - 5 == steps if policy == "async" else version - 5 >= max(fresh(address).values())
+    )
 
 
 def fresh(address: str) -> dict[int, int]:
     """Steps of those who have joined since the job went back, by worker."""
-    return {r["worker"]: r["steps"] for r in status(address)["workers"] if r["reason"] != "the job was restarted"}
+    return {
+        r["worker"]: r["steps"]
+        for r in status(address)["workers"]
+        if r["reason"] != "the job was restarted"
+    }
 
 
-def test_a_push_that_waits_for_others_hears_of_it_at_once(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_a_push_that_waits_for_others_hears_of_it_at_once(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
     """Not when its call would have ended anyway, which is after five seconds."""
     address = cluster(2, min_workers=2, data_dir=tmp_path).address
     patient = {"connect_timeout": 60.0}
-    with ThreadPoolExecutor(1) as pool, counter(address, 0, **patient) as one, counter(address, 1) as other:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        counter(address, 0, **patient) as one,
+        counter(address, 1) as other,
+    ):
         together(lambda: count(one), lambda: count(other))
         ctl(capsys, "--ps", address, "snapshot", "save")
         push = pool.submit(one.push, ONES)
-        until(lambda: f"worker {other.worker} " in status(address)["waiting_for"], "a push that waits")
+        until(
+            lambda: f"worker {other.worker} " in status(address)["waiting_for"], "a push that waits"
+        )
 
         ctl(capsys, "--ps", address, "snapshot", "restore", 1)
 
@@ -126,8 +160,12 @@ def test_a_push_that_waits_for_others_hears_of_it_at_once(cluster: Make, capsys:
             push.result(3.0)
 
 
-def test_scripts_train_on_with_the_data_of_that_version(cluster: Make, capsys: Output, tmp_path: Path) -> None:
-    """Sync: both are waited for again, so that the job takes the updates that it would have taken."""
+def test_scripts_train_on_with_the_data_of_that_version(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    """Sync: both are waited for again, so that the job takes the updates that it would have
+    taken.
+    """
     address = cluster(2, min_workers=2, data_dir=tmp_path).address
 
     def each(job: Job, step: int) -> None:
@@ -141,7 +179,10 @@ def test_scripts_train_on_with_the_data_of_that_version(cluster: Make, capsys: O
 
     (row,) = status(address)["data"]
     assert (row["committed"], row["leased"], row["dropped"], row["ended"]) == (len(ALL), 0, 0, True)
-    assert (status(address)["samples"], status(address)["version"]) == (EPOCHS * SIZE, (len(ALL) + 1) // 2)
+    assert (status(address)["samples"], status(address)["version"]) == (
+        EPOCHS * SIZE,
+        (len(ALL) + 1) // 2,
+    )
 
 
 def test_the_policy_that_was_set_stays(cluster: Make, capsys: Output, tmp_path: Path) -> None:
@@ -158,7 +199,9 @@ def test_the_policy_that_was_set_stays(cluster: Make, capsys: Output, tmp_path: 
         count(one, 3)
 
 
-def test_those_who_have_left_since_are_not_waited_for(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_those_who_have_left_since_are_not_waited_for(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
     address = cluster(1, min_workers=3, data_dir=tmp_path).address
     with counter(address, 0) as one, counter(address, 1) as two:
         with counter(address, 2) as three:
@@ -173,7 +216,9 @@ def test_those_who_have_left_since_are_not_waited_for(cluster: Make, capsys: Out
         assert counted(one.pull()) == 3
 
 
-def test_newer_snapshots_are_set_aside_and_the_log_begins_there(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_newer_snapshots_are_set_aside_and_the_log_begins_there(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
     """With --durability log: what is trained from there on survives a crash of all servers."""
     settings = {"data_dir": tmp_path, "durability": "log"}
     servers = cluster(2, **settings)
@@ -181,7 +226,9 @@ def test_newer_snapshots_are_set_aside_and_the_log_begins_there(cluster: Make, c
         saved(servers.address, client, capsys, 2, 4, 6)
         ctl(capsys, "--ps", servers.address, "snapshot", "restore", 4)
         assert snapshots(servers.address) == [2, 4] == servers.servers[0].archive.kept
-        assert sorted(path.name for path in Snapshots(tmp_path).folder.glob("*6.aside-*")) == ["000000000006.aside-1"]
+        assert sorted(
+            path.name for path in SnapshotDirectory(tmp_path).folder.glob("*6.aside-*")
+        ) == ["000000000006.aside-1"]
         client.rejoin()
         count(client, 3)
     servers.close()
@@ -199,17 +246,21 @@ def test_a_snapshot_that_is_being_written_then_never_comes_to_be(
 ) -> None:
     """And the next one of that version is made of its own parts."""
     address = cluster(2, data_dir=tmp_path).address
-    written, go_on, save = Event(), Event(), Files.save
+    written, go_on, save = Event(), Event(), AtomicFiles.save
 
-    def slow(self: Files, *args: Any) -> str:
+    def slow(self: AtomicFiles, *args: Any) -> str:
         written.set()
         assert go_on.wait(30)
         return save(self, *args)
 
-    with ThreadPoolExecutor(2) as pool, counter(address) as client, Servers([address], DEADLINE) as servers:
+    with (
+        ThreadPoolExecutor(2) as pool,
+        counter(address) as client,
+        CoordinatorClient([address], DEADLINE) as servers,
+    ):
         saved(address, client, capsys, 1)
         count(client, 2)
-        monkeypatch.setattr(Files, "save", slow)
+        monkeypatch.setattr(AtomicFiles, "save", slow)
         saving = pool.submit(servers.save, DEADLINE)
         assert written.wait(30)
         going = pool.submit(servers.restore, 1, DEADLINE)
@@ -222,11 +273,11 @@ def test_a_snapshot_that_is_being_written_then_never_comes_to_be(
         assert saving.result(DEADLINE)[0] == 1, "that is what stands now"
         client.rejoin()
         saved(address, client, capsys, 3)
-    assert (snapshots(address), Snapshots(tmp_path).verify(3)) == ([1, 3], [])
+    assert (snapshots(address), SnapshotDirectory(tmp_path).verify(3)) == ([1, 3], [])
     assert counted(stored(tmp_path, 3)) == 3
 
 
-# ---- what cannot be --------------------------------------------------------------------------------------------------
+# ---- what cannot be ------------------------------------------------------------------------------
 
 
 def test_a_version_that_is_not_there_or_damaged_is_refused_and_the_job_goes_on(
@@ -235,7 +286,7 @@ def test_a_version_that_is_not_there_or_damaged_is_refused_and_the_job_goes_on(
     address = cluster(2, data_dir=tmp_path).address
     with counter(address) as client:
         saved(address, client, capsys, 1, 2)
-        (part,) = Snapshots(tmp_path).path(1).glob("shard-1-*")
+        (part,) = SnapshotDirectory(tmp_path).path(1).glob("shard-1-*")
         flip(part)
 
         assert ps_ctl(["--ps", address, "snapshot", "restore", "7"]) == 12
@@ -248,7 +299,9 @@ def test_a_version_that_is_not_there_or_damaged_is_refused_and_the_job_goes_on(
     assert (snapshots(address), counted(weights_of(address))) == ([1, 2], 3)
 
 
-def test_newer_snapshots_stay_where_going_back_fails(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+def test_newer_snapshots_stay_where_going_back_fails(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
     address = cluster(1, data_dir=tmp_path).address
     with counter(address) as client:
         saved(address, client, capsys, 1, 2)
@@ -259,7 +312,11 @@ def test_newer_snapshots_stay_where_going_back_fails(cluster: Make, capsys: Outp
         assert "cannot count this start of the job" in capsys.readouterr().err
         count(client)
 
-    assert (snapshots(address), Snapshots(tmp_path).versions(), counted(weights_of(address))) == ([1, 2], [1, 2], 3)
+    assert (
+        snapshots(address),
+        SnapshotDirectory(tmp_path).versions(),
+        counted(weights_of(address)),
+    ) == ([1, 2], [1, 2], 3)
 
 
 def test_without_a_data_dir_there_is_nothing_to_go_back_to(cluster: Make, capsys: Output) -> None:
@@ -279,7 +336,10 @@ def test_a_shard_that_is_away_is_named_and_goes_back_when_it_comes(
         count(client)
     away = servers.servers.pop()
     away.close()
-    until(lambda: ctl(capsys, "--ps", servers.address, "status")["state"] == "waiting for servers", "one that is away")
+    until(
+        lambda: ctl(capsys, "--ps", servers.address, "status")["state"] == "waiting for servers",
+        "one that is away",
+    )
 
     assert ps_ctl(["--ps", servers.address, "snapshot", "restore", "2", "--wait", "200ms"]) == 20
     assert "not every shard has loaded it: shard 1 of 2 to connect" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""A second run of a job: what it may change, what it is told where it may not, and where nothing is left."""
+"""A second run of a job: what it may change, what it is told where it may not, and where nothing
+is left.
+"""
 
 import json
 import logging
@@ -12,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import psworker
 from pscommon.core.errors import MismatchError
-from psworker.finished import UNDER_PS_RUN
+from psworker.session.resume_notice import UNDER_PS_RUN
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Programs, programs_in
 from tests.e2e.workers import connected, status
@@ -36,12 +38,16 @@ def script(
     passes: int = 1,
     rank: int = 0,
 ) -> int:
-    """Train on batches of two, in one loop, one per call, or one per pass over a loader; the number of steps."""
+    """Train on batches of two, in one loop, one per call, or one per pass over a loader; the
+    number of steps.
+    """
     with psworker.Job(connected(address, rank), rank) as job:
         model = nn.Linear(hidden, 1)
         made = job.optimizer(optimizer(model.parameters(), lr=lr), model)
         for _ in range(calls):
-            loader = job.batches(TensorDataset(torch.ones(samples, hidden)), batch_size=2, epochs=epochs)
+            loader = job.batches(
+                TensorDataset(torch.ones(samples, hidden)), batch_size=2, epochs=epochs
+            )
             for _ in range(passes):
                 for (x,) in loader:
                     model(x).sum().backward()
@@ -51,7 +57,9 @@ def script(
 
 
 @pytest.fixture(params=["snapshot", "log", "log of killed servers"])
-def resumed(request: pytest.FixtureRequest, cluster: Make, tmp_path: Path) -> Callable[..., Cluster]:
+def resumed(
+    request: pytest.FixtureRequest, cluster: Make, tmp_path: Path
+) -> Callable[..., Cluster]:
     """Servers that were started again, after a run with these arguments."""
 
     def make(**arguments: int) -> Cluster:
@@ -65,7 +73,9 @@ def resumed(request: pytest.FixtureRequest, cluster: Make, tmp_path: Path) -> Ca
 
 
 def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.__dict__["changes"] for r in caplog.records if r.message == "hyper-parameters changed"]
+    return [
+        r.__dict__["changes"] for r in caplog.records if r.message == "hyper-parameters changed"
+    ]
 
 
 def test_another_learning_rate_is_adopted_named_once_and_trained_with(
@@ -113,12 +123,19 @@ def test_a_finished_job_says_so_in_one_line_with_the_options(
         assert script(servers.address, rank=rank, **arguments) == 0
 
     (line,) = [record.message for record in caplog.records if NOTHING_LEFT in record.message]
-    for words in ("more epochs", "`--resume never`", "another --data-dir", "version 8 (8 steps, 16 samples)"):
+    for words in (
+        "more epochs",
+        "`--resume never`",
+        "another --data-dir",
+        "version 8 (8 steps, 16 samples)",
+    ):
         assert words in line
 
 
 def test_under_ps_run_workers_leave_the_line_to_it(
-    resumed: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    resumed: Callable[..., Cluster],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     servers = resumed()
     monkeypatch.setenv(UNDER_PS_RUN, "0")
@@ -128,8 +145,16 @@ def test_under_ps_run_workers_leave_the_line_to_it(
 
 
 DIFFERENT: dict[str, tuple[dict[str, object], str, str]] = {
-    "optimizer": ({"optimizer": torch.optim.Adam}, "MODEL_MISMATCH", "optimizer: adam, the job has sgd"),
-    "model": ({"hidden": 3}, "MODEL_MISMATCH", "weight: float32[1, 3] trainable, the job has float32[1, 2] trainable"),
+    "optimizer": (
+        {"optimizer": torch.optim.Adam},
+        "MODEL_MISMATCH",
+        "optimizer: adam, the job has sgd",
+    ),
+    "model": (
+        {"hidden": 3},
+        "MODEL_MISMATCH",
+        "weight: float32[1, 3] trainable, the job has float32[1, 2] trainable",
+    ),
     "dataset": ({"samples": 10}, "LOOP_MISMATCH", "size is 10 here and 8 there"),
     "fewer epochs": ({"epochs": 1}, "LOOP_MISMATCH", "cannot have fewer epochs than the 2"),
 }
@@ -152,13 +177,15 @@ def test_what_cannot_be_resumed_is_named_with_the_folder(
     assert "--shard" not in text
 
 
-def test_more_epochs_of_a_loop_with_another_after_it_are_refused(resumed: Callable[..., Cluster]) -> None:
+def test_more_epochs_of_a_loop_with_another_after_it_are_refused(
+    resumed: Callable[..., Cluster],
+) -> None:
     servers = resumed(calls=2)
     with pytest.raises(MismatchError, match="only the last loop of a job can get more epochs"):
         script(servers.address, calls=2, epochs=2)
 
 
-# ---- ps-run ----------------------------------------------------------------------------------------------------------
+# ---- ps-run --------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, torch, psworker
@@ -202,7 +229,10 @@ def test_ps_run_keeps_the_job_s_totals_and_tells_what_the_run_added(programs: Pr
 
     said, content = run(3)
     assert NOTHING_LEFT not in said
-    assert (content["steps"], content["this_run"]) == (12, {"steps": 8, "samples": 16, "resumed_version": 4})
+    assert (content["steps"], content["this_run"]) == (
+        12,
+        {"steps": 8, "samples": 16, "resumed_version": 4},
+    )
 
     said, content = run(3, "Adam")
     assert "not that of the snapshot of version 12 in data:" in said

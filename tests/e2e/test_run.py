@@ -1,4 +1,6 @@
-"""ps-run from the first process to the last: what it reports, that it can be repeated, and what it survives."""
+"""ps-run from the first process to the last: what it reports, that it can be repeated, and what
+it survives.
+"""
 
 import json
 import signal
@@ -7,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from tests.e2e.programs import Program, Programs, descendants, gone, programs_in
 from tests.e2e.workers import until
 
-# Everything that a restart has to bring back: moments, the learning rate, BatchNorm's statistics, dropout's draws.
+# Everything that a restart has to bring back: moments, the learning rate, BatchNorm's statistics,
+# dropout's draws.
 SCRIPT = """
 import os, signal, torch, psworker
 from torch import nn
@@ -59,7 +62,16 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 def whole(programs: Programs) -> Program:
     """A run that nobody disturbs; it leaves whole.json and the folder logs."""
     return programs.run(
-        "ps-run", "--servers", 2, "--workers", 2, "--summary", "whole.json", "--log-dir", "logs", "train.py"
+        "ps-run",
+        "--servers",
+        2,
+        "--workers",
+        2,
+        "--summary",
+        "whole.json",
+        "--log-dir",
+        "logs",
+        "train.py",
     )
 
 
@@ -79,11 +91,22 @@ def test_the_summary_says_what_came_out(programs: Programs, whole: Program) -> N
     assert metrics["lr"] == pytest.approx(0.05 * 0.9**VERSIONS)
     assert 0 < metrics["loss"] < 5
     assert set(content.pop("history", metrics)) == {"loss", "lr"}
-    assert content.pop("this_run") == {"steps": 2 * VERSIONS, "samples": 320, "resumed_version": None}
+    assert content.pop("this_run") == {
+        "steps": 2 * VERSIONS,
+        "samples": 320,
+        "resumed_version": None,
+    }
     assert content == {
-        "status": "done", "steps": 2 * VERSIONS, "samples": 320, "policy": "sync", "staleness": None,
-        "servers": 2, "workers": 2, "restarts": 0, "saved": None,
-    }  # fmt: skip
+        "status": "done",
+        "steps": 2 * VERSIONS,
+        "samples": 320,
+        "policy": "sync",
+        "staleness": None,
+        "servers": 2,
+        "workers": 2,
+        "restarts": 0,
+        "saved": None,
+    }
 
 
 def test_nothing_is_left(programs: Programs, whole: Program) -> None:
@@ -101,18 +124,41 @@ def test_log_dir_has_a_file_for_each_process(programs: Programs, whole: Program)
     assert "[w1] here 1" in whole.out
 
 
-def test_the_same_run_gives_the_same_bytes_on_any_number_of_servers(programs: Programs, whole: Program) -> None:
-    again = programs.run("ps-run", "--servers", 1, "--workers", 2, "--summary", "again.json", "train.py")
+def test_the_same_run_gives_the_same_bytes_on_any_number_of_servers(
+    programs: Programs, whole: Program
+) -> None:
+    again = programs.run(
+        "ps-run", "--servers", 1, "--workers", 2, "--summary", "again.json", "train.py"
+    )
 
     assert (whole.wait(), again.wait()) == (0, 0), again.said
-    assert summary(programs, "again.json")["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
+    assert (
+        summary(programs, "again.json")["weights_sha256"]
+        == summary(programs, "whole.json")["weights_sha256"]
+    )
 
 
-def test_a_run_that_was_killed_resumes_to_the_same_bytes(programs: Programs, whole: Program) -> None:
-    flags = ("--servers", 2, "--workers", 2, "--data-dir", "job", "--snapshot-every", "5steps", "--summary", "end.json")
+def test_a_run_that_was_killed_resumes_to_the_same_bytes(
+    programs: Programs, whole: Program
+) -> None:
+    flags = (
+        "--servers",
+        2,
+        "--workers",
+        2,
+        "--data-dir",
+        "job",
+        "--snapshot-every",
+        "5steps",
+        "--summary",
+        "end.json",
+    )
     first = programs.start("ps-run", *flags, "train.py", STOP_AT="7")
     first.wait_for("stops at 7", times=2)
-    until(lambda: Snapshots(programs.folder / "job").versions() == [5], "a snapshot of version 5")
+    until(
+        lambda: SnapshotDirectory(programs.folder / "job").versions() == [5],
+        "a snapshot of version 5",
+    )
 
     everybody = descendants(first.pid)
     first.send(signal.SIGKILL)
@@ -123,11 +169,16 @@ def test_a_run_that_was_killed_resumes_to_the_same_bytes(programs: Programs, who
     assert second.wait() == 0, second.said
     assert second.out.count("starts at 5") == 2
     assert whole.wait() == 0
-    assert summary(programs, "end.json")["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
+    assert (
+        summary(programs, "end.json")["weights_sha256"]
+        == summary(programs, "whole.json")["weights_sha256"]
+    )
 
 
 def test_a_killed_worker_is_started_again_and_the_run_finishes(programs: Programs) -> None:
-    """It dies with a batch in hand: that goes to another, what it had pushed stays, each batch counts once."""
+    """It dies with a batch in hand: that goes to another, what it had pushed stays, each batch
+    counts once.
+    """
     flags = ("--servers", 1, "--workers", 2, "--lease", "1s", "--summary", "killed.json")
     run = programs.run("ps-run", *flags, "train.py", FALLS="yes")
 
@@ -139,7 +190,9 @@ def test_a_killed_worker_is_started_again_and_the_run_finishes(programs: Program
     assert "worker lost" in run.err
 
 
-def test_with_a_log_killed_servers_and_workers_change_no_bit(programs: Programs, whole: Program) -> None:
+def test_with_a_log_killed_servers_and_workers_change_no_bit(
+    programs: Programs, whole: Program
+) -> None:
     """Both servers and a worker are killed, each is started again, nobody else is."""
     (programs.folder / "fallen").unlink(missing_ok=True)
     flags = ("--servers", 2, "--workers", 2, "--data-dir", "logged", "--durability", "log")
@@ -159,11 +212,25 @@ def test_servers_that_are_told_to_end_are_started_again(programs: Programs, whol
     """Not by ps-run: the training is not over with them."""
     for shard in (0, 1):
         (programs.folder / f"fallen-{shard}").unlink(missing_ok=True)
-    flags = ("--servers", 2, "--workers", 2, "--data-dir", "told", "--durability", "log", "--summary", "told.json")
+    flags = (
+        "--servers",
+        2,
+        "--workers",
+        2,
+        "--data-dir",
+        "told",
+        "--durability",
+        "log",
+        "--summary",
+        "told.json",
+    )
     run = programs.run("ps-run", *flags, "train.py", SERVERS_FALL="SIGTERM")
 
     assert run.wait() == 0, run.said
     for name in ("s0", "s1"):
         assert f"{name} exited with 143: terminated (SIGTERM); restart " in run.err
     assert whole.wait() == 0
-    assert summary(programs, "told.json")["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
+    assert (
+        summary(programs, "told.json")["weights_sha256"]
+        == summary(programs, "whole.json")["weights_sha256"]
+    )

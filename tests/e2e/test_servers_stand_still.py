@@ -1,4 +1,6 @@
-"""Ctrl-C while the servers stand still (SIGSTOP): no call of a script goes on for longer than two seconds."""
+"""Ctrl-C while the servers stand still (SIGSTOP): no call of a script goes on for longer than
+two seconds.
+"""
 
 import os
 import signal
@@ -62,7 +64,16 @@ def two_servers(programs: Programs) -> tuple[list[Program], str]:
     servers, addresses = [], list[str]()
     for shard in range(2):
         port = programs.folder / f"port{shard}"
-        flags = ("--bind", "127.0.0.1:0", "--port-file", port, "--shard", f"{shard}/2", "--policy", "sync")
+        flags = (
+            "--bind",
+            "127.0.0.1:0",
+            "--port-file",
+            port,
+            "--shard",
+            f"{shard}/2",
+            "--policy",
+            "sync",
+        )
         servers.append(programs.fork("ps-server", *flags))
         until(port.exists, "a port")
         addresses.append(f"127.0.0.1:{port.read_text().strip()}")
@@ -75,7 +86,15 @@ def test_ctrl_c_ends_each_call_of_a_script(programs: Programs, lanes: str) -> No
     programs.script(SCRIPT)
     workers = {
         call: programs.fork(
-            "ps-worker", "--ps", addresses, "--lanes", lanes, "--overlap", overlap, "train.py", call.split()[0]
+            "ps-worker",
+            "--ps",
+            addresses,
+            "--lanes",
+            lanes,
+            "--overlap",
+            overlap,
+            "train.py",
+            call.split()[0],
         )
         for call, overlap in CALLS.items()
     }
@@ -105,7 +124,9 @@ def servers_of(run: Program) -> list[int]:
 
 def test_ctrl_c_to_ps_run_continues_its_servers_so_that_they_save(programs: Programs) -> None:
     programs.script(SCRIPT)
-    run = programs.start("ps-run", "--servers", 2, "--workers", 2, "--data-dir", "data", "train.py", "never")
+    run = programs.start(
+        "ps-run", "--servers", 2, "--workers", 2, "--data-dir", "data", "train.py", "never"
+    )
     run.wait_for("[w0] trains")
     servers = servers_of(run)
     for pid in servers:

@@ -14,21 +14,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscommon import options
 from pscommon.core.errors import InvalidRequestError
-from pscommon.memory import usable_memory
-from pscommon.snapshot import Snapshots
-from pscommon.team import cores
+from pscommon.settings import options
+from pscommon.snapshot import SnapshotDirectory
+from pscommon.system.memory_limit import usable_memory
+from pscommon.system.thread_team import cores
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
-from psserver.config import ServerConfig
+from psserver.process.config import ServerConfig
 from psworker import OptimizerSpec
 from tests.e2e.mapped import MAPPED
 from tests.e2e.programs import Program, programs_in
 from tests.e2e.scrape import get
-from tests.e2e.workers import DEADLINE, ONES, connected, count, counted, counter, snapshots, status, until
+from tests.e2e.workers import (
+    DEADLINE,
+    ONES,
+    connected,
+    count,
+    counted,
+    counter,
+    snapshots,
+    status,
+    until,
+)
 from tests.ports import free_port
 from tests.support.settings_coverage import server_setting
 
@@ -44,7 +54,9 @@ Serve = Callable[..., Server]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts the server that ps-server would start with these flags; closed at the end, the last one first."""
+    """Starts the server that ps-server would start with these flags; closed at the end, the last
+    one first.
+    """
     with ExitStack() as stack:
 
         def start(*flags: object) -> Server:
@@ -64,7 +76,7 @@ def stop(server: Server) -> None:
     assert server.ended.wait(30)
 
 
-# ---- place ----------------------------------------------------------------------------------------------------------
+# ---- place ---------------------------------------------------------------------------------------
 
 
 @server_setting("shard", "join")
@@ -75,7 +87,10 @@ def test_shard_and_join(serve: Serve) -> None:
     other = serve("--shard", "1/2", "--join", leader.address)
 
     until(lambda: status_of(leader)["state"] == "waiting for a model", "a second server")
-    assert [row["address"] for row in status_of(leader)["servers"]] == [leader.address, other.address]
+    assert [row["address"] for row in status_of(leader)["servers"]] == [
+        leader.address,
+        other.address,
+    ]
 
 
 def status_of(server: Server) -> dict[str, Any]:
@@ -127,7 +142,9 @@ def test_port_file(serve: Serve, tmp_path: Path) -> None:
     assert mine.read_text() == "something else"
 
 
-def test_a_port_file_that_is_a_pipe_stays_one_and_holds_nobody_up(serve: Serve, tmp_path: Path) -> None:
+def test_a_port_file_that_is_a_pipe_stays_one_and_holds_nobody_up(
+    serve: Serve, tmp_path: Path
+) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     server = serve("--port-file", path)
@@ -137,12 +154,18 @@ def test_a_port_file_that_is_a_pipe_stays_one_and_holds_nobody_up(serve: Serve, 
     assert path.is_fifo()
 
 
-# ---- job ------------------------------------------------------------------------------------------------------------
+# ---- job -----------------------------------------------------------------------------------------
 
 
 def pushes_alone(address: str) -> int:
-    """How many pushes of one worker count, up to 4, before one waits for another worker, which makes none."""
-    with ThreadPoolExecutor(1) as pool, counter(address, rank=0) as quick, counter(address, rank=1) as other:
+    """How many pushes of one worker count, up to 4, before one waits for another worker, which
+    makes none.
+    """
+    with (
+        ThreadPoolExecutor(1) as pool,
+        counter(address, rank=0) as quick,
+        counter(address, rank=1) as other,
+    ):
         pushing = pool.submit(count, quick, 4)
 
         def waits() -> bool:
@@ -166,7 +189,9 @@ def pushes_alone(address: str) -> int:
         (["--policy", "ssp", "--staleness", 2], 2),
     ],
 )
-def test_policy_and_staleness_bound_how_far_a_worker_gets_alone(serve: Serve, flags: list[object], steps: int) -> None:
+def test_policy_and_staleness_bound_how_far_a_worker_gets_alone(
+    serve: Serve, flags: list[object], steps: int
+) -> None:
     assert pushes_alone(serve("--min-workers", 2, *flags).address) == steps
 
 
@@ -182,7 +207,9 @@ def test_max_staleness(serve: Serve, flags: list[object], outcome: str) -> None:
 
 
 @server_setting("min_workers")
-@pytest.mark.parametrize(("flags", "state"), [([], "running"), (["--min-workers", 2], "waiting for workers")])
+@pytest.mark.parametrize(
+    ("flags", "state"), [([], "running"), (["--min-workers", 2], "waiting for workers")]
+)
 def test_min_workers(serve: Serve, flags: list[object], state: str) -> None:
     address = serve(*flags).address
     with counter(address):
@@ -194,7 +221,11 @@ def test_lease(serve: Serve) -> None:
     server = serve("--lease", "200ms")
     silent_joins(server)
 
-    until(lambda: status_of(server)["workers"][0]["state"] == "lost", "a worker that was dropped", seconds=4)
+    until(
+        lambda: status_of(server)["workers"][0]["state"] == "lost",
+        "a worker that was dropped",
+        seconds=4,
+    )
 
 
 def silent_joins(server: Server) -> None:
@@ -219,7 +250,7 @@ def test_exit_when_done(serve: Serve, flags: list[object], ends: bool) -> None:
     assert server.ended.wait(30 if ends else 1) is ends
 
 
-# ---- snapshots ------------------------------------------------------------------------------------------------------
+# ---- snapshots -----------------------------------------------------------------------------------
 
 
 @server_setting("data_dir")
@@ -229,7 +260,7 @@ def test_data_dir(serve: Serve, tmp_path: Path) -> None:
         count(client)
     stop(server)
 
-    assert Snapshots(tmp_path / "job").versions() == [1]
+    assert SnapshotDirectory(tmp_path / "job").versions() == [1]
 
 
 @server_setting("snapshot_every")
@@ -257,7 +288,9 @@ def test_snapshot_keep(serve: Serve, tmp_path: Path, keep: int) -> None:
 
 
 @server_setting("resume")
-@pytest.mark.parametrize(("flags", "version"), [([], 2), (["--resume", "never"], 0), (["--resume", 1], 1)])
+@pytest.mark.parametrize(
+    ("flags", "version"), [([], 2), (["--resume", "never"], 0), (["--resume", 1], 1)]
+)
 def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int) -> None:
     first = serve("--data-dir", tmp_path, "--snapshot-every", "1steps")
     with counter(first.address) as client:
@@ -270,13 +303,17 @@ def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int)
         assert counted(client.pull()) == version
 
 
-# ---- this process ---------------------------------------------------------------------------------------------------
+# ---- this process --------------------------------------------------------------------------------
 
 
 @server_setting("lanes")
 @pytest.mark.parametrize(
     ("flags", "grpc", "shm"),
-    [([], "taken", "taken"), (["--lanes", "grpc"], "taken", "refused"), (["--lanes", "shm"], "refused", "taken")],
+    [
+        ([], "taken", "taken"),
+        (["--lanes", "grpc"], "taken", "refused"),
+        (["--lanes", "shm"], "refused", "taken"),
+    ],
 )
 def test_lanes(serve: Serve, flags: list[object], grpc: str, shm: str) -> None:
     """Pushes of a worker that has one lane only."""
@@ -295,7 +332,8 @@ def trained(address: str, **options: Any) -> str:
 
 @server_setting("in_flight")
 @pytest.mark.parametrize(
-    ("flags", "expected"), [([], "taken"), (["--in-flight", 960], "taken"), (["--in-flight", 959], "refused")]
+    ("flags", "expected"),
+    [([], "taken"), (["--in-flight", 960], "taken"), (["--in-flight", 959], "refused")],
 )
 def test_in_flight(serve: Serve, flags: list[object], expected: str) -> None:
     """A push of the counters' two tensors has 512 and 448 bytes."""
@@ -327,7 +365,9 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
-    """Two servers that differ in what only a process of its own has; each has lost a worker, and has ended."""
+    """Two servers that differ in what only a process of its own has; each has lost a worker, and
+    has ended.
+    """
     variants = {
         "text": ("--log-format", "text"),
         "json": ("--log-level", "warning", "--log-format", "json", "--malloc", "system"),
@@ -349,14 +389,20 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
 
 
 @server_setting("threads")
-@pytest.mark.parametrize(("flags", "most"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)])
+@pytest.mark.parametrize(
+    ("flags", "most"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)]
+)
 def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
     """How many work on a large update beside the one that answers."""
     before, large = set(threading.enumerate()), {"w": np.ones(4 << 20, np.float32)}
     with connected(serve(*flags).address) as client:
         client.register(large, OptimizerSpec("sgd", lr=1.0))
         client.push(large)
-        team = [each for each in threading.enumerate() if each not in before and each.name.startswith("team")]
+        team = [
+            each
+            for each in threading.enumerate()
+            if each not in before and each.name.startswith("team")
+        ]
 
         assert len(team) <= most
         assert bool(team) == bool(most)

@@ -1,4 +1,6 @@
-"""Each setting of ps-server that says what happens when something goes wrong changes what a server does."""
+"""Each setting of ps-server that says what happens when something goes wrong changes what a
+server does.
+"""
 
 import threading
 import time
@@ -9,17 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscommon import options, record_segment
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import PSError, QuarantinedError, TooFewWorkersError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.wire import codec
+from pscommon.core.log_entries import BatchKey
+from pscommon.settings import options
+from pscommon.wal import segment as record_segment
+from pscommon.wire import messages as codec
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psserver.app import Server
-from psserver.config import ServerConfig
-from psserver.primary_lease import FolderLease
+from psserver.process.config import ServerConfig
+from psserver.replication.lease_directory import LeaseDirectory
 from psworker import Client
 from tests.e2e.scrape import Metrics
 from tests.e2e.standbys import Following, silent_standby
@@ -41,7 +44,9 @@ def configured(*flags: object) -> ServerConfig:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Starts the server that ps-server would start with these flags; closed at the end, the last one first."""
+    """Starts the server that ps-server would start with these flags; closed at the end, the last
+    one first.
+    """
     for option in options.SERVER:
         monkeypatch.delenv(option.variables[0], raising=False)
     with ExitStack() as stack:
@@ -55,11 +60,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         yield start
 
 
-# ---- lost workers ---------------------------------------------------------------------------------------------------
+# ---- lost workers --------------------------------------------------------------------------------
 
 
 @server_setting("on_worker_loss")
-@pytest.mark.parametrize(("mode", "kept", "seconds"), [("shrink", False, 0.0), ("wait:1.5", True, 1.5)])
+@pytest.mark.parametrize(
+    ("mode", "kept", "seconds"), [("shrink", False, 0.0), ("wait:1.5", True, 1.5)]
+)
 def test_on_worker_loss_decides_when_a_round_goes_on(
     serve: Serve, caplog: pytest.LogCaptureFixture, mode: str, kept: bool, seconds: float
 ) -> None:
@@ -97,7 +104,7 @@ def falls_silent(client: Client) -> Iterator[None]:
         yield
 
 
-# ---- slow workers ---------------------------------------------------------------------------------------------------
+# ---- slow workers --------------------------------------------------------------------------------
 
 
 @server_setting("backup_workers")
@@ -113,7 +120,10 @@ def test_backup_workers(serve: Serve, backup: int, quick_is_done: bool) -> None:
         assert pushing.is_alive() is not quick_is_done
         assert slow.push(ONES).status == ("stale" if quick_is_done else "applied")
         pushing.join()
-        until(lambda: Metrics(server.monitor.address)("ps_backup_workers") == backup, "its number among the metrics")
+        until(
+            lambda: Metrics(server.monitor.address)("ps_backup_workers") == backup,
+            "its number among the metrics",
+        )
 
 
 @server_setting("late_gradients")
@@ -125,8 +135,14 @@ def test_late_gradients(serve: Serve, late: str, dropped: int, free: bool) -> No
     with counter(server.address, rank=0) as quick, counter(server.address, rank=1) as slow:
         mine, others = (client.next_batches(loop).numbers[0] for client in (quick, slow))
         tape = memoryview(bytearray(quick.plan.nbytes))
-        assert quick.exchange(gradients=tape, weights=None, batches=[BatchKey(0, mine)]).status == "applied"
-        assert slow.exchange(gradients=tape, weights=None, batches=[BatchKey(0, others)]).status == "stale"
+        assert (
+            quick.exchange(gradients=tape, weights=None, batches=[BatchKey(0, mine)]).status
+            == "applied"
+        )
+        assert (
+            slow.exchange(gradients=tape, weights=None, batches=[BatchKey(0, others)]).status
+            == "stale"
+        )
         slow.return_batches([BatchKey(0, others)])  # as the optimizer does
 
         (row,) = status(server.address)["data"]
@@ -144,11 +160,13 @@ def test_global_batch(serve: Serve, flags: list[object], following: tuple[int, .
         assert lease.following == following
 
 
-# ---- bad gradients --------------------------------------------------------------------------------------------------
+# ---- bad gradients -------------------------------------------------------------------------------
 
 
 @server_setting("bad_gradients")
-@pytest.mark.parametrize(("what", "statuses"), [("skip", ["rejected", "applied"]), ("clip", ["applied", "applied"])])
+@pytest.mark.parametrize(
+    ("what", "statuses"), [("skip", ["rejected", "applied"]), ("clip", ["applied", "applied"])]
+)
 def test_bad_gradients(serve: Serve, what: str, statuses: list[str]) -> None:
     with counter(serve("--bad-gradients", what).address) as client:
         assert [client.push(push).status for push in (NANS, ONES)] == statuses
@@ -204,7 +222,7 @@ def test_quarantine_after(serve: Serve, flags: list[object], out: bool) -> None:
         assert row["reason"].startswith("QUARANTINED after 2 bad gradients in a row") is out
 
 
-# ---- restarts -------------------------------------------------------------------------------------------------------
+# ---- restarts ------------------------------------------------------------------------------------
 
 
 @server_setting("durability")
@@ -224,12 +242,16 @@ def test_durability(serve: Serve, tmp_path: Path, durability: str, kept: int) ->
 def saved(address: str) -> None:
     """A snapshot of the version that stands, as ps-ctl has it made."""
     with closing(open_channel(address)) as channel:
-        CoordinatorServiceStub(channel).SaveSnapshot(co.SaveSnapshotRequest(wait_ms=20_000), timeout=30)
+        CoordinatorServiceStub(channel).SaveSnapshot(
+            co.SaveSnapshotRequest(wait_ms=20_000), timeout=30
+        )
 
 
 @server_setting("log_fsync")
 @pytest.mark.parametrize(("mode", "each"), [("always", True), ("no", False)])
-def test_log_fsync(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, each: bool) -> None:
+def test_log_fsync(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, each: bool
+) -> None:
     """Does a push wait for the disk?"""
     server, synced = serve("--data-dir", tmp_path, "--durability", "log", "--log-fsync", mode), []
     with counter(server.address) as client:
@@ -239,7 +261,7 @@ def test_log_fsync(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert bool(synced) is each
 
 
-# ---- standbys -------------------------------------------------------------------------------------------------------
+# ---- standbys ------------------------------------------------------------------------------------
 
 
 @server_setting("standby_of", "failover_lock")
@@ -249,9 +271,11 @@ def test_standby_of_and_failover_lock(serve: Serve, tmp_path: Path, locked: bool
     flags = ["--failover-lock", str(tmp_path)] if locked else []
     server = serve(*flags)
     config = configured("--standby-of", server.address, *flags)
-    with Following(server, standby_of=config.standby_of, failover_lock=config.failover_lock) as following:
+    with Following(
+        server, standby_of=config.standby_of, failover_lock=config.failover_lock
+    ) as following:
         following.in_sync()
-        tenure = FolderLease(tmp_path, 0).read()
+        tenure = LeaseDirectory(tmp_path, 0).read()
 
         assert (tenure is not None and tenure.in_sync == following.standby.name) is locked
 

@@ -1,4 +1,6 @@
-"""Each setting of ps-run changes what a run does. Two runs see nearly all of them: one has every setting, one none."""
+"""Each setting of ps-run changes what a run does. Two runs see nearly all of them: one has every
+setting, one none.
+"""
 
 import json
 import os
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import psworker
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from psworker import Client
 from tests.e2e.conftest import Cluster
 from tests.e2e.mapped import MAPPED
@@ -65,15 +67,21 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 @pytest.fixture(scope="module")
 def chosen(programs: Programs) -> Program:
-    """A run with every setting but --max-restarts and --grace, over the snapshot of an earlier job."""
+    """A run with every setting but --max-restarts and --grace, over the snapshot of an earlier
+    job.
+    """
     earlier(programs.folder / "job")
     metrics = [f"127.0.0.1:{port}" for port in free_ports(3)]
     line = (
-        "--servers 2 --workers 1 --summary s.json --history h.csv --save m.safetensors --log-dir logs "
+        "--servers 2 --workers 1 --summary s.json --history h.csv --save m.safetensors --log-dir "
+        "logs "
         "--policy ssp --staleness 3 --max-staleness 9 "
-        "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps --snapshot-keep 2 "
-        f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind {metrics[0]} "
-        "--log-level warning --log-format json --lanes grpc --overlap on --malloc system --in-flight 448"
+        "--min-workers 1 --lease 77s --job otter --data-dir job --snapshot-every 1steps "
+        "--snapshot-keep 2 "
+        f"--resume never --connect-timeout 33s --device cpu --threads 2 --metrics-bind "
+        f"{metrics[0]} "
+        "--log-level warning --log-format json --lanes grpc --overlap on --malloc system "
+        "--in-flight 448"
     )
     return done(programs.run("ps-run", *line.split(), "train.py", *metrics))
 
@@ -82,8 +90,10 @@ def chosen(programs: Programs) -> Program:
 def careful(programs: Programs) -> Program:
     """A run with every setting about what may go wrong."""
     line = (
-        "--workers 2 --min-workers 1 --progress-timeout 66s --on-worker-loss wait:44s --backup-workers 1 "
-        "--late-gradients drop --bad-gradients skip --max-norm 1e9 --quarantine-after 5 --data-dir careful "
+        "--workers 2 --min-workers 1 --progress-timeout 66s --on-worker-loss wait:44s "
+        "--backup-workers 1 "
+        "--late-gradients drop --bad-gradients skip --max-norm 1e9 --quarantine-after 5 "
+        "--data-dir careful "
         "--durability log --log-fsync no"
     )
     return done(programs.run("ps-run", *line.split(), "train.py"))
@@ -120,7 +130,10 @@ def told(run: Program) -> dict[str, Any]:
 def test_how_many(chosen: Program, default: Program) -> None:
     for run, servers, workers in ((chosen, 2, 1), (default, 1, 2)):
         assert len(told(run)["servers"]) == servers
-        assert len({line.split()[0] for line in run.out.splitlines() if line.startswith("[w")}) == workers
+        assert (
+            len({line.split()[0] for line in run.out.splitlines() if line.startswith("[w")})
+            == workers
+        )
 
 
 # what a worker is told of a run with the setting, and of one without
@@ -143,7 +156,9 @@ TOLD: dict[str, tuple[str, Any, Any]] = {
 
 @run_setting(*TOLD)
 @pytest.mark.parametrize(("name", "with_it", "without"), TOLD.values(), ids=TOLD.keys())
-def test_what_a_worker_is_told(chosen: Program, default: Program, name: str, with_it: object, without: object) -> None:
+def test_what_a_worker_is_told(
+    chosen: Program, default: Program, name: str, with_it: object, without: object
+) -> None:
     assert told(chosen)[name] == with_it
     if name != "PS_DEVICE":  # what auto becomes is the machine's business
         assert told(default)[name] == without
@@ -165,15 +180,20 @@ CAREFUL: dict[str, tuple[Any, Any]] = {
 
 @run_setting(*CAREFUL)
 def test_what_a_worker_is_told_of_faults(careful: Program, default: Program) -> None:
-    assert {name: told(careful)[name] for name in CAREFUL} == {name: row[0] for name, row in CAREFUL.items()}
-    assert {name: told(default)[name] for name in CAREFUL} == {name: row[1] for name, row in CAREFUL.items()}
+    assert {name: told(careful)[name] for name in CAREFUL} == {
+        name: row[0] for name, row in CAREFUL.items()
+    }
+    assert {name: told(default)[name] for name in CAREFUL} == {
+        name: row[1] for name, row in CAREFUL.items()
+    }
 
 
 @run_setting("allow_idle")
 def test_allow_idle(programs: Programs) -> None:
     programs.script("print('nothing to train')", "idle.py")
     without, with_it = (
-        programs.run("ps-run", "--log-dir", "idle", *flags, "idle.py") for flags in ((), ("--allow-idle",))
+        programs.run("ps-run", "--log-dir", "idle", *flags, "idle.py")
+        for flags in ((), ("--allow-idle",))
     )
 
     assert (without.wait(), with_it.wait()) == (16, 0)
@@ -182,7 +202,9 @@ def test_allow_idle(programs: Programs) -> None:
 @run_setting("global_batch")
 def test_global_batch(programs: Programs, default: Program) -> None:
     """Not with --backup-workers, so in a run of its own."""
-    assert told(done(programs.run("ps-run", "--global-batch", 64, "train.py")))["global_batch"] == 64
+    assert (
+        told(done(programs.run("ps-run", "--global-batch", 64, "train.py")))["global_batch"] == 64
+    )
     assert told(default)["global_batch"] is None
 
 
@@ -194,8 +216,10 @@ def test_job(chosen: Program, default: Program) -> None:
 
 @run_setting("data_dir", "snapshot_every", "snapshot_keep", "resume")
 def test_snapshots(programs: Programs, chosen: Program) -> None:
-    """Two of the four that came with the steps are kept; the earlier job's is set aside, not resumed."""
-    found = Snapshots(programs.folder / "job")
+    """Two of the four that came with the steps are kept; the earlier job's is set aside, not
+    resumed.
+    """
+    found = SnapshotDirectory(programs.folder / "job")
 
     assert len(found.versions()) == 2
     assert found.versions()[-1] == 4
@@ -211,7 +235,11 @@ def test_summary(programs: Programs, chosen: Program, default: Program) -> None:
 @run_setting("history")
 def test_history(programs: Programs, chosen: Program, default: Program) -> None:
     assert [path.name for path in programs.folder.glob("*.csv")] == ["h.csv"]
-    assert (programs.folder / "h.csv").read_text().startswith("time,seconds,version,worker,rank,name,value\n")
+    assert (
+        (programs.folder / "h.csv")
+        .read_text()
+        .startswith("time,seconds,version,worker,rank,name,value\n")
+    )
 
 
 @run_setting("save")
@@ -221,7 +249,11 @@ def test_save(programs: Programs, chosen: Program, default: Program) -> None:
 
 @run_setting("log_dir")
 def test_log_dir(programs: Programs, chosen: Program, default: Program) -> None:
-    assert sorted(path.name for path in (programs.folder / "logs").iterdir()) == ["s0.log", "s1.log", "w0.log"]
+    assert sorted(path.name for path in (programs.folder / "logs").iterdir()) == [
+        "s0.log",
+        "s1.log",
+        "w0.log",
+    ]
     assert list(programs.temporary.iterdir()) == []
 
 
@@ -239,7 +271,9 @@ def test_log_level(chosen: Program, default: Program) -> None:
 
 @run_setting("max_restarts", "grace")
 def test_max_restarts_and_grace(programs: Programs) -> None:
-    """The first worker dies and is not started again; the second one does not want to end and is made to."""
+    """The first worker dies and is not started again; the second one does not want to end and is
+    made to.
+    """
     script = """
 import os, signal
 if os.environ["PS_WORKER_RANK"] == "1":

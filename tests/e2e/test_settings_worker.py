@@ -31,7 +31,9 @@ ZEROS = {name: np.zeros_like(one) for name, one in ONES.items()}
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """told(flags ...): from now on this process is told what ps-worker tells its script with these flags."""
+    """told(flags ...): from now on this process is told what ps-worker tells its script with
+    these flags.
+    """
 
     def tell(*flags: object) -> None:
         for name in [name for name in os.environ if name.startswith("PS_")]:
@@ -107,19 +109,27 @@ def test_connect_timeout(told: Told) -> None:
 
 
 @worker_setting("lanes")
-@pytest.mark.parametrize(("flags", "refused"), [([], ""), (["--lanes", "grpc"], "shm"), (["--lanes", "shm"], "grpc")])
+@pytest.mark.parametrize(
+    ("flags", "refused"), [([], ""), (["--lanes", "grpc"], "shm"), (["--lanes", "shm"], "grpc")]
+)
 def test_lanes(cluster: Make, told: Told, flags: list[object], refused: str) -> None:
     """Which of the servers that have one lane only a worker cannot train with."""
     for lanes in ("grpc", "shm"):
         told("--ps", cluster(1, lanes=lanes).address, *flags)
-        expected = pytest.raises(InvalidRequestError, match="--lanes shm") if lanes == refused else nullcontext()
+        expected = (
+            pytest.raises(InvalidRequestError, match="--lanes shm")
+            if lanes == refused
+            else nullcontext()
+        )
         with psworker.Client() as client, expected:
             client.register(ZEROS, psworker.OptimizerSpec("sgd", lr=1.0))
             assert client.push(ONES).status == "applied"
 
 
 @worker_setting("overlap")
-@pytest.mark.parametrize(("flags", "early"), [([], False), (["--overlap", "off"], False), (["--overlap", "on"], True)])
+@pytest.mark.parametrize(
+    ("flags", "early"), [([], False), (["--overlap", "off"], False), (["--overlap", "on"], True)]
+)
 def test_overlap(cluster: Make, told: Told, flags: list[object], early: bool) -> None:
     """Does a push begin before step()? Over gRPC one that is under way takes room."""
     servers = cluster(1, lanes="grpc")
@@ -138,7 +148,7 @@ def test_overlap(cluster: Make, told: Told, flags: list[object], early: bool) ->
         job.wait()
 
 
-# ---- what only a process of its own has -----------------------------------------------------------------------------
+# ---- what only a process of its own has ----------------------------------------------------------
 
 SCRIPT = (
     MAPPED
@@ -160,7 +170,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Pro
     """Two workers (without servers), which have ended."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    text = ("--threads", 3, "--log-level", "debug", "--log-format", "text", "--metrics-bind", address)
+    text = (
+        "--threads",
+        3,
+        "--log-level",
+        "debug",
+        "--log-format",
+        "text",
+        "--metrics-bind",
+        address,
+    )
     with programs_in(tmp_path_factory.mktemp("workers")) as programs:
         programs.script(SCRIPT)
         first = local(programs, *text, "train.py", address)

@@ -1,4 +1,6 @@
-"""Snapshots of running jobs: when they are taken, what is in them, and how a job goes on from them."""
+"""Snapshots of running jobs: when they are taken, what is in them, and how a job goes on from
+them.
+"""
 
 import json
 import logging
@@ -15,10 +17,10 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import SnapshotError
-from pscommon.snapshot import Snapshots, TapeReader
-from pscommon.snapshot.files import Files
-from pscommon.values import SnapshotEvery
-from psserver.archive import NICE
+from pscommon.settings.values import SnapshotEvery
+from pscommon.snapshot import SnapshotDirectory, SnapshotReader
+from pscommon.snapshot.atomic_files import AtomicFiles
+from psserver.durability.snapshots import NICE
 from psworker import Job
 from tests.e2e.conftest import Cluster
 from tests.e2e.disk import flip, stored
@@ -61,7 +63,9 @@ def whole() -> str:
 
 
 def unhurried(address: str) -> Callable[[Job], None]:
-    """Waits for each snapshot of STEPS: they are taken one at a time, and such a small training outruns them."""
+    """Waits for each snapshot of STEPS: they are taken one at a time, and such a small training
+    outruns them.
+    """
 
     def wait(job: Job) -> None:
         if job.rank == 0 and job.version % 5 == 0:
@@ -77,7 +81,7 @@ def interrupted(make: Make, shards: int, data_dir: Path, version: int) -> None:
     cluster.close()
 
 
-# ---- when ------------------------------------------------------------------------------------------------------------
+# ---- when ----------------------------------------------------------------------------------------
 
 
 def test_every_so_many_steps(cluster: Make, tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ def test_every_so_many_steps(cluster: Make, tmp_path: Path) -> None:
     train(servers.address, each=unhurried(servers.address))
 
     assert snapshots(servers.address) == [5, 10, 15]
-    assert Snapshots(tmp_path).verify(10) == []
+    assert SnapshotDirectory(tmp_path).verify(10) == []
 
 
 def test_every_so_many_seconds_while_there_is_something_new(cluster: Make, tmp_path: Path) -> None:
@@ -105,14 +109,16 @@ def test_every_so_many_seconds_while_there_is_something_new(cluster: Make, tmp_p
     assert 0 < first < second
 
 
-def test_training_goes_on_while_one_is_written(cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, slow = threading.Event(), Files.save
+def test_training_goes_on_while_one_is_written(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, slow = threading.Event(), AtomicFiles.save
 
-    def save(self: Files, *args: Any) -> str:
+    def save(self: AtomicFiles, *args: Any) -> str:
         assert go_on.wait(30)
         return slow(self, *args)
 
-    monkeypatch.setattr(Files, "save", save)
+    monkeypatch.setattr(AtomicFiles, "save", save)
     servers = cluster(2, data_dir=tmp_path, snapshot_every=STEPS)
     with counter(servers.address) as client:
         count(client, 12)
@@ -129,13 +135,13 @@ def test_training_goes_on_while_one_is_written(cluster: Make, tmp_path: Path, mo
 def test_the_thread_that_writes_one_gives_way_to_the_others(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, seen = Files.save, []
+    usual, seen = AtomicFiles.save, []
 
-    def save(self: Files, *args: Any) -> str:
+    def save(self: AtomicFiles, *args: Any) -> str:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return usual(self, *args)
 
-    monkeypatch.setattr(Files, "save", save)
+    monkeypatch.setattr(AtomicFiles, "save", save)
     servers = cluster(1, data_dir=tmp_path, snapshot_every=STEPS)
     with counter(servers.address) as client:
         count(client, 5)
@@ -144,7 +150,9 @@ def test_the_thread_that_writes_one_gives_way_to_the_others(
     assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0) + NICE
 
 
-def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(cluster: Make, tmp_path: Path) -> None:
+def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(
+    cluster: Make, tmp_path: Path
+) -> None:
     """One that has taken over, say, while its predecessor still held the folder."""
     servers = cluster(0)
     servers.add(0, 2, data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=2))
@@ -152,7 +160,12 @@ def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(cluster
     with counter(servers.address) as client:
         for _ in range(2):
             count(client, 2)
-            until(lambda: "shard 1: it has no --data-dir" in status(servers.address)["snapshot_problem"], "the problem")
+            until(
+                lambda: (
+                    "shard 1: it has no --data-dir" in status(servers.address)["snapshot_problem"]
+                ),
+                "the problem",
+            )
             servers.servers[0].archive.problem = ""
         count(client)
 
@@ -164,12 +177,15 @@ def test_only_the_newest_are_kept_on_every_shard(cluster: Make, tmp_path: Path) 
     with counter(servers.address) as client:
         for version in range(1, 6):
             count(client)
-            until(lambda version=version: version in snapshots(servers.address), f"snapshot {version}")
+            until(
+                lambda version=version: version in snapshots(servers.address), f"snapshot {version}"
+            )
 
     def folders() -> list[str]:
         return sorted(path.name for path in (tmp_path / "snapshots").iterdir())
 
-    # just after the newest is there; the manifest, by which a snapshot is listed, goes before its folder
+    # just after the newest is there; the manifest, by which a snapshot is listed, goes before its
+    # folder
     until(lambda: folders() == ["000000000004", "000000000005"], "the older ones gone")
     assert snapshots(servers.address) == [4, 5]
 
@@ -192,11 +208,11 @@ def test_stopping_takes_a_last_one(cluster: Make, tmp_path: Path) -> None:
 
     servers.stop()
 
-    assert Snapshots(tmp_path).versions() == [3]
+    assert SnapshotDirectory(tmp_path).versions() == [3]
     assert counted(stored(tmp_path, 3)) == 3
 
 
-# ---- what ------------------------------------------------------------------------------------------------------------
+# ---- what ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("async", None), ("ssp", 1)])
@@ -205,7 +221,13 @@ def test_one_version_on_all_shards_in_every_policy(
 ) -> None:
     every = SnapshotEvery(steps=3)
     servers = cluster(
-        3, data_dir=tmp_path, policy=policy, staleness=staleness, min_workers=3, snapshot_every=every, snapshot_keep=100
+        3,
+        data_dir=tmp_path,
+        policy=policy,
+        staleness=staleness,
+        min_workers=3,
+        snapshot_every=every,
+        snapshot_keep=100,
     )
 
     def work(rank: int) -> None:
@@ -218,7 +240,7 @@ def test_one_version_on_all_shards_in_every_policy(
     together(*[lambda rank=rank: work(rank) for rank in range(3)])
     servers.stop()
 
-    versions = Snapshots(tmp_path).versions()
+    versions = SnapshotDirectory(tmp_path).versions()
     assert len(versions) >= 2
     assert versions[-1] == (12 if policy == "sync" else 36)
     assert [counted(stored(tmp_path, version)) for version in versions] == versions
@@ -228,11 +250,15 @@ def test_a_snapshot_holds_what_resuming_needs(cluster: Make, tmp_path: Path) -> 
     servers = cluster(2, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
     train(servers.address, stop_at=7, each=unhurried(servers.address))
 
-    found = Snapshots(tmp_path)
+    found = SnapshotDirectory(tmp_path)
     manifest = found.manifest(5)
-    reader = TapeReader(found, manifest)
+    reader = SnapshotReader(found, manifest)
 
-    assert (manifest.job, manifest.version, manifest.shards) == (status(servers.address)["job"], 5, 2)
+    assert (manifest.job, manifest.version, manifest.shards) == (
+        status(servers.address)["job"],
+        5,
+        2,
+    )
     assert reader.kinds() == {"weight", "exp_avg", "exp_avg_sq"}
     assert set(reader.steps().values()) == {5}
     (group,) = json.loads(reader.groups_json())
@@ -241,10 +267,12 @@ def test_a_snapshot_holds_what_resuming_needs(cluster: Make, tmp_path: Path) -> 
     assert loop["below"] == 10  # batches: 5 rounds of two workers
     assert sorted(manifest.coordinator["pushes"].values()) == [5, 5]
     for path in tmp_path.rglob("*"):
-        assert not path.is_file() or not path.read_bytes().startswith(b"\x80"), f"{path} looks like a pickle"
+        assert not path.is_file() or not path.read_bytes().startswith(b"\x80"), (
+            f"{path} looks like a pickle"
+        )
 
 
-# ---- going on --------------------------------------------------------------------------------------------------------
+# ---- going on ------------------------------------------------------------------------------------
 
 
 def test_resuming_ends_at_the_same_weights(cluster: Make, tmp_path: Path, whole: str) -> None:
@@ -259,7 +287,9 @@ def test_resuming_ends_at_the_same_weights(cluster: Make, tmp_path: Path, whole:
         assert (loop["committed"], loop["total"]) == (30, 30)
 
 
-def test_going_from_two_to_three_to_one_server_changes_no_bit(cluster: Make, tmp_path: Path, whole: str) -> None:
+def test_going_from_two_to_three_to_one_server_changes_no_bit(
+    cluster: Make, tmp_path: Path, whole: str
+) -> None:
     interrupted(cluster, 2, tmp_path, version=6)
     three = cluster(3, min_workers=2, data_dir=tmp_path, snapshot_every=STEPS)
     train(three.address, stop_at=11, each=unhurried(three.address))
@@ -272,7 +302,9 @@ def test_going_from_two_to_three_to_one_server_changes_no_bit(cluster: Make, tmp
         assert digest(address) == whole
 
 
-def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(cluster: Make, tmp_path: Path) -> None:
+def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(
+    cluster: Make, tmp_path: Path
+) -> None:
     first = cluster(2, min_workers=2, data_dir=tmp_path)
     train(first.address)
     before = digest(first.address)
@@ -285,7 +317,9 @@ def test_a_finished_job_that_is_started_again_has_nothing_left_to_do(cluster: Ma
 
 
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
-def test_a_run_that_all_have_left_waits_for_as_many(cluster: Make, tmp_path: Path, whole: str, durability: str) -> None:
+def test_a_run_that_all_have_left_waits_for_as_many(
+    cluster: Make, tmp_path: Path, whole: str, durability: str
+) -> None:
     """Whoever comes first would train alone, and the weights be others each time."""
     settings = {"min_workers": 2, "data_dir": tmp_path, "durability": durability}
     first = cluster(2, **settings)
@@ -294,7 +328,10 @@ def test_a_run_that_all_have_left_waits_for_as_many(cluster: Make, tmp_path: Pat
     again = cluster(2, **settings)
 
     def comes_late() -> int:
-        until(lambda: "idle" in [row["phase"] for row in status(again.address)["workers"]], "a wait for the second")
+        until(
+            lambda: "idle" in [row["phase"] for row in status(again.address)["workers"]],
+            "a wait for the second",
+        )
         return training(again.address, 1)
 
     together(lambda: training(again.address, 0), comes_late)
@@ -330,7 +367,10 @@ def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
     lost = servers.servers.pop()
     lost.close()
     servers.add(1, 2, data_dir=tmp_path, bind=lost.address)
-    until(lambda: status(servers.address)["state"] == "waiting for workers", "a job that waits for its workers")
+    until(
+        lambda: status(servers.address)["state"] == "waiting for workers",
+        "a job that waits for its workers",
+    )
 
     assert "rolling back to a snapshot" in caplog.text
     with counter(servers.address) as client:
@@ -339,35 +379,39 @@ def test_a_lost_shard_takes_all_back_to_the_newest_snapshot(
         assert counted(client.pull()) == 7
 
 
-# ---- which -----------------------------------------------------------------------------------------------------------
+# ---- which ---------------------------------------------------------------------------------------
 
 
 def test_a_damaged_newest_one_is_skipped_loudly(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: str
 ) -> None:
     interrupted(cluster, 2, tmp_path, version=12)
-    (part,) = Snapshots(tmp_path).path(10).glob("shard-1-*")
+    (part,) = SnapshotDirectory(tmp_path).path(10).glob("shard-1-*")
     flip(part)
 
     again = cluster(2, min_workers=2, data_dir=tmp_path)
 
     assert status(again.address)["version"] == 5
-    (skipped,) = [r for r in caplog.records if r.levelno == logging.ERROR and "skipped a damaged" in r.message]
+    (skipped,) = [
+        r for r in caplog.records if r.levelno == logging.ERROR and "skipped a damaged" in r.message
+    ]
     assert str(part) in skipped.__dict__["problem"]
     with finished(again) as address:
         assert digest(address) == whole
 
 
-def test_when_all_are_damaged_the_job_does_not_start_from_nothing(cluster: Make, tmp_path: Path) -> None:
+def test_when_all_are_damaged_the_job_does_not_start_from_nothing(
+    cluster: Make, tmp_path: Path
+) -> None:
     interrupted(cluster, 1, tmp_path, version=11)
-    for part in Snapshots(tmp_path).folder.glob("*/shard-*"):
+    for part in SnapshotDirectory(tmp_path).folder.glob("*/shard-*"):
         flip(part)
 
     with pytest.raises(SnapshotError, match=r"none of the snapshots in .* is valid") as caught:
         cluster(1, data_dir=tmp_path)
 
     assert caught.value.exit_code == 12
-    assert Snapshots(tmp_path).versions() == [5, 10]  # and nothing is lost
+    assert SnapshotDirectory(tmp_path).versions() == [5, 10]  # and nothing is lost
 
 
 def test_never_starts_afresh_and_keeps_the_old_ones_aside(cluster: Make, tmp_path: Path) -> None:
@@ -377,7 +421,9 @@ def test_never_starts_afresh_and_keeps_the_old_ones_aside(cluster: Make, tmp_pat
 
     assert status(again.address)["version"] == 0
     assert status(again.address)["state"] == "waiting for a model"
-    assert [path.name for path in Snapshots(tmp_path).folder.iterdir()] == ["000000000005.aside-1"]
+    assert [path.name for path in SnapshotDirectory(tmp_path).folder.iterdir()] == [
+        "000000000005.aside-1"
+    ]
 
 
 def test_a_version_starts_from_there(cluster: Make, tmp_path: Path, whole: str) -> None:
@@ -386,7 +432,7 @@ def test_a_version_starts_from_there(cluster: Make, tmp_path: Path, whole: str) 
     again = cluster(2, min_workers=2, data_dir=tmp_path, resume=5)
 
     assert status(again.address)["version"] == 5
-    assert Snapshots(tmp_path).versions() == [5]
+    assert SnapshotDirectory(tmp_path).versions() == [5]
     with finished(again) as address:
         assert digest(address) == whole
 

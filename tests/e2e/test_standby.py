@@ -1,4 +1,6 @@
-"""A standby follows real servers: what it has, when it is believed to have it, and what it refuses."""
+"""A standby follows real servers: what it has, when it is believed to have it, and what it
+refuses.
+"""
 
 import threading
 import time
@@ -16,12 +18,12 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
-from psserver.core import shipping
-from psserver.frozen import Frozen
-from psserver.primary_lease import FolderLease
-from psserver.shipper import EVERY
+from psserver.core.shard import replication as shipping
+from psserver.parameters.frozen_shard import FrozenShard
+from psserver.replication.lease_directory import LeaseDirectory
+from psserver.replication.primary import EVERY
 from psworker import Client, OptimizerSpec
-from psworker.discovery import describe
+from psworker.connection.discovery import describe
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
 from tests.e2e.standbys import Following, mirror, same, silent_standby
@@ -43,7 +45,9 @@ def adam(address: str) -> Client:
 
 @pytest.mark.parametrize("early", [True, False], ids=["from the beginning", "in the middle"])
 def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
-    """Weights, the optimizer's state, outcomes; and of shard 0 the coordinator, to the last lease."""
+    """Weights, the optimizer's state, outcomes; and of shard 0 the coordinator, to the last
+    lease.
+    """
     server = cluster(policy="async").servers[0]
     with Following(server) as following, adam(server.address) as client:
         if early:
@@ -84,7 +88,10 @@ def test_shards_have_standbys_of_their_own(cluster: Make) -> None:
         following.in_sync()
         count(client, 3)
         until(lambda: same(following), "the same")
-        until(lambda: status(servers.address)["servers"][1].get("standby_state") == "in sync", "in the status")
+        until(
+            lambda: status(servers.address)["servers"][1].get("standby_state") == "in sync",
+            "in the status",
+        )
         assert status(servers.address)["servers"][1]["standby"] == following.standby.address
         assert mirror(following).coordinator is None
 
@@ -99,13 +106,17 @@ def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> 
         version = server.hub.snapshots.save(20)
         count(client, 3)
         server.hub.snapshots.restore(version, 20)
-        until(lambda: mirror(following).loaded and mirror(following).version == 2, "the older version")
+        until(
+            lambda: mirror(following).loaded and mirror(following).version == 2, "the older version"
+        )
         following.in_sync()
         assert same(following)
 
 
 def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path: Path) -> None:
-    """Before any shard lets go of the log that came before it: who takes over tells them what to go on from."""
+    """Before any shard lets go of the log that came before it: who takes over tells them what to
+    go on from.
+    """
     server = cluster(policy="async", data_dir=tmp_path, snapshot_keep=2).servers[0]
     assert server.hub is not None
     with Following(server) as following, counter(server.address) as client:
@@ -120,10 +131,16 @@ def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path:
 
 
 def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
-    """Each loads anew once the move is over, with the command line of before; that of a server that leaves ends."""
+    """Each loads anew once the move is over, with the command line of before; that of a server
+    that leaves ends.
+    """
     servers = cluster(2, policy="async")
     first, second = servers.servers
-    with Following(first) as of_first, Following(second) as of_second, pushing(servers.address, 1, "grpc") as pushers:
+    with (
+        Following(first) as of_first,
+        Following(second) as of_second,
+        pushing(servers.address, 1, "grpc") as pushers,
+    ):
         for shards in (3, 2, 1):
             pushers[0].goes_on()
             reshard(servers, shards, policy="async")
@@ -143,7 +160,9 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
         assert mirror(of_first).hello["layout"] == {"shards": 1, "past": [2, 3], "changes": 3}
 
 
-def test_numbers_that_differ_are_found_and_loaded_anew(cluster: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_numbers_that_differ_are_found_and_loaded_anew(
+    cluster: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     server = cluster(policy="async", metrics_bind="127.0.0.1:0").servers[0]
     with Following(server) as following, counter(server.address) as client:
         following.in_sync()
@@ -160,7 +179,9 @@ def test_numbers_that_differ_are_found_and_loaded_anew(cluster: Make, caplog: py
         following.in_sync()
         assert same(following)
         assert Metrics(server.monitor.address)("ps_standby_divergences_total") == 1
-        assert any("are not the primary's at 100" in str(getattr(r, "problem", "")) for r in caplog.records)
+        assert any(
+            "are not the primary's at 100" in str(getattr(r, "problem", "")) for r in caplog.records
+        )
 
 
 def test_the_end_of_the_job_is_its_end(cluster: Make) -> None:
@@ -176,14 +197,18 @@ def test_it_says_who_is_primary(cluster: Make) -> None:
     server = cluster().servers[0]
     with Following(server) as following:
         following.in_sync()
-        with pytest.raises(PSError, match=f"is a standby; its primary is {server.address}") as refused:
+        with pytest.raises(
+            PSError, match=f"is a standby; its primary is {server.address}"
+        ) as refused:
             describe(following.standby.address)
         assert refused.value.reason == "NOT_PRIMARY"
 
 
 def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
     server = cluster().servers[0]
-    with Following(server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5) as following:
+    with Following(
+        server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5
+    ) as following:
         until(lambda: following.ended, "its end")
         assert "nothing for too long" in str(following.standby.failure)
 
@@ -209,8 +234,13 @@ def test_there_is_one_standby(cluster: Make) -> None:
 def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
     server = cluster().servers[0]
     with Following(server) as following:
-        with closing(open_channel(server.address)) as channel, pytest.raises(Exception, match="this standby is behind"):
-            StandbyServiceStub(channel).StepDown(pb.StepDownRequest(instance="somebody else"), timeout=5)
+        with (
+            closing(open_channel(server.address)) as channel,
+            pytest.raises(Exception, match="this standby is behind"),
+        ):
+            StandbyServiceStub(channel).StepDown(
+                pb.StepDownRequest(instance="somebody else"), timeout=5
+            )
         following.in_sync()
         with counter(server.address) as client:
             count(client)
@@ -223,10 +253,13 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
         store = server.engine.store
         assert store is not None
         with server.engine.standing(1):
-            server.engine.moves.held = Frozen(server.engine._machine.epoch, 1, 1, store)
+            server.engine.moves.held = FrozenShard(server.engine._machine.epoch, 1, 1, store)
         with Following(server) as following:
             until(lambda: "the model is on the move" in following.standby.ready()[1], "a reason")
-            with pytest.raises(MismatchError, match=r"has not loaded.*the model is on the move.*: wait until ps-ctl"):
+            with pytest.raises(
+                MismatchError,
+                match=r"has not loaded.*the model is on the move.*: wait until ps-ctl",
+            ):
                 following.standby.promote(1.0)
 
 
@@ -262,8 +295,12 @@ def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
         assert not asked.is_set()
 
 
-def test_one_that_is_told_to_end_while_it_connects_ends(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no line yet that could be ended; the new one lasts until its primary, or the network, gives it up."""
+def test_one_that_is_told_to_end_while_it_connects_ends(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no line yet that could be ended; the new one lasts until its primary, or the
+    network, gives it up.
+    """
     server = cluster().servers[0]
     monkeypatch.setattr(shipping, "SILENCE", 60.0)
     following = Following(server)
@@ -272,19 +309,23 @@ def test_one_that_is_told_to_end_while_it_connects_ends(cluster: Make, monkeypat
         until(lambda: following.ended, "its end")
 
 
-def test_one_that_the_lock_keeps_back_says_who_has_more(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_the_lock_keeps_back_says_who_has_more(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = cluster().servers[0]
     with Following(server) as following:
         following.in_sync()
         monkeypatch.setattr(following.standby, "_agreed", lambda: "nobody answers")
         monkeypatch.setattr(following.standby._succession, "take_over", lambda: None)
-        with pytest.raises(MismatchError, match=f"{server.address} may have gone on.*start that server again"):
+        with pytest.raises(
+            MismatchError, match=f"{server.address} may have gone on.*start that server again"
+        ):
             following.standby.promote(1.0)
 
 
 def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
     server = cluster(failover_lock=tmp_path).servers[0]
-    lease = FolderLease(tmp_path, 0)
+    lease = LeaseDirectory(tmp_path, 0)
 
     def in_sync() -> str:
         tenure = lease.read()
@@ -311,7 +352,9 @@ def test_a_standby_that_dies_holds_nobody_up_for_long(cluster: Make) -> None:
         assert machine_seconds(began) < 3.0
 
 
-def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_holds_nobody_up(cluster: Make) -> None:
+def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_holds_nobody_up(
+    cluster: Make,
+) -> None:
     """gRPC tells of that end in the thread that also hears the standby."""
     server, over = cluster(policy="async").servers[0], threading.Event()
 

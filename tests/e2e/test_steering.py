@@ -1,4 +1,6 @@
-"""A running job that is steered from outside: workers are asked to leave, its policy changes, slow ones are named."""
+"""A running job that is steered from outside: workers are asked to leave, its policy changes,
+slow ones are named.
+"""
 
 import json
 import logging
@@ -12,16 +14,27 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.wire import codec
+from pscommon.wire import messages as codec
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psworker import Client, connect
 from psworker.ctl.cli import main as ps_ctl
-from psworker.ctl.servers import Servers
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import Programs, programs_in
-from tests.e2e.workers import DEADLINE, ONES, OUTLIVED, count, counted, counter, status, together, until, weights_of
+from tests.e2e.workers import (
+    DEADLINE,
+    ONES,
+    OUTLIVED,
+    count,
+    counted,
+    counter,
+    status,
+    together,
+    until,
+    weights_of,
+)
 from tests.support.ctl_output import ctl
 from tests.support.data_training import assert_each_once, train
 
@@ -48,7 +61,7 @@ def row_of(address: str, worker: int) -> dict[str, Any]:
     return dict(found)
 
 
-# ---- drain -----------------------------------------------------------------------------------------------------------
+# ---- drain ---------------------------------------------------------------------------------------
 
 # In its fourth step it waits for the word, and makes that step.
 DRAINED = """
@@ -114,7 +127,7 @@ def test_who_is_not_here_cannot_be_drained(cluster: Make, capsys: Output) -> Non
     assert "here are: none" in capsys.readouterr().err
 
 
-# ---- policy ----------------------------------------------------------------------------------------------------------
+# ---- policy --------------------------------------------------------------------------------------
 
 
 def held_up(address: str, client: Client, other: Client, pool: ThreadPoolExecutor) -> Any:
@@ -130,7 +143,9 @@ def test_a_job_changes_its_policy_from_the_next_update_on(cluster: Make, capsys:
         push = held_up(address, quick, slow, pool)
         assert quick.policy == "sync"
         assert ctl(capsys, "--ps", address, "policy", "set", "async")["policy"] == "async"
-        until(lambda: (quick.policy, slow.policy) == ("async", "async"), "the workers to hear of it")
+        until(
+            lambda: (quick.policy, slow.policy) == ("async", "async"), "the workers to hear of it"
+        )
         assert push.result(DEADLINE).status == "applied"  # the one that waited, at once
         count(quick, 5)
         assert (status(address)["policy"], status(address)["version"]) == ("async", 6)
@@ -141,7 +156,11 @@ def test_a_job_changes_its_policy_from_the_next_update_on(cluster: Make, capsys:
         assert push.result(DEADLINE).version == 7
         together(lambda: count(quick, 3), lambda: count(slow, 3))
 
-        assert (status(address)["policy"], status(address)["version"], status(address)["steps"]) == ("sync", 10, 14)
+        assert (
+            status(address)["policy"],
+            status(address)["version"],
+            status(address)["steps"],
+        ) == ("sync", 10, 14)
         assert counted(quick.pull()) == 10
 
 
@@ -150,7 +169,9 @@ def test_ssp_counts_from_where_everybody_stands(cluster: Make, capsys: Output) -
     address = cluster(1, policy="async", min_workers=2).address
     with ThreadPoolExecutor(1) as pool, counter(address, 0) as quick, counter(address, 1) as slow:
         count(quick, 9)
-        ctl(capsys, "--ps", address, "policy", "set", "ssp", "--staleness", 2, "--max-staleness", 50)
+        ctl(
+            capsys, "--ps", address, "policy", "set", "ssp", "--staleness", 2, "--max-staleness", 50
+        )
         count(quick, 2)
         push = held_up(address, quick, slow, pool)
 
@@ -171,19 +192,24 @@ def test_a_change_to_sync_takes_the_backup_workers_along(cluster: Make, capsys: 
     assert status(address)["backup_workers"] == 1
 
 
-def test_a_policy_that_cannot_be_is_refused_and_the_old_one_stays(cluster: Make, capsys: Output) -> None:
+def test_a_policy_that_cannot_be_is_refused_and_the_old_one_stays(
+    cluster: Make, capsys: Output
+) -> None:
     address = cluster(1, policy="async", in_flight=1000).address  # a push has 960 bytes
     with counter(address, 0, lanes="grpc") as one, counter(address, 1, lanes="grpc"):
         assert ps_ctl(["--ps", address, "policy", "set", "sync"]) == 2
         assert "start the servers with --in-flight 1920" in capsys.readouterr().err
-        with Servers([address], 10.0) as servers, pytest.raises(InvalidRequestError, match="ssp needs it"):
+        with (
+            CoordinatorClient([address], 10.0) as servers,
+            pytest.raises(InvalidRequestError, match="ssp needs it"),
+        ):
             servers.set_policy("ssp", None, None)
 
         count(one, 3)
     assert status(address)["policy"] == "async"
 
 
-# ---- health ----------------------------------------------------------------------------------------------------------
+# ---- health --------------------------------------------------------------------------------------
 
 
 def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(

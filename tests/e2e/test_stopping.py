@@ -1,4 +1,6 @@
-"""Scripts with epochs and evaluations, ended by Ctrl-C, SIGTERM, drain and stop; and the one-call API."""
+"""Scripts with epochs and evaluations, ended by Ctrl-C, SIGTERM, drain and stop; and the
+one-call API.
+"""
 
 import json
 import signal
@@ -78,7 +80,11 @@ def test_a_signal_to_ps_run_ends_scripts_within_their_epoch(
 
     assert run.wait() == 128 + number
     assert run.out.count("evaluated") == run.out.count("trained")
-    assert (run.out.count("finally"), run.out.count("swallowed"), run.said.count("Traceback")) == (2, 0, 0)
+    assert (run.out.count("finally"), run.out.count("swallowed"), run.said.count("Traceback")) == (
+        2,
+        0,
+        0,
+    )
     after = run.err[run.err.index("interrupted by") :]
     assert after.count("snapshot written") == 1
     assert "[warning]" not in after
@@ -95,7 +101,11 @@ def test_stop_ends_all_scripts_and_the_run_with_0(programs: Programs) -> None:
     assert ps_ctl(["--ps", address, "stop", "--yes"]) == 0
 
     assert run.wait() == 0, run.said
-    assert (run.said.count("finally"), run.said.count("swallowed"), run.said.count("Traceback")) == (2, 0, 0)
+    assert (
+        run.said.count("finally"),
+        run.said.count("swallowed"),
+        run.said.count("Traceback"),
+    ) == (2, 0, 0)
     assert run.said.count("the script ends here: the job ends") == 2
     assert "[warning]" not in run.said
 
@@ -115,7 +125,9 @@ for number, (x,) in enumerate(job.batches((torch.ones(400, 1),), batch_size=4)):
 """
 
 
-def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(programs: Programs) -> None:
+def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(
+    programs: Programs,
+) -> None:
     """That one makes no call any more, and is killed after the grace."""
     programs.script(SLOW)
     run = programs.start("ps-run", "--workers", 2, "--grace", "4s", "train.py")
@@ -131,11 +143,13 @@ def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(program
     assert "Traceback" not in run.said
 
 
-# ---- train_distributed -----------------------------------------------------------------------------------------------
+# ---- train_distributed ---------------------------------------------------------------------------
 
 
 def endless(address: str) -> dict[str, Any]:
-    return DistributedTraining(ps=address).train_distributed(nn.Linear(1, 1), DATA, nodes=2, epochs=100_000)
+    return DistributedTraining(ps=address).train_distributed(
+        nn.Linear(1, 1), DATA, nodes=2, epochs=100_000
+    )
 
 
 @pytest.mark.parametrize("how", ["stop", "drain"])
@@ -145,8 +159,12 @@ def test_train_distributed_returns_what_was_reached(cluster: Make, how: str) -> 
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(endless, address)
         until(lambda: status(address)["version"] > 5, "training")
-        here = [str(row["worker"]) for row in status(address)["workers"] if row["state"] == "active"]
-        for command in [["stop", "--yes"]] if how == "stop" else [["drain", worker] for worker in here]:
+        here = [
+            str(row["worker"]) for row in status(address)["workers"] if row["state"] == "active"
+        ]
+        for command in (
+            [["stop", "--yes"]] if how == "stop" else [["drain", worker] for worker in here]
+        ):
             assert ps_ctl(["--ps", address, *command]) == 0
         result = training.result(DEADLINE)
 
@@ -155,7 +173,9 @@ def test_train_distributed_returns_what_was_reached(cluster: Make, how: str) -> 
     assert set(result["state_dict"]) == {"weight", "bias"}
 
 
-def test_train_distributed_is_done_when_another_worker_ends_the_data_of_one_that_was_drained(cluster: Make) -> None:
+def test_train_distributed_is_done_when_another_worker_ends_the_data_of_one_that_was_drained(
+    cluster: Make,
+) -> None:
     address = cluster(1, min_workers=2).address
 
     def train() -> dict[str, Any]:
@@ -166,7 +186,9 @@ def test_train_distributed_is_done_when_another_worker_ends_the_data_of_one_that
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(train)
         until(lambda: status(address)["version"] > 5, "training")
-        drained = next(str(row["worker"]) for row in status(address)["workers"] if row["state"] == "active")
+        drained = next(
+            str(row["worker"]) for row in status(address)["workers"] if row["state"] == "active"
+        )
         assert ps_ctl(["--ps", address, "drain", drained]) == 0
         result = training.result(DEADLINE)
 

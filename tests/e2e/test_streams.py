@@ -1,4 +1,6 @@
-"""Streams over real servers: each sample of each source counts once, whoever reads it, dies or comes late."""
+"""Streams over real servers: each sample of each source counts once, whoever reads it, dies or
+comes late.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from psworker import Client, Job
-from psworker.lane import GrpcLane
+from psworker.transport.grpc import GrpcTransport
 from tests.e2e.conftest import Cluster
 from tests.e2e.crew import real, simulated
 from tests.e2e.mortal import Mortal
@@ -36,8 +38,12 @@ class Lines(IterableDataset[int]):
         return iter(range(10))
 
 
-def train(job: Job, data: Any = None, sources: int = len(SIZES), each: Callable[[int], object] = bool) -> list[int]:
-    """Goes through the stream, with `each` called before every step; the samples whose steps counted."""
+def train(
+    job: Job, data: Any = None, sources: int = len(SIZES), each: Callable[[int], object] = bool
+) -> list[int]:
+    """Goes through the stream, with `each` called before every step; the samples whose steps
+    counted.
+    """
     model = nn.Linear(1, 1)
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
     used: list[int] = []
@@ -64,7 +70,10 @@ def test_each_sample_counts_once(cluster: Make, name: str, workers: int) -> None
 
 
 def test_in_sync_the_shares_are_the_same_in_every_run(cluster: Make) -> None:
-    runs = [simulated(2, train), *(real(cluster(1, min_workers=2).address, 2, train) for _ in range(2))]
+    runs = [
+        simulated(2, train),
+        *(real(cluster(1, min_workers=2).address, 2, train) for _ in range(2)),
+    ]
 
     assert runs[0] == runs[1] == runs[2]
 
@@ -78,10 +87,12 @@ def test_an_iterable_dataset_is_one_source(cluster: Make) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_a_dead_worker_had_not_pushed_is_read_again_by_others(cluster: Make, name: str) -> None:
+def test_what_a_dead_worker_had_not_pushed_is_read_again_by_others(
+    cluster: Make, name: str
+) -> None:
     """It dies with a batch in its hands and cannot say goodbye."""
     servers = cluster(2, min_workers=2, lease=OUTLIVED, **POLICIES[name])
-    lane, steps = Mortal(GrpcLane(servers.addresses.split(","))), threading.Semaphore(0)
+    lane, steps = Mortal(GrpcTransport(servers.addresses.split(","))), threading.Semaphore(0)
     lost: list[int] = []
 
     def dies(job: Job) -> None:

@@ -1,7 +1,8 @@
 """What a PyTorch user expects of models and optimizers holds on two workers and two servers.
 
-Each case is trained twice: by workers that call `compute`, and by one torch process that does what they should amount
-to: every worker computes from the same state, gradients and floating buffers are averaged, one step is made.
+Each case is trained twice: by workers that call `compute`, and by one torch process that does
+what they should amount to: every worker computes from the same state, gradients and floating
+buffers are averaged, one step is made.
 """
 
 import copy
@@ -87,10 +88,14 @@ def plain(
         for rank, twin in enumerate(twins):
             compute(twin, rank, number)
         _copy_switches(model, twins[0])
-        for parameter, *theirs in zip(model.parameters(), *(twin.parameters() for twin in twins), strict=True):
+        for parameter, *theirs in zip(
+            model.parameters(), *(twin.parameters() for twin in twins), strict=True
+        ):
             held = [each.grad / WORKERS for each in theirs if each.grad is not None]
             parameter.grad = torch.stack(held).sum(0) if held else None
-        for buffer, *theirs in zip(model.buffers(), *(twin.buffers() for twin in twins), strict=True):
+        for buffer, *theirs in zip(
+            model.buffers(), *(twin.buffers() for twin in twins), strict=True
+        ):
             buffer.copy_(torch.stack(theirs).mean(0) if buffer.is_floating_point() else theirs[0])
         optimizer.step()
         model.zero_grad()
@@ -104,15 +109,20 @@ def _copy_switches(model: nn.Module, twin: nn.Module) -> None:
 
 
 def assert_alike(runs: list[list[Named]], expected: list[Named]) -> None:
-    """All workers are the same bit by bit after every round, and as expected within float64's rounding."""
+    """All workers are the same bit by bit after every round, and as expected within float64's
+    rounding.
+    """
     for round_, states in enumerate(zip(*runs, expected, strict=True)):
         *workers, other = states
         for name, value in other.items():
-            assert all(torch.equal(worker[name], workers[0][name]) for worker in workers), (round_, name)
+            assert all(torch.equal(worker[name], workers[0][name]) for worker in workers), (
+                round_,
+                name,
+            )
             assert torch.allclose(workers[0][name], value, rtol=1e-11, atol=1e-12), (round_, name)
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -153,7 +163,9 @@ class Recurrent(nn.Module):
 
 
 def normed() -> nn.Module:
-    return fixed(nn.Sequential(nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)))
+    return fixed(
+        nn.Sequential(nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    )
 
 
 def two_layers() -> nn.Sequential:
@@ -206,7 +218,12 @@ def test_parameters_may_be_frozen_and_thawed_on_the_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "used", [lambda rank, number: number % 2, lambda rank, number: rank, lambda rank, number: number * rank % 2]
+    "used",
+    [
+        lambda rank, number: number % 2,
+        lambda rank, number: rank,
+        lambda rank, number: number * rank % 2,
+    ],
 )
 def test_a_parameter_without_a_gradient_is_left_alone(used: Callable[[int, int], int]) -> None:
     """By all workers at times: no step, no decay, no moment. By some: it counts as zero there."""
@@ -216,11 +233,14 @@ def test_a_parameter_without_a_gradient_is_left_alone(used: Callable[[int, int],
         model.used = used(rank, number)
         backward(model, rank, number)
 
-    assert_alike(distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute))
+    assert_alike(
+        distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute)
+    )
 
 
 def test_weights_that_were_put_back_count_also_where_they_have_no_gradient() -> None:
-    """Sharpness-aware minimisation: the gradient of weights near by, and then the weights of before, as other tensors.
+    """Sharpness-aware minimisation: the gradient of weights near by, and then the weights of
+    before, as other tensors.
 
     Servers send only what a step has changed."""
 
@@ -235,7 +255,9 @@ def test_weights_that_were_put_back_count_also_where_they_have_no_gradient() -> 
         for parameter, value in zip(model.parameters(), before, strict=True):
             parameter.data = value
 
-    assert_alike(distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute))
+    assert_alike(
+        distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute)
+    )
 
 
 def test_batch_norm_s_statistics_are_averaged_and_the_same_everywhere_after_each_step() -> None:
@@ -305,7 +327,7 @@ def test_every_worker_starts_from_the_first_one_s_weights() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# ---- optimizers ------------------------------------------------------------------------------------------------------
+# ---- optimizers ----------------------------------------------------------------------------------
 
 
 def test_each_group_has_its_own_schedule() -> None:
@@ -361,16 +383,19 @@ def test_a_saved_model_and_optimizer_go_on_in_another_job(cluster: Make) -> None
         address = cluster(2, min_workers=2).address
         return real(address, 2, lambda job: train(job, normed(), loaded, rounds))[0]
 
-    whole, halves = (torch.load(io.BytesIO(file), weights_only=True) for file in (
-        job(b"", range(ROUNDS)), job(job(b"", range(3)), range(3, ROUNDS))
-    ))  # fmt: skip
+    whole, halves = (
+        torch.load(io.BytesIO(file), weights_only=True)
+        for file in (job(b"", range(ROUNDS)), job(job(b"", range(3)), range(3, ROUNDS)))
+    )
 
     assert whole["optimizer"]["param_groups"] == halves["optimizer"]["param_groups"]
     assert whole["scheduler"] == halves["scheduler"]
     assert all(torch.equal(whole["model"][name], halves["model"][name]) for name in whole["model"])
 
 
-def test_alone_is_one_worker_with_one_server(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_is_one_worker_with_one_server(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PS_LOCAL=1: same batches, same dropout, same weights."""
     data = noise(30, 6, seed=1)
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from psworker import DistributedTraining, InvalidRequestError, NonFiniteError
-from psworker.generators import reseed
+from psworker.data.random_state import reseed
 from tests.e2e.conftest import Cluster
 from tests.e2e.programs import descendants, gone, programs_in
 from tests.e2e.workers import status, weights_of
@@ -28,15 +28,25 @@ INPUTS = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()
 DATA = (INPUTS, LABELS)
 KEYS = {
-    "model_name", "nodes_used", "device", "status", "steps", "samples", "seconds", "final_loss", "state_dict"
-}  # fmt: skip
+    "model_name",
+    "nodes_used",
+    "device",
+    "status",
+    "steps",
+    "samples",
+    "seconds",
+    "final_loss",
+    "state_dict",
+}
 
 
 class Net(nn.Sequential):
     """Always the same initial weights."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 2))
+        super().__init__(
+            nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 2)
+        )
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -69,7 +79,12 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
     )
 
     assert set(result) == KEYS
-    assert (result["model_name"], result["nodes_used"], result["device"], result["status"]) == ("Net", 3, "cpu", "done")
+    assert (result["model_name"], result["nodes_used"], result["device"], result["status"]) == (
+        "Net",
+        3,
+        "cpu",
+        "done",
+    )
     assert (result["steps"], result["samples"]) == (96, 960)
     assert accuracy(model) > 0.9
     for name, tensor in model.state_dict().items():
@@ -79,12 +94,23 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
     assert left <= {"forgotten-clients"}, "that one stays, once it was needed"
 
 
-def test_its_servers_take_nothing_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of what another job is told there; with a data directory the second training would be the end of the first."""
-    for name, value in {"PS_DATA_DIR": str(tmp_path), "PS_STALENESS": "3", "PS_STANDBY_OF": "127.0.0.1:1"}.items():
+def test_its_servers_take_nothing_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of what another job is told there; with a data directory the second training would be the
+    end of the first.
+    """
+    for name, value in {
+        "PS_DATA_DIR": str(tmp_path),
+        "PS_STALENESS": "3",
+        "PS_STANDBY_OF": "127.0.0.1:1",
+    }.items():
         monkeypatch.setenv(name, value)
 
-    runs = [DistributedTraining().train_distributed(Net(), DATA, nodes=1, batch_size=40) for _ in range(2)]
+    runs = [
+        DistributedTraining().train_distributed(Net(), DATA, nodes=1, batch_size=40)
+        for _ in range(2)
+    ]
 
     assert [run["steps"] for run in runs] == [3, 3]
     assert list(tmp_path.iterdir()) == []
@@ -102,7 +128,9 @@ def test_a_simulated_run_is_the_same_every_time(row: dict[str, object]) -> None:
         assert (result["nodes_used"], result["steps"], result["samples"]) == (3, 36, 360)
         states.append(result["state_dict"])
 
-    again = 2 if not row else 1  # without a barrier, another number of servers is another order of events
+    again = (
+        2 if not row else 1
+    )  # without a barrier, another number of servers is another order of events
     for state in states[1 : 1 + again]:
         assert all(torch.equal(state[name], states[0][name]) for name in state)
 
@@ -118,7 +146,9 @@ def test_a_simulated_run_learns() -> None:
 
 @pytest.mark.parametrize("given", [{"epochs": 0}, {"data": (INPUTS[:0], LABELS[:0])}])
 def test_no_step_has_no_loss(given: dict[str, Any]) -> None:
-    result = DistributedTraining().train_distributed(Net(), **{"data": DATA, "nodes": 2, "simulate": True} | given)
+    result = DistributedTraining().train_distributed(
+        Net(), **{"data": DATA, "nodes": 2, "simulate": True} | given
+    )
 
     assert (result["status"], result["steps"], result["samples"]) == ("done", 0, 0)
     assert math.isnan(result["final_loss"])
@@ -165,9 +195,14 @@ class Quadratic(nn.Module):
 
 
 def test_nested_inputs_and_state_that_is_no_tensor() -> None:
-    model, data = Quadratic(), [({"x": (x, x[:1])}, label) for x, label in zip(INPUTS, LABELS, strict=True)]
+    model, data = (
+        Quadratic(),
+        [({"x": (x, x[:1])}, label) for x, label in zip(INPUTS, LABELS, strict=True)],
+    )
 
-    result = DistributedTraining().train_distributed(model, data, nodes=2, batch_size=30, simulate=True)
+    result = DistributedTraining().train_distributed(
+        model, data, nodes=2, batch_size=30, simulate=True
+    )
 
     assert (result["steps"], result["samples"]) == (4, 120)
     assert result["state_dict"]["_extra_state"] == model.seen == {"calls": 2}
@@ -175,7 +210,8 @@ def test_nested_inputs_and_state_that_is_no_tensor() -> None:
 
 def test_a_list_of_two_tensors_is_a_pair() -> None:
     results = [
-        DistributedTraining().train_distributed(Net(), data, nodes=1, simulate=True) for data in (DATA, list(DATA))
+        DistributedTraining().train_distributed(Net(), data, nodes=1, simulate=True)
+        for data in (DATA, list(DATA))
     ]
     assert [result["samples"] for result in results] == [120, 120]
     assert results[0]["final_loss"] == results[1]["final_loss"]
@@ -220,7 +256,9 @@ def test_what_an_optimizer_reads_from_its_constructor_counts(as_it_is: bool) -> 
 )
 def test_what_cannot_be_given(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        DistributedTraining().train_distributed(**{"model": Net(), "data": DATA, "nodes": 1, "simulate": True} | given)
+        DistributedTraining().train_distributed(
+            **{"model": Net(), "data": DATA, "nodes": 1, "simulate": True} | given
+        )
 
 
 def test_a_loss_over_the_model_that_was_given_is_refused() -> None:
@@ -271,14 +309,18 @@ def test_a_text_that_names_no_factory(model: str) -> None:
         DistributedTraining().train_distributed(model, DATA)
 
 
-@pytest.mark.parametrize("model", ["no_such_module:make", f"{__name__}:nothing", f"{__name__}:children"])
+@pytest.mark.parametrize(
+    "model", ["no_such_module:make", f"{__name__}:nothing", f"{__name__}:children"]
+)
 def test_a_factory_that_is_none_is_named(model: str) -> None:
     with pytest.raises(InvalidRequestError, match=model.split(":")[1]):
         DistributedTraining().train_distributed(model, DATA, simulate=True)
 
 
 def test_what_is_no_model_is_said_so() -> None:
-    with pytest.raises(InvalidRequestError, match=r"a model is a torch\.nn\.Module or a text, not a NoneType"):
+    with pytest.raises(
+        InvalidRequestError, match=r"a model is a torch\.nn\.Module or a text, not a NoneType"
+    ):
         DistributedTraining().train_distributed(None, DATA)  # type: ignore[arg-type]
 
 
@@ -301,12 +343,16 @@ def test_the_user_s_own_error_comes_out_once(simulate: bool) -> None:
         raise ZeroDivisionError("my loss")
 
     with pytest.raises(ZeroDivisionError, match="my loss"):
-        DistributedTraining().train_distributed(Net(), DATA, nodes=2, loss=broken, simulate=simulate)
+        DistributedTraining().train_distributed(
+            Net(), DATA, nodes=2, loss=broken, simulate=simulate
+        )
     assert children() == before
 
 
 class Breaks(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """So much data that it takes for ever; the `at`-th sample that anybody asks for cannot be read, the others can."""
+    """So much data that it takes for ever; the `at`-th sample that anybody asks for cannot be
+    read, the others can.
+    """
 
     def __init__(self, at: int) -> None:
         self.asked = 0
@@ -327,7 +373,9 @@ def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
     data, before = Breaks(at=100), children()
 
     with pytest.raises(FileNotFoundError, match=r"sample\.png"):
-        DistributedTraining().train_distributed(Net(), data, nodes=2, batch_size=10, simulate=simulate)
+        DistributedTraining().train_distributed(
+            Net(), data, nodes=2, batch_size=10, simulate=simulate
+        )
 
     assert data.asked < 1000
     assert children() == before
@@ -338,7 +386,9 @@ def test_a_gradient_that_ends_the_job_ends_all_nodes(caplog: pytest.LogCaptureFi
     began = time.monotonic()
 
     with pytest.raises(NonFiniteError, match=r"tensor 0\.weight"):
-        DistributedTraining().train_distributed(Net(), (INPUTS * torch.nan, LABELS), nodes=3, batch_size=60)
+        DistributedTraining().train_distributed(
+            Net(), (INPUTS * torch.nan, LABELS), nodes=3, batch_size=60
+        )
 
     assert time.monotonic() - began < 30, caplog.text
 
@@ -365,7 +415,9 @@ def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
         programs.script(ENDLESS)
         script = programs.start("python", "train.py", PYTHONPATH=f"{root}:{root / 'common'}")
         script.wait_for("trains")
-        assert list(programs.temporary.iterdir()) == []  # nor will there be anything, however it ends
+        assert (
+            list(programs.temporary.iterdir()) == []
+        )  # nor will there be anything, however it ends
         servers = descendants(script.pid)
 
         script.send_beside_main(signal.SIGINT)
@@ -392,9 +444,16 @@ def test_servers_that_run_already_can_be_used_and_go_on(
     assert (result["steps"], result["samples"]) == (seen["steps"], seen["samples"]) == (24, 240)
     assert (seen["state"], seen["finished"]) == ("running", 2)
     weights = weights_of(address)
-    assert all(torch.equal(tensor, torch.from_numpy(weights[name])) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, torch.from_numpy(weights[name]))
+        for name, tensor in model.state_dict().items()
+    )
 
     caplog.clear()
-    late = DistributedTraining(ps=address).train_distributed(Net(), DATA, 2, False, 2, 10, optimizer=adam)
+    late = DistributedTraining(ps=address).train_distributed(
+        Net(), DATA, 2, False, 2, 10, optimizer=adam
+    )
     assert (late["steps"], "nothing was trained" in caplog.text) == (0, True)
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in late["state_dict"].items())
+    assert all(
+        torch.equal(tensor, model.state_dict()[name]) for name, tensor in late["state_dict"].items()
+    )

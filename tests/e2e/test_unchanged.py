@@ -1,4 +1,6 @@
-"""Only what has changed travels back with a push, and a worker's weights are the job's all the same."""
+"""Only what has changed travels back with a push, and a worker's weights are the job's all the
+same.
+"""
 
 import random
 from collections.abc import Callable, Collection
@@ -54,7 +56,7 @@ def same(client: Client, address: str) -> bool:
     return all(np.array_equal(client.weights[name], job[name]) for name in job)
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 @LANES
@@ -125,13 +127,19 @@ def test_frozen_tensors_travel_once_and_buffers_with_each_version(cluster: Make)
     with connected(servers.address, lanes="grpc") as client:
         params = {"a": np.zeros(256, np.float32)}
         client.register(
-            params, OptimizerSpec("sgd", lr=1.0), buffers={"m": buffer}, frozen={"f": np.ones(FROZEN, np.float32)}
+            params,
+            OptimizerSpec("sgd", lr=1.0),
+            buffers={"m": buffer},
+            frozen={"f": np.ones(FROZEN, np.float32)},
         )
         sent = Sent(servers)
         for names, nbytes in (("a", 1024 + 128), ("", 128)):
             client.push_pull(ones(names) | {"m": buffer + 3})
             assert sent() == nbytes
-        assert client.push_pull({"a": np.full(256, np.nan, np.float32), "m": buffer}).status == "rejected"
+        assert (
+            client.push_pull({"a": np.full(256, np.nan, np.float32), "m": buffer}).status
+            == "rejected"
+        )
         assert sent() == 0
         client.pull()
         assert sent() == 1024 + 128
@@ -139,11 +147,13 @@ def test_frozen_tensors_travel_once_and_buffers_with_each_version(cluster: Make)
         assert same(client, servers.address)
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 @LANES
-def test_what_a_script_did_to_its_weights_is_replaced_where_the_job_has_changed(cluster: Make, lanes: Any) -> None:
+def test_what_a_script_did_to_its_weights_is_replaced_where_the_job_has_changed(
+    cluster: Make, lanes: Any
+) -> None:
     servers = cluster(2)
     with joined(servers.address, lanes=lanes) as client:
         client.push_pull(ones("abcd"))
@@ -163,7 +173,10 @@ def test_what_a_script_did_to_its_weights_is_replaced_where_the_job_has_changed(
 def test_after_an_error_everything_comes(cluster: Make, lanes: Any) -> None:
     """Nobody knows then what the worker has."""
     servers = cluster(2, min_workers=2)
-    with joined(servers.address, lanes=lanes) as other, joined(servers.address, lanes=lanes, wait_timeout=0.3) as one:
+    with (
+        joined(servers.address, lanes=lanes) as other,
+        joined(servers.address, lanes=lanes, wait_timeout=0.3) as one,
+    ):
         with pytest.raises(WaitTimeoutError):
             one.push_pull(ones("a"))
         for array in one.weights.values():
@@ -177,7 +190,9 @@ def test_after_an_error_everything_comes(cluster: Make, lanes: Any) -> None:
 
 @LANES
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_after_every_push_a_workers_weights_are_the_jobs(cluster: Make, lanes: Any, shards: int) -> None:
+def test_after_every_push_a_workers_weights_are_the_jobs(
+    cluster: Make, lanes: Any, shards: int
+) -> None:
     """Async workers in random turns, with random gradients, some of which are bad."""
     address = cluster(shards, policy="async", bad_gradients="skip").address
     chance = random.Random(shards)
@@ -200,7 +215,9 @@ def test_after_every_push_a_workers_weights_are_the_jobs(cluster: Make, lanes: A
 
 @LANES
 @pytest.mark.parametrize("shards", [1, 3])
-def test_workers_that_push_at_the_same_time_end_with_the_same_weights(cluster: Make, lanes: Any, shards: int) -> None:
+def test_workers_that_push_at_the_same_time_end_with_the_same_weights(
+    cluster: Make, lanes: Any, shards: int
+) -> None:
     address = cluster(shards, policy="async").address
     workers = [joined(address, lanes=lanes) for _ in range(4)]
 

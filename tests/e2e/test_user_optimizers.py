@@ -1,4 +1,6 @@
-"""--optimizers MODULE: optimizers of the user's on real servers and workers. The module is the one of the docs."""
+"""--optimizers MODULE: optimizers of the user's on real servers and workers. The module is the
+one of the docs.
+"""
 
 import json
 import re
@@ -59,12 +61,18 @@ def test_servers_train_as_one_process_does(programs: Programs) -> None:
 
 
 def test_a_resumed_job_and_the_offline_commands(programs: Programs) -> None:
-    """Snapshots hold the optimizer by its name; without the module servers say what they lack, and change nothing."""
+    """Snapshots hold the optimizer by its name; without the module servers say what they lack,
+    and change nothing.
+    """
     flags = ("--data-dir", "job", "--resume", "auto")
-    first = programs.run("ps-run", "--servers", 2, *flags, "train.py", 2, PS_OPTIMIZERS="my_optimizers")
+    first = programs.run(
+        "ps-run", "--servers", 2, *flags, "train.py", 2, PS_OPTIMIZERS="my_optimizers"
+    )
     lacking = programs.run("ps-server", "--bind", "127.0.0.1:0", *flags)
     export = programs.run("ps-ctl", "snapshot", "export", "job", "model.safetensors")
-    again = programs.start("ps-server", "--bind", "127.0.0.1:0", "--optimizers", "my_optimizers", *flags)
+    again = programs.start(
+        "ps-server", "--bind", "127.0.0.1:0", "--optimizers", "my_optimizers", *flags
+    )
     again.wait_for("listening")
     again.end()
 
@@ -100,8 +108,13 @@ def test_a_module_that_is_not_there(
     path = programs.run(command, "--optimizers", "my_optimizers.py", *rest, **environment)
 
     assert (program.wait(), path.wait()) == (2, 2)
-    assert "--optimizers their_optimizers: there is no module their_optimizers. Try: " in program.err
-    assert "'my_optimizers.py' is not the name of a module; give package.module, without .py" in path.err
+    assert (
+        "--optimizers their_optimizers: there is no module their_optimizers. Try: " in program.err
+    )
+    assert (
+        "'my_optimizers.py' is not the name of a module; give package.module, without .py"
+        in path.err
+    )
 
 
 @pytest.mark.parametrize("standby", [False, True])

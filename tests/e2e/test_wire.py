@@ -1,4 +1,6 @@
-"""The wire itself: sizes, services, machine-readable errors, deadlines, and peers that talk nonsense."""
+"""The wire itself: sizes, services, machine-readable errors, deadlines, and peers that talk
+nonsense.
+"""
 
 import gc
 import signal
@@ -29,16 +31,22 @@ from tests.support.wire_calls import WAIT, Open, exchange, reason_of, serve
 Make = Callable[..., Cluster]
 
 
-# ---- size ------------------------------------------------------------------------------------------------------------
+# ---- size ----------------------------------------------------------------------------------------
 
 
 def resident() -> int:
     """Bytes of this process's memory."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
     return int(line.split()[1]) << 10
 
 
-def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(cluster: Make, channel: Open) -> None:
+def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(
+    cluster: Make, channel: Open
+) -> None:
     """In both directions, and a second step takes no more memory than the first."""
     address = cluster(1).address
     size, memory = 75_000_000, []
@@ -61,12 +69,16 @@ def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(
     assert cast(grpc.Call, caught.value).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-# ---- services --------------------------------------------------------------------------------------------------------
+# ---- services ------------------------------------------------------------------------------------
 
 
-def test_health_is_served_for_the_server_and_each_of_its_services(cluster: Make, channel: Open) -> None:
+def test_health_is_served_for_the_server_and_each_of_its_services(
+    cluster: Make, channel: Open
+) -> None:
     servers = cluster(2)
-    leader, other = (health_pb2_grpc.HealthStub(channel(server.address)) for server in servers.servers)
+    leader, other = (
+        health_pb2_grpc.HealthStub(channel(server.address)) for server in servers.servers
+    )
 
     def health(stub: Any, service: str) -> str:
         answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT)
@@ -91,44 +103,66 @@ def test_reflection_lists_the_services_and_describes_them(cluster: Make, channel
 
     listed = {service.name for service in ask(list_services="").list_services_response.service}
     assert listed == {
-        "psproto.v1.ParameterServerService", "psproto.v1.CoordinatorService", "psproto.v1.StandbyService",
+        "psproto.v1.ParameterServerService",
+        "psproto.v1.CoordinatorService",
+        "psproto.v1.StandbyService",
         "psproto.v1.ShardService",
-        "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection",
-    }  # fmt: skip
-    described = ask(file_containing_symbol="psproto.v1.ParameterServerService").file_descriptor_response
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+    described = ask(
+        file_containing_symbol="psproto.v1.ParameterServerService"
+    ).file_descriptor_response
     assert any(b"PushPullHeader" in file for file in described.file_descriptor_proto)
 
 
-# ---- reasons ---------------------------------------------------------------------------------------------------------
+# ---- reasons -------------------------------------------------------------------------------------
 
 ANOTHER = "another-job"
 CALLS: dict[str, tuple[Callable[[CoordinatorServiceStub, str], object], str, str]] = {
     "another job": (
-        lambda stub, job: stub.Join(co.JoinRequest(job=ANOTHER), timeout=WAIT), "FAILED_PRECONDITION", "JOB_MISMATCH",
+        lambda stub, job: stub.Join(co.JoinRequest(job=ANOTHER), timeout=WAIT),
+        "FAILED_PRECONDITION",
+        "JOB_MISMATCH",
     ),
     "a worker that is not there": (
         lambda stub, job: stub.Heartbeat(co.HeartbeatRequest(job=job, worker=99), timeout=WAIT),
-        "FAILED_PRECONDITION", "FENCED",
+        "FAILED_PRECONDITION",
+        "FENCED",
     ),
     "no model at all": (
         lambda stub, job: stub.Register(co.RegisterRequest(job=job, worker=1), timeout=WAIT),
-        "INVALID_ARGUMENT", "INVALID_REQUEST",
+        "INVALID_ARGUMENT",
+        "INVALID_REQUEST",
     ),
     "an optimizer that nobody has": (
         lambda stub, job: stub.Register(
-            co.RegisterRequest(job=job, worker=1, model={"optimizer_json": '{"name": "lamb", "groups": [{}]}',
-            "tensors": [{"name": "a", "shape": [1], "dtype": "float32", "role": 1}]}), timeout=WAIT),
-        "INVALID_ARGUMENT", "UNSUPPORTED_OPTIMIZER",
+            co.RegisterRequest(
+                job=job,
+                worker=1,
+                model={
+                    "optimizer_json": '{"name": "lamb", "groups": [{}]}',
+                    "tensors": [{"name": "a", "shape": [1], "dtype": "float32", "role": 1}],
+                },
+            ),
+            timeout=WAIT,
+        ),
+        "INVALID_ARGUMENT",
+        "UNSUPPORTED_OPTIMIZER",
     ),
     "a snapshot without a folder": (
         lambda stub, job: stub.SaveSnapshot(co.SaveSnapshotRequest(wait_ms=100), timeout=WAIT),
-        "FAILED_PRECONDITION", "NO_SNAPSHOT",
+        "FAILED_PRECONDITION",
+        "NO_SNAPSHOT",
     ),
     "a loop of no batches": (
-        lambda stub, job: stub.NextBatch(co.NextBatchRequest(job=job, worker=1, loop={"size": 10}), timeout=WAIT),
-        "INVALID_ARGUMENT", "INVALID_REQUEST",
+        lambda stub, job: stub.NextBatch(
+            co.NextBatchRequest(job=job, worker=1, loop={"size": 10}), timeout=WAIT
+        ),
+        "INVALID_ARGUMENT",
+        "INVALID_REQUEST",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("call", "code", "reason"), CALLS.values(), ids=CALLS.keys())
@@ -144,7 +178,9 @@ def test_errors_carry_a_reason_for_machines(
     assert reason_of(caught.value) == (code, reason, {"ErrorInfo"})
 
 
-def test_an_error_that_may_pass_says_when_to_try_again(cluster: Make, channel: Open, tmp_path: Path) -> None:
+def test_an_error_that_may_pass_says_when_to_try_again(
+    cluster: Make, channel: Open, tmp_path: Path
+) -> None:
     stub = CoordinatorServiceStub(channel(cluster(1, data_dir=tmp_path).address))
 
     with pytest.raises(grpc.RpcError) as caught:
@@ -153,11 +189,13 @@ def test_an_error_that_may_pass_says_when_to_try_again(cluster: Make, channel: O
     assert reason_of(caught.value) == ("UNAVAILABLE", "NOT_READY", {"ErrorInfo", "RetryInfo"})
 
 
-# ---- nonsense --------------------------------------------------------------------------------------------------------
+# ---- nonsense ------------------------------------------------------------------------------------
 
 
 def header(job: str, worker: int, **fields: Any) -> bytes:
-    return encode_header(ps.PushPullHeader(job=job, worker=worker, seq=1, has_data=True, samples=1, **fields))
+    return encode_header(
+        ps.PushPullHeader(job=job, worker=worker, seq=1, has_data=True, samples=1, **fields)
+    )
 
 
 GARBAGE: dict[str, Callable[[str, int], list[bytes]]] = {
@@ -169,12 +207,16 @@ GARBAGE: dict[str, Callable[[str, int], list[bytes]]] = {
     "a header after the header": lambda job, worker: [header(job, worker)] * 2,
     "random bytes after the header": lambda job, worker: [header(job, worker), b"\xff" * 40],
     "too few bytes": lambda job, worker: [header(job, worker), encode_data(memoryview(bytes(64)))],
-    "too many bytes": lambda job, worker: [header(job, worker), *[encode_data(memoryview(bytes(1 << 20)))] * 3],
+    "too many bytes": lambda job, worker: [
+        header(job, worker),
+        *[encode_data(memoryview(bytes(1 << 20)))] * 3,
+    ],
     "a tensor that is not there": lambda job, worker: [header(job, worker, absent=[7])],
     "hyper-parameters that are none": lambda job, worker: [
-        header(job, worker, groups_json="[{]"), encode_data(memoryview(bytes(960))),
+        header(job, worker, groups_json="[{]"),
+        encode_data(memoryview(bytes(960))),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
@@ -196,7 +238,9 @@ def test_a_garbled_exchange_is_refused_and_changes_nothing(
 def test_bytes_that_are_no_request_do_not_end_the_server(cluster: Make, channel: Open) -> None:
     address = cluster(1).address
     for method in ("CoordinatorService/Join", "ParameterServerService/Introduce"):
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(address).unary_unary(f"/psproto.v1.{method}")
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(address).unary_unary(
+            f"/psproto.v1.{method}"
+        )
         with pytest.raises(grpc.RpcError):
             call(b"\xff" * 100, timeout=WAIT)
 
@@ -207,7 +251,10 @@ def test_bytes_that_are_no_request_do_not_end_the_server(cluster: Make, channel:
 def test_a_push_of_a_stranger_is_fenced(cluster: Make, channel: Open) -> None:
     address = cluster(1).address
     with counter(address) as client:
-        frames = [header(client.job, 99, pull=ps.PULL_NONE, wait_ms=5000), encode_data(memoryview(bytes(960)))]
+        frames = [
+            header(client.job, 99, pull=ps.PULL_NONE, wait_ms=5000),
+            encode_data(memoryview(bytes(960))),
+        ]
 
         with pytest.raises(grpc.RpcError) as caught:
             list(exchange(channel(address), frames))
@@ -217,16 +264,20 @@ def test_a_push_of_a_stranger_is_fenced(cluster: Make, channel: Open) -> None:
         assert counted(client.pull()) == 1
 
 
-# ---- deadlines -------------------------------------------------------------------------------------------------------
+# ---- deadlines -----------------------------------------------------------------------------------
 
 SILENCE = 1.5
-"""connect_timeout of the clients here; the errors must come within it, give or take this much for a busy machine."""
+"""connect_timeout of the clients here; the errors must come within it, give or take this much
+for a busy machine.
+"""
 SPARE = 3.0
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, str, Client]]:
-    """A server process that is stopped (SIGSTOP), its address, and a client that had trained with it before."""
+    """A server process that is stopped (SIGSTOP), its address, and a client that had trained
+    with it before.
+    """
     with programs_in(tmp_path_factory.mktemp("stopped")) as programs:
         server, address = serve(programs, programs.fork)
         client = counter(address, connect_timeout=SILENCE)
@@ -237,7 +288,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program,
         client.close()
 
 
-@pytest.mark.parametrize("request_of", ["push", "pull", "push_pull", "report", "status", "a new client"])
+@pytest.mark.parametrize(
+    "request_of", ["push", "pull", "push_pull", "report", "status", "a new client"]
+)
 def test_a_server_that_stops_answering_is_named_within_the_timeout(
     stopped: tuple[Program, str, Client], request_of: str
 ) -> None:

@@ -1,4 +1,6 @@
-"""Workers as threads of the test's process, against real servers: small trainings whose results can be compared."""
+"""Workers as threads of the test's process, against real servers: small trainings whose results
+can be compared.
+"""
 
 import threading
 import time
@@ -13,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import psworker
-from pscommon.weights import weights_sha256
-from psserver.core.recorder import SHORTEST_PAUSE
+from pscommon.snapshot.weights_digest import weights_sha256
+from psserver.core.commands.recorder import SHORTEST_PAUSE
 from psworker import Client, Job, OptimizerSpec
 
 T = TypeVar("T")
@@ -23,7 +25,9 @@ DEADLINE = 30.0
 POLL = 0.01
 
 OUTLIVED = 4 * SHORTEST_PAUSE
-"""A lease that heartbeats keep on a machine that stands still now and then: a server knows of its longer pauses."""
+"""A lease that heartbeats keep on a machine that stands still now and then: a server knows of
+its longer pauses.
+"""
 
 VERSIONS = 15
 """Updates of a whole `training` with two workers: 3 epochs of 10 batches."""
@@ -31,11 +35,15 @@ VERSIONS = 15
 
 def connected(address: str, rank: int | None = None, **options: Any) -> Client:
     """A Client with the patience of a test."""
-    return Client(address, rank=rank, **{"connect_timeout": 10.0, "wait_timeout": DEADLINE, **options})
+    return Client(
+        address, rank=rank, **{"connect_timeout": 10.0, "wait_timeout": DEADLINE, **options}
+    )
 
 
 def together(*parts: Callable[[], T]) -> list[T]:
-    """Runs them at the same time, each in a thread of its own; their results in order, or the first error."""
+    """Runs them at the same time, each in a thread of its own; their results in order, or the
+    first error.
+    """
     with ThreadPoolExecutor(len(parts)) as pool:
         return [future.result(2 * DEADLINE) for future in [pool.submit(part) for part in parts]]
 
@@ -49,7 +57,7 @@ def until(condition: Callable[[], T], what: str, seconds: float = DEADLINE) -> T
     return value
 
 
-# ---- counting: every push takes 1 from every number, so the weights say how many have counted, on every shard --------
+# ---- counting: every push takes 1 from every number, so the weights say how many have counted, on
 
 ONES = {"a": np.ones((3, 40), np.float32), "b": np.ones(100, np.float32)}
 
@@ -57,7 +65,9 @@ ONES = {"a": np.ones((3, 40), np.float32), "b": np.ones(100, np.float32)}
 def counter(address: str, rank: int | None = None, **options: Any) -> Client:
     """A client whose model is all zeros and loses what is pushed: SGD with learning rate 1."""
     client = connected(address, rank, **options)
-    client.register({name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0))
+    client.register(
+        {name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0)
+    )
     return client
 
 
@@ -69,12 +79,14 @@ def count(client: Client, steps: int = 1) -> None:
 
 def counted(weights: dict[str, Any]) -> int:
     """How many pushes are in there; AssertionError where two numbers disagree."""
-    values = {float(-number) for array in weights.values() for number in np.unique(np.asarray(array))}
+    values = {
+        float(-number) for array in weights.values() for number in np.unique(np.asarray(array))
+    }
     assert len(values) == 1, f"the weights are of several versions: {sorted(values)}"
     return int(values.pop())
 
 
-# ---- a training with everything that has to survive a restart, but for dropout (threads share torch's generator) -----
+# ---- a training with everything that has to survive a restart, but for dropout (threads share torc
 
 
 def network() -> nn.Sequential:
@@ -89,15 +101,26 @@ def network() -> nn.Sequential:
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.rand(80, 6, generator=generator), torch.randint(0, 3, (80,), generator=generator))
+    return TensorDataset(
+        torch.rand(80, 6, generator=generator), torch.randint(0, 3, (80,), generator=generator)
+    )
 
 
-def training(address: str, rank: int, stop_at: int = VERSIONS, each: Callable[[Job], object] = lambda job: None) -> int:
-    """One worker's script, from wherever the job stands to version `stop_at`; returns that version.
+def training(
+    address: str,
+    rank: int,
+    stop_at: int = VERSIONS,
+    each: Callable[[Job], object] = lambda job: None,
+) -> int:
+    """One worker's script, from wherever the job stands to version `stop_at`; returns that
+    version.
 
-    Adam with a scheduler that changes the learning rate at every step. each: called after every step.
+    Adam with a scheduler that changes the learning rate at every step. each: called after every
+    step.
     """
-    with psworker.connect(address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE) as job:
+    with psworker.connect(
+        address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
+    ) as job:
         model = network()
         optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -115,7 +138,9 @@ def training(address: str, rank: int, stop_at: int = VERSIONS, each: Callable[[J
 
 def train(address: str, workers: int = 2, **options: Any) -> list[int]:
     """`training` by several workers at the same time."""
-    return together(*[lambda rank=rank: training(address, rank, **options) for rank in range(workers)])
+    return together(
+        *[lambda rank=rank: training(address, rank, **options) for rank in range(workers)]
+    )
 
 
 def weights_of(address: str) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Servers as plain objects in one thread: their disk's operations come in the same order every time.
+"""Servers as plain objects in one thread: their disk's operations come in the same order every
+time.
 
-All that writes, reads and decides is the product's: hub, engines, archives, logs, and the client. What is missing are
-processes, the network and time. So a whole job with its restarts takes some hundredths of a second, and a test can walk
-through all operations of it. What the links do between processes, `deliver` does.
+All that writes, reads and decides is the product's: hub, engines, archives, logs, and the
+client. What is missing are processes, the network and time. So a whole job with its restarts
+takes some hundredths of a second, and a test can walk through all operations of it. What the
+links do between processes, `deliver` does.
 
-A server dies of Killed, which passes through it like any exception; what it tries on the way does not reach the disk.
+A server dies of Killed, which passes through it like any exception; what it tries on the way
+does not reach the disk.
 """
 
 from collections import deque
@@ -16,27 +19,27 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import SnapshotError, UnreachableError
-from pscommon.core.log import Cut, Report
+from pscommon.core.log_entries import Cut, ShardReport
 from pscommon.snapshot import Manifest
 from pscommon.wire.frames import chunks, decode_response, encode_header
 from psproto.v1 import parameter_server_pb2 as ps
-from psserver.archive import Archive
-from psserver.config import ServerConfig
-from psserver.coordinator_servicer import Coordinator
-from psserver.core.following import Way
-from psserver.engine import Engine
-from psserver.fleet import News, Told
-from psserver.hub import Hub
-from psserver.identity import Identity
-from psserver.layout import Layout
-from psserver.metrics import ServerMetrics
-from psserver.records import Records, Source, disk_log
-from psserver.servicer import ParameterServer
-from psserver.shard_log import ShardLog
-from psserver.store import Store
-from psworker.calls import Answer, Cancellation, Receiver, take
-from psworker.patience import Clock
-from psworker.simulation import FOREVER, UNBOUNDED, DirectLane
+from psserver.coordinator.server_registry import DeliveryCursor, ShardUpdate
+from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.core.job.catch_up import CatchUp
+from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
+from psserver.durability.shard_log import ShardLog
+from psserver.durability.snapshots import SnapshotManager
+from psserver.parameters.store import ParameterStore
+from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.process.metrics import ServerMetrics
+from psserver.process.shard_count_file import ShardCountFile
+from psserver.shard.engine import ShardEngine
+from psserver.transfer.servicer import DataPlaneServicer
+from psworker.connection.retry import Clock
+from psworker.simulation import FOREVER, UNBOUNDED, DirectTransport
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, take
 
 JOB = "direct"
 ROUNDS = 100
@@ -50,36 +53,47 @@ class Killed(BaseException):
 
 
 class DirectServer:
-    """One life of one server. outbox: what it will tell the coordinator. told: None while it has no line to it."""
+    """One life of one server. outbox: what it will tell the coordinator. told: None while it has
+    no line to it.
+    """
 
     def __init__(self, shard: int) -> None:
         self.shard, self.dead = shard, False
-        self.outbox: deque[Callable[[Hub], None]] = deque()
-        self.told: Told | None = None
+        self.outbox: deque[Callable[[CoordinatorService], None]] = deque()
+        self.told: DeliveryCursor | None = None
         self.line = 0
-        self.reported: Report | None = None
-        self.hub: Hub | None = None
+        self.reported: ShardReport | None = None
+        self.hub: CoordinatorService | None = None
         self._log: ShardLog | None = None
         self._registry = CollectorRegistry()
 
     def start(self, config: ServerConfig) -> None:
         """As Server does. SnapshotError where its disk does not let it."""
         shard, metrics = self.shard, ServerMetrics(self._registry, shard=self.shard)
-        self.archive = Archive(config.data_dir, shard, config.snapshot_keep, metrics)
-        self.archive.on_part = lambda part: self.outbox.append(lambda hub: hub.snapshot_part(shard, part))
+        self.archive = SnapshotManager(config.data_dir, shard, config.snapshot_keep, metrics)
+        self.archive.on_part = lambda part: self.outbox.append(
+            lambda hub: hub.snapshot_part(shard, part)
+        )
         disk = disk_log(config, f"log-shard-{shard}", metrics.log_failed)
-        self._log = ShardLog(Records(Source.SHARD, disk))
-        self.engine = Engine(shard, config.shards, metrics, self._cut, UNBOUNDED, "grpc", log=self._log)
-        self.identity = Identity(shard, config.shards, f"direct-{shard}", job=JOB)
-        self.server = ParameterServer(self.engine, self.identity)
+        self._log = ShardLog(RecordSink(RecordSource.SHARD, disk))
+        self.engine = ShardEngine(
+            shard, config.shards, metrics, self._cut, UNBOUNDED, "grpc", log=self._log
+        )
+        self.identity = ServerIdentity(shard, config.shards, f"direct-{shard}", job=JOB)
+        self.server = DataPlaneServicer(self.engine, self.identity)
         if shard == 0:
             self.archive.next_generation()
-            self.hub = Hub(
-                config, Layout(config.shards, config.data_dir), self.identity, self.engine, self.archive, metrics
+            self.hub = CoordinatorService(
+                config,
+                ShardCountFile(config.shards, config.data_dir),
+                self.identity,
+                self.engine,
+                self.archive,
+                metrics,
             )
             self.hub.start(ticking=False)
 
-    def _cut(self, cut: Cut, store: Store) -> None:
+    def _cut(self, cut: Cut, store: ParameterStore) -> None:
         """Nothing else goes on while the part is written."""
         self.archive.cut(cut, store)
         self.archive.close()
@@ -91,14 +105,19 @@ class DirectServer:
         samples = [sample for family in self._registry.collect() for sample in family.samples]
         return sum(sample.value for sample in samples if sample.name == f"ps_{name}_failures_total")
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: ShardUpdate) -> None:
         """As Link does."""
         epoch, manifest = news.told.epoch, news.snapshot
-        if news.way is Way.RECOVER:
-            self._answer(manifest, self.archive.recover_into(self.engine, epoch, manifest, {self.identity.shards}))
-        elif news.way is Way.RESTORE and manifest is not None:
-            self._answer(manifest, self.archive.load_into(self.engine, epoch, manifest, self.identity.shards))
-        elif news.way is Way.BEGIN:
+        if news.way is CatchUp.RECOVER:
+            self._answer(
+                manifest,
+                self.archive.recover_into(self.engine, epoch, manifest, {self.identity.shards}),
+            )
+        elif news.way is CatchUp.RESTORE and manifest is not None:
+            self._answer(
+                manifest, self.archive.load_into(self.engine, epoch, manifest, self.identity.shards)
+            )
+        elif news.way is CatchUp.BEGIN:
             self.engine.begin_log(epoch, news.base, self.identity.shards)
         if news.model is not None:
             self.engine.set_model(news.model)
@@ -109,7 +128,9 @@ class DirectServer:
 
     def _answer(self, manifest: Manifest | None, problem: str) -> None:
         version = manifest.version if manifest else 0
-        self.outbox.append(lambda hub: hub.restored(hub.fleet[self.shard], self.line, version, problem))
+        self.outbox.append(
+            lambda hub: hub.restored(hub.fleet[self.shard], self.line, version, problem)
+        )
 
     def close(self) -> None:
         """Frees its files. What a dead one still has to write stays unwritten."""
@@ -120,17 +141,24 @@ class DirectServer:
 
 
 class DirectServers:
-    """All servers of a job, for one worker. lives: by shard, None where the server is dead; all: that there ever were.
+    """All servers of a job, for one worker. lives: by shard, None where the server is dead; all:
+    that there ever were.
 
-    refused: starts that a disk did not let happen.
-    revive: the dead are started again while somebody waits. Otherwise whoever has to do with them gets the Killed.
+    refused: starts that a disk did not let happen. revive: the dead are started again while
+    somebody waits. Otherwise whoever has to do with them gets the Killed.
     """
 
     def __init__(self, folder: Path, shards: int = 2, revive: bool = True, **settings: Any) -> None:
         folder.mkdir(exist_ok=True)
         self._revive = revive
         self.config = ServerConfig(
-            **{"shards": shards, "data_dir": folder, "lease": FOREVER, "log_fsync": "always", **settings}
+            **{
+                "shards": shards,
+                "data_dir": folder,
+                "lease": FOREVER,
+                "log_fsync": "always",
+                **settings,
+            }
         )
         self.lives: list[DirectServer | None] = [None] * shards
         self.all: list[DirectServer] = []
@@ -143,7 +171,7 @@ class DirectServers:
         return self._at_work[-1]
 
     @property
-    def hub(self) -> Hub:
+    def hub(self) -> CoordinatorService:
         """UnreachableError while nobody coordinates."""
         if (life := self.lives[0]) is None or life.hub is None:
             raise UnreachableError("shard 0 is dead")
@@ -152,17 +180,21 @@ class DirectServers:
     @property
     def log_broken(self) -> bool:
         """Does some log lack what could not be written?"""
-        shards = any(life.engine.make_report().log_broken for life in self.lives if life is not None)
+        shards = any(
+            life.engine.make_report().log_broken for life in self.lives if life is not None
+        )
         return shards or self.hub._epochs.journal.broken
 
     @property
-    def coordinator(self) -> Coordinator:
-        return Coordinator(self.hub)
+    def coordinator(self) -> ControlPlaneServicer:
+        return ControlPlaneServicer(self.hub)
 
-    # ---- lives ------------------------------------------------------------------------------------------------------
+    # ---- lives -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Whoever is dead; some may be dead again then. SnapshotError where the disk does not let one."""
+        """Whoever is dead; some may be dead again then. SnapshotError where the disk does not
+        let one.
+        """
         for shard, before in enumerate(self.lives):
             if before is None:
                 self.all.append(DirectServer(shard))
@@ -215,7 +247,7 @@ class DirectServers:
     def close(self) -> None:
         self.kill(*reversed(range(len(self.lives))))
 
-    # ---- time and news ----------------------------------------------------------------------------------------------
+    # ---- time and news ---------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Time passes: the dead are started again, snapshots are filed, and all hear of it."""
@@ -257,14 +289,16 @@ class DirectServers:
 
     def _connect(self, life: DirectServer) -> None:
         identity, report = life.identity, life.engine.make_report()
-        _, life.line = self.hub.shard_up(life.shard, len(self.lives), identity.address, identity.instance)
-        life.told, life.reported = Told(report.epoch, report.index), None
+        _, life.line = self.hub.shard_up(
+            life.shard, len(self.lives), identity.address, identity.instance
+        )
+        life.told, life.reported = DeliveryCursor(report.epoch, report.index), None
 
     def _hear(self, life: DirectServer) -> bool:
         assert life.told is not None
         with self.inside(0):
             news = self.hub.news(self.hub.fleet[life.shard], life.told)
-        quiet = news.told == life.told and news.way is Way.FOLLOW
+        quiet = news.told == life.told and news.way is CatchUp.FOLLOW
         life.told = news.told
         with self.inside(life.shard):
             life.hear(news)
@@ -275,9 +309,9 @@ class DirectServers:
         return Lane(self)
 
 
-class Lane(DirectLane):
-    """The worker's calls. Where a server is dead, or dies of one, there is no answer; while the client pauses, time
-    passes."""
+class Lane(DirectTransport):
+    """The worker's calls. Where a server is dead, or dies of one, there is no answer; while the
+    client pauses, time passes."""
 
     def __init__(self, servers: DirectServers) -> None:
         self.addresses = [f"direct-{shard}" for shard in range(len(servers.lives))]
@@ -290,18 +324,18 @@ class Lane(DirectLane):
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receiver: Receiver,
+        receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
-    ) -> Answer:
+    ) -> ExchangeAnswer:
         header.wait_ms = 0
         sent = [encode_header(header), *(chunks(send) if header.has_data else ())]
         with self._cluster.inside(shard) as life:
             answer = map(decode_response, life.server.exchange(iter(sent), lambda: True))
             result = take(answer, receiver)
         self._cluster.deliver()
-        return Answer(result, 0.0, 0.0)
+        return ExchangeAnswer(result, 0.0, 0.0)
 
     def _ask(self, method: Callable[[Any, None], Any], request: Any) -> Any:
         with self._cluster.inside(0):

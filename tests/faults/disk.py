@@ -1,4 +1,6 @@
-"""A disk of a few MB that can be filled, freed and made read-only: a tmpfs, mounted while the `with` lasts."""
+"""A disk of a few MB that can be filled, freed and made read-only: a tmpfs, mounted while the
+`with` lasts.
+"""
 
 import errno
 import os
@@ -26,7 +28,9 @@ def missing(folder: Path) -> str:
 
 
 class SmallDisk:
-    """path: where it is mounted, made if need be. nbytes: its size. RuntimeError where the system forbids it."""
+    """path: where it is mounted, made if need be. nbytes: its size. RuntimeError where the
+    system forbids it.
+    """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
@@ -38,9 +42,14 @@ class SmallDisk:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        _run("umount", "--lazy", str(self.path))  # lazy: a process that still has a file there does not keep the mount
+        _run(
+            "umount", "--lazy", str(self.path)
+        )  # lazy: a process that still has a file there does not keep the mount
 
     @property
     def free_bytes(self) -> int:
@@ -48,7 +57,9 @@ class SmallDisk:
         return found.f_bavail * found.f_frsize
 
     def fill(self, leave: int = 0) -> None:
-        """Until no more than `leave` bytes are free. What others free meanwhile is theirs: call it again."""
+        """Until no more than `leave` bytes are free. What others free meanwhile is theirs: call
+        it again.
+        """
         with open(self.path / FILLER, "ab", buffering=0) as filler:
             try:
                 while (free := self.free_bytes - leave) > 0:
@@ -62,7 +73,9 @@ class SmallDisk:
         (self.path / FILLER).unlink(missing_ok=True)
 
     def read_only(self) -> None:
-        """Every write fails with EROFS. RuntimeError while somebody has a file there open for writing."""
+        """Every write fails with EROFS. RuntimeError while somebody has a file there open for
+        writing.
+        """
         _run("mount", "-o", "remount,ro", str(self.path))
 
     def writable(self) -> None:

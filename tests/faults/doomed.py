@@ -1,4 +1,6 @@
-"""Servers that end themselves at their n-th operation on the disk, as kill -9 at that very moment would."""
+"""Servers that end themselves at their n-th operation on the disk, as kill -9 at that very
+moment would.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -37,7 +39,10 @@ class DoomedServers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.kill()
 
@@ -53,12 +58,23 @@ class DoomedServers:
     def start(self, shard: int, at: int = 0) -> Life:
         """A server's next life, up to operation `at` of it."""
         joined = ["--join", self._binds[0]] if shard else []
-        place = ["--shard", f"{shard}/2", "--bind", self._binds[shard], "--data-dir", str(self.folder / "data")]
+        place = [
+            "--shard",
+            f"{shard}/2",
+            "--bind",
+            self._binds[shard],
+            "--data-dir",
+            str(self.folder / "data"),
+        ]
         log = self.folder / f"s{shard}.{len(self.lives)}.log"
-        process = CONTEXT.Process(target=doomed, args=([*place, *joined, *self._flags], log, at), daemon=True)
+        process = CONTEXT.Process(
+            target=doomed, args=([*place, *joined, *self._flags], log, at), daemon=True
+        )
         process.start()
         self.lives.append(Life(f"s{shard}", len(self.lives), process, log))
         return self.lives[-1]
 
     def said(self) -> str:
-        return "\n".join(f"--- {life.name}.{life.attempt}\n{life.log.read_text()}" for life in self.lives)
+        return "\n".join(
+            f"--- {life.name}.{life.attempt}\n{life.log.read_text()}" for life in self.lives
+        )

@@ -1,11 +1,13 @@
-"""A short, whole job whose disk goes wrong at its n-th operation, for each n, or whose server dies there.
+"""A short, whole job whose disk goes wrong at its n-th operation, for each n, or whose server
+dies there.
 
-The job: a model is registered, pushes of one each with a snapshot after each two, all servers are started again, more
-pushes. So logs are begun, appended to, left for the next segment, retired and read; snapshots are written, pruned and
-loaded. The servers are direct ones: no processes.
+The job: a model is registered, pushes of one each with a snapshot after each two, all servers
+are started again, more pushes. So logs are begun, appended to, left for the next segment,
+retired and read; snapshots are written, pruned and loaded. The servers are direct ones: no
+processes.
 
-As a program, each kind of trouble at each operation, and a second death after each first: python -m
-tests.faults.every_operation
+As a program, each kind of trouble at each operation, and a second death after each first: python
+-m tests.faults.every_operation
 """
 
 import logging
@@ -22,10 +24,10 @@ from typing import Any
 import click
 import pytest
 
-import psserver.core.recorder
+import psserver.core.commands.recorder
 from pscommon.core.errors import SnapshotError
-from pscommon.snapshot import Snapshots
-from pscommon.values import SnapshotEvery
+from pscommon.settings.values import SnapshotEvery
+from pscommon.snapshot import SnapshotDirectory
 from psworker import Client
 from tests.e2e import workers
 from tests.e2e.disk import stored
@@ -48,14 +50,18 @@ CUT_SHORT = ("write", "save", "overwrite")
 
 
 class Death:
-    """An Act: the server that comes first here dies, and the one that comes `again` operations later, if any."""
+    """An Act: the server that comes first here dies, and the one that comes `again` operations
+    later, if any.
+    """
 
     def __init__(self, servers: DirectServers, again: int = 0) -> None:
         self.deaths = 0
         self._servers = servers
         self._again, self._left = again, 0
 
-    def __call__(self, operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]) -> Any:
+    def __call__(
+        self, operation: Operation, real: Callable[[], Any], arguments: Sequence[Any]
+    ) -> Any:
         life = self._servers.at_work
         if not life.dead and self._left == 0 and self.deaths < (2 if self._again else 1):
             life.dead, self._left = True, self._again
@@ -75,9 +81,11 @@ def prepared() -> Iterator[list[logging.LogRecord]]:
     handler.emit = said.append  # type: ignore[method-assign]
     hook = threading.excepthook
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(psserver.core.recorder, "MEND", 0.0)
+        patch.setattr(psserver.core.commands.recorder, "MEND", 0.0)
         # a server may die while its thread writes a snapshot
-        patch.setattr(threading, "excepthook", lambda args: None if args.exc_type is Killed else hook(args))
+        patch.setattr(
+            threading, "excepthook", lambda args: None if args.exc_type is Killed else hook(args)
+        )
         patch.setattr(log, "propagate", False)
         log.addHandler(handler)
         yield said
@@ -86,7 +94,9 @@ def prepared() -> Iterator[list[logging.LogRecord]]:
 
 def make(folder: Path, durability: str, revive: bool = True) -> DirectServers:
     every = SnapshotEvery(steps=STEPS)
-    return DirectServers(folder, revive=revive, durability=durability, snapshot_every=every, policy="async")
+    return DirectServers(
+        folder, revive=revive, durability=durability, snapshot_every=every, policy="async"
+    )
 
 
 def worker(servers: DirectServers) -> Client:
@@ -101,9 +111,13 @@ def push(servers: DirectServers, client: Client, steps: int) -> None:
 
 
 def newest(folder: Path) -> int:
-    """The version of the newest snapshot, 0: there is none. Every snapshot that has a manifest is sound."""
-    snapshots = Snapshots(folder)
-    assert [problem for version in snapshots.versions() for problem in snapshots.verify(version)] == []
+    """The version of the newest snapshot, 0: there is none. Every snapshot that has a manifest
+    is sound.
+    """
+    snapshots = SnapshotDirectory(folder)
+    assert [
+        problem for version in snapshots.versions() for problem in snapshots.verify(version)
+    ] == []
     return max(snapshots.versions(), default=0)
 
 
@@ -115,7 +129,9 @@ def check_weights(folder: Path, version: int) -> None:
 
 
 def start(servers: DirectServers, disk: Operations) -> None:
-    """A server that cannot count its starts does not start; it does when it is tried again later."""
+    """A server that cannot count its starts does not start; it does when it is tried again
+    later.
+    """
     try:
         servers.start()
     except SnapshotError:
@@ -133,8 +149,12 @@ def whole(servers: DirectServers) -> None:
     raise AssertionError("a log stays broken")
 
 
-def restarted(servers: DirectServers, disk: Operations, folder: Path, logged: bool, acknowledged: int) -> int:
-    """All servers die and come again: on the version that was acknowledged, or without a log on the newest snapshot."""
+def restarted(
+    servers: DirectServers, disk: Operations, folder: Path, logged: bool, acknowledged: int
+) -> int:
+    """All servers die and come again: on the version that was acknowledged, or without a log on
+    the newest snapshot.
+    """
     if logged:
         whole(servers)
     wanted = acknowledged if logged else newest(folder)
@@ -145,13 +165,20 @@ def restarted(servers: DirectServers, disk: Operations, folder: Path, logged: bo
     return wanted
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
-def fails(folder: Path, durability: str, number: int, trouble: Act, lasts: bool = False) -> Operations:
-    """The job, with trouble at operation `number`; lasts: at all from there on until the restart."""
+def fails(
+    folder: Path, durability: str, number: int, trouble: Act, lasts: bool = False
+) -> Operations:
+    """The job, with trouble at operation `number`; lasts: at all from there on until the
+    restart.
+    """
     logged = durability == "log"
-    with prepared() as said, Operations(number, FOR_GOOD if lasts else number, trouble).installed() as disk:
+    with (
+        prepared() as said,
+        Operations(number, FOR_GOOD if lasts else number, trouble).installed() as disk,
+    ):
         servers = make(folder, durability)
         start(servers, disk)
         with worker(servers) as client:
@@ -177,22 +204,29 @@ def fails(folder: Path, durability: str, number: int, trouble: Act, lasts: bool 
 
 
 def check_said(servers: DirectServers, said: list[logging.LogRecord]) -> None:
-    """One ERROR for each log that could not be written, however often; and it is counted, as each snapshot is."""
+    """One ERROR for each log that could not be written, however often; and it is counted, as
+    each snapshot is.
+    """
     broken = Counter(record.__dict__["folder"] for record in said if record.getMessage() == BROKEN)
-    logs, snapshots = (sum(life.failures(name) for life in servers.all) for name in ("log", "snapshot"))
+    logs, snapshots = (
+        sum(life.failures(name) for life in servers.all) for name in ("log", "snapshot")
+    )
     assert bool(broken) == bool(logs)
     assert all(times <= len(servers.all) // len(servers.lives) for times in broken.values())
     told = [record for record in said if record.getMessage().startswith("snapshot failed")]
     assert bool(told) == bool(snapshots)
 
 
-# ---- deaths ----------------------------------------------------------------------------------------------------------
+# ---- deaths --------------------------------------------------------------------------------------
 
 
 def dies(folder: Path, number: int, again: int = 0) -> Operations:
     """With logs: the server at operation `number` dies, comes again, and nobody else notices."""
     servers = make(folder, "log")
-    with prepared() as said, Operations(number, FOR_GOOD, Death(servers, again)).installed() as disk:
+    with (
+        prepared() as said,
+        Operations(number, FOR_GOOD, Death(servers, again)).installed() as disk,
+    ):
         servers.tick()
         with worker(servers) as client:
             push(servers, client, BEFORE + AFTER)
@@ -209,7 +243,9 @@ def dies(folder: Path, number: int, again: int = 0) -> Operations:
 
 
 def all_die(folder: Path, number: int) -> Operations:
-    """With snapshots alone: all servers die at operation `number`, and return to the newest snapshot."""
+    """With snapshots alone: all servers die at operation `number`, and return to the newest
+    snapshot.
+    """
     servers = make(folder, "snapshot", revive=False)
     with prepared(), Operations(number, FOR_GOOD, Death(servers)).installed() as disk:
         with suppress(Killed):
@@ -226,11 +262,17 @@ def all_die(folder: Path, number: int) -> Operations:
     return disk
 
 
-# ---- all of them -----------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------
 
 
-def walk(folder: Path, one: Callable[[Path, int], Operations], numbers: Iterable[int] = range(1, FOR_GOOD)) -> int:
-    """`one` at each of these operations, as far as its job has them; how many. A failure names the operation."""
+def walk(
+    folder: Path,
+    one: Callable[[Path, int], Operations],
+    numbers: Iterable[int] = range(1, FOR_GOOD),
+) -> int:
+    """`one` at each of these operations, as far as its job has them; how many. A failure names
+    the operation.
+    """
     done = 0
     for number in numbers:
         place = folder / str(number)
@@ -246,7 +288,9 @@ def walk(folder: Path, one: Callable[[Path, int], Operations], numbers: Iterable
     return done
 
 
-def failing_with(durability: str, trouble: str, lasts: bool = False) -> Callable[[Path, int], Operations]:
+def failing_with(
+    durability: str, trouble: str, lasts: bool = False
+) -> Callable[[Path, int], Operations]:
     """For `walk`."""
     return lambda folder, number: fails(folder, durability, number, TROUBLES[trouble], lasts)
 
@@ -259,17 +303,27 @@ def again(number: int) -> int:
 def writes(folder: Path, durability: str) -> list[int]:
     """The operations that can be cut short, counted from 1."""
     disk = fails(folder, durability, FOR_GOOD, TROUBLES["short"])
-    return [number for number, operation in enumerate(disk.seen[: disk.last], 1) if operation.name in CUT_SHORT]
+    return [
+        number
+        for number, operation in enumerate(disk.seen[: disk.last], 1)
+        if operation.name in CUT_SHORT
+    ]
 
 
 def in_turn(durability: str) -> Callable[[Path, int], Operations]:
-    """For `walk`: each operation fails with one of the system's reasons, which are one to whoever meets them."""
-    return lambda folder, number: fails(folder, durability, number, TROUBLES[ERRNOS[number % len(ERRNOS)]])
+    """For `walk`: each operation fails with one of the system's reasons, which are one to
+    whoever meets them.
+    """
+    return lambda folder, number: fails(
+        folder, durability, number, TROUBLES[ERRNOS[number % len(ERRNOS)]]
+    )
 
 
 WALKS: dict[str, Callable[[Path, int], Operations]] = {
     **{
-        f"{trouble}, {durability}{', for long' if lasts else ''}": failing_with(durability, trouble, lasts)
+        f"{trouble}, {durability}{', for long' if lasts else ''}": failing_with(
+            durability, trouble, lasts
+        )
         for trouble in TROUBLES
         for durability in ("log", "snapshot")
         for lasts in (False, True)

@@ -1,4 +1,5 @@
-"""Pushes of one each through everything that networks and dying servers do: what has counted is what was acknowledged.
+"""Pushes of one each through everything that networks and dying servers do: what has counted is
+what was acknowledged.
 
 As a program: python -m tests.faults.exactly_once --pushes 10000
 """
@@ -21,7 +22,16 @@ POLICIES = {
     "async": ("--policy", "async"),
     "ssp": ("--policy", "ssp", "--staleness", 2),
 }
-FLAGS = ("--lease", "60s", "--min-workers", 2, "--durability", "log", "--snapshot-every", "200steps")
+FLAGS = (
+    "--lease",
+    "60s",
+    "--min-workers",
+    2,
+    "--durability",
+    "log",
+    "--snapshot-every",
+    "200steps",
+)
 WORKERS = 2
 LANES = ("grpc", "auto")
 """Worker 0's and worker 1's: over the network, and through shared memory."""
@@ -36,7 +46,9 @@ END = re.compile(r"acknowledged (\d+), fenced (\d+), faults (\d+)")
 
 @dataclass(frozen=True)
 class Tally:
-    """Of one run. counted: in the weights, which in sync counts rounds; steps: pushes that the coordinator counts."""
+    """Of one run. counted: in the weights, which in sync counts rounds; steps: pushes that the
+    coordinator counts.
+    """
 
     acknowledged: int
     fenced: int
@@ -50,7 +62,9 @@ class Tally:
 
 
 class Havoc:
-    """Resets connections at random moments, and kills a server at each of a few shares of the way."""
+    """Resets connections at random moments, and kills a server at each of a few shares of the
+    way.
+    """
 
     def __init__(self, job: ProxiedJob, seed: int, pushes: int) -> None:
         self.resets = self.kills = 0
@@ -74,24 +88,39 @@ def run(folder: Path, policy: str, pushes: int, seed: int = 1) -> Tally:
     """So many pushes in all, by two workers, to two servers."""
     began = time.monotonic()
     each = pushes // WORKERS
-    with ProxiedJob(folder, 2, (*POLICIES[policy], *FLAGS), count, seed, pushes=each, lanes=LANES, faults=RULES) as job:
+    with ProxiedJob(
+        folder, 2, (*POLICIES[policy], *FLAGS), count, seed, pushes=each, lanes=LANES, faults=RULES
+    ) as job:
         job.start_all(WORKERS)
         havoc = Havoc(job, seed, pushes)
         job.tend(job.workers_done, 60 + pushes * SECONDS_A_PUSH, havoc)
-        ends = [END.search(lines(job.lives[f"w{rank}"], "acknowledged")[0]) for rank in range(WORKERS)]
-        acknowledged, fenced, faults = (sum(int(end[place]) for end in ends if end) for place in (1, 2, 3))
+        ends = [
+            END.search(lines(job.lives[f"w{rank}"], "acknowledged")[0]) for rank in range(WORKERS)
+        ]
+        acknowledged, fenced, faults = (
+            sum(int(end[place]) for end in ends if end) for place in (1, 2, 3)
+        )
         seen = status(job.address)
         found = counted(weights_of(job.address))
     return Tally(
-        acknowledged, fenced, found, seen["steps"], seen["version"], faults, havoc.resets, havoc.kills,
+        acknowledged,
+        fenced,
+        found,
+        seen["steps"],
+        seen["version"],
+        faults,
+        havoc.resets,
+        havoc.kills,
         time.monotonic() - began,
-    )  # fmt: skip
+    )
 
 
 def check(tally: Tally, policy: str, pushes: int) -> None:
     """AssertionError where something was lost or counted twice, or where nothing was tried."""
     assert (tally.acknowledged, tally.fenced, tally.steps) == (pushes, 0, pushes), tally
-    assert tally.counted == tally.version == (pushes // WORKERS if policy == "sync" else pushes), tally
+    assert tally.counted == tally.version == (pushes // WORKERS if policy == "sync" else pushes), (
+        tally
+    )
     assert tally.kills == KILLS, tally
     assert min(tally.resets, tally.faults) > 0, tally
 

@@ -1,6 +1,8 @@
-"""Servers and workers as real processes that start in a moment, forked from one that has imported all they need.
+"""Servers and workers as real processes that start in a moment, forked from one that has
+imported all they need.
 
-So a run can have dozens of kills in the time in which a fresh interpreter would import torch once.
+So a run can have dozens of kills in the time in which a fresh interpreter would import torch
+once.
 """
 
 import os
@@ -32,9 +34,11 @@ def serve(arguments: Sequence[str], log: Path) -> None:
     sys.exit(cli.main(arguments))
 
 
-def work(script: Script, address: str, rank: int | None, attempt: int, options: dict[str, Any], log: Path) -> None:
+def work(
+    script: Script, address: str, rank: int | None, attempt: int, options: dict[str, Any], log: Path
+) -> None:
     """Body of a worker's process."""
-    from pscommon import logs
+    from pscommon.telemetry import logs
 
     _speak_into(log)
     os.environ |= {"PS_WORKER_ATTEMPT": str(attempt), "OMP_NUM_THREADS": "1"}
@@ -73,14 +77,18 @@ class Life:
 
 
 class ForkedJob:
-    """A job's servers, which keep their ports and data, and its workers. Inside the `with` nothing is started yet.
+    """A job's servers, which keep their ports and data, and its workers. Inside the `with`
+    nothing is started yet.
 
-    flags: of every server. script(address, rank, **options): what a worker does. body: of a server's process.
+    flags: of every server. script(address, rank, **options): what a worker does. body: of a
+    server's process.
     """
 
     body = staticmethod(serve)
 
-    def __init__(self, folder: Path, shards: int, flags: Sequence[object], script: Script, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, shards: int, flags: Sequence[object], script: Script, **options: Any
+    ) -> None:
         self.folder = folder
         self.lives: dict[str, Life] = {}
         self.all: list[Life] = []
@@ -94,7 +102,10 @@ class ForkedJob:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for life in self.all:
             if life.ended is None:
@@ -115,7 +126,10 @@ class ForkedJob:
             attempt = self.lives[name].attempt + 1 if name in self.lives else 0
             log, number = self.folder / f"{name}.{attempt}.log", int(name[1:])
             target, arguments = (
-                (self.body, (self._standby(number) if name.startswith("b") else self._server(number), log))
+                (
+                    self.body,
+                    (self._standby(number) if name.startswith("b") else self._server(number), log),
+                )
                 if name.startswith(("s", "b"))
                 else (work, (self._script, self.address, number, attempt, self._options, log))
             )
@@ -125,14 +139,19 @@ class ForkedJob:
             self.all.append(self.lives[name])
 
     def add_servers(self, shards: int) -> None:
-        """Servers start that make it so many, once ps-ctl reshard says so. Those before keep their command lines."""
+        """Servers start that make it so many, once ps-ctl reshard says so. Those before keep
+        their command lines.
+        """
         first = len(self._binds)
         self._binds += [f"127.0.0.1:{port}" for port in free_ports(shards - first)]
         self._of += [shards] * (shards - first)
         self.start(*(f"s{shard}" for shard in range(first, shards)))
 
     def start_all(self, workers: int) -> None:
-        self.start(*(f"s{shard}" for shard in range(self._shards)), *(f"w{rank}" for rank in range(workers)))
+        self.start(
+            *(f"s{shard}" for shard in range(self._shards)),
+            *(f"w{rank}" for rank in range(workers)),
+        )
 
     def stop(self) -> None:
         """Ends the servers as an operator would, with a last snapshot."""
@@ -144,27 +163,43 @@ class ForkedJob:
     def _server(self, shard: int) -> list[str]:
         joined = ["--join", self._binds[0]] if shard else []
         data = ["--data-dir", str(self.folder / "data")]
-        return ["--shard", f"{shard}/{self._of[shard]}", "--bind", self._binds[shard], *joined, *data, *self._flags]
+        return [
+            "--shard",
+            f"{shard}/{self._of[shard]}",
+            "--bind",
+            self._binds[shard],
+            *joined,
+            *data,
+            *self._flags,
+        ]
 
     def _standby(self, shard: int) -> list[str]:
         raise NotImplementedError("this job has no standbys")
 
     def said(self) -> str:
         """All that anybody has written, by process."""
-        return "\n".join(f"--- {life.name}.{life.attempt}\n{life.log.read_text()}" for life in self.all)
+        return "\n".join(
+            f"--- {life.name}.{life.attempt}\n{life.log.read_text()}" for life in self.all
+        )
 
-    def tend(self, until: Callable[[], bool], seconds: float, each: Callable[[], None] = lambda: None) -> None:
-        """Starts again what was killed, until the condition holds. AssertionError if that takes too long, or if one
-        ends for another reason."""
+    def tend(
+        self, until: Callable[[], bool], seconds: float, each: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts again what was killed, until the condition holds. AssertionError if that takes
+        too long, or if one ends for another reason."""
         deadline = time.monotonic() + seconds
         while not until():
             assert time.monotonic() < deadline, f"after {seconds:.0f} s: not done\n{self.said()}"
             each()
             for name, life in list(self.lives.items()):
                 if life.ended not in (None, 0):
-                    assert life.ended == -signal.SIGKILL, f"{name} ended with {life.ended}\n{self.said()}"
+                    assert life.ended == -signal.SIGKILL, (
+                        f"{name} ended with {life.ended}\n{self.said()}"
+                    )
                     self.start(name)
-            connection.wait([life.process.sentinel for life in self.lives.values() if life.ended is None], LOOK)
+            connection.wait(
+                [life.process.sentinel for life in self.lives.values() if life.ended is None], LOOK
+            )
 
     def workers_done(self) -> bool:
         return all(life.ended == 0 for name, life in self.lives.items() if name.startswith("w"))

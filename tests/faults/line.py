@@ -84,9 +84,13 @@ class Conditions:
 
 
 class Line:
-    """Takes in what comes, and gives it on when it may go. Both run at the same time; either ends with OSError."""
+    """Takes in what comes, and gives it on when it may go. Both run at the same time; either
+    ends with OSError.
+    """
 
-    def __init__(self, conditions: Conditions, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, conditions: Conditions, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._conditions = conditions
         self._reader, self._writer = reader, writer
         self._waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(WAITING)

@@ -1,7 +1,8 @@
-"""A network of its own for a server and a worker: two namespaces, a cable between them, and what can happen to it.
+"""A network of its own for a server and a worker: two namespaces, a cable between them, and what
+can happen to it.
 
-Needs root, iproute2, veth and tbf: `benchmarks.link.missing()` says why not. Delay, loss and reordering are the
-proxy's: netem is not in every kernel.
+Needs root, iproute2, veth and tbf: `benchmarks.link.missing()` says why not. Delay, loss and
+reordering are the proxy's: netem is not in every kernel.
 """
 
 import os
@@ -15,7 +16,8 @@ NAME = re.compile(r"psbench-(\d+)-(?:server|worker)")
 
 
 class Cable(SlowLink):
-    """server, worker: names of the namespaces, inside the `with`; start commands in one with `benchmarks.link.inside`.
+    """server, worker: names of the namespaces, inside the `with`; start commands in one with
+    `benchmarks.link.inside`.
 
     They reach each other at benchmarks.link's SERVER_ADDRESS and WORKER_ADDRESS.
     """
@@ -49,7 +51,9 @@ class Cable(SlowLink):
 
 def sweep() -> None:
     """Removes namespaces whose makers were killed."""
-    found = subprocess.run(("ip", "netns", "list"), capture_output=True, text=True, timeout=30).stdout
+    found = subprocess.run(
+        ("ip", "netns", "list"), capture_output=True, text=True, timeout=30
+    ).stdout
     for match in NAME.finditer(found):
         if not os.path.exists(f"/proc/{match[1]}"):
             _run("ip", "netns", "delete", match[0])

@@ -1,4 +1,6 @@
-"""Everything that a server asks of its disk, counted, so that any of it can go wrong or be the last thing it does."""
+"""Everything that a server asks of its disk, counted, so that any of it can go wrong or be the
+last thing it does.
+"""
 
 import errno
 import os
@@ -9,14 +11,14 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 
-from pscommon.record_log import LogFiles
-from pscommon.snapshot.files import Files
+from pscommon.snapshot.atomic_files import AtomicFiles
+from pscommon.wal.log import LogFiles
 
 OPERATIONS = {
     LogFiles: ("make_folder", "open", "write", "sync", "sync_folder", "rename", "remove"),
-    Files: ("make_folder", "save", "write", "overwrite", "sync", "rename", "remove"),
+    AtomicFiles: ("make_folder", "save", "write", "overwrite", "sync", "rename", "remove"),
 }
-NAMES = {LogFiles: "log", Files: "snapshot"}
+NAMES = {LogFiles: "log", AtomicFiles: "snapshot"}
 
 
 class Operation(NamedTuple):
@@ -31,10 +33,12 @@ Act = Callable[[Operation, Callable[[], Any], Sequence[Any]], Any]
 
 
 class Operations:
-    """The operations from the `first` on, counted from 1, up to the `last` go to `act`, all others to the real disk.
+    """The operations from the `first` on, counted from 1, up to the `last` go to `act`, all
+    others to the real disk.
 
-    last: as given, or how many there were when `heal` was called. seen: all that was asked; acted: how many of them
-    went to `act`. install: puts it before all logs and snapshots; how: monkeypatch.setattr, or setattr.
+    last: as given, or how many there were when `heal` was called. seen: all that was asked;
+    acted: how many of them went to `act`. install: puts it before all logs and snapshots; how:
+    monkeypatch.setattr, or setattr.
     """
 
     def __init__(self, first: int, last: int, act: Act) -> None:

@@ -1,4 +1,6 @@
-"""Servers and workers of a job as real processes, to be killed, stopped and started again at will."""
+"""Servers and workers of a job as real processes, to be killed, stopped and started again at
+will.
+"""
 
 import signal
 import time
@@ -25,15 +27,22 @@ PATIENCE = 5.0
 
 
 def kill(program: Program) -> None:
-    """kill -9, and waits until the process is gone: its ports and locks are free. Harmless to repeat."""
+    """kill -9, and waits until the process is gone: its ports and locks are free. Harmless to
+    repeat.
+    """
     program.end()
 
 
 def stop(program: Program) -> None:
-    """SIGSTOP, and waits until all its threads stand still: one that is on a processor may go on for a moment."""
+    """SIGSTOP, and waits until all its threads stand still: one that is on a processor may go on
+    for a moment.
+    """
     program.send(signal.SIGSTOP)
     tasks = Path(f"/proc/{program.pid}/task")
-    until(lambda: all(state_of(int(task.name)) == "T" for task in tasks.iterdir()), f"a stopped {program.pid}")
+    until(
+        lambda: all(state_of(int(task.name)) == "T" for task in tasks.iterdir()),
+        f"a stopped {program.pid}",
+    )
 
 
 def go_on(program: Program) -> None:
@@ -59,7 +68,9 @@ def status_of(address: str, patience: float = PATIENCE) -> dict[str, Any]:
 
 
 def reached(address: str, version: int, seconds: float = LIMIT) -> dict[str, Any]:
-    """The job's status as soon as its version is at least this one. AssertionError if it does not get there in time."""
+    """The job's status as soon as its version is at least this one. AssertionError if it does
+    not get there in time.
+    """
 
     def look() -> dict[str, Any]:
         status = status_of(address)
@@ -69,11 +80,12 @@ def reached(address: str, version: int, seconds: float = LIMIT) -> dict[str, Any
 
 
 class Servers:
-    """All shards of a job. They keep their ports and data directory, however often they are started again.
+    """All shards of a job. They keep their ports and data directory, however often they are
+    started again.
 
-    flags: of every ps-server. proxied: workers reach each shard through a Proxy (`proxies[shard]`), other shards reach
-    it directly. fresh: by the command, not forked. programs: the newest process of each shard; started: all that there
-    ever were.
+    flags: of every ps-server. proxied: workers reach each shard through a Proxy
+    (`proxies[shard]`), other shards reach it directly. fresh: by the command, not forked.
+    programs: the newest process of each shard; started: all that there ever were.
     """
 
     def __init__(
@@ -101,7 +113,9 @@ class Servers:
     def __enter__(self) -> Self:
         if self._proxied:
             for shard, bind in enumerate(self._binds):
-                self.proxies.append(self._resources.enter_context(Proxy(bind, seed=self._seed + shard)))
+                self.proxies.append(
+                    self._resources.enter_context(Proxy(bind, seed=self._seed + shard))
+                )
         self._resources.callback(lambda: [kill(program) for program in self.programs])
         self.programs = [self._start(shard) for shard in range(self._shards)]
         for program in self.programs:
@@ -109,7 +123,10 @@ class Servers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._resources.close()
 
@@ -138,7 +155,9 @@ class Servers:
         return self.programs[shard]
 
     def restart(self, shard: int) -> float:
-        """Kills the shard and starts it again; the seconds from the start until workers can train on it."""
+        """Kills the shard and starts it again; the seconds from the start until workers can
+        train on it.
+        """
         self.kill(shard)
         began = time.monotonic()
         self.start(shard)
@@ -153,17 +172,28 @@ class Servers:
             return False
 
     def wait_ready(self, shard: int, seconds: float = LIMIT) -> None:
-        until(lambda: self.is_ready(shard) or self._check(shard), f"shard {shard} is ready", seconds)
+        until(
+            lambda: self.is_ready(shard) or self._check(shard), f"shard {shard} is ready", seconds
+        )
 
     def _check(self, shard: int) -> bool:
         program = self.programs[shard]
-        assert program.process.poll() is None, f"shard {shard} ended with {program.wait()}:\n{program.said}"
+        assert program.process.poll() is None, (
+            f"shard {shard} ended with {program.wait()}:\n{program.said}"
+        )
         return False
 
     def _start(self, shard: int) -> Program:
         advertised = ("--advertise", self.proxies[shard].address) if self.proxies else ()
         joined = ("--join", self._binds[0]) if shard else ()
-        place = ("--shard", f"{shard}/{self._shards}", "--bind", self._binds[shard], *advertised, *joined)
+        place = (
+            "--shard",
+            f"{shard}/{self._shards}",
+            "--bind",
+            self._binds[shard],
+            *advertised,
+            *joined,
+        )
         command = ("ps-server", *place, "--metrics-bind", self._monitors[shard], *self._flags)
         self.started.append(self._starter(*command, PYTHONPATH=MODULES))
         return self.started[-1]
@@ -178,10 +208,17 @@ def worker(
     fresh: bool = False,
     **environment: object,
 ) -> Program:
-    """ps-worker with a script: `command` is what follows its flags. attempt: how often this rank was started before;
-    fresh: by the command, not forked."""
+    """ps-worker with a script: `command` is what follows its flags. attempt: how often this rank
+    was started before; fresh: by the command, not forked."""
     start = programs.start if fresh else programs.fork
     return start(
-        "ps-worker", "--ps", servers.address, "--worker-rank", rank, "--device", "cpu", *command,
+        "ps-worker",
+        "--ps",
+        servers.address,
+        "--worker-rank",
+        rank,
+        "--device",
+        "cpu",
+        *command,
         **{"PYTHONPATH": MODULES, "PS_WORKER_ATTEMPT": attempt, **environment},
-    )  # fmt: skip
+    )

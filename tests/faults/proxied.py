@@ -1,5 +1,5 @@
-"""A forked job whose servers are reached through proxies: by workers through one for each shard, by the other shards
-through one of their own."""
+"""A forked job whose servers are reached through proxies: by workers through one for each shard,
+by the other shards through one of their own."""
 
 import re
 import time
@@ -25,7 +25,13 @@ class ProxiedJob(ForkedJob):
     """proxies: by shard, for workers; link: from the other shards to shard 0."""
 
     def __init__(
-        self, folder: Path, shards: int, flags: Sequence[object], script: Script, seed: int = 0, **options: Any
+        self,
+        folder: Path,
+        shards: int,
+        flags: Sequence[object],
+        script: Script,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__(folder, shards, flags, script, **options)
         self.proxies = [Proxy(bind, seed=seed + shard) for shard, bind in enumerate(self._binds)]
@@ -39,7 +45,10 @@ class ProxiedJob(ForkedJob):
         return super().__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)
         self._open.close()
@@ -60,12 +69,22 @@ class ProxiedJob(ForkedJob):
         arguments = super()._server(shard)
         if shard:
             arguments[arguments.index("--join") + 1] = self.link.address
-        return [*arguments, "--advertise", self.proxies[shard].address, "--metrics-bind", self._monitors[shard]]
+        return [
+            *arguments,
+            "--advertise",
+            self.proxies[shard].address,
+            "--metrics-bind",
+            self._monitors[shard],
+        ]
 
 
 def lines(life: Life, text: str) -> list[str]:
     """What it has said so far that has this in it."""
-    return [line for line in life.log.read_text().splitlines() if text in line] if life.log.exists() else []
+    return (
+        [line for line in life.log.read_text().splitlines() if text in line]
+        if life.log.exists()
+        else []
+    )
 
 
 def heard(life: Life, text: str, times: int = 1, seconds: float = 30.0) -> str:
@@ -79,7 +98,9 @@ def heard(life: Life, text: str, times: int = 1, seconds: float = 30.0) -> str:
         return until(look, text, seconds)
     except AssertionError:
         said = "\n".join(lines(life, "")[-40:])
-        raise AssertionError(f"{life.name} did not say {text!r} {times} times in {seconds:.1f} s:\n{said}") from None
+        raise AssertionError(
+            f"{life.name} did not say {text!r} {times} times in {seconds:.1f} s:\n{said}"
+        ) from None
 
 
 def more(lives: Sequence[Life], text: str, times: int = 1, seconds: float = 30.0) -> float:

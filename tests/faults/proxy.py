@@ -1,7 +1,9 @@
-"""A TCP proxy that stands between a worker and a server, and treats what passes as bad networks do.
+"""A TCP proxy that stands between a worker and a server, and treats what passes as bad networks
+do.
 
-It runs an asyncio loop in a thread of its own, on 127.0.0.1 only. Every fault starts and ends with a call, and counts
-for the connections that are open as well as for new ones. Delays and pieces are drawn from a seed.
+It runs an asyncio loop in a thread of its own, on 127.0.0.1 only. Every fault starts and ends
+with a call, and counts for the connections that are open as well as for new ones. Delays and
+pieces are drawn from a seed.
 """
 
 import asyncio
@@ -26,8 +28,8 @@ NO_LINGER = struct.pack("ii", 1, 0)
 class Proxy:
     """Listens on `address` and passes on to `target` ("HOST:PORT"), inside the `with`.
 
-    "up" is from who connects to the target, "down" the other way. All calls may come from any thread, and have taken
-    effect when they return. `heal` ends whatever fault there is.
+    "up" is from who connects to the target, "down" the other way. All calls may come from any
+    thread, and have taken effect when they return. `heal` ends whatever fault there is.
     """
 
     def __init__(self, target: str, *, seed: int = 0, port: int = 0) -> None:
@@ -40,7 +42,9 @@ class Proxy:
         self._conditions = {name: Conditions(f"{seed} {name}") for name in BOTH}
         self._pairs: set[Pair] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy-{self.port}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"proxy-{self.port}", daemon=True
+        )
         self._socket: socket.socket | None = None
         self._listens = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -52,7 +56,10 @@ class Proxy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -68,9 +75,11 @@ class Proxy:
         """Bytes that were passed on so far."""
         return self._conditions[direction].passed
 
-    # ---- faults -----------------------------------------------------------------------------------------------------
+    # ---- faults ----------------------------------------------------------------------------------
 
-    def latency(self, seconds: float, jitter: float = 0.0, direction: Direction | None = None) -> None:
+    def latency(
+        self, seconds: float, jitter: float = 0.0, direction: Direction | None = None
+    ) -> None:
         """Every byte comes so much later, and up to `jitter` seconds more; the order stays."""
         self._change(direction, lambda way: way.delay(seconds, jitter))
 
@@ -83,9 +92,11 @@ class Proxy:
         self._change(direction, lambda way: way.slice(most))
 
     def half_open(self, direction: Direction | None = None) -> None:
-        """Bytes are accepted and go nowhere, nor does the end of a connection: nobody is told anything.
+        """Bytes are accepted and go nowhere, nor does the end of a connection: nobody is told
+        anything.
 
-        What was accepted arrives after `heal`, as if it had been sent again, where the connection still lives.
+        What was accepted arrives after `heal`, as if it had been sent again, where the
+        connection still lives.
         """
         self._change(direction, lambda way: way.block())
 
@@ -98,14 +109,16 @@ class Proxy:
         self._call(self._drop(reset=True))
 
     def refuse(self) -> None:
-        """New connections are refused (ECONNREFUSED), as if nobody listened. Open ones stay: see `cut`."""
+        """New connections are refused (ECONNREFUSED), as if nobody listened. Open ones stay: see
+        `cut`.
+        """
         self._call(self._refuse())
 
     def heal(self) -> None:
         """No fault any more. Connections that were ended stay so."""
         self._call(self._heal())
 
-    # ---- in the loop ------------------------------------------------------------------------------------------------
+    # ---- in the loop -----------------------------------------------------------------------------
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_SECONDS)
@@ -125,7 +138,9 @@ class Proxy:
             self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
-        """Whoever has come. Not asyncio's server: that one forgets who comes while it is being closed."""
+        """Whoever has come. Not asyncio's server: that one forgets who comes while it is being
+        closed.
+        """
         assert self._socket is not None
         with suppress(BlockingIOError):
             while self._listens:
@@ -187,7 +202,9 @@ class Pair:
         self._work: asyncio.Task[None] | None = None
         self._dropped: bool | None = None  # with a reset?
 
-    async def run(self, connection: socket.socket, target: tuple[str, int], ways: dict[Direction, Conditions]) -> None:
+    async def run(
+        self, connection: socket.socket, target: tuple[str, int], ways: dict[Direction, Conditions]
+    ) -> None:
         """Until both directions have ended, one has failed, or the pair is dropped."""
         from_client, to_client = await asyncio.open_connection(sock=connection)
         self._writers.append(to_client)
@@ -201,12 +218,18 @@ class Pair:
             writer.close()
 
     async def _carry(
-        self, from_client: asyncio.StreamReader, target: tuple[str, int], ways: dict[Direction, Conditions]
+        self,
+        from_client: asyncio.StreamReader,
+        target: tuple[str, int],
+        ways: dict[Direction, Conditions],
     ) -> None:
         await ways["up"].passable()  # whose target cannot be heard of is not connected to it either
         from_target, to_target = await asyncio.open_connection(*target)
         self._writers.append(to_target)
-        lines = Line(ways["up"], from_client, to_target), Line(ways["down"], from_target, self._writers[0])
+        lines = (
+            Line(ways["up"], from_client, to_target),
+            Line(ways["down"], from_target, self._writers[0]),
+        )
         async with asyncio.TaskGroup() as parts:
             for line in lines:
                 parts.create_task(line.take())

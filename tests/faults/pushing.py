@@ -30,7 +30,9 @@ class Jobs:
         folder = self._folder / lease
         folder.mkdir()
         flags = ("--policy", policy, "--lease", lease, "--min-workers", 2, "--durability", "log")
-        job = self._stack.enter_context(ProxiedJob(folder, shards, flags, count, pushes=PUSHES, pause=0.02))
+        job = self._stack.enter_context(
+            ProxiedJob(folder, shards, flags, count, pushes=PUSHES, pause=0.02)
+        )
         job.start_all(len(WORKERS))
         for life in workers(job):
             heard(life, "pushed", 20)
@@ -42,8 +44,9 @@ def workers(job: ProxiedJob) -> list[Life]:
 
 
 def finish(job: ProxiedJob, fenced: int = 0) -> int:
-    """Ends the workers and checks that what was acknowledged is what has counted, but for pushes whose workers were
-    told that the job went on without them, or were killed here before they could say; returns how many updates."""
+    """Ends the workers and checks that what was acknowledged is what has counted, but for pushes
+    whose workers were told that the job went on without them, or were killed here before they
+    could say; returns how many updates."""
     for life in workers(job):
         life.kill()
     found = status(job.address)

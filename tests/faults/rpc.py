@@ -1,6 +1,8 @@
-"""Calls whose request is lost, whose reply is lost, or that are carried out twice, between a worker and its servers.
+"""Calls whose request is lost, whose reply is lost, or that are carried out twice, between a
+worker and its servers.
 
-The two ways to lose a call differ for the server and look alike to the worker: that is what makes exactly-once hard.
+The two ways to lose a call differ for the server and look alike to the worker: that is what
+makes exactly-once hard.
 """
 
 import random
@@ -15,9 +17,9 @@ from typing import Literal, TypeVar
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.calls import Answer, Cancellation, Receiver
-from psworker.discovery import discover
-from psworker.lane import GrpcLane, Lane
+from psworker.connection.discovery import discover
+from psworker.transport.grpc import GrpcTransport, Transport
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 
 T = TypeVar("T")
 Fault = Literal["", "request lost", "reply lost", "duplicate"]
@@ -26,7 +28,9 @@ CONNECT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which calls fail how often. method: "ParameterServerService.Exchange", or with stars; most: so many faults."""
+    """Which calls fail how often. method: "ParameterServerService.Exchange", or with stars;
+    most: so many faults.
+    """
 
     method: str
     most: int
@@ -39,15 +43,21 @@ class Rule:
         """From "Service.Method=MOST:REQUEST%:REPLY%[:DUPLICATE%]"; ValueError for anything else."""
         method, _, rest = text.strip().partition("=")
         most, *shares = rest.split(":")
-        if not method or len(shares) not in (2, 3) or not all(share.endswith("%") for share in shares):
+        if (
+            not method
+            or len(shares) not in (2, 3)
+            or not all(share.endswith("%") for share in shares)
+        ):
             raise ValueError(f"{text!r} is not Service.Method=MOST:REQUEST%:REPLY%[:DUPLICATE%]")
         return cls(method, int(most), *(float(share[:-1]) / 100 for share in shares))
 
     def draw(self, lot: float) -> Fault:
         """lot: of 0..1."""
         shares: tuple[tuple[Fault, float], ...] = (
-            ("request lost", self.request), ("reply lost", self.reply), ("duplicate", self.duplicate),
-        )  # fmt: skip
+            ("request lost", self.request),
+            ("reply lost", self.reply),
+            ("duplicate", self.duplicate),
+        )
         for fault, share in shares:
             if lot < share:
                 return fault
@@ -58,8 +68,8 @@ class Rule:
 class Faults:
     """Draws what happens to each call, by the first rule that fits it. Thread-safe.
 
-    The n-th call of a method to a shard meets the same fault in every run with the same seed, whatever threads do, as
-    long as the budgets last. counts: faults so far, by (method, fault).
+    The n-th call of a method to a shard meets the same fault in every run with the same seed,
+    whatever threads do, as long as the budgets last. counts: faults so far, by (method, fault).
     """
 
     def __init__(self, rules: str, seed: int = 0) -> None:
@@ -74,9 +84,17 @@ class Faults:
     def draw(self, method: str, shard: int = 0) -> Fault:
         with self._lock:
             self._calls[method, shard] += 1
-            lot = random.Random(f"{self._seed} {method} {shard} {self._calls[method, shard]}").random()
-            place = next((i for i, rule in enumerate(self._rules) if fnmatchcase(method, rule.method)), None)
-            if place is None or not self._left[place] or not (fault := self._rules[place].draw(lot)):
+            lot = random.Random(
+                f"{self._seed} {method} {shard} {self._calls[method, shard]}"
+            ).random()
+            place = next(
+                (i for i, rule in enumerate(self._rules) if fnmatchcase(method, rule.method)), None
+            )
+            if (
+                place is None
+                or not self._left[place]
+                or not (fault := self._rules[place].draw(lot))
+            ):
                 return ""
             self._left[place] -= 1
             self.counts[method, fault] += 1
@@ -88,14 +106,16 @@ class Faults:
 
 
 class FaultyLane:
-    """A psworker.lane.Lane over another one: `Client(lane=FaultyLane(lane, Faults("*=-1:5%:5%:5%", seed)))`.
+    """A psworker.transport.grpc.Lane over another one: `Client(lane=FaultyLane(lane,
+    Faults("*=-1:5%:5%:5%", seed)))`.
 
-    A lost reply leaves nothing in the receiver, but where the server writes into the worker's memory itself. Of a call
-    that is carried out twice the first answer counts, as it does where a network repeats requests; a push that leaves
-    before it is complete is never repeated, because its bytes are there once.
+    A lost reply leaves nothing in the receiver, but where the server writes into the worker's
+    memory itself. Of a call that is carried out twice the first answer counts, as it does where
+    a network repeats requests; a push that leaves before it is complete is never repeated,
+    because its bytes are there once.
     """
 
-    def __init__(self, lane: Lane, faults: Faults) -> None:
+    def __init__(self, lane: Transport, faults: Faults) -> None:
         self.lane = lane
         self.faults = faults
         self.direct, self.clock = lane.direct, lane.clock
@@ -104,7 +124,9 @@ class FaultyLane:
     def addresses(self) -> Sequence[str]:
         return self.lane.addresses
 
-    def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None:
+    def learn(
+        self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
+    ) -> None:
         self.lane.learn(job, addresses, terms, standbys)
 
     def look_around(self, job: str, timeout: float) -> bool:
@@ -134,7 +156,9 @@ class FaultyLane:
     def next_batch(self, request: co.NextBatchRequest, timeout: float) -> co.NextBatchResponse:
         return self._ask("NextBatch", partial(self.lane.next_batch, request, timeout))
 
-    def return_batches(self, request: co.ReturnBatchesRequest, timeout: float) -> co.ReturnBatchesResponse:
+    def return_batches(
+        self, request: co.ReturnBatchesRequest, timeout: float
+    ) -> co.ReturnBatchesResponse:
         return self._ask("ReturnBatches", partial(self.lane.return_batches, request, timeout))
 
     def report(self, request: co.ReportMetricsRequest, timeout: float) -> co.ReportMetricsResponse:
@@ -143,7 +167,9 @@ class FaultyLane:
     def status(self, request: co.GetStatusRequest, timeout: float) -> co.GetStatusResponse:
         return self._ask("GetStatus", partial(self.lane.status, request, timeout))
 
-    def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
+    def attach(
+        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
+    ) -> ps.AttachMemoryResponse:
         call = partial(self.lane.attach, shard, request, timeout)
         return self._carried("ParameterServerService.AttachMemory", shard, call, call)
 
@@ -152,19 +178,23 @@ class FaultyLane:
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receiver: Receiver,
+        receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
-    ) -> Answer:
-        def call(header: ps.PushPullHeader, receiver: Receiver) -> Answer:
+    ) -> ExchangeAnswer:
+        def call(header: ps.PushPullHeader, receiver: AnswerReceiver) -> ExchangeAnswer:
             return self.lane.exchange(shard, header, send, receiver, timeout, cancellation, frames)
 
         def unheard() -> object:
             return call(header, _nowhere(receiver))
 
         def again() -> object:
-            return call(_without_memory_to_write(header), _nowhere(receiver)) if frames is None else None
+            return (
+                call(_without_memory_to_write(header), _nowhere(receiver))
+                if frames is None
+                else None
+            )
 
         method = "ParameterServerService.Exchange"
         return self._carried(method, shard, lambda: call(header, receiver), unheard, again)
@@ -199,16 +229,18 @@ class FaultyLane:
 def faulty_lane(servers: str, rules: str, seed: int = 0) -> FaultyLane:
     """To the job of which `servers` ("HOST:PORT,...") are some, over gRPC."""
     addresses = discover(servers.split(","), CONNECT_SECONDS).addresses
-    return FaultyLane(GrpcLane(addresses), Faults(rules, seed))
+    return FaultyLane(GrpcTransport(addresses), Faults(rules, seed))
 
 
 def _lost(method: str, shard: int, fault: Fault) -> UnreachableError:
     return UnreachableError(f"shard {shard} ({method}): {fault}, by a fault tool", "UNREACHABLE")
 
 
-def _nowhere(receiver: Receiver) -> Receiver:
+def _nowhere(receiver: AnswerReceiver) -> AnswerReceiver:
     """Takes what the other would, and tells nobody."""
-    return Receiver(lambda result: [memoryview(bytearray(view.nbytes)) for view in receiver.views(result)])
+    return AnswerReceiver(
+        lambda result: [memoryview(bytearray(view.nbytes)) for view in receiver.views(result)]
+    )
 
 
 def _without_memory_to_write(header: ps.PushPullHeader) -> ps.PushPullHeader:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psworker
-from pscommon.values import Lanes
+from pscommon.settings.values import Lanes
 from psworker import FencedError
 from tests.e2e.workers import ONES, counter
 from tests.faults.rpc import faulty_lane
@@ -23,9 +23,13 @@ NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 def network() -> nn.Sequential:
-    """With all that has to survive: normalization's buffers, dropout's random numbers, Adam's moments."""
+    """With all that has to survive: normalization's buffers, dropout's random numbers, Adam's
+    moments.
+    """
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
+    )
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +43,11 @@ class Rows:
     def read(self, source: int, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         x, y = data()
         share = len(x) // SOURCES
-        return zip(x[source * share + offset :][: share - offset], y[source * share + offset :], strict=False)
+        return zip(
+            x[source * share + offset :][: share - offset],
+            y[source * share + offset :],
+            strict=False,
+        )
 
 
 def train(
@@ -53,17 +61,20 @@ def train(
     streamed: bool = False,
     clip_norm: float | None = None,
 ) -> None:
-    """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says when it made each.
+    """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says
+    when it made each.
 
-    pause: seconds that a step computes; slow: other ones, by rank. until: steps from version held_at on take place when
-    there is such a file. streamed: the data come as a stream.
+    pause: seconds that a step computes; slow: other ones, by rank. until: steps from version
+    held_at on take place when there is such a file. streamed: the data come as a stream.
     """
     torch.set_num_threads(1)
     computing = threading.Event()
     print(f"connects {time.monotonic():.3f}", flush=True)
     with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
         model = network()
-        optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model, clip_norm=clip_norm)
+        optimizer = job.optimizer(
+            torch.optim.Adam(model.parameters(), lr=0.05), model, clip_norm=clip_norm
+        )
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
         job.resume(scheduler)
         dataset, sources = (Rows(), SOURCES) if streamed else (data(), None)
@@ -87,17 +98,23 @@ def count(
     seed: int = 0,
     pause: float = 0.0,
 ) -> None:
-    """So many pushes of one each, until that many have been acknowledged to this rank; says how many at the end.
+    """So many pushes of one each, until that many have been acknowledged to this rank; says how
+    many at the end.
 
-    lanes: by rank, again and again. faults: rules of tests.faults.rpc. A worker that is fenced comes back as a new one;
-    whether the push counted that it was just making, it never learns.
+    lanes: by rank, again and again. faults: rules of tests.faults.rpc. A worker that is fenced
+    comes back as a new one; whether the push counted that it was just making, it never learns.
     """
     lane = faulty_lane(address, faults, seed=100 * seed + (rank or 0)) if faults else None
     chosen = lanes[(rank or 0) % len(lanes)]
     acknowledged = fenced = 0
     computing = threading.Event()
     with counter(
-        None if lane else address, rank, lane=lane, lanes=chosen, connect_timeout=60.0, wait_timeout=120.0
+        None if lane else address,
+        rank,
+        lane=lane,
+        lanes=chosen,
+        connect_timeout=60.0,
+        wait_timeout=120.0,
     ) as client:
         while acknowledged < pushes:
             try:

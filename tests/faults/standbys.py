@@ -5,24 +5,34 @@ from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import PSError
-from psworker.ctl.servers import Servers
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.workers import connected
 from tests.faults.forked import ForkedJob, Script
 from tests.ports import free_ports
 
 
 class StandbyJob(ForkedJob):
-    """As ForkedJob; "b1" is the standby of shard 1's first primary, "s1". lock: with a lock for failover.
+    """As ForkedJob; "b1" is the standby of shard 1's first primary, "s1". lock: with a lock for
+    failover.
 
-    Nothing is written to any disk, so what survives does so in the standbys' memory. monitors: theirs, by shard.
+    Nothing is written to any disk, so what survives does so in the standbys' memory. monitors:
+    theirs, by shard.
     """
 
     def __init__(
-        self, folder: Path, shards: int, flags: tuple[object, ...], script: Script, lock: bool = True, **options: Any
+        self,
+        folder: Path,
+        shards: int,
+        flags: tuple[object, ...],
+        script: Script,
+        lock: bool = True,
+        **options: Any,
     ) -> None:
         locked = ("--failover-lock", folder / "lock") if lock else ()
         super().__init__(folder, shards, (*flags, *locked), script, **options)
-        self.followed: set[int] = set()  # "s1" is started as the standby of "b1", which took its place
+        self.followed: set[int] = (
+            set()
+        )  # "s1" is started as the standby of "b1", which took its place
         ports = free_ports(2 * shards)
         self._standbys = [f"127.0.0.1:{port}" for port in ports[:shards]]
         self.monitors = [f"127.0.0.1:{port}" for port in ports[shards:]]
@@ -37,16 +47,30 @@ class StandbyJob(ForkedJob):
     def _server(self, shard: int) -> list[str]:
         joined = ["--join", self._binds[0]] if shard else []
         joined += ["--standby-of", self._standbys[shard]] if shard in self.followed else []
-        return ["--shard", f"{shard}/{self._of[shard]}", "--bind", self._binds[shard], *joined, *self._flags]
+        return [
+            "--shard",
+            f"{shard}/{self._of[shard]}",
+            "--bind",
+            self._binds[shard],
+            *joined,
+            *self._flags,
+        ]
 
     def _standby(self, shard: int) -> list[str]:
         place = ["--shard", f"{shard}/{self._shards}", "--bind", self._standbys[shard]]
-        return [*place, "--standby-of", self._binds[shard], "--metrics-bind", self.monitors[shard], *self._flags]
+        return [
+            *place,
+            "--standby-of",
+            self._binds[shard],
+            "--metrics-bind",
+            self.monitors[shard],
+            *self._flags,
+        ]
 
     def found(self, address: str) -> dict[str, Any]:
         """What ps-ctl status shows; empty where nobody answers, or who does is a standby."""
         try:
-            with Servers([address], 2.0) as servers:
+            with CoordinatorClient([address], 2.0) as servers:
                 return servers.status()
         except PSError:
             return {}

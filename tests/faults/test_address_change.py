@@ -1,4 +1,6 @@
-"""Shard 0 comes back under the same DNS name at another address: workers and shards find it there soon."""
+"""Shard 0 comes back under the same DNS name at another address: workers and shards find it
+there soon.
+"""
 
 import os
 import shutil
@@ -68,8 +70,12 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 @pytest.mark.parametrize("resolver", ["ares", "native"])
-def test_training_continues_soon_after_shard_0_has_another_address(programs: Programs, resolver: str) -> None:
-    """The name leads to the old address until the worker has looked it up in vain: the worst case."""
+def test_training_continues_soon_after_shard_0_has_another_address(
+    programs: Programs, resolver: str
+) -> None:
+    """The name leads to the old address until the worker has looked it up in vain: the worst
+    case.
+    """
     names = Names(programs)
     names.point("127.0.0.1")
     port, other = free_ports(2)
@@ -83,7 +89,9 @@ def test_training_continues_soon_after_shard_0_has_another_address(programs: Pro
     first = shard_0("127.0.0.1")
     place = ("--shard", "1/2", "--bind", f"127.0.0.1:{other}", "--join", f"{NAME}:{port}")
     second = names.start("ps-server", *place, *data, **setting)
-    worker = names.start("ps-worker", "--ps", f"{NAME}:{port}", "--device", "cpu", "train.py", **setting)
+    worker = names.start(
+        "ps-worker", "--ps", f"{NAME}:{port}", "--device", "cpu", "train.py", **setting
+    )
     worker.wait_for("version", times=20)
 
     kill(first)

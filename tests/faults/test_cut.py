@@ -1,4 +1,6 @@
-"""The network is gone for 30 seconds: for three jobs at the same time, since most of this is waiting."""
+"""The network is gone for 30 seconds: for three jobs at the same time, since most of this is
+waiting.
+"""
 
 import shutil
 import time
@@ -22,7 +24,7 @@ CUT = 30.0
 ADDRESS = f"{SERVER_ADDRESS}:4712"
 
 SCRIPT = f"""
-from pscommon import logs
+from pscommon.telemetry import logs
 from tests.faults.scripts import count
 logs.set_up("info", "text")
 count("{ADDRESS}", 0, 10**6, pause=0.02)
@@ -35,9 +37,9 @@ pytestmark = pytest.mark.xdist_group("cut")
 
 @dataclass
 class Outage:
-    """patient: its leases outlast the cut; strict: they do not; wired: the worker of a job over a cable between two
-    namespaces; missing: why there is none. began: by time.time(). noticed, resumed: seconds, of the slowest worker
-    behind a proxy; wired_resumed: at most."""
+    """patient: its leases outlast the cut; strict: they do not; wired: the worker of a job over
+    a cable between two namespaces; missing: why there is none. began: by time.time(). noticed,
+    resumed: seconds, of the slowest worker behind a proxy; wired_resumed: at most."""
 
     patient: ProxiedJob
     strict: ProxiedJob

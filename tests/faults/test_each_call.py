@@ -1,12 +1,14 @@
-"""Each call of a worker loses its request, its reply, and is repeated: what counts is the same, in each policy."""
+"""Each call of a worker loses its request, its reply, and is repeated: what counts is the same,
+in each policy.
+"""
 
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import BatchKey
 from psworker import Client
 from tests.e2e.workers import counted, counter, status, until, weights_of
 from tests.faults.exactly_once import POLICIES
@@ -15,7 +17,11 @@ from tests.faults.rpc import Fault, FaultyLane, faulty_lane
 from tests.faults.scripts import count
 
 BATCHES = 3
-FAULTS: dict[Fault, str] = {"request lost": "100%:0%", "reply lost": "0%:100%", "duplicate": "0%:0%:100%"}
+FAULTS: dict[Fault, str] = {
+    "request lost": "100%:0%",
+    "reply lost": "0%:100%",
+    "duplicate": "0%:0%:100%",
+}
 TIMES = {"CoordinatorService.Leave": 1, "CoordinatorService.Heartbeat": 1}
 """How often in a row, else twice. A worker leaves once, and takes its time between heartbeats."""
 
@@ -23,16 +29,25 @@ METHODS = (
     *(
         f"CoordinatorService.{method}"
         for method in (
-            "Join", "Register", "Heartbeat", "NextBatch", "ReturnBatches", "ReportMetrics", "GetStatus", "Leave",
+            "Join",
+            "Register",
+            "Heartbeat",
+            "NextBatch",
+            "ReturnBatches",
+            "ReportMetrics",
+            "GetStatus",
+            "Leave",
         )
     ),
     "ParameterServerService.AttachMemory",
     "ParameterServerService.Exchange",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", params=POLICIES)
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedJob]:
+def job(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkedJob]:
     """Two servers; the workers are clients of the test's process."""
     flags = (*POLICIES[request.param], "--lease", "2s")
     with ForkedJob(tmp_path_factory.mktemp(request.param), 2, flags, count) as job:
@@ -43,7 +58,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def use_everything(client: Client) -> None:
-    """A small loop, each batch with a push of one; on the way one batch is given back, and got again."""
+    """A small loop, each batch with a push of one; on the way one batch is given back, and got
+    again.
+    """
     loop = LoopSpec(client.open_loop, BATCHES, 1)
     first, *rest = client.next_batches(loop, 2).numbers
     client.return_batches([BatchKey(loop.loop, number) for number in rest])
@@ -57,7 +74,12 @@ def use_everything(client: Client) -> None:
 def push(client: Client, loop: LoopSpec, number: int) -> None:
     gradients = client.tapes()[0]
     np.frombuffer(gradients, np.float32)[:] = 1.0
-    assert client.exchange(gradients=gradients, weights=None, batches=[BatchKey(loop.loop, number)]).status == "applied"
+    assert (
+        client.exchange(
+            gradients=gradients, weights=None, batches=[BatchKey(loop.loop, number)]
+        ).status
+        == "applied"
+    )
 
 
 def suffer(job: ForkedJob, method: str, fault: Fault) -> FaultyLane:

@@ -1,4 +1,6 @@
-"""Each push counts once: through lost, repeated and reset calls, over real servers that are killed."""
+"""Each push counts once: through lost, repeated and reset calls, over real servers that are
+killed.
+"""
 
 from pathlib import Path
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pscommon.values import SnapshotEvery
+from pscommon.settings.values import SnapshotEvery
 from tests.e2e.conftest import Cluster
 from tests.e2e.scrape import Metrics
 from tests.e2e.workers import count, counted, counter, until
@@ -16,7 +16,12 @@ from tests.faults.disk import SmallDisk, missing
 Make = Callable[..., Cluster]
 
 RARELY = SnapshotEvery(seconds=3600)
-LOG = {"durability": "log", "log_fsync": "always", "snapshot_every": RARELY, "metrics_bind": "127.0.0.1:0"}
+LOG = {
+    "durability": "log",
+    "log_fsync": "always",
+    "snapshot_every": RARELY,
+    "metrics_bind": "127.0.0.1:0",
+}
 
 
 @pytest.fixture
@@ -45,8 +50,12 @@ def ready(servers: Cluster) -> Cluster:
 
 
 @pytest.mark.parametrize("durability", ["log", "snapshot"])
-def test_a_job_restarts_on_a_disk_without_a_free_byte(cluster: Make, small_disk: SmallDisk, durability: str) -> None:
-    """With a log nothing is lost, with snapshots it continues from the newest; twice, and trains on."""
+def test_a_job_restarts_on_a_disk_without_a_free_byte(
+    cluster: Make, small_disk: SmallDisk, durability: str
+) -> None:
+    """With a log nothing is lost, with snapshots it continues from the newest; twice, and trains
+    on.
+    """
     settings = LOG | {"durability": durability}
     trained(cluster, small_disk.path, 4, save=True, **settings)
     version = 4 if durability == "log" else 1
@@ -73,7 +82,12 @@ def erased(data_dir: Path, what: str) -> None:
 @pytest.mark.parametrize("what", ["newest file", "folder"])
 @pytest.mark.parametrize("segments", [1, 2])
 def test_a_missing_log_file_of_the_coordinator_is_an_error_with_the_number_of_lost_updates(
-    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, segments: int, durability: str
+    cluster: Make,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+    segments: int,
+    durability: str,
 ) -> None:
     """Shard 0's own log tells how far the job was. segments: in the log since the snapshot."""
     trained(cluster, tmp_path, 4, save=True, **LOG)
@@ -82,7 +96,8 @@ def test_a_missing_log_file_of_the_coordinator_is_an_error_with_the_number_of_lo
     lost = 4 + 2 * (segments - 1) - 1
     erased(tmp_path, what)
     if (durability, what, segments) == ("snapshot", "newest file", 2):
-        return  # refused, with exit code 2: the older file still holds updates that are in no snapshot
+        # refused, with exit code 2: the older file still holds updates that are in no snapshot
+        return
 
     servers = ready(cluster(2, data_dir=tmp_path, **LOG | {"durability": durability}))
 

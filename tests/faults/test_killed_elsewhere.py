@@ -1,4 +1,6 @@
-"""A worker that is killed where shard 0 cannot see its process: the shard beside it proves the death."""
+"""A worker that is killed where shard 0 cannot see its process: the shard beside it proves the
+death.
+"""
 
 import os
 import shutil
@@ -36,7 +38,9 @@ with psworker.Client(rank=int(__import__("os").environ["PS_WORKER_RANK"])) as cl
 def programs(tmp_path: Path) -> Iterator[Programs]:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare")
-    if subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], check=False).returncode:
+    if subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "true"], check=False
+    ).returncode:
         pytest.skip("this system has no PID namespaces")
     with programs_in(tmp_path) as programs:
         programs.script(SCRIPT)
@@ -44,12 +48,16 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 def counted(worker: Program) -> list[float]:
-    return [float(line.split()[1]) for line in worker.out.splitlines() if line.startswith("counted ")]
+    return [
+        float(line.split()[1]) for line in worker.out.splitlines() if line.startswith("counted ")
+    ]
 
 
 @pytest.mark.parametrize("beside", ["shard 1", "no server"])
 def test_the_shard_beside_a_worker_proves_its_death(programs: Programs, beside: str) -> None:
-    """Where no server is beside it the lease decides: an absent PID of another namespace proves nothing."""
+    """Where no server is beside it the lease decides: an absent PID of another namespace proves
+    nothing.
+    """
     first, other = (f"127.0.0.1:{port}" for port in free_ports(2))
     apart = (str(shutil.which("unshare")), "--pid", "--fork", "--kill-child", "--mount-proc")
     flags = ("--lease", f"{LEASE:g}s", "--min-workers", 2)
@@ -58,7 +66,14 @@ def test_the_shard_beside_a_worker_proves_its_death(programs: Programs, beside: 
     programs.start(*map(str, (*(apart if beside == "no server" else ()), *line)))
     workers = [
         programs.start(
-            "ps-worker", "--ps", first, "--device", "cpu", "train.py", PYTHONPATH=MODULES, PS_WORKER_RANK=rank
+            "ps-worker",
+            "--ps",
+            first,
+            "--device",
+            "cpu",
+            "train.py",
+            PYTHONPATH=MODULES,
+            PS_WORKER_RANK=rank,
         )
         for rank in range(2)
     ]

@@ -1,4 +1,6 @@
-"""A worker that is killed beside its servers: its death is proven at once, and --on-worker-loss waits for no lease."""
+"""A worker that is killed beside its servers: its death is proven at once, and --on-worker-loss
+waits for no lease.
+"""
 
 import signal
 import time
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.exits import Exit
+from pscommon.core.exit_codes import ExitCode
 from tests.e2e.workers import status, until
 from tests.faults.forked import ForkedJob
 from tests.faults.processes import state_of
@@ -55,15 +57,18 @@ def test_with_shrink_sync_continues_within_a_second(tmp_path: Path, shards: int)
 
 
 def test_with_wait_a_successor_takes_the_place_at_once(tmp_path: Path) -> None:
-    """Also without a launcher that tells attempts apart: nothing else could show before a lease that the old one died.
-    Nobody trains without it meanwhile."""
+    """Also without a launcher that tells attempts apart: nothing else could show before a lease
+    that the old one died. Nobody trains without it meanwhile."""
     with job(tmp_path, 1, "--on-worker-loss", "wait:60s") as running:
         running.start_all(2)
         made(running, 5, "w1")
         killed = running.lives["w1"]
         killed.kill()
         killed.attempt = -1  # the next one is attempt 0 again
-        until(lambda: "its place is kept" in running.lives["s0"].log.read_text(), "a place that is kept")
+        until(
+            lambda: "its place is kept" in running.lives["s0"].log.read_text(),
+            "a place that is kept",
+        )
         before = len(steps(running, "w0"))
         started_at = time.monotonic()
         running.start("w1")
@@ -82,13 +87,19 @@ def test_with_abort_the_job_ends_at_once(tmp_path: Path) -> None:
         made(running, 5, "w1")
         running.lives["w1"].kill()
         killed_at = time.monotonic()
-        until(lambda: all(running.lives[name].ended is not None for name in ("w0", "s0", "s1")), "the end of all")
+        until(
+            lambda: all(running.lives[name].ended is not None for name in ("w0", "s0", "s1")),
+            "the end of all",
+        )
         print(f"\nthe job ended {time.monotonic() - killed_at:.2f} s after a kill")
 
         assert time.monotonic() - killed_at < LEASE / 2
-        assert running.lives["s0"].ended == Exit.TOO_FEW_WORKERS
+        assert running.lives["s0"].ended == ExitCode.TOO_FEW_WORKERS
         for name in ("s0", "w0"):
-            assert "its process has ended (--on-worker-loss abort)" in running.lives[name].log.read_text()
+            assert (
+                "its process has ended (--on-worker-loss abort)"
+                in running.lives[name].log.read_text()
+            )
 
 
 def test_a_broken_connection_and_a_stopped_process_prove_nothing(tmp_path: Path) -> None:

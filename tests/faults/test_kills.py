@@ -1,4 +1,5 @@
-"""kill -9 of servers and workers, real ones, at random: nothing is lost, and in sync not a bit differs.
+"""kill -9 of servers and workers, real ones, at random: nothing is lost, and in sync not a bit
+differs.
 
 python -m tests.faults.test_kills 50     the same with so many seeds
 """
@@ -36,7 +37,9 @@ class Killer:
     However fast the workers are, they make their last steps when it is done (held_at).
     """
 
-    def __init__(self, job: ForkedJob, seed: int, kills: int, gap: float = 0.8, kinds: str = "sw") -> None:
+    def __init__(
+        self, job: ForkedJob, seed: int, kills: int, gap: float = 0.8, kinds: str = "sw"
+    ) -> None:
         self.left = kills
         self._done = job.folder / DONE
         self._job, self._gap, self._kinds = job, gap, kinds
@@ -56,7 +59,9 @@ class Killer:
 def killed_job(folder: Path, *flags: object, **options: object) -> ForkedJob:
     """A job with something to compute, which is not over before its killer is done."""
     held = {"held_at": HELD_AT, "until": folder / DONE}
-    return ForkedJob(folder, SHARDS, [*FLAGS, *flags], train, epochs=EPOCHS, pause=PAUSE, **held, **options)
+    return ForkedJob(
+        folder, SHARDS, [*FLAGS, *flags], train, epochs=EPOCHS, pause=PAUSE, **held, **options
+    )
 
 
 def disturbed(folder: Path, seed: int, kills: int = KILLS, **options: object) -> str:
@@ -92,7 +97,9 @@ def test_the_bits_of_a_clipped_run_are_those_of_the_undisturbed_run(tmp_path: Pa
 
 
 def test_with_shrink_each_sample_counts_exactly_once(tmp_path: Path) -> None:
-    """Rounds go on without a killed worker once its lease has ended; who is started in its place is new."""
+    """Rounds go on without a killed worker once its lease has ended; who is started in its place
+    is new.
+    """
     with killed_job(tmp_path, *LOG) as job:
         job.start_all(WORKERS)
         killer = Killer(job, 5, kills=10)
@@ -103,8 +110,8 @@ def test_with_shrink_each_sample_counts_exactly_once(tmp_path: Path) -> None:
 
 
 def test_without_a_log_all_shards_go_back_together_and_say_what_was_lost(tmp_path: Path) -> None:
-    """At most one interval of snapshots; each sample of what stands in the end counted once; nobody is started again
-    but who was killed."""
+    """At most one interval of snapshots; each sample of what stands in the end counted once;
+    nobody is started again but who was killed."""
     with killed_job(tmp_path) as job:
         job.start_all(WORKERS)
         job.tend(lambda: len(status(job.address)["snapshots"]) > 0, SECONDS)
@@ -130,7 +137,8 @@ def main() -> None:
             print(error)
         wrong += [] if same else [seed]
         print(
-            f"seed {seed}: {'same bits' if same else 'DIFFERENT'} after {KILLS} kills, {time.monotonic() - began:.0f} s"
+            f"seed {seed}: {'same bits' if same else 'DIFFERENT'} after {KILLS} kills, "
+            f"{time.monotonic() - began:.0f} s"
         )
     sys.exit(f"seeds {wrong} differ; artefacts in {root}" if wrong else 0)
 

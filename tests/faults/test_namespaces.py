@@ -49,7 +49,9 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 def within(programs: Programs, name: str, *args: object) -> Program:
     command, *rest = inside(name)
-    return programs.start(str(shutil.which(command)), *rest, shutil.which("python3"), "train.py", *args)
+    return programs.start(
+        str(shutil.which(command)), *rest, shutil.which("python3"), "train.py", *args
+    )
 
 
 def echoes(programs: Programs, cable: Cable, size: int = 1) -> Program:
@@ -118,5 +120,7 @@ def test_what_a_killed_process_left_is_swept() -> None:
 
 
 def namespaces() -> set[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
     return {line.split()[0] for line in listed.splitlines()}

@@ -1,4 +1,6 @@
-"""Processes of a job are killed, stopped and started again, and the job is found where it was left."""
+"""Processes of a job are killed, stopped and started again, and the job is found where it was
+left.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,9 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 def test_a_server_comes_back_on_its_port_with_its_data(programs: Programs, tmp_path: Path) -> None:
-    with Servers(programs, 2, *SETTINGS, "--snapshot-every", "5steps", data_dir=tmp_path / "data") as servers:
+    with Servers(
+        programs, 2, *SETTINGS, "--snapshot-every", "5steps", data_dir=tmp_path / "data"
+    ) as servers:
         pushing = worker(programs, servers, 0, "train.py")
         reached(servers.address, 10)
         until(lambda: status_of(servers.address).get("snapshots"), "a snapshot")

@@ -1,4 +1,6 @@
-"""Every fault of the proxy is what it says it is, seen by plain sockets; and a worker trains through it."""
+"""Every fault of the proxy is what it says it is, seen by plain sockets; and a worker trains
+through it.
+"""
 
 import socket
 import threading
@@ -21,7 +23,9 @@ SILENCE = 0.2
 
 
 class Echo:
-    """A server that sends back what it gets; `ends` counts connections that have ended, by FIN or by RST."""
+    """A server that sends back what it gets; `ends` counts connections that have ended, by FIN
+    or by RST.
+    """
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -80,7 +84,9 @@ def proxy(echo: Echo) -> Iterator[Proxy]:
 def connect(proxy: Proxy) -> Iterator[Connect]:
     """Opens connections to the proxy."""
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(socket.create_connection(("127.0.0.1", proxy.port), SECONDS))
+        yield lambda: stack.enter_context(
+            socket.create_connection(("127.0.0.1", proxy.port), SECONDS)
+        )
 
 
 def received(connection: socket.socket, nbytes: int) -> bytes:
@@ -113,7 +119,9 @@ def test_passes_all_bytes_in_both_directions(connect: Connect, proxy: Proxy) -> 
     assert (proxy.passed("up"), proxy.passed("down")) == (len(data), len(data))
 
 
-def test_the_end_of_one_direction_passes_and_the_other_goes_on(connect: Connect, echo: Echo) -> None:
+def test_the_end_of_one_direction_passes_and_the_other_goes_on(
+    connect: Connect, echo: Echo
+) -> None:
     connection = connect()
     connection.sendall(b"last words")
     connection.shutdown(socket.SHUT_WR)
@@ -123,7 +131,9 @@ def test_the_end_of_one_direction_passes_and_the_other_goes_on(connect: Connect,
     assert echo.wait_for_end() == "fin"
 
 
-def test_latency_comes_on_top_of_each_direction_and_keeps_the_order(connect: Connect, proxy: Proxy) -> None:
+def test_latency_comes_on_top_of_each_direction_and_keeps_the_order(
+    connect: Connect, proxy: Proxy
+) -> None:
     connection = connect()
     proxy.latency(0.05, jitter=0.02)
     began = time.monotonic()

@@ -1,4 +1,5 @@
-"""Another number of servers while somebody is killed: real processes, and in sync not a bit differs.
+"""Another number of servers while somebody is killed: real processes, and in sync not a bit
+differs.
 
 python -m tests.faults.test_reshard 50     kills at so many other moments
 """
@@ -16,18 +17,29 @@ from typing import Self
 import pytest
 
 from pscommon.core.errors import PSError
-from psworker.ctl.servers import Servers
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.workers import counted, digest, status, weights_of
 from tests.faults.forked import ForkedJob
 from tests.faults.scripts import count, train
-from tests.support.compared_runs import EPOCHS, FLAGS, LOG, PAUSE, WAIT, WORKERS, check_data, undisturbed
+from tests.support.compared_runs import (
+    EPOCHS,
+    FLAGS,
+    LOG,
+    PAUSE,
+    WAIT,
+    WORKERS,
+    check_data,
+    undisturbed,
+)
 
 SECONDS = 60
 DONE = "done"
 
 
 class Mover:
-    """Asks for another number of servers, as ps-ctl does, until there are so many, whoever dies meanwhile."""
+    """Asks for another number of servers, as ps-ctl does, until there are so many, whoever dies
+    meanwhile.
+    """
 
     def __init__(self, job: ForkedJob, shards: int) -> None:
         self.shards = shards
@@ -41,7 +53,10 @@ class Mover:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over.set()
         self._thread.join()
@@ -50,7 +65,7 @@ class Mover:
         """Whether it was done when the answer was lost, the status says."""
         while not (self.done or self._over.is_set()):
             try:
-                with Servers([self._job.address.split(",")[0]], 2.0) as servers:
+                with CoordinatorClient([self._job.address.split(",")[0]], 2.0) as servers:
                     found = servers.status()
                     if len(found["servers"]) == self.shards and found["moving_to"] is None:
                         self.done = True
@@ -62,7 +77,9 @@ class Mover:
 
 
 def move(job: ForkedJob, shards: int, *kills: tuple[str, float]) -> None:
-    """To so many servers; victims are killed so many seconds after that was begun, and started again."""
+    """To so many servers; victims are killed so many seconds after that was begun, and started
+    again.
+    """
     began = time.monotonic()
     left = sorted(kills, key=lambda kill: -kill[1])
 
@@ -88,31 +105,47 @@ def _version(job: ForkedJob) -> int:
 
 
 def disturbed(folder: Path, seed: int, apart: int, kills: int) -> str:
-    """The digest of a run in which 2 servers become 3, then 1, so many versions apart, with kills in each move."""
+    """The digest of a run in which 2 servers become 3, then 1, so many versions apart, with
+    kills in each move.
+    """
     folder.mkdir()
     draw = random.Random(seed)
     held = {"held_at": 90, "until": folder / DONE}
-    with ForkedJob(folder, 2, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, pause=PAUSE, **held) as job:
+    with ForkedJob(
+        folder, 2, [*FLAGS, *LOG, *WAIT], train, epochs=EPOCHS, pause=PAUSE, **held
+    ) as job:
         job.start_all(WORKERS)
         job.tend(trained(job, 10), SECONDS)
         job.add_servers(3)
         for number, shards in enumerate([3, 1]):
             job.tend(trained(job, 10 + number * apart), SECONDS)
-            move(job, shards, *((draw.choice(["s0", "s1", "s2"]), draw.random() * 0.4) for _ in range(kills)))
+            move(
+                job,
+                shards,
+                *((draw.choice(["s0", "s1", "s2"]), draw.random() * 0.4) for _ in range(kills)),
+            )
         (folder / DONE).touch()
         job.tend(job.workers_done, SECONDS)
         check_data(job)
         return digest(job.address.split(",")[0])
 
 
-@pytest.mark.parametrize(("apart", "kills"), [(15, 1), (0, 3)], ids=["one by one", "again and again"])
-def test_servers_that_are_killed_in_a_move_change_no_bit(tmp_path: Path, apart: int, kills: int) -> None:
-    """Moves that follow one another at once go on from the same version, and so do servers that are started twice."""
+@pytest.mark.parametrize(
+    ("apart", "kills"), [(15, 1), (0, 3)], ids=["one by one", "again and again"]
+)
+def test_servers_that_are_killed_in_a_move_change_no_bit(
+    tmp_path: Path, apart: int, kills: int
+) -> None:
+    """Moves that follow one another at once go on from the same version, and so do servers that
+    are started twice.
+    """
     assert disturbed(tmp_path / "moved", 1, apart, kills) == undisturbed(tmp_path / "still")
 
 
 @pytest.mark.parametrize("victim", ["s0", "s1"])
-def test_without_a_log_all_go_back_together_to_the_new_number_of_servers(tmp_path: Path, victim: str) -> None:
+def test_without_a_log_all_go_back_together_to_the_new_number_of_servers(
+    tmp_path: Path, victim: str
+) -> None:
     """A server that dies takes what it had with it; nobody waits for a part that will not come."""
     with ForkedJob(tmp_path, 2, [*FLAGS, *WAIT], train, epochs=EPOCHS, pause=PAUSE) as job:
         job.start_all(WORKERS)
@@ -144,5 +177,9 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         wanted = undisturbed(Path(place) / "still")
         for number in range(int(sys.argv[1])):
-            found = disturbed(Path(place) / str(number), number, *([15, 1] if number % 2 else [0, 3]))
-            print(f"seed {number}: {'the same bits' if found == wanted else 'OTHER BITS'}", flush=True)
+            found = disturbed(
+                Path(place) / str(number), number, *([15, 1] if number % 2 else [0, 3])
+            )
+            print(
+                f"seed {number}: {'the same bits' if found == wanted else 'OTHER BITS'}", flush=True
+            )

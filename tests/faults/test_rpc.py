@@ -1,4 +1,6 @@
-"""The interceptor: faults are drawn as asked for, and a client over real servers counts each push once through them."""
+"""The interceptor: faults are drawn as asked for, and a client over real servers counts each
+push once through them.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +10,7 @@ import pytest
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import coordinator_pb2 as co
 from psworker import Client, OptimizerSpec
-from psworker.patience import Clock
+from psworker.connection.retry import Clock
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import ONES, counted, status, together, weights_of
 from tests.faults.rpc import Faults, FaultyLane, Rule, faulty_lane
@@ -24,7 +26,9 @@ def test_a_rule_is_read_as_it_is_written() -> None:
     assert Rule.parse(" A.*=-1:1%:2%:3%") == Rule("A.*", -1, 0.01, 0.02, 0.03)
 
 
-@pytest.mark.parametrize("text", ["A.B", "A.B=3", "A.B=3:10:20", "=3:1%:1%", "A.B=x:1%:1%", "A.B=1:1%:1%:1%:1%"])
+@pytest.mark.parametrize(
+    "text", ["A.B", "A.B=3", "A.B=3:10:20", "=3:1%:1%", "A.B=x:1%:1%", "A.B=1:1%:1%:1%:1%"]
+)
 def test_a_rule_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"A\.B|=3|invalid literal"):
         Rule.parse(text)
@@ -34,7 +38,9 @@ def test_faults_come_as_often_as_asked_for() -> None:
     faults = Faults("A.B=-1:10%:20%:30%")
     for _ in range(4000):
         faults.draw("A.B")
-    shares = [faults.happened(fault) / 4000 for fault in ("request lost", "reply lost", "duplicate")]
+    shares = [
+        faults.happened(fault) / 4000 for fault in ("request lost", "reply lost", "duplicate")
+    ]
 
     assert shares == pytest.approx([0.1, 0.2, 0.3], abs=0.03)
 
@@ -94,7 +100,9 @@ def pushing(address: str, lanes: str, rank: int) -> FaultyLane:
     """So many pushes of one each through a lane with faults; each must count."""
     lane = faulty_lane(address, ALL, seed=rank)
     with Client(lane=lane, rank=rank, lanes=lanes, connect_timeout=20.0) as client:  # type: ignore[arg-type]
-        client.register({name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0))
+        client.register(
+            {name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0)
+        )
         for number in range(PUSHES):
             result = client.push_pull(ONES) if number % 2 else client.push(ONES)
             assert result.status == "applied"
@@ -112,4 +120,7 @@ def test_each_push_counts_once_whatever_is_lost_or_repeated(
     assert counted(weights_of(address)) == (2 * PUSHES if policy == "async" else PUSHES)
     assert status(address)["steps"] == 2 * PUSHES
     for lane in used:
-        assert all(lane.faults.counts[EXCHANGE, fault] for fault in ("request lost", "reply lost", "duplicate"))
+        assert all(
+            lane.faults.counts[EXCHANGE, fault]
+            for fault in ("request lost", "reply lost", "duplicate")
+        )

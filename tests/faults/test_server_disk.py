@@ -1,6 +1,8 @@
-"""Servers whose disk fails, for a moment or for long: training goes on, and what they start from again is right.
+"""Servers whose disk fails, for a moment or for long: training goes on, and what they start from
+again is right.
 
-Real servers over gRPC, so operations are sampled; each single one is walked in test_every_operation.
+Real servers over gRPC, so operations are sampled; each single one is walked in
+test_every_operation.
 """
 
 import errno
@@ -12,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-import psserver.core.recorder
-from pscommon.snapshot import Snapshots
-from pscommon.snapshot.files import Files
-from pscommon.values import SnapshotEvery
-from psserver.snapshots import TRIES
+import psserver.core.commands.recorder
+from pscommon.settings.values import SnapshotEvery
+from pscommon.snapshot import SnapshotDirectory
+from pscommon.snapshot.atomic_files import AtomicFiles
+from psserver.coordinator.snapshot_jobs import TRIES
 from psworker import Client
 from psworker.ctl.cli import main
 from tests.e2e.conftest import Cluster
@@ -39,8 +41,8 @@ BROKEN, MENDED = (
     "can be written again",
 )
 
-# samples of the operations of `job`, each trouble at others: there are about 240 with a log, 50 without. Not of the
-# first: a server that cannot count its starts does not start
+# samples of the operations of `job`, each trouble at others: there are about 240 with a log, 50
+# without. Not of the first: a server that cannot count its starts does not start
 LOGGED = {trouble: range(12 + 24 * start, 230, 96) for start, trouble in enumerate(TROUBLES)}
 SNAPSHOT_ONLY = {trouble: [9 + 12 * start] for start, trouble in enumerate(TROUBLES)}
 
@@ -52,7 +54,10 @@ def job(servers: Cluster) -> None:
         for version in range(1, PUSHES + 1):
             count(client)
             if version % 2 == 0:
-                until(lambda version=version: archive.newest_version == version or archive.problem, "a snapshot's end")
+                until(
+                    lambda version=version: archive.newest_version == version or archive.problem,
+                    "a snapshot's end",
+                )
         assert counted(client.pull()) == PUSHES
 
 
@@ -73,10 +78,12 @@ def started_again(make: Make, data_dir: Path, durability: str) -> int:
 def failures(servers: Cluster) -> float:
     """How many operations have failed, as dashboards see it."""
     scrapes = [Metrics(server.monitor.address) for server in servers.servers]
-    return sum(scrape("ps_log_failures_total") + scrape("ps_snapshot_failures_total") for scrape in scrapes)
+    return sum(
+        scrape("ps_log_failures_total") + scrape("ps_snapshot_failures_total") for scrape in scrapes
+    )
 
 
-# ---- one operation fails ---------------------------------------------------------------------------------------------
+# ---- one operation fails -------------------------------------------------------------------------
 
 
 def walk(make: Make, data_dir: Path, durability: str, number: int, trouble: str) -> None:
@@ -84,12 +91,14 @@ def walk(make: Make, data_dir: Path, durability: str, number: int, trouble: str)
     disk = Operations(number, number, TROUBLES[trouble])
     with pytest.MonkeyPatch.context() as patch:
         disk.install(patch.setattr)
-        servers = make(2, data_dir=data_dir, snapshot_every=STEPS, **LASTING | {"durability": durability})
+        servers = make(
+            2, data_dir=data_dir, snapshot_every=STEPS, **LASTING | {"durability": durability}
+        )
         job(servers)
         failed = failures(servers)
         servers.close()
     assert len(disk.seen) >= number, "the job has fewer operations than this"
-    manifest, skipped = Snapshots(data_dir).newest_valid()
+    manifest, skipped = SnapshotDirectory(data_dir).newest_valid()
     newest = manifest.version if manifest else 0
     assert skipped == ()
     if manifest:
@@ -116,7 +125,9 @@ def test_without_a_failure_nothing_is_lost(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshots: int
 ) -> None:
     """Before the first snapshot, too; and nothing is said that sounds like a failure."""
-    servers = cluster(2, data_dir=tmp_path, snapshot_every=STEPS if snapshots else RARELY, durability="log")
+    servers = cluster(
+        2, data_dir=tmp_path, snapshot_every=STEPS if snapshots else RARELY, durability="log"
+    )
     if snapshots:
         job(servers)
     else:
@@ -129,9 +140,9 @@ def test_without_a_failure_nothing_is_lost(
 
 
 def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path: Path) -> None:
-    old, really = Snapshots(tmp_path).path(2), Files.remove
+    old, really = SnapshotDirectory(tmp_path).path(2), AtomicFiles.remove
 
-    def remove(files: Files, path: Path) -> None:
+    def remove(files: AtomicFiles, path: Path) -> None:
         if old in (path, path.parent):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         really(files, path)
@@ -141,21 +152,21 @@ def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path
     with counter(servers.address) as client, pytest.MonkeyPatch.context() as patch:
         count(client, 2)
         until(lambda: archive.newest_version == 2, "a snapshot")
-        patch.setattr(Files, "remove", remove)
+        patch.setattr(AtomicFiles, "remove", remove)
         count(client, 2)
         until(lambda: archive.newest_version == 4, "another one")
 
     assert failures(servers) == 0
-    assert Snapshots(tmp_path).versions() == [2, 4]
+    assert SnapshotDirectory(tmp_path).versions() == [2, 4]
 
 
-# ---- all fail for a while --------------------------------------------------------------------------------------------
+# ---- all fail for a while ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken logs are begun anew sooner."""
-    monkeypatch.setattr(psserver.core.recorder, "MEND", 0.3)
+    monkeypatch.setattr(psserver.core.commands.recorder, "MEND", 0.3)
 
 
 @pytest.fixture
@@ -171,8 +182,12 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> set[str]:
     return {r.__dict__["folder"] for r in caplog.records if text in r.message}
 
 
-def recovers(servers: Cluster, client: Client, caplog: pytest.LogCaptureFixture, folders: set[str]) -> int:
-    """Every log that was broken is whole again, without a snapshot that was due; the version then, after one more."""
+def recovers(
+    servers: Cluster, client: Client, caplog: pytest.LogCaptureFixture, folders: set[str]
+) -> int:
+    """Every log that was broken is whole again, without a snapshot that was due; the version
+    then, after one more.
+    """
     until(lambda: said(caplog, MENDED) == folders, "logs that are whole again")
     until(lambda: servers.servers[0].archive.newest_version is not None, "a snapshot")
     count(client)
@@ -183,7 +198,9 @@ def recovers(servers: Cluster, client: Client, caplog: pytest.LogCaptureFixture,
 def test_a_disk_that_fails_for_long_is_told_now_and_then(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One ERROR for each log, however many pushes and tries; and logs are whole as soon as the disk is."""
+    """One ERROR for each log, however many pushes and tries; and logs are whole as soon as the
+    disk is.
+    """
     caplog.set_level(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
         disk = Operations(40, FOR_GOOD, failing(errno.ENOSPC))
@@ -193,7 +210,9 @@ def test_a_disk_that_fails_for_long_is_told_now_and_then(
             count(client, 30)
             until(lambda: failures(servers) >= 10, "tries that fail")
             errors = [r.__dict__["folder"] for r in caplog.records if r.message == BROKEN]
-            assert sorted(errors) == [str(tmp_path / name) for name in ("log-job", "log-shard-0", "log-shard-1")]
+            assert sorted(errors) == [
+                str(tmp_path / name) for name in ("log-job", "log-shard-0", "log-shard-1")
+            ]
             assert not said(caplog, MENDED)
 
             disk.heal()
@@ -203,7 +222,9 @@ def test_a_disk_that_fails_for_long_is_told_now_and_then(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_disk_that_is_really_full(cluster: Make, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_is_really_full(
+    cluster: Make, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     """Filled amid training, and freed."""
     caplog.set_level(logging.INFO)
     servers = cluster(2, data_dir=small_disk.path, snapshot_every=RARELY, **LASTING)
@@ -223,7 +244,10 @@ def test_a_disk_that_is_really_full(cluster: Make, small_disk: SmallDisk, caplog
 
 
 def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
-    cluster: Make, small_disk: SmallDisk, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    cluster: Make,
+    small_disk: SmallDisk,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """After one try: each copies and writes the whole model."""
     servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
@@ -233,17 +257,23 @@ def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
 
         assert main(["--ps", servers.address, "snapshot", "save"]) == 12
         assert "No space left" in capsys.readouterr().err
-        assert len([each for each in caplog.records if each.message.startswith("snapshot failed")]) == 1
+        assert (
+            len([each for each in caplog.records if each.message.startswith("snapshot failed")])
+            == 1
+        )
 
         small_disk.free()
         assert main(["--ps", servers.address, "snapshot", "save"]) == 0
 
 
 def test_the_last_snapshot_on_a_full_disk_is_tried_some_times_with_pauses(
-    cluster: Make, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Make,
+    small_disk: SmallDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whoever ended the server may kill it soon, and what it waits for may never come."""
-    monkeypatch.setattr("psserver.snapshots.PAUSE", 0.2)
+    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.PAUSE", 0.2)
     servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
     server = servers.servers[0]
     with counter(servers.address) as client:

@@ -1,6 +1,8 @@
-"""Server processes killed at things that they do on their disks, once and again: what was acknowledged is there.
+"""Server processes killed at things that they do on their disks, once and again: what was
+acknowledged is there.
 
-Operations are sampled here; each single one is walked, without processes, in test_every_operation.
+Operations are sampled here; each single one is walked, without processes, in
+test_every_operation.
 """
 
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import PSError
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from tests.e2e.workers import ONES, count, counted, counter, until, weights_of
 from tests.faults.doomed import KILLED, DoomedServers
 from tests.faults.forked import Life
@@ -20,7 +22,8 @@ FLAGS = ("--lease", "20s", "--snapshot-every", "2steps")
 LOGGED = (*FLAGS, "--durability", "log", "--log-fsync", "always")
 PUSHES = 5
 
-# operations of a server in such a job, evenly sampled: shard 0 also keeps the job's log and the manifests
+# operations of a server in such a job, evenly sampled: shard 0 also keeps the job's log and the
+# manifests
 FIRST = {0: range(1, 130, 50), 1: range(1, 70, 30)}
 SNAPSHOT_ONLY = {0: range(2, 30, 10), 1: range(2, 16, 8)}
 
@@ -40,7 +43,9 @@ def work_until_it_dies(address: str, server: Life) -> None:
             count(client, PUSHES)
 
 
-def each(folder: Path, samples: range, walk: Callable[[DoomedServers, int], None], *flags: object) -> None:
+def each(
+    folder: Path, samples: range, walk: Callable[[DoomedServers, int], None], *flags: object
+) -> None:
     """The walk at each sample, with servers of its own; what they said comes with a failure."""
     for at in samples:
         (folder / str(at)).mkdir()
@@ -54,7 +59,9 @@ def each(folder: Path, samples: range, walk: Callable[[DoomedServers, int], None
 
 @pytest.mark.parametrize("shard", FIRST)
 def test_with_a_log_every_push_counts_once(tmp_path: Path, shard: int) -> None:
-    """The server dies, its successor does while it reads the log or soon after; in the end both die."""
+    """The server dies, its successor does while it reads the log or soon after; in the end both
+    die.
+    """
 
     def walk(servers: DoomedServers, at: int) -> None:
         servers.start(1 - shard)
@@ -85,7 +92,7 @@ def test_without_one_all_shards_return_to_the_newest_snapshot(tmp_path: Path, sh
             pool.submit(work_until_it_dies, servers.address, first)
             until(lambda: first.ended is not None, f"the end of shard {shard}")
             servers.kill()
-        manifest, skipped = Snapshots(servers.folder / "data").newest_valid()
+        manifest, skipped = SnapshotDirectory(servers.folder / "data").newest_valid()
         assert skipped == ()
         servers.start(0)
         servers.start(1)

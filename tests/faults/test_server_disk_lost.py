@@ -1,4 +1,6 @@
-"""A disk that has lost what it had promised to keep: no server goes on from another history than the others."""
+"""A disk that has lost what it had promised to keep: no server goes on from another history than
+the others.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.values import SnapshotEvery
+from pscommon.settings.values import SnapshotEvery
 from psworker import Client
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import count, counted, counter, until
@@ -17,7 +19,9 @@ LOGS = ("log-job", "log-shard-0", "log-shard-1")
 
 def trained(make: Make, data_dir: Path, pushes: int, save: bool = False) -> None:
     """So many pushes more; then the servers are gone."""
-    servers = make(2, data_dir=data_dir, snapshot_every=SnapshotEvery(seconds=3600), durability="log")
+    servers = make(
+        2, data_dir=data_dir, snapshot_every=SnapshotEvery(seconds=3600), durability="log"
+    )
     with counter(servers.address) as client:
         if save:
             servers.servers[0].hub.snapshots.save(30)  # type: ignore[union-attr]
@@ -47,7 +51,11 @@ def test_a_log_without_its_end_is_not_gone_on_from(
     fleet = servers.servers[0].hub.fleet  # type: ignore[union-attr]
     until(lambda: not fleet.missing, "servers that go on together")
 
-    assert "cannot be used" in caplog.text or "rolling back" in caplog.text or "begins anew" in caplog.text
+    assert (
+        "cannot be used" in caplog.text
+        or "rolling back" in caplog.text
+        or "begins anew" in caplog.text
+    )
     with counter(servers.address) as client:
         assert version_of(client) == (2 if saved else 0)
         count(client)

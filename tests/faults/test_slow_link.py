@@ -23,8 +23,8 @@ with psworker.Client("{ADDRESS}", lanes="grpc", connect_timeout=5.0) as client:
 
 
 def test_a_large_push_arrives(tmp_path: Path) -> None:
-    """2 MB there for the initial weights, and there and back for the step: over 5 s each, as long as a server may be
-    silent."""
+    """2 MB there for the initial weights, and there and back for the step: over 5 s each, as
+    long as a server may be silent."""
     if reason := missing():
         pytest.skip(reason)
     with Cable(MEGABITS) as cable, programs_in(tmp_path) as programs:
@@ -34,9 +34,13 @@ def test_a_large_push_arrives(tmp_path: Path) -> None:
             return str(shutil.which(prefix)), *rest
 
         flags = ("--bind", ADDRESS, "--lanes", "grpc")
-        server = programs.start(*within(cable.server), BIN / "ps-server", *flags, PYTHONPATH=MODULES)
+        server = programs.start(
+            *within(cable.server), BIN / "ps-server", *flags, PYTHONPATH=MODULES
+        )
         server.wait_for("listening")
-        worker = programs.start(*within(cable.worker), BIN / "python", "-c", SCRIPT, PYTHONPATH=MODULES)
+        worker = programs.start(
+            *within(cable.worker), BIN / "python", "-c", SCRIPT, PYTHONPATH=MODULES
+        )
 
         assert worker.wait(seconds=90) == 0, worker.said
         assert worker.out == "applied -1.0\n"

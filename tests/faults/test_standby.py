@@ -1,4 +1,6 @@
-"""Standbys of real processes: primaries that are killed, stopped or told to go, while workers push ones."""
+"""Standbys of real processes: primaries that are killed, stopped or told to go, while workers
+push ones.
+"""
 
 import shutil
 import signal
@@ -10,19 +12,27 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import PSError
-from pscommon.exits import Exit
+from pscommon.core.exit_codes import ExitCode
 from pscommon.wire.channel import open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
-from psserver.core.succession import TAKEOVER
-from psserver.generation import GENERATION
-from psworker.ctl.servers import Servers
-from psworker.discovery import describe
+from psserver.core.shard.failover import TAKEOVER
+from psserver.process.generation_file import GENERATION
+from psworker.connection.discovery import describe
+from psworker.ctl.job_client import CoordinatorClient
 from tests.e2e.scrape import Metrics, get
 from tests.e2e.workers import counted, snapshots, status, until, weights_of
 from tests.faults.scripts import count
 from tests.faults.standbys import StandbyJob
-from tests.support.pushes_over_failover import FLAGS, POLICIES, WORKERS, awaited, finish, goes_on, running
+from tests.support.pushes_over_failover import (
+    FLAGS,
+    POLICIES,
+    WORKERS,
+    awaited,
+    finish,
+    goes_on,
+    running,
+)
 
 
 @pytest.mark.parametrize("shard", [1, 0])
@@ -44,7 +54,7 @@ def test_primary_that_was_told_to_end_is_followed(tmp_path: Path, shard: int) ->
         old = job.lives[f"s{shard}"]
         old.send(signal.SIGTERM)
         awaited(job, lambda: old.ended is not None, "its end")
-        assert old.ended == Exit.TERMINATED, job.said()
+        assert old.ended == ExitCode.TERMINATED, job.said()
         took = goes_on(job, time.monotonic())
         print(f"failover of shard {shard}, told to end: {took:.1f} s")
         finish(job, "sync")
@@ -61,21 +71,27 @@ def test_stopped_primary_is_followed_and_ends_when_it_wakes(tmp_path: Path, shar
         print(f"failover of shard {shard}, stopped: {took:.1f} s")
         old.send(signal.SIGCONT)
         until(lambda: old.ended is not None, "the end of the old primary")
-        assert old.ended == Exit.TAKEN, job.said()
+        assert old.ended == ExitCode.TAKEN, job.said()
         assert "is not primary of its shard any more" in old.log.read_text()
         goes_on(job, time.monotonic())
         finish(job, "async")
 
 
-def test_the_data_directory_of_one_that_was_stopped_is_written_to_again_after_a_switch(tmp_path: Path) -> None:
-    """As the log says: as long as it is stopped nobody else may write there, and so there are no snapshots."""
+def test_the_data_directory_of_one_that_was_stopped_is_written_to_again_after_a_switch(
+    tmp_path: Path,
+) -> None:
+    """As the log says: as long as it is stopped nobody else may write there, and so there are no
+    snapshots.
+    """
     data = ("--data-dir", tmp_path / "data", "--snapshot-every", "50steps", "--durability", "log")
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
         running(job, 1)
         old = job.lives["s1"]
         old.send(signal.SIGSTOP)
         goes_on(job, time.monotonic())
-        assert "then start a standby of this server, and promote it" in job.lives["b1"].log.read_text()
+        assert (
+            "then start a standby of this server, and promote it" in job.lives["b1"].log.read_text()
+        )
         old.send(signal.SIGCONT)
         until(lambda: old.ended is not None, "the end of the old primary")
 
@@ -103,13 +119,19 @@ def test_a_disk_that_refuses_keeps_nobody_from_taking_over(tmp_path: Path, refus
         else:
             (data / GENERATION).mkdir(parents=True)
         goes_on(job, time.monotonic())
-        told = "going on without --data-dir, which cannot be used" if whole else "could not be counted; the job goes on"
+        told = (
+            "going on without --data-dir, which cannot be used"
+            if whole
+            else "could not be counted; the job goes on"
+        )
         assert told in job.lives["b0"].log.read_text()
         finish(job, "sync")
 
 
 @pytest.mark.parametrize("shard", [1, 0])
-def test_the_old_primary_comes_back_as_standby_and_takes_over_again(tmp_path: Path, shard: int) -> None:
+def test_the_old_primary_comes_back_as_standby_and_takes_over_again(
+    tmp_path: Path, shard: int
+) -> None:
     """Started as before, by whoever watches it, it must not: it has nothing."""
     with StandbyJob(tmp_path, 2, (*POLICIES["sync"], *FLAGS), count, pushes=10**6) as job:
         running(job, shard)
@@ -118,8 +140,11 @@ def test_the_old_primary_comes_back_as_standby_and_takes_over_again(tmp_path: Pa
 
         job.start(f"s{shard}")
         until(lambda: job.lives[f"s{shard}"].ended is not None, "its end")
-        assert job.lives[f"s{shard}"].ended == Exit.TAKEN
-        assert f"start this server with --standby-of {job.standby(shard)}" in job.lives[f"s{shard}"].log.read_text()
+        assert job.lives[f"s{shard}"].ended == ExitCode.TAKEN
+        assert (
+            f"start this server with --standby-of {job.standby(shard)}"
+            in job.lives[f"s{shard}"].log.read_text()
+        )
 
         job.followed.add(shard)
         job.start(f"s{shard}")
@@ -143,7 +168,9 @@ def test_one_shard_after_the_other_is_followed(tmp_path: Path) -> None:
 
 
 def test_after_a_failover_of_shard_0_the_others_say_where_it_is(tmp_path: Path) -> None:
-    """To ps-ctl; and one that is started again, with the command line of before, hears it from the workers."""
+    """To ps-ctl; and one that is started again, with the command line of before, hears it from
+    the workers.
+    """
     data = ("--data-dir", tmp_path / "data", "--durability", "log")
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
         running(job, 0)
@@ -160,7 +187,9 @@ def test_after_a_failover_of_shard_0_the_others_say_where_it_is(tmp_path: Path) 
 @pytest.mark.parametrize("lock", [True, False], ids=["lock", "no lock"])
 @pytest.mark.parametrize("shard", [1, 0])
 def test_promote_is_a_planned_switch(tmp_path: Path, shard: int, lock: bool) -> None:
-    """Nothing is lost, the old primary ends well, and what it was may be started as the standby of the new one."""
+    """Nothing is lost, the old primary ends well, and what it was may be started as the standby
+    of the new one.
+    """
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, lock, pushes=10**6) as job:
         running(job, shard)
         assert get(job.monitors[shard], "/readyz").text.startswith("standby of ")
@@ -183,23 +212,30 @@ def promoted(address: str) -> dict[str, Any]:
 
 
 def test_without_a_lock_a_dead_primary_is_followed_when_somebody_says_so(tmp_path: Path) -> None:
-    with StandbyJob(tmp_path, 1, (*POLICIES["async"], *FLAGS), count, lock=False, pushes=10**6) as job:
+    with StandbyJob(
+        tmp_path, 1, (*POLICIES["async"], *FLAGS), count, lock=False, pushes=10**6
+    ) as job:
         running(job, 0)
         job.lives["s0"].kill()
-        threading.Event().wait(TAKEOVER + 0.5)  # what must not happen needs a while in which it could
+        threading.Event().wait(
+            TAKEOVER + 0.5
+        )  # what must not happen needs a while in which it could
         with pytest.raises(PSError, match="is a standby"):
             describe(job.standby(0))
 
         said = promoted(job.standby(0))
 
-        assert said["note"].endswith(f"did not answer; this one goes on from version {said['version']}")
+        assert said["note"].endswith(
+            f"did not answer; this one goes on from version {said['version']}"
+        )
         goes_on(job, time.monotonic())
         finish(job, "async", as_new=True)
 
 
 @pytest.mark.parametrize("shard", [1, 0])
 def test_a_primary_that_dies_amid_a_move_is_followed(tmp_path: Path, shard: int) -> None:
-    """Its standby has what it held when the move began, and no disk has: the new part is made of that.
+    """Its standby has what it held when the move began, and no disk has: the new part is made of
+    that.
 
     The move waits for a server that is stopped, until another one has taken over.
     """
@@ -235,9 +271,11 @@ def said_after(job: StandbyJob, name: str, first: str, second: str) -> bool:
 
 
 def move(job: StandbyJob, shards: int) -> bool:
-    """As ps-ctl reshard. False: servers are still to come, or who was asked has died before it answered."""
+    """As ps-ctl reshard. False: servers are still to come, or who was asked has died before it
+    answered.
+    """
     try:
-        with Servers(job.address.split(",")[:1], 20.0) as servers:
+        with CoordinatorClient(job.address.split(",")[:1], 20.0) as servers:
             servers.reshard(shards, 20.0)
     except PSError:
         return False
@@ -246,12 +284,17 @@ def move(job: StandbyJob, shards: int) -> bool:
 
 @pytest.mark.parametrize("shard", [1, 0])
 def test_who_took_over_after_a_move_knows_of_it(tmp_path: Path, shard: int) -> None:
-    """Servers that are started again with the command line of before come back into the job as it is."""
+    """Servers that are started again with the command line of before come back into the job as
+    it is.
+    """
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS), count, pushes=10**6) as job:
         running(job, 0, 1)
         job.add_servers(3)
         until(lambda: move(job, 3), "the end of the move")
-        until(lambda: said_after(job, f"s{shard}", "the model has moved", "the standby is in sync"), "in sync again")
+        until(
+            lambda: said_after(job, f"s{shard}", "the model has moved", "the standby is in sync"),
+            "in sync again",
+        )
         job.lives[f"s{shard}"].kill()
         goes_on(job, time.monotonic())
         assert [len(job.servers()), job.servers()[shard]["term"]] == [3, 2]
@@ -264,7 +307,9 @@ def test_who_took_over_after_a_move_knows_of_it(tmp_path: Path, shard: int) -> N
 
 @pytest.mark.parametrize("shard", [1, 0])
 def test_async_shipping_ends_in_one_state_on_all_shards(tmp_path: Path, shard: int) -> None:
-    """The standby may lack the newest updates: then all go back to the newest snapshot, and no shard knows others."""
+    """The standby may lack the newest updates: then all go back to the newest snapshot, and no
+    shard knows others.
+    """
     data = ("--data-dir", tmp_path / "data", "--snapshot-every", "20steps", "--shipping", "async")
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
         running(job, shard)
@@ -279,7 +324,9 @@ def test_async_shipping_ends_in_one_state_on_all_shards(tmp_path: Path, shard: i
 
 @pytest.mark.parametrize("shard", [1, 0])
 def test_who_took_over_keeps_a_log(tmp_path: Path, shard: int) -> None:
-    """In the data directory that its predecessor had: a snapshot soon makes the log whole, and a restart finds it."""
+    """In the data directory that its predecessor had: a snapshot soon makes the log whole, and a
+    restart finds it.
+    """
     data = ("--data-dir", tmp_path / "data", "--snapshot-every", "1h", "--durability", "log")
     with StandbyJob(tmp_path, 2, (*POLICIES["sync"], *FLAGS, *data), count, pushes=10**6) as job:
         running(job, shard)
@@ -293,8 +340,8 @@ def test_who_took_over_keeps_a_log(tmp_path: Path, shard: int) -> None:
 
 
 def test_a_shard_that_dies_with_shard_0_goes_on_from_its_log(tmp_path: Path) -> None:
-    """Shard 0's standby tells it from which snapshot on: the newest, also if that was written after the standby had
-    loaded. Of the log before that one nothing is left."""
+    """Shard 0's standby tells it from which snapshot on: the newest, also if that was written
+    after the standby had loaded. Of the log before that one nothing is left."""
     data = ("--data-dir", tmp_path / "data", "--snapshot-every", "50steps", "--durability", "log")
     with StandbyJob(tmp_path, 2, (*POLICIES["async"], *FLAGS, *data), count, pushes=10**6) as job:
         running(job, 0)

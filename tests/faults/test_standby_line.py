@@ -1,4 +1,6 @@
-"""The line between a standby and its primary goes quiet, while both live and the failover lock can be reached."""
+"""The line between a standby and its primary goes quiet, while both live and the failover lock
+can be reached.
+"""
 
 import threading
 import time
@@ -9,10 +11,10 @@ from typing import Any, Self
 
 import pytest
 
-from pscommon.exits import Exit
-from psserver.core.shipping import SILENCE
-from psserver.primary_lease import FolderLease
-from psserver.standby import Standby
+from pscommon.core.exit_codes import ExitCode
+from psserver.core.shard.replication import SILENCE
+from psserver.replication.lease_directory import LeaseDirectory
+from psserver.replication.standby import Standby
 from tests.e2e.conftest import Cluster
 from tests.e2e.standbys import Following
 from tests.e2e.workers import count, counter, until
@@ -32,13 +34,16 @@ SOONER = 0.7
 def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for longer than the silence that is allowed; what a cut-off standby has is old, and it knows that.
+    """Nobody waits for longer than the silence that is allowed; what a cut-off standby has is
+    old, and it knows that.
 
     Healed, it loads anew and is in sync.
     """
-    monkeypatch.setattr(Standby, "_find", lambda standby: None)  # else the lock leads it past the line
+    monkeypatch.setattr(
+        Standby, "_find", lambda standby: None
+    )  # else the lock leads it past the line
     server = cluster(policy="async", failover_lock=tmp_path).servers[0]
-    lease = FolderLease(tmp_path, 0)
+    lease = LeaseDirectory(tmp_path, 0)
     with Proxy(server.address) as proxy, Following(server, standby_of=proxy.address) as following:
         following.in_sync()
         with counter(server.address) as client:
@@ -48,7 +53,10 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
             count(client, 3)
             assert machine_seconds(began) < SILENCE + 1.5
 
-            until(lambda: not following.standby._succession.loaded, "the standby to know that it is behind")
+            until(
+                lambda: not following.standby._succession.loaded,
+                "the standby to know that it is behind",
+            )
             tenure = lease.read()
             assert tenure is not None
             assert (tenure.term, tenure.holder, tenure.in_sync) == (1, server.address, "")
@@ -65,7 +73,9 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
 
 
 def serve_at_the_line(arguments: Sequence[str], log: Path) -> None:
-    """Body of a server's process: a standby does not leave its line for the address that the lock gives."""
+    """Body of a server's process: a standby does not leave its line for the address that the
+    lock gives.
+    """
     Standby._find = lambda standby: None  # type: ignore[method-assign]
     serve(arguments, log)
 
@@ -75,7 +85,9 @@ class LineJob(StandbyJob):
 
     body = staticmethod(serve_at_the_line)
 
-    def __init__(self, folder: Path, shards: int, flags: tuple[object, ...], shard: int, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, shards: int, flags: tuple[object, ...], shard: int, **options: Any
+    ) -> None:
         super().__init__(folder, shards, flags, push_ones, **options)
         self.line = Proxy(self._binds[shard])
 
@@ -84,13 +96,19 @@ class LineJob(StandbyJob):
         return super().__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)
         self.line.__exit__(kind, error, trace)
 
     def _standby(self, shard: int) -> list[str]:
-        return [self.line.address if word == self._binds[shard] else word for word in super()._standby(shard)]
+        return [
+            self.line.address if word == self._binds[shard] else word
+            for word in super()._standby(shard)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +118,12 @@ class LineJob(StandbyJob):
 def test_one_of_them_is_primary_and_what_was_acknowledged_counts(
     tmp_path: Path, policy: str, shard: int, first: Direction | None, winner: str
 ) -> None:
-    """Quiet both ways: who finds that out first. The other one is not primary any more, or never will be."""
+    """Quiet both ways: who finds that out first. The other one is not primary any more, or never
+    will be.
+    """
     with LineJob(tmp_path, 2, (*POLICIES[policy], *FLAGS), shard, pushes=10**6) as job:
         running(job, shard)
-        lease = FolderLease(tmp_path / "lock", shard)
+        lease = LeaseDirectory(tmp_path / "lock", shard)
         since = time.monotonic()
         job.line.half_open(first)
         if first is not None:
@@ -117,9 +137,12 @@ def test_one_of_them_is_primary_and_what_was_acknowledged_counts(
         won = "standby" if tenure.holder == job.standby(shard) else "primary"
         assert winner in ("either", won), job.said()
         if won == "standby":
-            until(lambda: primary.ended == Exit.TAKEN, "the end of the old primary")
+            until(lambda: primary.ended == ExitCode.TAKEN, "the end of the old primary")
         else:
-            until(lambda: "had gone on without this standby" in standby.log.read_text(), "the standby to know")
+            until(
+                lambda: "had gone on without this standby" in standby.log.read_text(),
+                "the standby to know",
+            )
         job.line.heal()
         if won == "primary":
             until(lambda: job.in_sync(shard), "in sync again")

@@ -1,4 +1,6 @@
-"""The kernel refuses a ps-server a system call, or kills it in one: by strace, which knows nothing of our code."""
+"""The kernel refuses a ps-server a system call, or kills it in one: by strace, which knows
+nothing of our code.
+"""
 
 import os
 import shutil
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import PSError
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from psworker import Client
 from tests.e2e.programs import BIN, Program, Programs, programs_in
 from tests.e2e.workers import count, counted, counter, until, weights_of
@@ -34,15 +36,28 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 class Server:
-    """One shard whose log is synced before each answer; always at the same port, with the same data."""
+    """One shard whose log is synced before each answer; always at the same port, with the same
+    data.
+    """
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
 
     def start(self, injection: str = "") -> Program:
-        """injection: of strace, such as "fsync:error=EIO:when=3", the third of each thread; "/fsync" is a pattern."""
-        flags = ("--shard", "0/1", "--bind", self.address, "--data-dir", "data", "--snapshot-every", "1h")
+        """injection: of strace, such as "fsync:error=EIO:when=3", the third of each thread;
+        "/fsync" is a pattern.
+        """
+        flags = (
+            "--shard",
+            "0/1",
+            "--bind",
+            self.address,
+            "--data-dir",
+            "data",
+            "--snapshot-every",
+            "1h",
+        )
         logged = ("--durability", "log", "--log-fsync", "always", "--lease", "30s")
         server = self._programs.start(*self._traced(injection), BIN / "ps-server", *flags, *logged)
         server.wait_for("listening")
@@ -52,7 +67,8 @@ class Server:
     def _traced(injection: str) -> tuple[str, ...]:
         if not injection:
             return ()
-        # -D: strace is the child of the server and not its parent, so that who kills the server ends both
+        # -D: strace is the child of the server and not its parent, so that who kills the server
+        # ends both
         quiet = ("-D", "-f", "-qq", "-o", os.devnull, "-e", f"trace={injection.split(':')[0]}")
         return (STRACE, *quiet, "-e", f"inject={injection}")
 
@@ -74,7 +90,9 @@ def pushes_until_it_dies(client: Client) -> int:
 
 
 @pytest.mark.parametrize(("call", "when"), [("/pwritev", 15), ("fdatasync", 40)])
-def test_killed_in_a_system_call_it_has_what_it_acknowledged(server: Server, call: str, when: int) -> None:
+def test_killed_in_a_system_call_it_has_what_it_acknowledged(
+    server: Server, call: str, when: int
+) -> None:
     first = server.start(f"{call}:signal=SIGKILL:when={when}")
     with counter(server.address, connect_timeout=1.0) as client:
         acknowledged = pushes_until_it_dies(client)
@@ -86,7 +104,9 @@ def test_killed_in_a_system_call_it_has_what_it_acknowledged(server: Server, cal
     assert acknowledged <= counted(weights_of(server.address)) <= acknowledged + 1
 
 
-@pytest.mark.parametrize("trouble", ["fdatasync:error=EIO:when=15..16", "/pwritev:error=ENOSPC:when=15..16"])
+@pytest.mark.parametrize(
+    "trouble", ["fdatasync:error=EIO:when=15..16", "/pwritev:error=ENOSPC:when=15..16"]
+)
 def test_a_refused_system_call_is_told_and_mended_while_training_goes_on(
     server: Server, tmp_path: Path, trouble: str
 ) -> None:
@@ -94,9 +114,11 @@ def test_a_refused_system_call_is_told_and_mended_while_training_goes_on(
     first = server.start(trouble)
     with counter(server.address) as client:
         count(client, 60)
-        first.wait_for("the log cannot be written; training goes on without it until the next snapshot")
+        first.wait_for(
+            "the log cannot be written; training goes on without it until the next snapshot"
+        )
         first.wait_for("can be written again")
-        until(lambda: Snapshots(tmp_path / "data").newest_valid()[0], "the snapshot")
+        until(lambda: SnapshotDirectory(tmp_path / "data").newest_valid()[0], "the snapshot")
     first.end()
 
     server.start()

@@ -1,4 +1,6 @@
-"""Workers that are stopped, slow, asked to leave, or come while others train: the job goes on, and loses nothing."""
+"""Workers that are stopped, slow, asked to leave, or come while others train: the job goes on,
+and loses nothing.
+"""
 
 import signal
 from contextlib import closing
@@ -66,7 +68,9 @@ def test_workers_come_and_go_while_others_train(tmp_path: Path) -> None:
 
 
 def test_joining_takes_a_second_at_most(tmp_path: Path) -> None:
-    """From the call of `connect` to the first step in the rounds, with others at work; the quickest of four."""
+    """From the call of `connect` to the first step in the rounds, with others at work; the
+    quickest of four.
+    """
     with job(tmp_path, "--min-workers", 1, epochs=80) as running:
         running.start("s0", "w0")
         made(running, 5)
@@ -74,7 +78,9 @@ def test_joining_takes_a_second_at_most(tmp_path: Path) -> None:
         for name in ("w1", "w2", "w3", "w4"):
             running.start(name)
             made(running, 1, name)
-            seconds.append(machine_seconds(said_at(running, name, "connects"), steps(running, name)[0]))
+            seconds.append(
+                machine_seconds(said_at(running, name, "connects"), steps(running, name)[0])
+            )
             drain(running.address, status(running.address)["workers"][-1]["worker"])
     print(f"joining took {', '.join(f'{each:.2f}' for each in seconds)} s")
 
@@ -84,7 +90,9 @@ def test_joining_takes_a_second_at_most(tmp_path: Path) -> None:
 def said_at(job: ForkedJob, name: str, word: str) -> float:
     """When a worker said so first."""
     return next(
-        float(line.split()[1]) for line in job.lives[name].log.read_text().splitlines() if line.startswith(word)
+        float(line.split()[1])
+        for line in job.lives[name].log.read_text().splitlines()
+        if line.startswith(word)
     )
 
 
@@ -94,7 +102,9 @@ def drain(address: str, worker: int) -> None:
 
 
 def test_one_slow_worker_costs_little_with_a_backup_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Beside the same job without it, which runs at the same time, so that whatever else goes on meets both."""
+    """Beside the same job without it, which runs at the same time, so that whatever else goes on
+    meets both.
+    """
     (tmp_path / "with").mkdir(), (tmp_path / "without").mkdir()
     options = {"epochs": 16, "slow": {2: 10 * PAUSE}}
     backup = ("--min-workers", 3, "--backup-workers", 1)

@@ -1,4 +1,6 @@
-"""Imported by the process that others are forked from: with it they have what torch loads for its first optimizer."""
+"""Imported by the process that others are forked from: with it they have what torch loads for
+its first optimizer.
+"""
 
 import torch
 

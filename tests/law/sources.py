@@ -37,15 +37,21 @@ class Source:
                 yield name, node.lineno
 
     def called(self) -> set[str]:
-        """Dotted names that are called, with imported names spelt out: sleep(1) is time.sleep if it came from there."""
+        """Dotted names that are called, with imported names spelt out: sleep(1) is time.sleep if
+        it came from there.
+        """
         bound = dict(self._bindings())
-        return {".".join([bound.get(head, head), *rest]) for head, *rest in (n.split(".") for n, _ in self.calls())}
+        return {
+            ".".join([bound.get(head, head), *rest])
+            for head, *rest in (n.split(".") for n, _ in self.calls())
+        }
 
     def functions(self) -> Iterator[tuple[str, int]]:
-        """Every function and method, nested ones too, as (name, lines from `def` to its end)."""
+        """Every function and method, nested ones too, as (name, lines without its docstring)."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                yield node.name, lines - docstring_lines(node)
 
     def _bindings(self) -> Iterator[tuple[str, str]]:
         for node in ast.walk(self.tree):
@@ -53,7 +59,9 @@ class Source:
                 yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
             elif isinstance(node, ast.ImportFrom):
                 base = self._absolute(node)
-                yield from ((alias.asname or alias.name, f"{base}.{alias.name}") for alias in node.names)
+                yield from (
+                    (alias.asname or alias.name, f"{base}.{alias.name}") for alias in node.names
+                )
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -61,6 +69,14 @@ class Source:
         package = self.module.split(".")[: None if self.path.name == "__init__.py" else -1]
         parts = package[: len(package) - node.level + 1]
         return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return how many lines the docstring takes; 0 without one."""
+    first = node.body[0]
+    if ast.get_docstring(node) is None:
+        return 0
+    return (first.end_lineno or first.lineno) - first.lineno + 1
 
 
 def dotted(node: ast.expr) -> str:

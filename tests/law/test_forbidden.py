@@ -9,7 +9,7 @@ from tests.law.sources import ROOT, Source, packages, parse, suite
 # loading any of these runs what the sender wrote
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "yaml.load", "__import__"}
-ALLOWED = {"psworker.script": {"exec"}}  # runs the user's own script: that is what it is for
+ALLOWED = {"psworker.launch.script": {"exec"}}  # runs the user's own script: that is what it is for
 NAMES = {"utils", "util", "helpers", "helper", "constants", "misc", "common"}
 SLEEPS = {"time.sleep", "asyncio.sleep"}
 HOME = re.compile(r"(?<![\w.$~])/(?:" + "|".join(["home", "Users", "root", "work"]) + r")/\w")
@@ -24,7 +24,9 @@ def unsafe(source: Source) -> set[str]:
 
 def test_nothing_runs_what_it_reads() -> None:
     """No pickle in any guise, no eval, no exec: data from a peer or a disk is never code."""
-    found = [f"{source.path}: {sorted(names)}" for source in packages() if (names := unsafe(source))]
+    found = [
+        f"{source.path}: {sorted(names)}" for source in packages() if (names := unsafe(source))
+    ]
 
     assert not found, "\n".join(found)
 
@@ -37,7 +39,9 @@ def test_no_drawers() -> None:
 
 
 def test_no_test_sleeps() -> None:
-    """A test waits for an event with a deadline, or it is slow on a good day and fails on a bad one."""
+    """A test waits for an event with a deadline, or it is slow on a good day and fails on a bad
+    one.
+    """
     found = [str(source.path) for source in suite() if source.called() & SLEEPS]
 
     assert not found
@@ -45,10 +49,20 @@ def test_no_test_sleeps() -> None:
 
 def test_no_home_folders() -> None:
     """Nothing depends on where one developer's checkout lies."""
-    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.is_file()]
+    files = [
+        path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.is_file()
+    ]
     files += [path for path in sorted(ROOT.iterdir()) if path.is_file()]
-    texts = {path: path.read_text() for path in files if path.suffix in TEXT and "__pycache__" not in path.parts}
-    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path, text in texts.items() for match in HOME.finditer(text)]
+    texts = {
+        path: path.read_text()
+        for path in files
+        if path.suffix in TEXT and "__pycache__" not in path.parts
+    }
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path, text in texts.items()
+        for match in HOME.finditer(text)
+    ]
 
     assert not found, "\n".join(found)
 
@@ -71,10 +85,16 @@ def test_the_law_finds(text: str) -> None:
 
 def test_the_law_allows() -> None:
     """Methods that merely share a name."""
-    assert not unsafe(parse("import re, safetensors\nre.compile('x')\nsafetensors.load(b'')\nmodel.eval()"))
+    assert not unsafe(
+        parse("import re, safetensors\nre.compile('x')\nsafetensors.load(b'')\nmodel.eval()")
+    )
 
 
 def test_the_law_finds_sleeping() -> None:
     """Under any spelling."""
-    for text in ("import time\ntime.sleep(1)", "import time as t\nt.sleep(1)", "from time import sleep\nsleep(1)"):
+    for text in (
+        "import time\ntime.sleep(1)",
+        "import time as t\nt.sleep(1)",
+        "from time import sleep\nsleep(1)",
+    ):
         assert parse(text).called() == {"time.sleep"}

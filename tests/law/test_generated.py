@@ -12,13 +12,18 @@ from tests.law.sources import ROOT
 
 @pytest.fixture
 def generator(tmp_path: Path) -> Path:
-    """Where the old generator lives: in the environment that runs the tests, so that only the first run is slow."""
+    """Where the old generator lives: in the environment that runs the tests, so that only the
+    first run is slow.
+    """
     return Path(sys.prefix if sys.prefix != sys.base_prefix else tmp_path) / "proto-env"
 
 
 def has_generator(env: Path) -> bool:
     python = env / "bin/python"
-    return python.exists() and subprocess.run([python, "-c", "import grpc_tools, mypy_protobuf"]).returncode == 0
+    return (
+        python.exists()
+        and subprocess.run([python, "-c", "import grpc_tools, mypy_protobuf"]).returncode == 0
+    )
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -6,32 +6,81 @@ import pytest
 
 from tests.law.sources import Source, packages, parse
 
-# what a pure machine may use: values and arithmetic, nothing that reads a clock, draws lots, waits, or reaches outside
+# what a pure machine may use: values and arithmetic, nothing that reads a clock, draws lots, waits,
+# or reaches outside
 PURE = {
-    "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "hashlib", "heapq", "itertools",
-    "json", "math", "operator", "string", "types", "typing",
-}  # fmt: skip
+    "abc",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "json",
+    "math",
+    "operator",
+    "string",
+    "types",
+    "typing",
+}
 # the order of a shuffle is defined by numpy's generator, seeded and therefore pure
-PURE_EXTRAS = {"pscommon.core.loop": {"numpy"}}
+PURE_EXTRAS = {"pscommon.core.data_loop": {"numpy"}}
 IMPURE_CALLS = {"open", "print", "input", "id"}
 
-# Where each library may be used: module names, each with everything below it. A library that is not here is not ours.
+# Where each library may be used: module names, each with everything below it. A library that is not
+# here is not ours.
 WIRE = {"pscommon.wire", "psserver", "psworker"}
 NUMBERS = {  # the only places that touch tensors; the client of psworker is framework-free
-    "pscommon.optim", "pscommon.optimizers", "pscommon.snapshot", "pscommon.weights",
-    "psserver.app", "psserver.archive", "psserver.flat_optimizer", "psserver.mean",
-    "psserver.memories", "psserver.norms", "psserver.staging", "psserver.store", "psserver.stretch",
-    "psworker.accumulation", "psworker.arrivals", "psworker.batches", "psworker.bridge", "psworker.changes",
-    "psworker.cli", "psworker.connect", "psworker.ctl.checks", "psworker.data", "psworker.examples",
-    "psworker.generators", "psworker.groups", "psworker.job", "psworker.local", "psworker.model_tape",
-    "psworker.optimizer", "psworker.overlap", "psworker.pipeline", "psworker.schedulers",
-    "psworker.integrations", "psworker.simulation", "psworker.streams", "psworker.training",
+    "pscommon.optim",
+    "pscommon.optim.specs",
+    "pscommon.snapshot",
+    "pscommon.snapshot.weights_digest",
+    "psserver.app",
+    "psserver.durability.snapshots",
+    "psserver.parameters.optimizer",
+    "psserver.parameters.averaging",
+    "psserver.transfer.shared_buffers",
+    "psserver.parameters.gradient_norms",
+    "psserver.parameters.staging",
+    "psserver.parameters.store",
+    "psserver.parameters.partition",
+    "psworker.optim.accumulation",
+    "psworker.optim.weight_gates",
+    "psworker.data.batches",
+    "psworker.model.adapter",
+    "psworker.model.change_detector",
+    "psworker.cli",
+    "psworker.connect",
+    "psworker.ctl.checks",
+    "psworker.data",
+    "psworker.examples",
+    "psworker.data.random_state",
+    "psworker.optim.param_groups",
+    "psworker.job",
+    "psworker.client.local_client",
+    "psworker.model.flat_buffer",
+    "psworker.optim.optimizer",
+    "psworker.optim.overlapped_step",
+    "psworker.optim.pipelined_step",
+    "psworker.optim.schedulers",
+    "psworker.integrations",
+    "psworker.simulation",
+    "psworker.data.stream_dataset",
+    "psworker.training",
     "psworker.training_arguments",
-}  # fmt: skip
+}
 COMMANDS = {
-    "pscommon.config", "pscommon.options", "pscommon.run_options", "pscommon.server_options", "pscommon.values",
-    "psserver.cli", "psworker.cli",
-}  # fmt: skip
+    "pscommon.settings.command",
+    "pscommon.settings.options",
+    "pscommon.settings.run_options",
+    "pscommon.settings.server_options",
+    "pscommon.settings.values",
+    "psserver.cli",
+    "psworker.cli",
+}
 HOMES = {
     "grpc": WIRE,
     "grpc_health": {"psserver", "psworker"},
@@ -42,10 +91,15 @@ HOMES = {
     "numpy": {"pscommon", "psserver", "psworker"},
     "torch": NUMBERS,
     "safetensors": {"pscommon.snapshot"},
-    "prometheus_client": {"pscommon.monitor", "psserver.metrics", "psworker.metrics", "psworker.simulation"},
+    "prometheus_client": {
+        "pscommon.telemetry.http",
+        "psserver.process.metrics",
+        "psworker.session.metrics",
+        "psworker.simulation",
+    },
     "click": {*COMMANDS, "psworker.run", "psworker.ctl"},
     "rich": {"psworker.run", "psworker.ctl"},
-    "structlog": {"pscommon.logs", "psserver", "psworker"},
+    "structlog": {"pscommon.telemetry.logs", "psserver", "psworker"},
     "sklearn": {"psworker.examples"},
     "transformers": {"psworker.integrations.transformers"},
     "accelerate": {"psworker.integrations.accelerate"},
@@ -135,22 +189,25 @@ def test_the_cores_are_there() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("psserver/core/shard.py", "import time"),
-        ("psserver/core/shard.py", "def f():\n    from random import random"),
-        ("psserver/core/shard.py", "import numpy"),
-        ("psserver/core/shard.py", "from psserver.store import Store"),
-        ("psserver/core/shard.py", "from .. import store"),
-        ("psworker/core/pushes.py", "import psserver.core.shard"),
-        ("common/pscommon/core/tape.py", "import torch"),
-        ("common/pscommon/core/tape.py", "from pscommon import logs"),
-        ("common/pscommon/logs.py", "from pscommon.wire import channel"),
-        ("common/pscommon/logs.py", "import psserver"),
-        ("common/pscommon/logs.py", "import grpc"),
-        ("psserver/servicer.py", "from psworker import client"),
-        ("psserver/servicer.py", "import torch"),
-        ("psserver/engine.py", "import prometheus_client"),
-        ("psworker/client.py", "import torch.nn"),
-        ("psworker/job.py", "from psserver.store import Store"),
+        ("psserver/core/shard/state_machine.py", "import time"),
+        ("psserver/core/shard/state_machine.py", "def f():\n    from random import random"),
+        ("psserver/core/shard/state_machine.py", "import numpy"),
+        (
+            "psserver/core/shard/state_machine.py",
+            "from psserver.parameters.store import ParameterStore",
+        ),
+        ("psserver/core/shard/state_machine.py", "from ...parameters import store"),
+        ("psworker/core/push_sequence.py", "import psserver.core.shard.state_machine"),
+        ("common/pscommon/core/partition.py", "import torch"),
+        ("common/pscommon/core/partition.py", "from pscommon import logs"),
+        ("common/pscommon/telemetry/logs.py", "from pscommon.wire import channel"),
+        ("common/pscommon/telemetry/logs.py", "import psserver"),
+        ("common/pscommon/telemetry/logs.py", "import grpc"),
+        ("psserver/transfer/servicer.py", "from psworker import client"),
+        ("psserver/transfer/servicer.py", "import torch"),
+        ("psserver/shard/engine.py", "import prometheus_client"),
+        ("psworker/client/client.py", "import torch.nn"),
+        ("psworker/job.py", "from psserver.parameters.store import ParameterStore"),
         ("psworker/job.py", "import tests.law"),
         ("psworker/job.py", "import requests"),
     ],
@@ -166,14 +223,18 @@ def test_the_law_finds(path: str, text: str) -> None:
     ("path", "text"),
     [
         (
-            "psserver/core/shard.py",
-            "from pscommon.core import log\nfrom psserver.core.policy import Policy\nimport math",
+            "psserver/core/shard/state_machine.py",
+            "from pscommon.core import log\nfrom psserver.core.job.policy import Policy\nimport "
+            "math",
         ),
-        ("psserver/store.py", "import torch\nimport threading\nfrom pscommon.optimizers import SUPPORTED"),
-        ("psworker/simulation.py", "from psserver.store import Store"),
         (
-            "common/pscommon/wire/codec.py",
-            "from psproto.v1 import model_pb2\nfrom pscommon.core.model import ModelSpec",
+            "psserver/parameters/store.py",
+            "import torch\nimport threading\nfrom pscommon.optim.specs import SUPPORTED",
+        ),
+        ("psworker/simulation.py", "from psserver.parameters.store import ParameterStore"),
+        (
+            "common/pscommon/wire/messages.py",
+            "from psproto.v1 import model_pb2\nfrom pscommon.core.model_spec import ModelSpec",
         ),
     ],
 )

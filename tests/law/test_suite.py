@@ -2,7 +2,7 @@
 
 import pytest
 
-from pscommon import options
+from pscommon.settings import options
 from tests.law.sources import Source, parse, suite
 from tests.support.settings_coverage import settings_with_test
 
@@ -14,17 +14,23 @@ def imported_tests(source: Source) -> set[str]:
 
 def test_no_module_imports_a_test_module() -> None:
     """What several modules share is in tests/support."""
-    found = [f"{source.path}: {sorted(names)}" for source in suite() if (names := imported_tests(source))]
+    found = [
+        f"{source.path}: {sorted(names)}" for source in suite() if (names := imported_tests(source))
+    ]
 
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("text", ["from tests.e2e.test_data import train", "from tests.e2e import test_data"])
+@pytest.mark.parametrize(
+    "text", ["from tests.e2e.test_data import train", "from tests.e2e import test_data"]
+)
 def test_an_import_of_a_test_module_is_found(text: str) -> None:
     assert {"tests.e2e.test_data"} <= imported_tests(parse(text)) | {"tests.e2e.test_data.train"}
 
 
 @pytest.mark.parametrize("command", ["server", "worker", "run"])
 def test_every_setting_has_a_test(command: str) -> None:
-    """One that fails where the setting has no effect: add a mark of tests/support/settings_coverage.py to it."""
+    """One that fails where the setting has no effect: add a mark of
+    tests/support/settings_coverage.py to it.
+    """
     assert settings_with_test(command) == {option.key for option in options.TABLES[command]}

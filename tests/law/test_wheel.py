@@ -1,4 +1,6 @@
-"""What users install is the wheel, not the checkout: so it is built, looked into, installed elsewhere and run."""
+"""What users install is the wheel, not the checkout: so it is built, looked into, installed
+elsewhere and run.
+"""
 
 import os
 import subprocess
@@ -17,8 +19,14 @@ PACKAGES = {"psserver", "psworker", "pscommon", "psproto"}
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    """Output of a command that must succeed, in a folder and an environment that know nothing of the checkout."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PS_", "VIRTUAL_ENV"))}
+    """Output of a command that must succeed, in a folder and an environment that know nothing of
+    the checkout.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "PS_", "VIRTUAL_ENV"))
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -42,9 +50,23 @@ def installed(wheel: Path, folder: Path) -> Path:
     venv = folder / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv, folder=folder)
     python = venv / "bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, folder=folder)
-    # a path file's folder is searched for modules but its own path files are not read: no way back to the checkout
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip()
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        folder=folder,
+    )
+    # a path file's folder is searched for modules but its own path files are not read: no way back
+    # to the checkout
+    site = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder
+    ).strip()
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return venv / "bin"
 
@@ -54,8 +76,15 @@ def test_contents(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     metadata = {name.partition("/")[0] for name in names if ".dist-info/" in name}
     ours = {name for name in names if name.partition("/")[0] not in metadata}
-    sources = [ROOT / "psserver", ROOT / "psworker", ROOT / "common/pscommon", ROOT / "common/psproto"]
-    code = {str(path.relative_to(source.parent)) for source in sources for path in source.rglob("*.py*")}
+    sources = [
+        ROOT / "psserver",
+        ROOT / "psworker",
+        ROOT / "common/pscommon",
+        ROOT / "common/psproto",
+    ]
+    code = {
+        str(path.relative_to(source.parent)) for source in sources for path in source.rglob("*.py*")
+    }
 
     assert {name.partition("/")[0] for name in ours} == PACKAGES
     assert {f"{name}/py.typed" for name in PACKAGES - {"psproto"}} <= ours

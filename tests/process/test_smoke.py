@@ -1,4 +1,6 @@
-"""Each policy, crash recovery, failover and reshard once, with real processes. Faults in depth are in tests/faults."""
+"""Each policy, crash recovery, failover and reshard once, with real processes. Faults in depth
+are in tests/faults.
+"""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +26,9 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_each_push_counts_once_although_both_servers_are_killed(policy: str, tmp_path: Path) -> None:
+def test_each_push_counts_once_although_both_servers_are_killed(
+    policy: str, tmp_path: Path
+) -> None:
     """Servers recover from their logs; requests and replies are lost and repeated."""
     check(run(tmp_path, policy, PUSHES), policy, PUSHES)
 
@@ -41,7 +45,9 @@ def test_a_standby_takes_over_from_a_killed_primary(tmp_path: Path) -> None:
 def test_a_running_job_gets_more_servers_and_fewer(programs: Programs) -> None:
     """By ps-ctl: no push is lost or counted twice."""
     flags = (*POLICIES["async"], "--min-workers", 2, "--durability", "log")
-    with ForkedJob(programs.folder, 2, flags, count, pushes=400, lanes=("grpc", "shm"), pause=0.01) as job:
+    with ForkedJob(
+        programs.folder, 2, flags, count, pushes=400, lanes=("grpc", "shm"), pause=0.01
+    ) as job:
         job.start_all(2)
         first = job.address.partition(",")[0]
         until(lambda: status(first)["version"] > 0, "pushes")

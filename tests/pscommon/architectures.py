@@ -1,8 +1,10 @@
-"""The tensors of three well-known models, as their papers, torchvision and Hugging Face define them."""
+"""The tensors of three well-known models, as their papers, torchvision and Hugging Face define
+them.
+"""
 
 from collections.abc import Iterator
 
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -28,7 +30,9 @@ def resnet50() -> Shapes:
 
 
 def vgg16() -> Shapes:
-    """Simonyan and Zisserman, 2014, configuration D: 138.4 M parameters, of which one tensor has 102.8 M."""
+    """Simonyan and Zisserman, 2014, configuration D: 138.4 M parameters, of which one tensor has
+    102.8 M.
+    """
     inputs = 3
     for number, width in enumerate((64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)):
         yield from _conv(f"features.{number}", inputs, width, 3)
@@ -40,7 +44,9 @@ def vgg16() -> Shapes:
 
 
 def gpt2_small() -> Shapes:
-    """Radford et al., 2019: 124.4 M parameters; the output layer is tied to the embedding of tokens."""
+    """Radford et al., 2019: 124.4 M parameters; the output layer is tied to the embedding of
+    tokens.
+    """
     width = 768
     yield "wte.weight", (50257, width)
     yield "wpe.weight", (1024, width)
@@ -57,7 +63,9 @@ def gpt2_small() -> Shapes:
 
 def model(shapes: Shapes) -> ModelSpec:
     """Running statistics are buffers, everything else is trained."""
-    return ModelSpec(tuple(_tensor(name, shape) for name, shape in shapes), OptimizerSpec("sgd"))
+    return ModelSpec(
+        tuple(_tensor(name, shape) for name, shape in shapes), OptimizerSettings("sgd")
+    )
 
 
 def _tensor(name: str, shape: tuple[int, ...]) -> TensorSpec:

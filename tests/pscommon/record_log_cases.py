@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pscommon.record_log import LogDamagedError, LogFiles, RecordLog
+from pscommon.wal.log import LogDamagedError, LogFiles, WriteAheadLog
 
 Row = tuple[int, bytes, bytes]
 FIRST: Row = (1, b"first", b"")
@@ -17,23 +17,23 @@ def row(number: int, nbytes: int = 20) -> Row:
     return number, b"header %d" % number, bytes([number % 256]) * nbytes
 
 
-def begin(log: RecordLog, name: str, *rows: Row) -> None:
+def begin(log: WriteAheadLog, name: str, *rows: Row) -> None:
     log.begin(name, [(kind, header, [payload]) for kind, header, payload in rows])
 
 
-def append(log: RecordLog, *rows: Row) -> None:
+def append(log: WriteAheadLog, *rows: Row) -> None:
     for kind, header, payload in rows:
         log.append(kind, header, [payload])
 
 
-def rows_of(log: RecordLog, name: str) -> tuple[list[Row], bool]:
+def rows_of(log: WriteAheadLog, name: str) -> tuple[list[Row], bool]:
     """What a segment holds, and whether its end is torn."""
     reader = log.read(name)
     rows = [(kind, header, payload.tobytes()) for kind, header, payload in reader]
     return rows, reader.torn
 
 
-def readable(log: RecordLog, name: str) -> tuple[list[Row], str]:
+def readable(log: WriteAheadLog, name: str) -> tuple[list[Row], str]:
     """What can be read of a segment, and how it ends: "whole", "torn" or "damaged"."""
     reader, rows = log.read(name), []
     try:
@@ -46,7 +46,7 @@ def readable(log: RecordLog, name: str) -> tuple[list[Row], str]:
 
 def stored(folder: Path) -> dict[str, tuple[list[Row], bool]]:
     """All segments, as a process that starts now would find them."""
-    log = RecordLog(folder, "no")
+    log = WriteAheadLog(folder, "no")
     return {name: rows_of(log, name) for name in log.segments()}
 
 
@@ -89,7 +89,8 @@ class Watched(LogFiles):
 
 
 class Failing(Watched):
-    """The n-th operation fails with `code`, and with `for_good` all after it; without a code, a write is cut short.
+    """The n-th operation fails with `code`, and with `for_good` all after it; without a code, a
+    write is cut short.
 
     A write that fails has written `part` bytes, as a disk that fills up does.
     """

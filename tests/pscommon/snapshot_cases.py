@@ -1,13 +1,15 @@
-"""Small jobs whose snapshots the tests write, without any server: the tape as bytes, cut up as shards do."""
+"""Small jobs whose snapshots the tests write, without any server: the tape as bytes, cut up as
+shards do.
+"""
 
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pscommon.core.model import ITEMSIZE, ROLES, ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import Plan, Range
-from pscommon.snapshot import Manifest, Part, Snapshots
+from pscommon.core.model_spec import ITEMSIZE, ROLES, ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import ByteRange, PartitionPlan
+from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotPart
 
 GROUPS = '[{"lr": 0.1}, {"lr": 0.2}]'
 
@@ -22,19 +24,25 @@ MIXED = ModelSpec(
         TensorSpec("empty", (0, 4), "float32"),
         TensorSpec("half", (130,), "float16"),
     ),
-    OptimizerSpec("adam", ({"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": 0.2, "betas": (0.9, 0.999)})),
+    OptimizerSettings(
+        "adam", ({"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": 0.2, "betas": (0.9, 0.999)})
+    ),
 )
 
-TINY = ModelSpec((TensorSpec("w", (600,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+TINY = ModelSpec((TensorSpec("w", (600,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
 def tape_of(model: ModelSpec, seed: int) -> np.ndarray:
-    """Random bytes for every tensor (0 and 1 for bool), zeros for padding: uint8, as long as the tape."""
-    plan, rng = Plan(model, 1), np.random.default_rng(seed)
+    """Random bytes for every tensor (0 and 1 for bool), zeros for padding: uint8, as long as the
+    tape.
+    """
+    plan, rng = PartitionPlan(model, 1), np.random.default_rng(seed)
     tape = np.zeros(plan.nbytes, np.uint8)
     for index, spec in enumerate(model.tensors):
         start, stop = plan.extent(index)
-        tape[start:stop] = rng.integers(0, 2 if spec.dtype == "bool" else 256, stop - start, np.uint8)
+        tape[start:stop] = rng.integers(
+            0, 2 if spec.dtype == "bool" else 256, stop - start, np.uint8
+        )
     return tape
 
 
@@ -44,35 +52,54 @@ def typed(tape: np.ndarray, start: int, stop: int, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def shard_tensors(plan: Plan, shard: int, kinds: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def shard_tensors(
+    plan: PartitionPlan, shard: int, kinds: dict[str, np.ndarray]
+) -> dict[str, torch.Tensor]:
     """What a shard exports: weights of all roles, other kinds of trainable tensors only."""
     tensors: dict[str, torch.Tensor] = {}
     for kind, tape in kinds.items():
         for segment in plan.segments(plan.range(shard, "trainable")):
-            tensors[f"{kind}@{segment.start}"] = typed(tape, segment.start, segment.stop, segment.dtype)
+            tensors[f"{kind}@{segment.start}"] = typed(
+                tape, segment.start, segment.stop, segment.dtype
+            )
     for role in ROLES[1:]:
         for piece in plan.slices(plan.range(shard, role)):
             dtype = plan.spec.tensors[piece.tensor].dtype
-            tensors[f"weight@{piece.start}"] = typed(kinds["weight"], piece.start, piece.stop, dtype)
+            tensors[f"weight@{piece.start}"] = typed(
+                kinds["weight"], piece.start, piece.stop, dtype
+            )
     return tensors
 
 
 def write_parts(
-    snapshots: Snapshots, version: int, model: ModelSpec, shards: int, kinds: dict[str, np.ndarray]
-) -> tuple[Part, ...]:
-    return tuple(write_part(snapshots, version, model, shard, shards, kinds) for shard in range(shards))
+    snapshots: SnapshotDirectory,
+    version: int,
+    model: ModelSpec,
+    shards: int,
+    kinds: dict[str, np.ndarray],
+) -> tuple[SnapshotPart, ...]:
+    return tuple(
+        write_part(snapshots, version, model, shard, shards, kinds) for shard in range(shards)
+    )
 
 
 def write_part(
-    snapshots: Snapshots, version: int, model: ModelSpec, shard: int, shards: int, kinds: dict[str, np.ndarray]
-) -> Part:
-    plan = Plan(model, shards)
+    snapshots: SnapshotDirectory,
+    version: int,
+    model: ModelSpec,
+    shard: int,
+    shards: int,
+    kinds: dict[str, np.ndarray],
+) -> SnapshotPart:
+    plan = PartitionPlan(model, shards)
     spans = [plan.range(shard, role) for role in ROLES]
     steps = {piece.tensor: version - piece.tensor for span in spans for piece in plan.slices(span)}
-    return snapshots.write_part(version, shard, shards, shard_tensors(plan, shard, kinds), steps, GROUPS)
+    return snapshots.write_part(
+        version, shard, shards, shard_tensors(plan, shard, kinds), steps, GROUPS
+    )
 
 
-def manifest_of(version: int, model: ModelSpec, parts: tuple[Part, ...]) -> Manifest:
+def manifest_of(version: int, model: ModelSpec, parts: tuple[SnapshotPart, ...]) -> Manifest:
     return Manifest(
         job="job-1",
         version=version,
@@ -86,16 +113,22 @@ def manifest_of(version: int, model: ModelSpec, parts: tuple[Part, ...]) -> Mani
     )
 
 
-def save(snapshots: Snapshots, version: int, model: ModelSpec, shards: int, kinds: dict[str, np.ndarray]) -> Path:
+def save(
+    snapshots: SnapshotDirectory,
+    version: int,
+    model: ModelSpec,
+    shards: int,
+    kinds: dict[str, np.ndarray],
+) -> Path:
     """A whole snapshot; returns its folder."""
     parts = write_parts(snapshots, version, model, shards, kinds)
     return snapshots.commit(manifest_of(version, model, parts))
 
 
-def save_tiny(snapshots: Snapshots, version: int, shards: int = 1) -> Path:
+def save_tiny(snapshots: SnapshotDirectory, version: int, shards: int = 1) -> Path:
     """A snapshot of one small tensor, different for each version."""
     return save(snapshots, version, TINY, shards, {"weight": tape_of(TINY, version)})
 
 
-def ranges(plan: Plan, shard: int) -> list[Range]:
+def ranges(plan: PartitionPlan, shard: int) -> list[ByteRange]:
     return [plan.range(shard, role) for role in ROLES]

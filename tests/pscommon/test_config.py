@@ -7,11 +7,11 @@ from typing import Any
 import click
 import pytest
 
-from pscommon import options
-from pscommon.config import Option, Unsettled, given, pick, run_command, sources
 from pscommon.core.errors import MismatchError, TakenError
-from pscommon.memory import usable_memory
-from psserver.config import ServerConfig
+from pscommon.settings import options
+from pscommon.settings.command import Option, UnsettledValue, given, pick, run_command, sources
+from pscommon.system.memory_limit import usable_memory
+from psserver.process.config import ServerConfig
 from tests.pscommon.samples import SAMPLES
 
 ALL = [(table, option) for table, members in options.TABLES.items() for option in members]
@@ -42,7 +42,9 @@ def refusal(table: str, *args: str) -> str:
     return caught.value.format_message()
 
 
-def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PS_LEASE", "7")
     monkeypatch.setenv("PS_SNAPSHOT_KEEP", "7")
     config = file(tmp_path, "lease = 8\nsnapshot-keep = 8\nmin_workers = 8\n")
@@ -65,7 +67,9 @@ def test_every_flag_has_its_twin_and_its_key(
 
     by_flag = parse(table, *flag)[option.key]
     by_file = parse(table, "--config", file(tmp_path, f"{option.key} = {toml}"))[option.key]
-    by_table = parse(table, "--config", file(tmp_path, f"[{table}]\n{option.flag[2:]} = {toml}"))[option.key]
+    by_table = parse(table, "--config", file(tmp_path, f"[{table}]\n{option.flag[2:]} = {toml}"))[
+        option.key
+    ]
     monkeypatch.setenv("PS_" + option.flag[2:].replace("-", "_").upper(), text)
     by_environment = parse(table)[option.key]
 
@@ -91,7 +95,9 @@ def test_addresses_also_come_from_what_launchers_set(monkeypatch: pytest.MonkeyP
     assert parse("worker")["ps"] == ("b:1", "environment")
 
 
-def test_the_file_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_can_be_named_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PS_CONFIG", file(tmp_path, "policy = 'async'"))
 
     assert parse("server")["policy"] == ("async", "file")
@@ -122,22 +128,35 @@ def test_one_file_serves_the_whole_cluster(tmp_path: Path) -> None:
         """,
     )
 
-    server, worker, run = (parse(table, "--config", config) for table in ("server", "worker", "run"))
+    server, worker, run = (
+        parse(table, "--config", config) for table in ("server", "worker", "run")
+    )
 
-    assert (server["policy"][0], server["lease"][0], server["log_level"][0]) == ("ssp", 9.0, "debug")
+    assert (server["policy"][0], server["lease"][0], server["log_level"][0]) == (
+        "ssp",
+        9.0,
+        "debug",
+    )
     assert (worker["ps"][0], worker["device"][0], worker["job"][0], worker["log_level"][0]) == (
         "a:1",
         "cpu",
         "otter",
         "info",
     )
-    assert (run["servers"][0], run["lease"][0], run["device"][0], run["max_restarts"][0]) == (2, 9.0, "cpu", 0)
+    assert (run["servers"][0], run["lease"][0], run["device"][0], run["max_restarts"][0]) == (
+        2,
+        9.0,
+        "cpu",
+        0,
+    )
 
 
 def test_given_holds_what_somebody_chose(tmp_path: Path) -> None:
     command = options.command("server", "ps-server")
 
-    with command.make_context("ps-server", ["--config", file(tmp_path, "lease = 9"), "--policy", "async"]) as ctx:
+    with command.make_context(
+        "ps-server", ["--config", file(tmp_path, "lease = 9"), "--policy", "async"]
+    ) as ctx:
         assert given(ctx) == {"lease": 9.0, "policy": "async"}
         assert len(sources(ctx)) == len(options.SERVER)
 
@@ -154,7 +173,12 @@ def chosen(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_pick_takes_what_is_for_this_command() -> None:
-    document = {"lease": 1, "bind": "x", "server": {"lease": 2, "bind": "y"}, "worker": {"device": "cpu"}}
+    document = {
+        "lease": 1,
+        "bind": "x",
+        "server": {"lease": 2, "bind": "y"},
+        "worker": {"device": "cpu"},
+    }
 
     assert chosen(document) == {"lease": 2, "device": "cpu"}
 
@@ -162,7 +186,7 @@ def test_pick_takes_what_is_for_this_command() -> None:
 def test_pick_settles_tables_that_disagree_by_the_commands_own() -> None:
     document = {"server": {"threads": 1}, "worker": {"threads": 2}}
 
-    assert chosen(document) == {"threads": Unsettled("run")}
+    assert chosen(document) == {"threads": UnsettledValue("run")}
     assert chosen({**document, "run": {"threads": 3}}) == {"threads": 3}
     assert chosen({"server": {"threads": 2}, "worker": {"threads": 2}}) == {"threads": 2}
 
@@ -182,8 +206,14 @@ def test_tables_that_disagree_are_settled_by_flag_or_environment(
 
 BAD_FILES = {
     "a typo": ("polcy = 'sync'", "unknown key 'polcy'; did you mean 'policy'?"),
-    "a typo in a table": ("[worker]\ndevise = 'cpu'", "unknown key 'devise' in [worker]; did you mean 'device'?"),
-    "a key of another command's in a table": ("[worker]\nlease = 3", "unknown key 'lease' in [worker]"),
+    "a typo in a table": (
+        "[worker]\ndevise = 'cpu'",
+        "unknown key 'devise' in [worker]; did you mean 'device'?",
+    ),
+    "a key of another command's in a table": (
+        "[worker]\nlease = 3",
+        "unknown key 'lease' in [worker]",
+    ),
     "an unknown table": ("[servers]\nlease = 3", "unknown table [servers]; did you mean 'server'?"),
     "nothing alike": ("qqq = 1", "unknown key 'qqq'; known are"),
     "both spellings": ("data-dir = 'a'\ndata_dir = 'b'", "given twice"),
@@ -196,13 +226,19 @@ BAD_FILES = {
     ),
     "half a thread": ("threads = 1.5", "'--threads' (file "),
     "true for a number": ("min_workers = true", "True does not fit"),
-    "names in a list": ("job = ['a', 'b']", "['a', 'b'] does not fit; the file must have text in quotes here"),
+    "names in a list": (
+        "job = ['a', 'b']",
+        "['a', 'b'] does not fit; the file must have text in quotes here",
+    ),
     "a name that is a number": ("job = 1.10", "1.1 does not fit"),
     "a choice in a list": ("policy = ['sync']", "the file must have text in quotes here"),
     "a folder that is a number": ("data_dir = 5", "'--data-dir' (file "),
     "folders in a list": ("data_dir = ['a']", "['a'] does not fit"),
     "true for a file": ("port_file = true", "True does not fit"),
-    "a number for a flag": ("exit_when_done = 7", "the file must have text in quotes or true or false here"),
+    "a number for a flag": (
+        "exit_when_done = 7",
+        "the file must have text in quotes or true or false here",
+    ),
     "a day for a time": ("lease = 2026-01-01", "text in quotes or a number here"),
     "a time that is no number": ("lease = inf", "is not a time above zero"),
     "a table in a table": ("[server]\nlease = {h = 1}", "{'h': 1} does not fit"),
@@ -223,8 +259,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_addresses_in_a_list_are_texts(tmp_path: Path) -> None:
-    assert "[1, 'a:1'] does not fit" in refusal("worker", "--config", file(tmp_path, "ps = [1, 'a:1']"))
-    assert "names an address twice" in refusal("worker", "--config", file(tmp_path, "ps = ['a:1', 'a:1']"))
+    assert "[1, 'a:1'] does not fit" in refusal(
+        "worker", "--config", file(tmp_path, "ps = [1, 'a:1']")
+    )
+    assert "names an address twice" in refusal(
+        "worker", "--config", file(tmp_path, "ps = ['a:1', 'a:1']")
+    )
 
 
 def test_a_key_that_only_another_command_has_is_fine_at_the_top(tmp_path: Path) -> None:
@@ -311,8 +351,12 @@ def test_bad_values(table: str, flag: str, value: str, expected: str) -> None:
 PLACES = [(table, option) for table, option in ALL if isinstance(option.type, click.Path)]
 
 
-@pytest.mark.parametrize(("table", "option"), PLACES, ids=lambda value: getattr(value, "flag", value))
-def test_an_empty_name_is_not_the_current_folder(table: str, option: Option, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "option"), PLACES, ids=lambda value: getattr(value, "flag", value)
+)
+def test_an_empty_name_is_not_the_current_folder(
+    table: str, option: Option, tmp_path: Path
+) -> None:
     assert "is empty; '.' is" in refusal(table, option.flag, "")
     assert "is empty; '.' is" in refusal(table, "--config", file(tmp_path, f"{option.key} = ''"))
 
@@ -337,7 +381,12 @@ def test_help_has_sections_and_examples(capsys: pytest.CaptureFixture[str]) -> N
     assert run_command(COMMAND, lambda _: 1, ["--help"]) == 0
 
     text = capsys.readouterr().out
-    assert text.index("Place:") < text.index("Job:") < text.index("Snapshots:") < text.index("General options:")
+    assert (
+        text.index("Place:")
+        < text.index("Job:")
+        < text.index("Snapshots:")
+        < text.index("General options:")
+    )
     assert "Examples: one" in text
 
 
@@ -358,12 +407,17 @@ def fail(error: BaseException) -> Any:
     return start
 
 
-def test_expected_errors_are_one_line_and_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_expected_errors_are_one_line_and_their_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run_command(COMMAND, fail(TakenError("port 50051 is taken")), []) == 10
 
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "ps-server: TAKEN: port 50051 is taken (exit code 10; ps-ctl explain TAKEN)\n"
+    assert (
+        captured.err
+        == "ps-server: TAKEN: port 50051 is taken (exit code 10; ps-ctl explain TAKEN)\n"
+    )
 
 
 def test_their_traceback_comes_along_when_debugging(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,7 +439,10 @@ def test_bugs_keep_their_traceback() -> None:
 
 
 def test_merged_values_can_be_shown() -> None:
-    shown = {setting.key: str(setting.value) for setting in options.merged("server", ["--snapshot-every", "10m"])}
+    shown = {
+        setting.key: str(setting.value)
+        for setting in options.merged("server", ["--snapshot-every", "10m"])
+    }
 
     assert json.loads(json.dumps(shown))["snapshot_every"] == "600s"
     assert shown["shard"] == "0/1"

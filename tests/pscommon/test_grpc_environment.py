@@ -1,4 +1,6 @@
-"""What pscommon sets for gRPC, seen at work: which of a server's threads move the messages of a call."""
+"""What pscommon sets for gRPC, seen at work: which of a server's threads move the messages of a
+call.
+"""
 
 import os
 import subprocess
@@ -11,10 +13,10 @@ from pscommon.wire.channel import open_channel
 
 CALLS = 200
 
-# psserver.listening is the first module here, and of psserver, that imports gRPC
+# psserver.process.grpc_server is the first module here, and of psserver, that imports gRPC
 SERVER = """
 import sys
-from psserver.listening import listen
+from psserver.process.grpc_server import listen
 import grpc
 
 server, address = listen("127.0.0.1:0", 2)
@@ -26,14 +28,21 @@ sys.stdin.read()
 server.stop(None).wait()
 """
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux: looks at threads in /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs Linux: looks at threads in /proc"
+)
 
 
 def woken(pid: int) -> int:
     """How often the threads of gRPC's event engine have waited for something."""
-    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if "event_engine" in (task / "comm").read_text()]
+    tasks = [
+        task
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if "event_engine" in (task / "comm").read_text()
+    ]
     return sum(
-        int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for task in tasks
+        int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+        for task in tasks
     )
 
 

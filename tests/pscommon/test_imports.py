@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.imports import quick_imports
+from pscommon.system.imports import quick_imports
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,10 @@ def test_whoever_has_switched_it_off_keeps_it_off() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "torch._C"])
 def test_a_package_that_cannot_be_loaded_is_named_with_what_to_do(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match="torch cannot be imported: no libgomp"), quick_imports():
+    with (
+        pytest.raises(InvalidRequestError, match="torch cannot be imported: no libgomp"),
+        quick_imports(),
+    ):
         raise ImportError("no libgomp", name=name)
 
 

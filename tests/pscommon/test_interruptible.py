@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from pscommon import interruptible
+from pscommon.system import signals as interruptible
 
 
 class InterruptedByTest(Exception):
@@ -23,7 +23,9 @@ def for_ever() -> threading.Thread:
 
 @pytest.fixture
 def disturbed() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Calls a function, during which a thread beside this one gets a signal, whose handler raises here."""
+    """Calls a function, during which a thread beside this one gets a signal, whose handler
+    raises here.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise InterruptedByTest
@@ -69,7 +71,9 @@ def ctrl_c() -> None:
 class InTheMidst:
     """Two steps, with Ctrl-C between them; steps: those that were made."""
 
-    def __init__(self, stop: Callable[[BaseException], object], between: Callable[[], object] = ctrl_c) -> None:
+    def __init__(
+        self, stop: Callable[[BaseException], object], between: Callable[[], object] = ctrl_c
+    ) -> None:
         self.steps: list[str] = []
         self._stop, self._between = stop, between
 
@@ -137,10 +141,13 @@ def usr1() -> None:
     signal.raise_signal(signal.SIGUSR1)
 
 
-def test_handlers_are_called_at_once_and_only_what_they_raise_is_deferred(handled: list[int]) -> None:
+def test_handlers_are_called_at_once_and_only_what_they_raise_is_deferred(
+    handled: list[int],
+) -> None:
     handler, seen = signal.getsignal(signal.SIGUSR1), []
     work = InTheMidst(
-        lambda cause: None, lambda: (usr1(), seen.append(len(handled)), usr1(), seen.append(len(handled)))
+        lambda cause: None,
+        lambda: (usr1(), seen.append(len(handled)), usr1(), seen.append(len(handled))),
     )
     with pytest.raises(InterruptedByTest):
         work()

@@ -1,4 +1,6 @@
-"""Lion as in Chen et al. 2023, Program 1, in plain PyTorch scripts. On servers: tests/psserver/test_store_torch.py."""
+"""Lion as in Chen et al. 2023, Program 1, in plain PyTorch scripts. On servers:
+tests/psserver/test_store_torch.py.
+"""
 
 from typing import Any
 
@@ -8,10 +10,12 @@ import torch
 
 import psworker
 from pscommon.optim import ElementwiseOptimizer
-from pscommon.optimizers import spec_of
+from pscommon.optim.specs import spec_of
 
 
-def by_the_paper(weight: Any, gradients: Any, lr: float, betas: tuple[float, float], decay: float) -> Any:
+def by_the_paper(
+    weight: Any, gradients: Any, lr: float, betas: tuple[float, float], decay: float
+) -> Any:
     """The published program, in double precision."""
     momentum = np.zeros_like(weight)
     for gradient in gradients:
@@ -28,7 +32,9 @@ def test_a_hundred_steps_are_those_of_the_paper(decay: float, maximize: bool) ->
     rng = np.random.default_rng(1)
     start, gradients = rng.normal(size=(7, 5)), rng.normal(size=(100, 7, 5))
     weight = torch.nn.Parameter(torch.tensor(start))
-    optimizer = psworker.Lion([weight], lr=0.01, betas=(0.8, 0.95), weight_decay=decay, maximize=maximize)
+    optimizer = psworker.Lion(
+        [weight], lr=0.01, betas=(0.8, 0.95), weight_decay=decay, maximize=maximize
+    )
     for gradient in gradients:
         weight.grad = torch.tensor(-gradient if maximize else gradient)
         optimizer.step()
@@ -38,7 +44,9 @@ def test_a_hundred_steps_are_those_of_the_paper(decay: float, maximize: bool) ->
 
 
 def test_it_is_a_torch_optimizer() -> None:
-    """Closures, schedulers, groups, parameters without a gradient, and state_dict() work as torch's own do."""
+    """Closures, schedulers, groups, parameters without a gradient, and state_dict() work as
+    torch's own do.
+    """
     one, two = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = psworker.Lion([{"params": [one]}, {"params": [two], "lr": 0.5}], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pscommon import local_jobs
 from pscommon.core.errors import InvalidRequestError
-from pscommon.local_jobs import Announcement, LocalJob, only_local_job
+from pscommon.system import local_jobs
+from pscommon.system.local_jobs import JobAnnouncement, LocalJob, only_local_job
 
 RUN = """
 import sys
-from pscommon.local_jobs import Announcement
-Announcement(sys.argv[1], sys.argv[2])
+from pscommon.system.local_jobs import JobAnnouncement
+JobAnnouncement(sys.argv[1], sys.argv[2])
 print("announced", flush=True)
 sys.stdin.read()
 """
@@ -44,7 +44,9 @@ def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def other(runtime: Path) -> Iterator["subprocess.Popen[str]"]:
     """Another process with a job of its own."""
     command = [sys.executable, "-c", RUN, "theirs", "127.0.0.1:2"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "announced\n"
         yield process
@@ -52,7 +54,7 @@ def other(runtime: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_a_job_is_listed_until_its_file_is_removed(runtime: Path) -> None:
-    announcement = Announcement("mine", "127.0.0.1:1")
+    announcement = JobAnnouncement("mine", "127.0.0.1:1")
 
     assert [(job.job, job.address, job.pid) for job in local_jobs.local_jobs()] == [
         ("mine", "127.0.0.1:1", os.getpid())
@@ -63,14 +65,16 @@ def test_a_job_is_listed_until_its_file_is_removed(runtime: Path) -> None:
 
 
 def test_folder_and_file_are_private(runtime: Path) -> None:
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
     (file,) = (runtime / "paramserver").iterdir()
 
     assert stat.S_IMODE((runtime / "paramserver").stat().st_mode) == 0o700
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_the_file_of_a_killed_process_is_removed(runtime: Path, other: "subprocess.Popen[str]") -> None:
+def test_the_file_of_a_killed_process_is_removed(
+    runtime: Path, other: "subprocess.Popen[str]"
+) -> None:
     assert [job.job for job in local_jobs.local_jobs()] == ["theirs"]
 
     other.kill()
@@ -80,7 +84,9 @@ def test_the_file_of_a_killed_process_is_removed(runtime: Path, other: "subproce
     assert list((runtime / "paramserver").iterdir()) == []
 
 
-def test_so_it_is_while_its_parent_has_not_waited_for_it(runtime: Path, other: "subprocess.Popen[str]") -> None:
+def test_so_it_is_while_its_parent_has_not_waited_for_it(
+    runtime: Path, other: "subprocess.Popen[str]"
+) -> None:
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and still a zombie
 
@@ -88,7 +94,7 @@ def test_so_it_is_while_its_parent_has_not_waited_for_it(runtime: Path, other: "
 
 
 def test_a_later_process_with_the_same_number_is_another_one(runtime: Path) -> None:
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
     (file,) = (runtime / "paramserver").iterdir()
     entry = json.loads(file.read_text())
     place, pid, started = entry["process"].rsplit("/", 2)
@@ -99,7 +105,7 @@ def test_a_later_process_with_the_same_number_is_another_one(runtime: Path) -> N
 
 
 def test_processes_of_another_namespace_are_neither_listed_nor_removed(runtime: Path) -> None:
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
     (file,) = (runtime / "paramserver").iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "process": "boot/1/1/1"}))
 
@@ -107,9 +113,11 @@ def test_processes_of_another_namespace_are_neither_listed_nor_removed(runtime: 
     assert file.exists()
 
 
-def test_without_names_of_processes_the_number_decides(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_names_of_processes_the_number_decides(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_jobs, "process_id", lambda: "")
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
     (file,) = (runtime / "paramserver").iterdir()
     assert [job.job for job in local_jobs.local_jobs()] == ["mine"]
 
@@ -119,7 +127,7 @@ def test_without_names_of_processes_the_number_decides(runtime: Path, monkeypatc
 
 
 def test_what_is_no_file_of_ours_is_left_alone(runtime: Path, tmp_path: Path) -> None:
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
     folder = runtime / "paramserver"
     (mine,) = folder.iterdir()
     (tmp_path / "elsewhere").write_text(mine.read_text())
@@ -137,7 +145,7 @@ def test_what_is_no_file_of_ours_is_left_alone(runtime: Path, tmp_path: Path) ->
 
 
 def test_without_a_runtime_folder_there_is_one_in_tmp(fallback: Path) -> None:
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
 
     assert [job.job for job in local_jobs.local_jobs()] == ["mine"]
     assert stat.S_IMODE(fallback.stat().st_mode) == 0o700
@@ -149,7 +157,7 @@ def test_a_runtime_folder_that_others_can_write_to_is_not_used(
 ) -> None:
     monkeypatch.setattr(local_jobs, "FALLBACK", f"{runtime}/paramserver-{{uid}}")
     runtime.chmod(mode)
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
 
     assert not (runtime / "paramserver").exists()
 
@@ -159,8 +167,10 @@ def test_a_link_in_place_of_the_folder_is_refused(fallback: Path, tmp_path: Path
     fallback.symlink_to(tmp_path / "theirs")
 
     with pytest.raises(OSError, match="paramserver-"):
-        Announcement("mine", "127.0.0.1:1")
-    with pytest.raises(InvalidRequestError, match=r"^no address, and local jobs cannot be listed: "):
+        JobAnnouncement("mine", "127.0.0.1:1")
+    with pytest.raises(
+        InvalidRequestError, match=r"^no address, and local jobs cannot be listed: "
+    ):
         only_local_job("no address")
     assert list((tmp_path / "theirs").iterdir()) == []
 
@@ -171,7 +181,7 @@ def test_a_folder_that_others_can_look_into_is_refused(fallback: Path, mode: int
     fallback.chmod(mode)
 
     with pytest.raises(PermissionError, match="only this user"):
-        Announcement("mine", "127.0.0.1:1")
+        JobAnnouncement("mine", "127.0.0.1:1")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -184,23 +194,31 @@ def test_a_folder_of_another_user_is_refused(fallback: Path) -> None:
 
 
 def test_the_only_job_is_chosen(runtime: Path) -> None:
-    Announcement("mine", "127.0.0.1:1")
+    JobAnnouncement("mine", "127.0.0.1:1")
 
     assert only_local_job("no address").address == "127.0.0.1:1"
     assert only_local_job("no address", "mine").address == "127.0.0.1:1"
 
 
-def test_no_job_and_several_jobs_are_errors_that_say_so(runtime: Path, other: "subprocess.Popen[str]") -> None:
-    Announcement("mine", "127.0.0.1:1")
+def test_no_job_and_several_jobs_are_errors_that_say_so(
+    runtime: Path, other: "subprocess.Popen[str]"
+) -> None:
+    JobAnnouncement("mine", "127.0.0.1:1")
 
     with pytest.raises(InvalidRequestError) as several:
         only_local_job("no address")
     with pytest.raises(InvalidRequestError) as absent:
         only_local_job("no address", "another")
-    mine, theirs = LocalJob("mine", "127.0.0.1:1", os.getpid()), LocalJob("theirs", "127.0.0.1:2", other.pid)
+    mine, theirs = (
+        LocalJob("mine", "127.0.0.1:1", os.getpid()),
+        LocalJob("theirs", "127.0.0.1:2", other.pid),
+    )
     assert str(several.value) == (
         "no address, and several jobs of this user run on this machine: "
         + "; ".join(map(str, sorted([mine, theirs], key=lambda job: job.pid)))
     )
-    assert str(absent.value) == "no address, and no job of this user called another runs on this machine"
+    assert (
+        str(absent.value)
+        == "no address, and no job of this user called another runs on this machine"
+    )
     assert only_local_job("no address", "theirs").pid == other.pid

@@ -1,4 +1,6 @@
-"""Logs: one handler for everything, readable or JSON, with the fields of the process and of the context."""
+"""Logs: one handler for everything, readable or JSON, with the fields of the process and of the
+context.
+"""
 
 import io
 import json
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import structlog
 
-from pscommon import logs
+from pscommon.telemetry import logs
 
 
 class Terminal(io.StringIO):
@@ -67,7 +69,11 @@ def test_the_users_own_logging_flows_through() -> None:
     logging.getLogger("user.code").warning("loss is %.1f", 0.5, extra={"epoch": 3})
 
     (event,) = json_lines(stream)
-    assert (event["event"], event["level"], event["logger"]) == ("loss is 0.5", "warning", "user.code")
+    assert (event["event"], event["level"], event["logger"]) == (
+        "loss is 0.5",
+        "warning",
+        "user.code",
+    )
     assert (event["worker"], event["epoch"]) == (0, 3)
 
 
@@ -109,7 +115,9 @@ def test_any_parser_reads_the_json_lines() -> None:
     stream = io.StringIO()
     logs.set_up(stream=stream)
 
-    logging.getLogger("user").info("text", extra={"loss": float("nan"), "sizes": {(1, 2): float("inf")}})
+    logging.getLogger("user").info(
+        "text", extra={"loss": float("nan"), "sizes": {(1, 2): float("inf")}}
+    )
     structlog.get_logger("psserver").info("text", norm=float("inf"))
 
     first, second = json_lines(stream)
@@ -139,14 +147,22 @@ def test_a_terminal_gets_text() -> None:
 
     plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
     assert plain != stream.getvalue()
-    assert re.fullmatch(r"\S+Z \[warning\] shard lost +\[psserver\] address=host:1 job=otter\n", plain)
+    assert re.fullmatch(
+        r"\S+Z \[warning\] shard lost +\[psserver\] address=host:1 job=otter\n", plain
+    )
 
 
 @pytest.mark.parametrize(
     ("variable", "stream", "coloured"),
-    [(None, Terminal(), True), ("NO_COLOR", Terminal(), False), ("FORCE_COLOR", io.StringIO(), True)],
+    [
+        (None, Terminal(), True),
+        ("NO_COLOR", Terminal(), False),
+        ("FORCE_COLOR", io.StringIO(), True),
+    ],
 )
-def test_colours(variable: str | None, stream: io.StringIO, coloured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours(
+    variable: str | None, stream: io.StringIO, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if variable:
         monkeypatch.setenv(variable, "1")
     logs.set_up(log_format="text", stream=stream)
@@ -156,7 +172,9 @@ def test_colours(variable: str | None, stream: io.StringIO, coloured: bool, monk
     assert ("\x1b[" in stream.getvalue()) is coloured
 
 
-@pytest.mark.parametrize(("log_format", "stream", "first"), [("json", Terminal(), "{"), ("text", io.StringIO(), "2")])
+@pytest.mark.parametrize(
+    ("log_format", "stream", "first"), [("json", Terminal(), "{"), ("text", io.StringIO(), "2")]
+)
 def test_the_format_can_be_chosen(log_format: logs.Format, stream: io.StringIO, first: str) -> None:
     logs.set_up(log_format=log_format, stream=stream)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pscommon.core.loop import LoopSpec
+from pscommon.core.data_loop import LoopSpec
 
 SPECS = st.builds(
     LoopSpec,
@@ -48,7 +48,9 @@ def test_a_dict_brings_it_back(spec: LoopSpec) -> None:
 
 
 def test_the_shuffle_is_the_same_for_ever() -> None:
-    """Literal numbers: a restarted job continues in the order in which it began, with any numpy on any machine."""
+    """Literal numbers: a restarted job continues in the order in which it began, with any numpy
+    on any machine.
+    """
     spec = LoopSpec(0, size=10, batch_size=5, epochs=2, seed=7)
 
     assert [spec.indices(n).tolist() for n in range(4)] == [
@@ -72,7 +74,9 @@ def test_epochs_one_at_a_time_are_the_epochs_of_one_call() -> None:
     whole = LoopSpec(0, size=20, batch_size=10, epochs=3, seed=5)
     parts = [LoopSpec(e, size=20, batch_size=10, epochs=1, seed=5, first_epoch=e) for e in range(3)]
 
-    assert [whole.indices(n).tolist() for n in range(6)] == [p.indices(n).tolist() for p in parts for n in range(2)]
+    assert [whole.indices(n).tolist() for n in range(6)] == [
+        p.indices(n).tolist() for p in parts for n in range(2)
+    ]
 
 
 def test_without_shuffle_the_order_is_the_data_s() -> None:
@@ -89,21 +93,37 @@ def test_indices_are_int64_and_cannot_be_scribbled_on() -> None:
         indices[0] = 3
 
 
-@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"size": -1}, {"epochs": -1}, {"first_epoch": -1}, {"loop": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"size": -1}, {"epochs": -1}, {"first_epoch": -1}, {"loop": -1}]
+)
 def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"batch_size|negative"):
         LoopSpec(**{"loop": 0, "size": 5, "batch_size": 2} | wrong)
 
 
 DIGEST = "0123456789abcdef" * 2
-SAMPLED: dict[str, Any] = {"loop": 0, "size": 5, "batch_size": 2, "shuffle": False, "order": DIGEST, "sampler": "Mine"}
+SAMPLED: dict[str, Any] = {
+    "loop": 0,
+    "size": 5,
+    "batch_size": 2,
+    "shuffle": False,
+    "order": DIGEST,
+    "sampler": "Mine",
+}
 
 
 def test_a_loop_without_a_sampler_has_the_fields_that_it_always_had() -> None:
     """What is written to logs and snapshots stays as it was."""
     assert list(LoopSpec(0, 5, 2).as_dict()) == [
-        "loop", "size", "batch_size", "epochs", "drop_last", "shuffle", "seed", "first_epoch",
-    ]  # fmt: skip
+        "loop",
+        "size",
+        "batch_size",
+        "epochs",
+        "drop_last",
+        "shuffle",
+        "seed",
+        "first_epoch",
+    ]
 
 
 @pytest.mark.parametrize(("batches", "total"), [(0, 3), (4, 4)])

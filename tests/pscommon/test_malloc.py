@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PROGRAM = """
-from pscommon.malloc import tune_malloc
+from pscommon.system.malloc import tune_malloc
 def faults():
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -22,7 +22,9 @@ print(faults() - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_large_buffers_are_reused() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
 
     # 50 buffers of 2048 pages each; without the setting every page faults again
     assert int(done.stdout) < 2048

@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.memory import usable_memory
+from pscommon.system.memory_limit import usable_memory
 
 
 def machine() -> int:
-    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
+    (line,) = [
+        line
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemTotal")
+    ]
     return int(line.split()[1]) << 10
 
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from pscommon.core.model import (
+from pscommon.core.model_spec import (
     InvalidModelError,
     ModelSpec,
-    OptimizerSpec,
+    OptimizerSettings,
     TensorSpec,
     freeze,
     model_from_json,
     model_to_json,
 )
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.2}))
+SGD = OptimizerSettings("sgd", ({"lr": 0.1}, {"lr": 0.2}))
 TENSORS = (TensorSpec("w", (4, 3), "float32"), TensorSpec("b", (4,), "float32", group=1))
 MODEL = ModelSpec((*TENSORS, TensorSpec("mean", (4,), "float32", "buffer")), SGD)
 
@@ -47,7 +47,10 @@ def test_a_model_has_tensors() -> None:
 
 def test_sizes() -> None:
     assert [(t.size, t.nbytes) for t in MODEL.tensors] == [(12, 48), (4, 16), (4, 16)]
-    assert (TensorSpec("scalar", (), "bfloat16").nbytes, TensorSpec("none", (3, 0), "float64").nbytes) == (2, 0)
+    assert (
+        TensorSpec("scalar", (), "bfloat16").nbytes,
+        TensorSpec("none", (3, 0), "float64").nbytes,
+    ) == (2, 0)
 
 
 def test_aliases_are_no_difference_and_are_encoded_only_where_there_are_some() -> None:
@@ -69,15 +72,22 @@ def test_the_order_of_tensors_is_not_a_difference() -> None:
 
 CHANGED = {
     "b: float32[5] trainable, the job has float32[4] trainable; group 0, the job has 1": (
-        TENSORS[0], TensorSpec("b", (5,), "float32"), MODEL.tensors[2],
+        TENSORS[0],
+        TensorSpec("b", (5,), "float32"),
+        MODEL.tensors[2],
     ),
     "b: missing; the job has float32[4] trainable": (TENSORS[0], MODEL.tensors[2]),
     "x: not in the job's model": (*MODEL.tensors, TensorSpec("x", (), "float32")),
-    "mean: float32[4] frozen, the job has float32[4] buffer": (*TENSORS, replace(MODEL.tensors[2], role="frozen")),
-    "w: float64[4, 3] trainable, the job has float32[4, 3] trainable": (
-        replace(TENSORS[0], dtype="float64"), TENSORS[1], MODEL.tensors[2],
+    "mean: float32[4] frozen, the job has float32[4] buffer": (
+        *TENSORS,
+        replace(MODEL.tensors[2], role="frozen"),
     ),
-}  # fmt: skip
+    "w: float64[4, 3] trainable, the job has float32[4, 3] trainable": (
+        replace(TENSORS[0], dtype="float64"),
+        TENSORS[1],
+        MODEL.tensors[2],
+    ),
+}
 
 
 @pytest.mark.parametrize("line", CHANGED)
@@ -89,10 +99,12 @@ def test_differences_are_told_by_tensor(line: str) -> None:
 
 
 OPTIMIZERS = {
-    "optimizer: adam, the job has sgd": OptimizerSpec("adam", SGD.groups),
-    "optimizer: 3 parameter groups, the job has 2": OptimizerSpec("sgd", (*SGD.groups, {})),
+    "optimizer: adam, the job has sgd": OptimizerSettings("adam", SGD.groups),
+    "optimizer: 3 parameter groups, the job has 2": OptimizerSettings("sgd", (*SGD.groups, {})),
     "optimizer: clip_norm=1.0, the job has None": replace(SGD, clip_norm=1),
-    "optimizer group 1: lr=0.3, the job has 0.2": OptimizerSpec("sgd", (SGD.groups[0], {"lr": 0.3})),
+    "optimizer group 1: lr=0.3, the job has 0.2": OptimizerSettings(
+        "sgd", (SGD.groups[0], {"lr": 0.3})
+    ),
 }
 
 
@@ -102,9 +114,9 @@ def test_optimizers_are_compared_too(line: str) -> None:
 
 
 def test_an_optimizer_survives_json_bit_by_bit() -> None:
-    spec = OptimizerSpec("adam", ({"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "amsgrad": False},))
+    spec = OptimizerSettings("adam", ({"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "amsgrad": False},))
 
-    assert OptimizerSpec.from_json(spec.as_json()) == spec
+    assert OptimizerSettings.from_json(spec.as_json()) == spec
     assert freeze({"betas": [0.9, 0.99]}) == {"betas": (0.9, 0.99)}
 
 
@@ -117,7 +129,10 @@ def test_a_clip_norm_is_a_finite_number_above_0(clip_norm: Any) -> None:
 def test_a_model_without_a_clip_norm_has_the_json_of_before() -> None:
     clipped = replace(MODEL, optimizer=replace(SGD, clip_norm=0.5))
 
-    assert model_to_json(MODEL)["optimizer"] == {"name": "sgd", "groups": [{"lr": 0.1}, {"lr": 0.2}]}
+    assert model_to_json(MODEL)["optimizer"] == {
+        "name": "sgd",
+        "groups": [{"lr": 0.1}, {"lr": 0.2}],
+    }
     assert SGD.as_json() == '{"groups": [{"lr": 0.1}, {"lr": 0.2}], "name": "sgd"}'
     assert model_from_json(json.loads(json.dumps(model_to_json(clipped)))) == clipped
     assert clipped.fingerprint() != MODEL.fingerprint()

@@ -1,4 +1,6 @@
-"""What a scraper and a probe get from a process, and what happens when its port is not to be had."""
+"""What a scraper and a probe get from a process, and what happens when its port is not to be
+had.
+"""
 
 import socket
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ import pytest
 from prometheus_client import Counter
 
 from pscommon.core.errors import InvalidRequestError, TakenError
-from pscommon.monitor import Monitor, new_registry
+from pscommon.telemetry.http import MetricsServer, new_registry
 
 
 class Answer(NamedTuple):
@@ -32,7 +34,7 @@ class Probe:
     def __init__(self) -> None:
         self.state = (True, "serving version 7")
         self.registry = new_registry()
-        self.monitor = Monitor("127.0.0.1:0", self.registry, lambda: self.state)
+        self.monitor = MetricsServer("127.0.0.1:0", self.registry, lambda: self.state)
 
     def get(self, path: str, accept: str = "text/plain") -> Answer:
         return get(self.monitor.address, path, accept)
@@ -88,7 +90,10 @@ def test_readiness_says_why_in_one_line(probe: Probe) -> None:
 def test_a_probe_may_ask_for_the_head_alone(probe: Probe) -> None:
     probe.state = (False, "waiting for shard 1 of 2")
 
-    statuses = [get(probe.monitor.address, path, method="HEAD")[::2] for path in ("/livez", "/readyz", "/metrics", "/")]
+    statuses = [
+        get(probe.monitor.address, path, method="HEAD")[::2]
+        for path in ("/livez", "/readyz", "/metrics", "/")
+    ]
 
     assert statuses == [(200, ""), (503, ""), (200, ""), (404, "")]
 
@@ -111,7 +116,7 @@ def test_registries_are_independent() -> None:
 def test_a_taken_port_is_said_so(probe: Probe) -> None:
     """Exit code 10, and the message names the address."""
     with pytest.raises(TakenError, match=probe.monitor.address):
-        Monitor(probe.monitor.address, new_registry(), lambda: (True, ""))
+        MetricsServer(probe.monitor.address, new_registry(), lambda: (True, ""))
 
 
 def test_close_frees_the_port() -> None:
@@ -120,29 +125,31 @@ def test_close_frees_the_port() -> None:
     probe.monitor.close()
     probe.monitor.close()
 
-    again = Monitor(probe.monitor.address, new_registry(), lambda: (True, ""))
+    again = MetricsServer(probe.monitor.address, new_registry(), lambda: (True, ""))
 
     again.close()
 
 
-@pytest.mark.parametrize("bind", ["9464", "127.0.0.1", "127.0.0.1:", ":9464", "127.0.0.1:http", "127.0.0.1:65536"])
+@pytest.mark.parametrize(
+    "bind", ["9464", "127.0.0.1", "127.0.0.1:", ":9464", "127.0.0.1:http", "127.0.0.1:65536"]
+)
 def test_a_malformed_address_is_a_usage_error(bind: str) -> None:
     """Exit code 2, and the message shows what was given."""
     with pytest.raises(InvalidRequestError, match="HOST:PORT"):
-        Monitor(bind, new_registry(), lambda: (True, ""))
+        MetricsServer(bind, new_registry(), lambda: (True, ""))
 
 
 def test_an_address_of_another_machine_is_a_usage_error() -> None:
     """192.0.2.1 is reserved for documentation: no machine has it."""
     with pytest.raises(InvalidRequestError, match=r"192\.0\.2\.1:0"):
-        Monitor("192.0.2.1:0", new_registry(), lambda: (True, ""))
+        MetricsServer("192.0.2.1:0", new_registry(), lambda: (True, ""))
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
 def test_ipv6() -> None:
     """Brackets in, brackets out."""
     try:
-        monitor = Monitor("[::1]:0", new_registry(), lambda: (True, "ready"))
+        monitor = MetricsServer("[::1]:0", new_registry(), lambda: (True, "ready"))
     except InvalidRequestError:
         pytest.skip("this machine has no IPv6 loopback")
     with closing(monitor):

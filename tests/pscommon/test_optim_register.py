@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.model_spec import OptimizerSettings
 from pscommon.optim import (
     KINDS,
     ElementwiseOptimizer,
@@ -19,7 +19,7 @@ from pscommon.optim import (
     register,
 )
 from pscommon.optim import registry as table
-from pscommon.optimizers import spec_of, validate
+from pscommon.optim.specs import spec_of, validate
 from tests.psserver.stores import Plain, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_only_here")
@@ -38,7 +38,11 @@ class Decaying(ElementwiseOptimizer):
     """Momentum that fades with each step, and with a number of its own for each tensor."""
 
     def __init__(
-        self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.5), sign: bool = False
+        self,
+        params: Any,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.5),
+        sign: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "sign": sign})
 
@@ -60,9 +64,12 @@ def test_servers_compute_what_the_class_computes_locally(shards: int) -> None:
     """100 steps: tensors cut over shards, groups, a schedule, and tensors without gradients."""
     decayed()
     spec = model(
-        ((700,), "float32", 0), ((13, 3), "float64", 1), ((5,), "float32", 1), ((900,), "float64", 0),
-        optimizer=OptimizerSpec("decaying", ({"lr": 0.01}, {"lr": 0.02, "sign": True})),
-    )  # fmt: skip
+        ((700,), "float32", 0),
+        ((13, 3), "float64", 1),
+        ((5,), "float32", 1),
+        ((900,), "float64", 0),
+        optimizer=OptimizerSettings("decaying", ({"lr": 0.01}, {"lr": 0.02, "sign": True})),
+    )
     job = begun(spec, shards)
     plain = Plain(Decaying, spec, job.weights())
     first = validate(spec.optimizer).groups
@@ -83,18 +90,18 @@ def test_hyper_parameters_come_from_the_constructor() -> None:
     decayed()
     optimizer = Decaying([torch.nn.Parameter(torch.zeros(1))], lr=1)
 
-    assert spec_of(optimizer) == validate(OptimizerSpec("decaying", ({"lr": 1.0},)))
+    assert spec_of(optimizer) == validate(OptimizerSettings("decaying", ({"lr": 1.0},)))
     assert KINDS["decaying"].defaults == {"lr": 0.1, "betas": (0.9, 0.5), "sign": False}
     with pytest.raises(InvalidRequestError, match="betas are"):
-        validate(OptimizerSpec("decaying", ({"betas": (1.0, 0.5)},)))
+        validate(OptimizerSettings("decaying", ({"betas": (1.0, 0.5)},)))
 
 
 def test_a_check_of_its_own_replaces_the_ranges() -> None:
     decayed(check=lambda group: "lr is one" if group["lr"] == 1 else "")
 
-    assert validate(OptimizerSpec("decaying", ({"lr": -2.0},))).groups[0]["lr"] == -2.0
+    assert validate(OptimizerSettings("decaying", ({"lr": -2.0},))).groups[0]["lr"] == -2.0
     with pytest.raises(InvalidRequestError, match="decaying, group 0: lr is one"):
-        validate(OptimizerSpec("decaying", ({"lr": 1.0},)))
+        validate(OptimizerSettings("decaying", ({"lr": 1.0},)))
 
 
 def centered(weight: Tensor, gradient: Tensor, state: Any, group: Any) -> None:
@@ -128,7 +135,9 @@ def fails(weight: Tensor, gradient: Tensor, state: Any, group: Any) -> None:
         (fails, "ZeroDivisionError"),
     ],
 )
-def test_a_formula_that_parts_of_a_tensor_cannot_use_is_refused(formula: Callable[..., None], why: str) -> None:
+def test_a_formula_that_parts_of_a_tensor_cannot_use_is_refused(
+    formula: Callable[..., None], why: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=f"Decaying: .*{why}"):
         register(Decaying, formula, states=["momentum"], scalars={"fade": 1.0})
 
@@ -140,7 +149,9 @@ def test_a_name_that_is_taken_is_refused_and_the_same_class_replaces_itself() ->
         def __init__(self, params: Any, lr: float = 0.1) -> None:
             super().__init__(params, {"lr": lr})
 
-    with pytest.raises(InvalidRequestError, match=r"the name adam belongs to torch\.optim\.adam\.Adam"):
+    with pytest.raises(
+        InvalidRequestError, match=r"the name adam belongs to torch\.optim\.adam\.Adam"
+    ):
         register(Adam, centered)
     decayed()
     decayed(check=lambda group: "again")
@@ -178,7 +189,7 @@ def test_the_digest_tells_servers_with_different_optimizers_apart() -> None:
     assert caught.value.reason == "SHARD_MISMATCH"
 
 
-# ---- modules ------------------------------------------------------------------------------------------------------
+# ---- modules -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

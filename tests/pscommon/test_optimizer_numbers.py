@@ -1,4 +1,6 @@
-"""Hyper-parameters with which a formula would raise an exception are refused, in registrations and in pushes."""
+"""Hyper-parameters with which a formula would raise an exception are refused, in registrations
+and in pushes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,8 +9,8 @@ import pytest
 import torch
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.optimizers import SUPPORTED, check_numbers, groups_of_push, validate
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.optim.specs import SUPPORTED, check_numbers, groups_of_push, validate
 from tests.psserver.stores import begun
 
 TENSORS = (TensorSpec("w", (3,), "float16"), TensorSpec("v", (3,), "float32", group=1))
@@ -31,7 +33,7 @@ def test_numbers_with_which_a_server_would_raise_are_refused_and_no_others(
 ) -> None:
     tensors = (TensorSpec("w", (3, 5), dtype),)
     try:
-        spec = validate(OptimizerSpec(name, ({key: value},)))
+        spec = validate(OptimizerSettings(name, ({key: value},)))
     except InvalidRequestError:  # above its range
         return
     job = begun(ModelSpec(tensors, spec))
@@ -39,7 +41,9 @@ def test_numbers_with_which_a_server_would_raise_are_refused_and_no_others(
         for step in range(3):
             job.step({"w": torch.full((3, 5), 0.5 + step).to(getattr(torch, dtype))})
     except RuntimeError:
-        with pytest.raises(InvalidRequestError, match=f"{name}, group 0: too large a number for {dtype} weights"):
+        with pytest.raises(
+            InvalidRequestError, match=f"{name}, group 0: too large a number for {dtype} weights"
+        ):
             check_numbers(spec, tensors)
     else:
         check_numbers(spec, tensors)
@@ -47,7 +51,7 @@ def test_numbers_with_which_a_server_would_raise_are_refused_and_no_others(
 
 def test_a_push_is_refused_for_numbers_out_of_range() -> None:
     """Betas of NAdam, say, with which all servers would divide by zero."""
-    like = validate(OptimizerSpec("nadam", ({}, {})))
+    like = validate(OptimizerSettings("nadam", ({}, {})))
     with pytest.raises(InvalidRequestError, match="nadam, group 1: betas are"):
         groups_of_push('[{}, {"betas": [1.0, 0.9]}]', like, TENSORS)
     with pytest.raises(InvalidRequestError, match="nadam, group 0: too large a number for float16"):
@@ -57,7 +61,7 @@ def test_a_push_is_refused_for_numbers_out_of_range() -> None:
 
 
 def test_a_push_may_have_what_torch_lets_schedulers_do() -> None:
-    like = validate(OptimizerSpec("sgd", ({"momentum": 0.9, "nesterov": True}, {})))
+    like = validate(OptimizerSettings("sgd", ({"momentum": 0.9, "nesterov": True}, {})))
     one, _ = groups_of_push('[{"lr": -1e-20, "momentum": 0.0}, {}]', like, TENSORS)
 
     assert (one["lr"], one["momentum"]) == (-1e-20, 0.0)

@@ -13,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.model_spec import OptimizerSettings
 from pscommon.optim import REFUSED_CLASSES
-from pscommon.optimizers import SUPPORTED, check_rates, groups_from_json, groups_to_json, spec_of, validate
+from pscommon.optim.specs import (
+    SUPPORTED,
+    check_rates,
+    groups_from_json,
+    groups_to_json,
+    spec_of,
+    validate,
+)
 
 IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
@@ -24,18 +31,20 @@ def weights(count: int = 1) -> list[torch.Tensor]:
     return [torch.nn.Parameter(torch.zeros(3)) for _ in range(count)]
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_defaults_are_those_of_torch(name: str) -> None:
     kind = SUPPORTED[name]
     arguments = inspect.signature(kind.torch_class).parameters
-    theirs = {key: argument.default for key, argument in arguments.items() if key not in IMPLEMENTATION}
+    theirs = {
+        key: argument.default for key, argument in arguments.items() if key not in IMPLEMENTATION
+    }
     if name in ("adam", "adamw"):  # there it selects the class
         theirs.pop("decoupled_weight_decay", None)
 
-    assert validate(OptimizerSpec(name)).groups == (theirs,)
+    assert validate(OptimizerSettings(name)).groups == (theirs,)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,11 @@ def test_states_are_those_that_torch_keeps(name: str, group: dict[str, Any]) -> 
     weight.grad = torch.ones(3)
     optimizer = kind.torch_class([weight], **group)
     optimizer.step()
-    state = {key: value for key, value in optimizer.state[weight].items() if torch.is_tensor(value) and key != "step"}
+    state = {
+        key: value
+        for key, value in optimizer.state[weight].items()
+        if torch.is_tensor(value) and key != "step"
+    }
 
     assert {each.name for each in kind.states_of({**kind.defaults, **group})} == {
         k for k, v in state.items() if v.dim()
@@ -62,12 +75,16 @@ def test_states_are_those_that_torch_keeps(name: str, group: dict[str, Any]) -> 
     assert {each.name for each in kind.scalars} == {k for k, v in state.items() if not v.dim()}
 
 
-# ---- validate -----------------------------------------------------------------------------------------------------
+# ---- validate ------------------------------------------------------------------------------------
 
 
 def test_numbers_become_floats_so_that_equal_ones_compare_equal() -> None:
-    one = validate(OptimizerSpec("adam", ({"lr": 1, "betas": [0, 0.5]}, {"weight_decay": np.float32(0.5)})))  # type: ignore[dict-item]
-    two = validate(OptimizerSpec("adam", ({"lr": 1.0, "betas": (0.0, 0.5)}, {"weight_decay": 0.5})))
+    one = validate(
+        OptimizerSettings("adam", ({"lr": 1, "betas": [0, 0.5]}, {"weight_decay": np.float32(0.5)}))
+    )  # type: ignore[dict-item]
+    two = validate(
+        OptimizerSettings("adam", ({"lr": 1.0, "betas": (0.0, 0.5)}, {"weight_decay": 0.5}))
+    )
 
     assert one == two
     assert one.as_json() == two.as_json()
@@ -76,8 +93,10 @@ def test_numbers_become_floats_so_that_equal_ones_compare_equal() -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "", "os.system"])
 def test_an_unknown_name_is_answered_with_those_known_and_the_remedy(name: str) -> None:
-    with pytest.raises(UnsupportedOptimizerError, match=r"is not one of .*nadam, radam.*--optimizers MODULE") as caught:
-        validate(OptimizerSpec(name))
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"is not one of .*nadam, radam.*--optimizers MODULE"
+    ) as caught:
+        validate(OptimizerSettings(name))
 
     assert caught.value.reason == "UNSUPPORTED_OPTIMIZER"
 
@@ -91,10 +110,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "why"), REFUSED)
-def test_methods_that_need_more_than_elements_are_refused_with_the_reason(name: str, why: str) -> None:
+def test_methods_that_need_more_than_elements_are_refused_with_the_reason(
+    name: str, why: str
+) -> None:
     cls = getattr(torch.optim, name, None)
     with pytest.raises(UnsupportedOptimizerError, match=why):
-        validate(OptimizerSpec(name.lower()))
+        validate(OptimizerSettings(name.lower()))
     if cls is None:  # torch 2.6 has no Muon
         return
     with pytest.raises(UnsupportedOptimizerError, match=why) as caught:
@@ -107,11 +128,15 @@ def test_every_optimizer_of_torch_is_supported_or_refused_with_a_reason() -> Non
     classes = {
         name: cls
         for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        if inspect.isclass(cls)
+        and issubclass(cls, torch.optim.Optimizer)
+        and cls is not torch.optim.Optimizer
     }
     known = {kind.torch_class for kind in SUPPORTED.values()}
 
-    assert [name for name, cls in classes.items() if cls not in known and name not in REFUSED_CLASSES] == []
+    assert [
+        name for name, cls in classes.items() if cls not in known and name not in REFUSED_CLASSES
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -136,10 +161,12 @@ def test_every_optimizer_of_torch_is_supported_or_refused_with_a_reason() -> Non
         ("adagrad", {"lr_decay": -1.0}, "lr_decay is -1.0, below 0"),
         ("rmsprop", {"alpha": -1.0}, "alpha is -1.0, below 0"),
     ],
-)  # fmt: skip
-def test_a_bad_hyper_parameter_is_named_with_its_group(name: str, group: dict[str, Any], complaint: str) -> None:
+)
+def test_a_bad_hyper_parameter_is_named_with_its_group(
+    name: str, group: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=complaint) as caught:
-        validate(OptimizerSpec(name, ({}, group)))
+        validate(OptimizerSettings(name, ({}, group)))
 
     assert str(caught.value).startswith(f"{name}, group 1")
 
@@ -153,21 +180,26 @@ RAISES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("name", SUPPORTED)
 @given(data=st.data())
-def test_hyper_parameters_are_refused_that_torch_refuses_and_no_others(name: str, data: st.DataObject) -> None:
-    kind, number = SUPPORTED[name], st.sampled_from([-1.0, -1e-9, 0.0, 1e-9, 0.5, 1.0 - 1e-9, 1.0, 2.0])
+def test_hyper_parameters_are_refused_that_torch_refuses_and_no_others(
+    name: str, data: st.DataObject
+) -> None:
+    kind, number = (
+        SUPPORTED[name],
+        st.sampled_from([-1.0, -1e-9, 0.0, 1e-9, 0.5, 1.0 - 1e-9, 1.0, 2.0]),
+    )
     drawn = {bool: st.booleans(), tuple: st.tuples(number, number), float: number}
     group = {key: data.draw(drawn[type(default)], key) for key, default in kind.defaults.items()}
     try:
         kind.torch_class(weights(), **group)
     except ValueError:
         with pytest.raises(InvalidRequestError, match="group 0: "):
-            validate(OptimizerSpec(name, (group,)))
+            validate(OptimizerSettings(name, (group,)))
     else:
         if name in RAISES and RAISES[name](group):
             with pytest.raises(InvalidRequestError, match="group 0: "):
-                validate(OptimizerSpec(name, (group,)))
+                validate(OptimizerSettings(name, (group,)))
         else:
-            assert validate(OptimizerSpec(name, (group,))).groups == (group,)
+            assert validate(OptimizerSettings(name, (group,))).groups == (group,)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +210,9 @@ def test_hyper_parameters_are_refused_that_torch_refuses_and_no_others(name: str
         (torch.optim.ASGD, {"lr": 1.0, "lambd": 1.0, "alpha": 2000.0}),
     ],
 )
-def test_hyper_parameters_are_refused_with_which_the_formula_raises(cls: Any, group: dict[str, Any]) -> None:
+def test_hyper_parameters_are_refused_with_which_the_formula_raises(
+    cls: Any, group: dict[str, Any]
+) -> None:
     """A server must not stop at an update that all servers have agreed on."""
     (weight,) = weights()
     weight.grad = torch.ones(3)
@@ -192,29 +226,41 @@ def test_hyper_parameters_are_refused_with_which_the_formula_raises(cls: Any, gr
 
 def test_an_optimizer_needs_a_group() -> None:
     with pytest.raises(InvalidRequestError, match="at least one parameter group"):
-        validate(OptimizerSpec("sgd", ()))
+        validate(OptimizerSettings("sgd", ()))
 
 
-# ---- spec_of ------------------------------------------------------------------------------------------------------
+# ---- spec_of -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("optimizer", "name", "group"),
     [
-        (lambda w: torch.optim.SGD(w, 0.1, 0.9, nesterov=True, weight_decay=1e-4), "sgd",
-         {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}),
-        (lambda w: torch.optim.Adam(w, betas=(0.8, 0.9), amsgrad=True, foreach=True), "adam",
-         {"betas": (0.8, 0.9), "amsgrad": True}),
+        (
+            lambda w: torch.optim.SGD(w, 0.1, 0.9, nesterov=True, weight_decay=1e-4),
+            "sgd",
+            {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4},
+        ),
+        (
+            lambda w: torch.optim.Adam(w, betas=(0.8, 0.9), amsgrad=True, foreach=True),
+            "adam",
+            {"betas": (0.8, 0.9), "amsgrad": True},
+        ),
         (lambda w: torch.optim.AdamW(w, 3e-4, fused=True), "adamw", {"lr": 3e-4}),
-        (lambda w: torch.optim.Adagrad(w, lr_decay=0.1, initial_accumulator_value=0.5), "adagrad",
-         {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-        (lambda w: torch.optim.RMSprop(w, centered=True, momentum=0.5, differentiable=False), "rmsprop",
-         {"centered": True, "momentum": 0.5}),
+        (
+            lambda w: torch.optim.Adagrad(w, lr_decay=0.1, initial_accumulator_value=0.5),
+            "adagrad",
+            {"lr_decay": 0.1, "initial_accumulator_value": 0.5},
+        ),
+        (
+            lambda w: torch.optim.RMSprop(w, centered=True, momentum=0.5, differentiable=False),
+            "rmsprop",
+            {"centered": True, "momentum": 0.5},
+        ),
         (lambda w: torch.optim.SGD(w, torch.tensor(0.5), nesterov=False), "sgd", {"lr": 0.5}),
     ],
-)  # fmt: skip
+)
 def test_a_torch_optimizer_is_read(optimizer: Any, name: str, group: dict[str, Any]) -> None:
-    assert spec_of(optimizer(weights())) == validate(OptimizerSpec(name, (group,)))
+    assert spec_of(optimizer(weights())) == validate(OptimizerSettings(name, (group,)))
 
 
 def test_each_parameter_group_is_read() -> None:
@@ -225,7 +271,7 @@ def test_each_parameter_group_is_read() -> None:
     optimizer.add_param_group({"params": [three], "betas": [0.5, 0.6]})
 
     assert spec_of(optimizer) == validate(
-        OptimizerSpec("adamw", ({"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}))
+        OptimizerSettings("adamw", ({"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}))
     )
 
 
@@ -249,17 +295,26 @@ def test_a_learning_rate_that_a_scheduler_rounded_below_zero_is_no_error() -> No
     assert spec_of(optimizer).groups[0]["lr"] == -1e-20
 
 
-@pytest.mark.parametrize(("registered", "rate"), [(0.1, -1e-20), (0.1, -0.9e-7), (0.0, -1e-13), (1.0, 0.0), (1.0, 9.0)])
-def test_a_push_may_bring_a_learning_rate_that_is_negative_by_rounding(registered: float, rate: float) -> None:
-    like = validate(OptimizerSpec("adam", ({"lr": registered},)))
+@pytest.mark.parametrize(
+    ("registered", "rate"), [(0.1, -1e-20), (0.1, -0.9e-7), (0.0, -1e-13), (1.0, 0.0), (1.0, 9.0)]
+)
+def test_a_push_may_bring_a_learning_rate_that_is_negative_by_rounding(
+    registered: float, rate: float
+) -> None:
+    like = validate(OptimizerSettings("adam", ({"lr": registered},)))
 
     check_rates(groups_from_json(json.dumps([{"lr": rate}]), like), like)
 
 
-@pytest.mark.parametrize(("registered", "rate"), [(0.1, -0.1), (0.1, -1.1e-7), (0.0, -1e-9), (1e-3, -1e-3)])
+@pytest.mark.parametrize(
+    ("registered", "rate"), [(0.1, -0.1), (0.1, -1.1e-7), (0.0, -1e-9), (1e-3, -1e-3)]
+)
 def test_a_push_with_a_negative_learning_rate_is_refused(registered: float, rate: float) -> None:
     """Only where it arrives: what an earlier release logged is replayed as it was."""
-    like, text = validate(OptimizerSpec("sgd", ({"lr": registered},))), json.dumps([{"lr": rate}])
+    like, text = (
+        validate(OptimizerSettings("sgd", ({"lr": registered},))),
+        json.dumps([{"lr": rate}]),
+    )
 
     with pytest.raises(InvalidRequestError) as caught:
         check_rates(groups_from_json(text, like), like)
@@ -276,15 +331,18 @@ def test_adagrad_starts_from_what_its_constructor_was_given_as_torch_does() -> N
 
 
 @pytest.mark.skipif(
-    "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters, reason="this torch has no such Adam"
+    "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters,
+    reason="this torch has no such Adam",
 )
 def test_adam_with_decoupled_weight_decay_is_adamw() -> None:
     decoupled = torch.optim.Adam(weights(), decoupled_weight_decay=True)
     coupled = torch.optim.AdamW([{"params": weights(), "decoupled_weight_decay": False}])
-    both = torch.optim.AdamW([{"params": weights(), "decoupled_weight_decay": False}, {"params": weights()}])
+    both = torch.optim.AdamW(
+        [{"params": weights(), "decoupled_weight_decay": False}, {"params": weights()}]
+    )
 
-    assert spec_of(decoupled) == validate(OptimizerSpec("adamw", ({"weight_decay": 0.0},)))
-    assert spec_of(coupled) == validate(OptimizerSpec("adam", ({"weight_decay": 0.01},)))
+    assert spec_of(decoupled) == validate(OptimizerSettings("adamw", ({"weight_decay": 0.0},)))
+    assert spec_of(coupled) == validate(OptimizerSettings("adam", ({"weight_decay": 0.01},)))
     with pytest.raises(UnsupportedOptimizerError, match="differ in decoupled_weight_decay"):
         spec_of(both)
 
@@ -300,8 +358,12 @@ class MySGD(torch.optim.SGD):
         (torch.optim.LBFGS, "torch.optim.lbfgs.LBFGS"),
     ],
 )
-def test_other_classes_and_subclasses_are_refused_by_name(optimizer: type[torch.optim.Optimizer], name: str) -> None:
-    with pytest.raises(UnsupportedOptimizerError, match=r"ASGD, .*, AdamW, .*no subclasses") as caught:
+def test_other_classes_and_subclasses_are_refused_by_name(
+    optimizer: type[torch.optim.Optimizer], name: str
+) -> None:
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"ASGD, .*, AdamW, .*no subclasses"
+    ) as caught:
         spec_of(optimizer(weights()))
 
     assert name in str(caught.value)
@@ -310,20 +372,24 @@ def test_other_classes_and_subclasses_are_refused_by_name(optimizer: type[torch.
 def test_a_hyper_parameter_of_a_newer_torch_is_refused_unless_it_is_at_its_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def newer(self: Any, params: Any, lr: float = 0.1, cautious: bool = False, **rest: Any) -> None: ...
+    def newer(
+        self: Any, params: Any, lr: float = 0.1, cautious: bool = False, **rest: Any
+    ) -> None: ...
 
     still, changed = torch.optim.SGD(weights()), torch.optim.SGD(weights())
     still.param_groups[0]["cautious"], changed.param_groups[0]["cautious"] = False, True
     monkeypatch.setattr(torch.optim.SGD, "__init__", newer)
 
     assert spec_of(still).name == "sgd"
-    with pytest.raises(UnsupportedOptimizerError, match=r"do not know cautious=True of torch\.optim\.SGD"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"do not know cautious=True of torch\.optim\.SGD"
+    ):
         spec_of(changed)
 
 
-# ---- JSON ---------------------------------------------------------------------------------------------------------
+# ---- JSON ----------------------------------------------------------------------------------------
 
-LIKE = validate(OptimizerSpec("adam", ({"lr": 0.1}, {"lr": 1 / 3, "betas": (0.1, 0.7)})))
+LIKE = validate(OptimizerSettings("adam", ({"lr": 0.1}, {"lr": 1 / 3, "betas": (0.1, 0.7)})))
 
 
 def test_groups_survive_json_bit_by_bit() -> None:
@@ -363,4 +429,6 @@ def test_what_is_not_a_number_cannot_be_sent() -> None:
 
 
 def test_json_is_plain() -> None:
-    assert json.loads(groups_to_json(({"lr": 0.1, "betas": (0.9, 0.99)},))) == [{"lr": 0.1, "betas": [0.9, 0.99]}]
+    assert json.loads(groups_to_json(({"lr": 0.1, "betas": (0.9, 0.99)},))) == [
+        {"lr": 0.1, "betas": [0.9, 0.99]}
+    ]

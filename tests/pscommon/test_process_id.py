@@ -1,4 +1,6 @@
-"""Which process is meant, and when its end is certain: PIDs are used again, and hold in one namespace only."""
+"""Which process is meant, and when its end is certain: PIDs are used again, and hold in one
+namespace only.
+"""
 
 import os
 import subprocess
@@ -7,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pscommon import process_id as module
-from pscommon.process_id import has_ended, process_id, runs_here
+from pscommon.system import process_id as module
+from pscommon.system.process_id import has_ended, process_id, runs_here
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -27,7 +29,9 @@ def test_a_process_that_runs_has_not_ended() -> None:
     assert (runs_here(name), has_ended(name)) == (True, False)
 
 
-def test_the_end_of_a_process_is_seen_before_and_after_somebody_waits_for_it(child: "subprocess.Popen[bytes]") -> None:
+def test_the_end_of_a_process_is_seen_before_and_after_somebody_waits_for_it(
+    child: "subprocess.Popen[bytes]",
+) -> None:
     name = process_id(child.pid)
     assert (runs_here(name), has_ended(name)) == (True, False)
 
@@ -69,8 +73,10 @@ def test_a_system_that_hides_processes_proves_nothing(monkeypatch: pytest.Monkey
 
 
 def test_a_process_in_a_namespace_of_its_own_has_another_name() -> None:
-    """In another namespace PID 1 is another process; a /proc of the outer namespace gives no name."""
-    code = "from pscommon.process_id import process_id; print(process_id())"
+    """In another namespace PID 1 is another process; a /proc of the outer namespace gives no
+    name.
+    """
+    code = "from pscommon.system.process_id import process_id; print(process_id())"
     for mount in (["--mount-proc"], []):
         line = ["unshare", "--pid", "--fork", *mount, sys.executable, "-c", code]
         found = subprocess.run(line, capture_output=True, text=True, check=False)

@@ -9,12 +9,12 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from pscommon.record_log import Fsync, RecordLog
+from pscommon.wal.log import Fsync, WriteAheadLog
 from tests.pscommon.record_log_cases import FIRST, ROWS, Row, append, begin, row, rows_of, stored
 
 
 def test_what_was_appended_is_read_in_order_by_the_next_process(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path / "log", "no")
+    log = WriteAheadLog(tmp_path / "log", "no")
     begin(log, "0001", FIRST)
     append(log, *ROWS)
 
@@ -24,7 +24,7 @@ def test_what_was_appended_is_read_in_order_by_the_next_process(tmp_path: Path) 
 
 
 def test_an_empty_log_has_no_segments_and_takes_no_records(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path / "log", "no")
+    log = WriteAheadLog(tmp_path / "log", "no")
 
     assert (log.segments(), log.nbytes, log.broken) == ([], 0, "")
     with pytest.raises(ValueError, match="begin one"):
@@ -37,10 +37,14 @@ def test_an_empty_log_has_no_segments_and_takes_no_records(tmp_path: Path) -> No
 
 
 def test_a_payload_may_be_of_any_type_and_in_more_pieces_than_a_call_takes(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "1")
     numbers = np.arange(12, dtype="<f4").reshape(3, 4)
-    log.append(1, b"numbers", [numbers.data, np.zeros((0, 4)).data, np.array(7, "<i2").data, bytearray(b"end")])
+    log.append(
+        1,
+        b"numbers",
+        [numbers.data, np.zeros((0, 4)).data, np.array(7, "<i2").data, bytearray(b"end")],
+    )
     log.append(2, b"pieces", [bytes([number % 256]) for number in range(3000)])
 
     assert rows_of(log, "1")[0] == [
@@ -50,7 +54,7 @@ def test_a_payload_may_be_of_any_type_and_in_more_pieces_than_a_call_takes(tmp_p
 
 
 def test_a_payload_is_read_only_and_its_memory_is_used_again(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "1", row(1), row(2))
     reader = log.read("1")
     first = next(reader).payload
@@ -63,7 +67,7 @@ def test_a_payload_is_read_only_and_its_memory_is_used_again(tmp_path: Path) -> 
 
 
 def test_nbytes_is_what_the_file_holds_without_the_mark_at_its_end(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "1")
     empty = log.nbytes
     append(log, FIRST)
@@ -73,7 +77,7 @@ def test_nbytes_is_what_the_file_holds_without_the_mark_at_its_end(tmp_path: Pat
 
 
 def test_only_their_owner_may_read_folder_and_files(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path / "log", "no")
+    log = WriteAheadLog(tmp_path / "log", "no")
     begin(log, "1", FIRST)
 
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o700
@@ -81,7 +85,7 @@ def test_only_their_owner_may_read_folder_and_files(tmp_path: Path) -> None:
 
 
 def test_segments_are_many_and_each_keeps_its_own(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     for number in (1, 2, 3):
         begin(log, f"{number}", row(number))
         append(log, row(10 + number))
@@ -92,7 +96,7 @@ def test_segments_are_many_and_each_keeps_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["2", "1", "", ".", "a/b", "../3", "3 ", "3.log", "é"])
 def test_a_name_that_does_not_come_after_the_last_one_is_refused(tmp_path: Path, name: str) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "2", FIRST)
 
     with pytest.raises(ValueError, match="is no name for the segment after '2'"):
@@ -100,20 +104,20 @@ def test_a_name_that_does_not_come_after_the_last_one_is_refused(tmp_path: Path,
     append(log, *ROWS)
     assert stored(tmp_path) == {"2": ([FIRST, *ROWS], False)}
     with pytest.raises(ValueError, match="is no name"):
-        begin(RecordLog(tmp_path, "no"), name)
+        begin(WriteAheadLog(tmp_path, "no"), name)
 
 
 def test_a_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path / "log", "no")
+    log = WriteAheadLog(tmp_path / "log", "no")
     log.begin("1", [(1, b"a", ())])
     shutil.rmtree(tmp_path / "log")
     log.begin("2", [(1, b"b", ())])
 
-    assert [record.header for record in RecordLog(tmp_path / "log", "no").read("2")] == [b"b"]
+    assert [record.header for record in WriteAheadLog(tmp_path / "log", "no").read("2")] == [b"b"]
 
 
 def test_records_that_cannot_be_made_leave_the_segment_before(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "1", FIRST)
 
     with pytest.raises(ZeroDivisionError):
@@ -125,9 +129,11 @@ def test_records_that_cannot_be_made_leave_the_segment_before(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", range(0, 25, 4))
-def test_a_retired_file_is_written_again_and_its_old_records_never_show(tmp_path: Path, length: int) -> None:
+def test_a_retired_file_is_written_again_and_its_old_records_never_show(
+    tmp_path: Path, length: int
+) -> None:
     """Shorter contents and longer ones, of the very same records: only the nonce differs."""
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "1", *[row(number) for number in range(20)])
     before = (tmp_path / "1.log").stat()
     begin(log, "2")
@@ -141,7 +147,7 @@ def test_a_retired_file_is_written_again_and_its_old_records_never_show(tmp_path
 
 
 def test_two_spares_are_kept_and_taken_before_new_files(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     for number in range(6):
         begin(log, f"{number}", FIRST)
     log.retire("5")
@@ -153,7 +159,7 @@ def test_two_spares_are_kept_and_taken_before_new_files(tmp_path: Path) -> None:
 
 
 def test_the_current_segment_is_never_retired(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "1", FIRST)
     begin(log, "2", FIRST)
     log.retire("9")
@@ -163,7 +169,7 @@ def test_the_current_segment_is_never_retired(tmp_path: Path) -> None:
 
 
 def test_after_clear_there_is_no_history_and_names_begin_anew(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no")
+    log = WriteAheadLog(tmp_path, "no")
     begin(log, "5", FIRST)
     begin(log, "6", FIRST)
     log.clear()
@@ -178,7 +184,7 @@ def test_after_clear_there_is_no_history_and_names_begin_anew(tmp_path: Path) ->
 @pytest.mark.parametrize("fsync", get_args(Fsync))
 def test_a_closed_log_takes_nothing_and_leaves_no_thread(tmp_path: Path, fsync: Fsync) -> None:
     before = set(threading.enumerate())
-    log = RecordLog(tmp_path, fsync)
+    log = WriteAheadLog(tmp_path, fsync)
     begin(log, "1", FIRST)
     append(log, *ROWS)
     log.close()
@@ -191,9 +197,11 @@ def test_a_closed_log_takes_nothing_and_leaves_no_thread(tmp_path: Path, fsync: 
 
 
 @pytest.mark.parametrize("fsync", ["always", "no"])
-def test_records_of_several_threads_are_whole_and_in_each_ones_order(tmp_path: Path, fsync: Fsync) -> None:
+def test_records_of_several_threads_are_whole_and_in_each_ones_order(
+    tmp_path: Path, fsync: Fsync
+) -> None:
     """While one more thread goes on from segment to segment."""
-    log = RecordLog(tmp_path, fsync)
+    log = WriteAheadLog(tmp_path, fsync)
     begin(log, "00")
     start = threading.Barrier(3)
 
@@ -211,7 +219,9 @@ def test_records_of_several_threads_are_whole_and_in_each_ones_order(tmp_path: P
     for thread in threads:
         thread.join()
 
-    found: list[Row] = [record for rows, torn in stored(tmp_path).values() for record in rows if not torn]
+    found: list[Row] = [
+        record for rows, torn in stored(tmp_path).values() for record in rows if not torn
+    ]
     for first in (1000, 2000):
         mine = [record for record in found if first <= record[0] < first + 1000]
         assert mine == [row(number, number) for number in range(first, first + 150)]

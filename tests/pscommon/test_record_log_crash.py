@@ -1,4 +1,6 @@
-"""Killed processes, power cuts, full disks: the real thing where it can be had, else a disk that forgets."""
+"""Killed processes, power cuts, full disks: the real thing where it can be had, else a disk that
+forgets.
+"""
 
 import errno
 import os
@@ -10,18 +12,19 @@ from typing import get_args
 
 import pytest
 
-from pscommon.record_log import Fsync, LogFiles, RecordLog
+from pscommon.wal.log import Fsync, LogFiles, WriteAheadLog
 from tests.pscommon.record_log_cases import Row, append, begin, readable, row, stored
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "common")}
 
-# appends records from a number on until it is killed, a new segment after every 40th, and prints each one it has
+# appends records from a number on until it is killed, a new segment after every 40th, and prints
+# each one it has
 ENDLESS = """
 import itertools, sys
 from pathlib import Path
-from pscommon.record_log import RecordLog
+from pscommon.wal.log import WriteAheadLog
 
-log = RecordLog(Path(sys.argv[1]), sys.argv[2])
+log = WriteAheadLog(Path(sys.argv[1]), sys.argv[2])
 first = int(sys.argv[3])
 for number in itertools.count(first):
     if number == first or number % 40 == 0:
@@ -33,7 +36,9 @@ for number in itertools.count(first):
 
 
 def killed(folder: Path, fsync: Fsync, first: int, count: int) -> int:
-    """The last number that was acknowledged when the process was killed, about `count` after the first."""
+    """The last number that was acknowledged when the process was killed, about `count` after the
+    first.
+    """
     command = [sys.executable, "-c", ENDLESS, str(folder), fsync, str(first)]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -43,7 +48,9 @@ def killed(folder: Path, fsync: Fsync, first: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("fsync", get_args(Fsync))
-def test_a_killed_process_loses_nothing_that_it_has_acknowledged(tmp_path: Path, fsync: Fsync) -> None:
+def test_a_killed_process_loses_nothing_that_it_has_acknowledged(
+    tmp_path: Path, fsync: Fsync
+) -> None:
     """Again and again, each process behind what the last one has left, in its files."""
     first = 0
     for count in (1, 60, 130):
@@ -65,13 +72,16 @@ class PowerCutError(Exception):
 class Machine(LogFiles):
     """A disk whose power is cut at its `limit`-th operation; a write is half done then.
 
-    It remembers what each file held when it was synced, and which names there were when the folder was.
+    It remembers what each file held when it was synced, and which names there were when the
+    folder was.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder = folder
         self._left = limit
-        self._files: dict[int, int] = {}  # inode -> a descriptor to read it by, whatever its name is
+        self._files: dict[
+            int, int
+        ] = {}  # inode -> a descriptor to read it by, whatever its name is
         self._synced: dict[int, bytes] = {}
         self._names: dict[str, int] = {}
 
@@ -120,7 +130,9 @@ class Machine(LogFiles):
         """Fills a folder with what is there when the power is back."""
         folder.mkdir()
         for name, inode in (self._names if names_lost else self._current()).items():
-            (folder / name).write_bytes(self._synced.get(inode, b"") if bytes_lost else self._content(inode))
+            (folder / name).write_bytes(
+                self._synced.get(inode, b"") if bytes_lost else self._content(inode)
+            )
         return folder
 
     def close(self) -> None:
@@ -132,7 +144,9 @@ class Machine(LogFiles):
 
     def _current(self) -> dict[str, int]:
         folder = self._folder
-        return {path.name: path.stat().st_ino for path in folder.iterdir()} if folder.exists() else {}
+        return (
+            {path.name: path.stat().st_ino for path in folder.iterdir()} if folder.exists() else {}
+        )
 
 
 class Owner:
@@ -143,7 +157,7 @@ class Owner:
         self.acknowledged: dict[str, int] = {}
         self.gone = ""  # no segment up to this one may be there
 
-    def work(self, log: RecordLog) -> None:
+    def work(self, log: WriteAheadLog) -> None:
         for number in range(1, 5):
             self._begin(log, f"{number}", row(1))
             for other in range(3):
@@ -156,18 +170,18 @@ class Owner:
         self._begin(log, "5", row(1), row(2))
         self._append(log, "5", row(3))
 
-    def _begin(self, log: RecordLog, name: str, *rows: Row) -> None:
+    def _begin(self, log: WriteAheadLog, name: str, *rows: Row) -> None:
         self.tried[name] = list(rows)
         begin(log, name, *rows)
         self.acknowledged[name] = len(rows)
 
-    def _append(self, log: RecordLog, name: str, added: Row) -> None:
+    def _append(self, log: WriteAheadLog, name: str, added: Row) -> None:
         self.tried[name].append(added)
         append(log, added)
         self.acknowledged[name] += 1
 
     def check(self, folder: Path) -> None:
-        log = RecordLog(folder, "no")
+        log = WriteAheadLog(folder, "no")
         found = {name: readable(log, name) for name in log.segments()}
         assert set(self.acknowledged) <= set(found)
         assert all(name > self.gone for name in found)
@@ -183,7 +197,7 @@ def power_cuts(folder: Path) -> Iterator[tuple[Owner, Machine]]:
         place = folder / str(limit)
         machine, owner = Machine(place, limit), Owner()
         try:
-            owner.work(RecordLog(place, "always", machine))
+            owner.work(WriteAheadLog(place, "always", machine))
         except PowerCutError:
             yield owner, machine
             machine.close()
@@ -195,7 +209,9 @@ def power_cuts(folder: Path) -> Iterator[tuple[Owner, Machine]]:
 
 @pytest.mark.parametrize("names_lost", [False, True])
 @pytest.mark.parametrize("bytes_lost", [False, True])
-def test_a_power_cut_at_any_operation_loses_nothing(tmp_path: Path, names_lost: bool, bytes_lost: bool) -> None:
+def test_a_power_cut_at_any_operation_loses_nothing(
+    tmp_path: Path, names_lost: bool, bytes_lost: bool
+) -> None:
     """Whatever was not synced is lost or kept, names and bytes each."""
     cuts = 0
     for owner, machine in power_cuts(tmp_path):
@@ -204,14 +220,15 @@ def test_a_power_cut_at_any_operation_loses_nothing(tmp_path: Path, names_lost: 
     assert cuts > 60
 
 
-# leaves 1 MiB of records in a spare and another 1 MiB of something else, which fills the disk, then logs on
+# leaves 1 MiB of records in a spare and another 1 MiB of something else, which fills the disk, then
+# logs on
 FULL = """
 import errno, sys
 from pathlib import Path
-from pscommon.record_log import LogWriteError, RecordLog
+from pscommon.wal.log import LogWriteError, WriteAheadLog
 
 folder = Path(sys.argv[1])
-log = RecordLog(folder / "log", "everysec")
+log = WriteAheadLog(folder / "log", "everysec")
 log.begin("1", [(1, b"first", [bytes(1 << 20)])])
 log.begin("2", [])
 log.retire("2")
@@ -243,10 +260,14 @@ def test_on_a_full_disk_a_spare_is_room_for_a_new_segment(tmp_path: Path) -> Non
     """On a tmpfs that nobody else sees."""
     mount = 'mount -t tmpfs -o size=2m none "$0"'
     unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*unshare, mount, str(tmp_path)], capture_output=True, timeout=60, check=False).returncode:
+    if subprocess.run(
+        [*unshare, mount, str(tmp_path)], capture_output=True, timeout=60, check=False
+    ).returncode:
         pytest.skip("this user may not mount a tmpfs in a mount namespace of its own")
     command = [*unshare, f'{mount} && exec "$1" -c "$2" "$0"', str(tmp_path), sys.executable, FULL]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
 
     assert done.returncode == 0, done.stderr
 
@@ -254,9 +275,9 @@ def test_on_a_full_disk_a_spare_is_room_for_a_new_segment(tmp_path: Path) -> Non
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from pscommon.record_log import LogWriteError, RecordLog
+from pscommon.wal.log import LogWriteError, WriteAheadLog
 
-log = RecordLog(Path(sys.argv[1]), "always")
+log = WriteAheadLog(Path(sys.argv[1]), "always")
 log.begin("1", [])
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
@@ -270,7 +291,9 @@ except LogWriteError as error:
 def test_a_write_that_the_system_cuts_short_is_an_error(tmp_path: Path) -> None:
     """In a process of its own: the limit is on every file of a process."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
 
     assert done.stdout == f"5 {errno.EFBIG}\n", done.stderr
     rows, torn = stored(tmp_path)["1"]

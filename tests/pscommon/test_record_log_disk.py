@@ -1,4 +1,6 @@
-"""Disks that fail at any operation: what was acknowledged is read again, nothing else is, and `begin` goes on."""
+"""Disks that fail at any operation: what was acknowledged is read again, nothing else is, and
+`begin` goes on.
+"""
 
 import errno
 import threading
@@ -10,16 +12,27 @@ from typing import get_args
 
 import pytest
 
-from pscommon import record_log
-from pscommon.record_log import Fsync, LogWriteError, RecordLog
-from tests.pscommon.record_log_cases import FIRST, ROWS, Failing, Row, Watched, append, begin, row, rows_of, stored
+from pscommon.wal import log as record_log
+from pscommon.wal.log import Fsync, LogWriteError, WriteAheadLog
+from tests.pscommon.record_log_cases import (
+    FIRST,
+    ROWS,
+    Failing,
+    Row,
+    Watched,
+    append,
+    begin,
+    row,
+    rows_of,
+    stored,
+)
 
 
 @dataclass
 class Life:
     """A log at work, and what its owner may rely on."""
 
-    log: RecordLog
+    log: WriteAheadLog
     rows: dict[str, list[Row]] = field(default_factory=dict)  # acknowledged, by segment
     doubtful: dict[str, Row] = field(default_factory=dict)  # the append that failed, by segment
     failed: list[LogWriteError] = field(default_factory=list)
@@ -55,7 +68,9 @@ class Life:
             self.failed.append(error)
 
     def work(self) -> "Life":
-        """Goes on after a failure: with the next segment where the log is broken, or where there is none."""
+        """Goes on after a failure: with the next segment where the log is broken, or where there
+        is none.
+        """
         for number in range(1, 6):
             self.begin(f"{number}0", row(number), row(100 + number))
             if not self.current:
@@ -71,7 +86,9 @@ class Life:
 
     def check(self, in_doubt: str = "") -> None:
         found = stored(self.log.folder)
-        assert {name for name in self.rows if name > self.kept or name == self.current} <= set(found)
+        assert {name for name in self.rows if name > self.kept or name == self.current} <= set(
+            found
+        )
         assert set(found) <= {*self.rows, in_doubt}
         for name, (rows, torn) in found.items():
             doubtful = [self.doubtful[name]] if name in self.doubtful else []
@@ -88,7 +105,7 @@ def goes_on(life: Life) -> None:
     life.check()
     assert life.rows["8"] == [FIRST, *ROWS]
     life.log.close()
-    again = RecordLog(life.log.folder, "no")
+    again = WriteAheadLog(life.log.folder, "no")
     begin(again, "9", FIRST)
     append(again, *ROWS)
     assert rows_of(again, "9") == rows_of(again, "8") == ([FIRST, *ROWS], False)
@@ -99,7 +116,7 @@ def goes_on(life: Life) -> None:
 def test_any_operation_may_fail_once(tmp_path: Path, fsync: Fsync, code: int) -> None:
     for limit in range(1, 1000):
         disk = Failing(limit, code, part=limit % 50)
-        life = Life(log := RecordLog(tmp_path / str(limit), fsync, disk)).work()
+        life = Life(log := WriteAheadLog(tmp_path / str(limit), fsync, disk)).work()
         life.check()
         assert {error.errno for error in life.failed} <= {code}
         assert all(str(tmp_path) in str(error.filename) for error in life.failed)
@@ -116,7 +133,7 @@ def test_any_operation_may_fail_once(tmp_path: Path, fsync: Fsync, code: int) ->
 def test_a_disk_may_fail_for_good_until_it_works_again(tmp_path: Path, fsync: Fsync) -> None:
     for limit in range(1, 40):
         disk = Failing(limit, errno.EROFS, for_good=True)
-        life = Life(log := RecordLog(tmp_path / str(limit), fsync, disk)).work()
+        life = Life(log := WriteAheadLog(tmp_path / str(limit), fsync, disk)).work()
         # at most a begin that failed after its rename and could not take that back
         begun = max(life.rows, default="")
         life.check(in_doubt=max([name for name in log.segments() if name > begun], default=""))
@@ -128,7 +145,7 @@ def test_a_disk_may_fail_for_good_until_it_works_again(tmp_path: Path, fsync: Fs
 def test_a_begin_that_fails_at_the_last_step_and_cannot_clean_up_does_not_show_once_the_disk_works(
     tmp_path: Path,
 ) -> None:
-    log = RecordLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
+    log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 5  # open, write, write, sync, rename; then the folder
     with pytest.raises(LogWriteError):
@@ -142,10 +159,12 @@ def test_a_begin_that_fails_at_the_last_step_and_cannot_clean_up_does_not_show_o
 
 @pytest.mark.parametrize("operation", range(1, 6))
 def test_a_clear_that_fails_is_finished_by_the_next_begin(tmp_path: Path, operation: int) -> None:
-    log = RecordLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
+    log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO, for_good=True))
     for name in ("5", "6", "7", "8"):
         begin(log, name, FIRST)
-    files.limit = len(files.seen) + operation  # two files become spares, two are removed; then the folder
+    files.limit = (
+        len(files.seen) + operation
+    )  # two files become spares, two are removed; then the folder
     with pytest.raises(LogWriteError):
         log.clear()
     assert log.segments() == ["5", "6", "7", "8"][: 5 - operation]
@@ -160,10 +179,12 @@ def test_a_clear_that_fails_is_finished_by_the_next_begin(tmp_path: Path, operat
 @pytest.mark.parametrize("code", [0, errno.ENOSPC])
 @pytest.mark.parametrize("recycled", [False, True])
 def test_a_write_may_stop_at_any_byte(tmp_path: Path, recycled: bool, code: int) -> None:
-    """Cut short it goes on; failed it is torn, also where old records lie behind it in a file that is used again."""
+    """Cut short it goes on; failed it is torn, also where old records lie behind it in a file
+    that is used again.
+    """
     for part in range(1, 60):
         files = Failing(0, code, part)
-        life = Life(log := RecordLog(tmp_path / str(part), "no", files))
+        life = Life(log := WriteAheadLog(tmp_path / str(part), "no", files))
         life.begin("1", *[row(number, 0) for number in range(9)])
         if recycled:
             life.begin("2")
@@ -181,7 +202,7 @@ def test_a_write_may_stop_at_any_byte(tmp_path: Path, recycled: bool, code: int)
 
 
 def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "no", files := Failing(0, 0))
+    log = WriteAheadLog(tmp_path, "no", files := Failing(0, 0))
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 1
 
@@ -191,7 +212,7 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_broken_log_says_why_and_touches_the_disk_no_more_until_begin(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "always", files := Failing(0, errno.ENOSPC, part=7))
+    log = WriteAheadLog(tmp_path, "always", files := Failing(0, errno.ENOSPC, part=7))
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 1
     for _ in range(3):
@@ -208,8 +229,10 @@ def test_a_broken_log_says_why_and_touches_the_disk_no_more_until_begin(tmp_path
 
 
 def test_after_a_failed_sync_no_other_one_is_believed(tmp_path: Path) -> None:
-    """The system reports an error once and then forgets the pages: a second fdatasync would say that all is well."""
-    log = RecordLog(tmp_path, "no", files := Failing(0, errno.EIO))
+    """The system reports an error once and then forgets the pages: a second fdatasync would say
+    that all is well.
+    """
+    log = WriteAheadLog(tmp_path, "no", files := Failing(0, errno.EIO))
     begin(log, "1", FIRST)
     append(log, *ROWS)
     files.limit = len(files.seen) + 1
@@ -222,7 +245,7 @@ def test_after_a_failed_sync_no_other_one_is_believed(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_a_failed_append_is_still_synced(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "everysec", files := Failing(0, errno.ENOSPC))
+    log = WriteAheadLog(tmp_path, "everysec", files := Failing(0, errno.ENOSPC))
     begin(log, "1", FIRST)
     append(log, *ROWS)
     files.limit = len(files.seen) + 1
@@ -235,7 +258,7 @@ def test_what_was_written_before_a_failed_append_is_still_synced(tmp_path: Path)
 
 @pytest.mark.parametrize("fsync", get_args(Fsync))
 def test_when_appends_are_synced(tmp_path: Path, fsync: Fsync) -> None:
-    log = RecordLog(tmp_path, fsync, files := Watched())
+    log = WriteAheadLog(tmp_path, fsync, files := Watched())
     begin(log, "1", FIRST)
     assert files.seen[-4:] == ["write", "sync", "rename", "sync_folder"]
     append(log, *ROWS)
@@ -250,13 +273,18 @@ def test_when_appends_are_synced(tmp_path: Path, fsync: Fsync) -> None:
 
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
-def test_the_segment_before_is_on_the_disk_before_the_next_one(tmp_path: Path, fsync: Fsync) -> None:
-    log = RecordLog(tmp_path, fsync, files := Watched())
+def test_the_segment_before_is_on_the_disk_before_the_next_one(
+    tmp_path: Path, fsync: Fsync
+) -> None:
+    log = WriteAheadLog(tmp_path, fsync, files := Watched())
     begin(log, "1", FIRST)
     append(log, *ROWS)
     begin(log, "2")
 
-    assert "sync" in files.seen[files.seen.index("sync_folder", 4) :][: -files.seen[::-1].index("open")]
+    assert (
+        "sync"
+        in files.seen[files.seen.index("sync_folder", 4) :][: -files.seen[::-1].index("open")]
+    )
     log.close()
 
 
@@ -276,7 +304,7 @@ def test_every_second_what_was_appended_is_synced_and_nothing_where_nothing_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_log, "EVERY", 0.01)
-    log = RecordLog(tmp_path, "everysec", files := Ticking())
+    log = WriteAheadLog(tmp_path, "everysec", files := Ticking())
     begin(log, "1", FIRST)
     for _ in range(3):
         files.synced.clear()
@@ -287,9 +315,11 @@ def test_every_second_what_was_appended_is_synced_and_nothing_where_nothing_was(
     log.close()
 
 
-def test_a_sync_that_fails_in_the_background_breaks_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_fails_in_the_background_breaks_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(record_log, "EVERY", 0.01)
-    log = RecordLog(tmp_path, "everysec", files := Ticking())
+    log = WriteAheadLog(tmp_path, "everysec", files := Ticking())
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 2
     files.synced.clear()
@@ -320,7 +350,7 @@ class Slow(Watched):
 
 
 def test_threads_that_wait_for_a_sync_share_the_next_one(tmp_path: Path) -> None:
-    log = RecordLog(tmp_path, "always", files := Slow())
+    log = WriteAheadLog(tmp_path, "always", files := Slow())
     begin(log, "1")
     files.hold.set()
     before, start = files.seen.count("sync"), log.nbytes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pscommon.shared_memory import Offer, Region, attach, sweep
+from pscommon.system.shared_memory import MemoryOffer, SharedRegion, attach, sweep
 
 SIZES = [0, 1, mmap.PAGESIZE - 1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 1_000_003]
 
@@ -45,9 +45,13 @@ def opened(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_bytes_and_address_stay(nbytes: int, tmp_path: Path) -> None:
-    region = Region(nbytes, tmp_path)
+    region = SharedRegion(nbytes, tmp_path)
     start, expected = address(region.memory), pattern(nbytes)
-    assert (bytes(region.memory), region.memory.format, region.memory.readonly) == (bytes(nbytes), "B", False)
+    assert (bytes(region.memory), region.memory.format, region.memory.readonly) == (
+        bytes(nbytes),
+        "B",
+        False,
+    )
     region.memory[:] = expected
 
     shared = [region.share, region.hide, region.hide]
@@ -64,11 +68,15 @@ def test_bytes_and_address_stay(nbytes: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int, tmp_path: Path) -> None:
-    region = Region(nbytes, tmp_path)
+    region = SharedRegion(nbytes, tmp_path)
     region.memory[:] = pattern(nbytes)
     attached = attach(region.share(), tmp_path)
     region.hide()
-    assert (bytes(attached.memory), attached.memory.readonly, attached.memory.format) == (pattern(nbytes), False, "B")
+    assert (bytes(attached.memory), attached.memory.readonly, attached.memory.format) == (
+        pattern(nbytes),
+        False,
+        "B",
+    )
 
     region.memory[:] = bytes(nbytes)
     assert attached.memory == bytes(nbytes)
@@ -85,7 +93,7 @@ def test_an_attached_region_is_the_same_memory_until_detach(nbytes: int, tmp_pat
 
 
 def test_sharing_again_cuts_the_old_file_off(tmp_path: Path) -> None:
-    region = Region(100, tmp_path)
+    region = SharedRegion(100, tmp_path)
     first = attach(region.share(), tmp_path)
     offer = region.share()
     second = attach(offer, tmp_path)
@@ -97,7 +105,7 @@ def test_sharing_again_cuts_the_old_file_off(tmp_path: Path) -> None:
 
 
 def test_arrays_and_tensors_never_move(tmp_path: Path) -> None:
-    region = Region(4096, tmp_path)
+    region = SharedRegion(4096, tmp_path)
     array = np.frombuffer(region.memory, dtype=np.float32)
     tensor = torch.frombuffer(region.memory, dtype=torch.float32)
     array[:] = np.arange(1024)
@@ -116,7 +124,7 @@ def test_arrays_and_tensors_never_move(tmp_path: Path) -> None:
 
 def test_a_reader_sees_the_same_bytes_all_the_time(tmp_path: Path) -> None:
     """Were the new memory mapped first and filled then, the reader would see zeros."""
-    region = Region(1 << 20, tmp_path)
+    region = SharedRegion(1 << 20, tmp_path)
     region.memory[:] = b"\x05" * (1 << 20)
     array = np.frombuffer(region.memory, dtype=np.uint8)
     done, started, seen = threading.Event(), threading.Event(), set[int]()
@@ -141,10 +149,13 @@ def test_a_reader_sees_the_same_bytes_all_the_time(tmp_path: Path) -> None:
 
 
 def test_views_outlive_close_and_then_the_memory_is_freed(tmp_path: Path) -> None:
-    region = Region(5000, tmp_path)
+    region = SharedRegion(5000, tmp_path)
     offer = region.share()
     attached = attach(offer, tmp_path)
-    array, tensor = np.frombuffer(region.memory, dtype=np.uint8), torch.frombuffer(attached.memory, dtype=torch.uint8)
+    array, tensor = (
+        np.frombuffer(region.memory, dtype=np.uint8),
+        torch.frombuffer(attached.memory, dtype=torch.uint8),
+    )
     for _ in range(2):
         region.close()
         attached.close()
@@ -165,7 +176,7 @@ def test_views_outlive_close_and_then_the_memory_is_freed(tmp_path: Path) -> Non
 
 
 def test_a_view_that_is_released_does_not_free_the_memory(tmp_path: Path) -> None:
-    region = Region(5000, tmp_path)
+    region = SharedRegion(5000, tmp_path)
     attached = attach(region.share(), tmp_path)
     with region.memory as memory:
         memory[0] = 5
@@ -180,14 +191,14 @@ def test_a_view_that_is_released_does_not_free_the_memory(tmp_path: Path) -> Non
 def test_private_memory_is_freed_too() -> None:
     before = address_space()
     for _ in range(20):
-        Region(1 << 30).close()
+        SharedRegion(1 << 30).close()
 
     assert address_space() - before < 1 << 30
 
 
 def test_a_hidden_file_has_no_name_and_is_open_once_while_it_is_shared(tmp_path: Path) -> None:
     """For forks, which map it anew."""
-    region = Region(100, tmp_path)
+    region = SharedRegion(100, tmp_path)
     region.share()
     assert len(set(opened(tmp_path))) == len(list(tmp_path.iterdir())) == 1
     for _ in range(2):
@@ -199,7 +210,7 @@ def test_a_hidden_file_has_no_name_and_is_open_once_while_it_is_shared(tmp_path:
 
 
 def test_a_region_that_nobody_holds_takes_its_file_along(tmp_path: Path) -> None:
-    region = Region(100, tmp_path)
+    region = SharedRegion(100, tmp_path)
     region.share()
     del region
     gc.collect()
@@ -208,7 +219,7 @@ def test_a_region_that_nobody_holds_takes_its_file_along(tmp_path: Path) -> None
 
 
 def test_the_usual_folder() -> None:
-    region = Region(10)
+    region = SharedRegion(10)
     offer = region.share()
     try:
         assert Path("/dev/shm", offer.name).stat().st_mode & 0o7777 == 0o600
@@ -221,10 +232,10 @@ def test_the_usual_folder() -> None:
 
 
 def test_an_offer_says_what_it_is_and_never_the_same_twice(tmp_path: Path) -> None:
-    region = Region(10, tmp_path)
+    region = SharedRegion(10, tmp_path)
     first, second = region.share(), region.share()
 
-    assert isinstance(first, Offer)
+    assert isinstance(first, MemoryOffer)
     assert (first.nbytes, len(first.token), "/" in first.name) == (10, 32, False)
     assert first.name != second.name
     assert first.token != second.token

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.shared_memory import Offer, Region, attach, sweep
+from pscommon.system.shared_memory import MemoryOffer, SharedRegion, attach, sweep
 
-# shares 5000 bytes of 7, prints the offer and waits; a fork waits too, or closes what it has and ends
+# shares 5000 bytes of 7, prints the offer and waits; a fork waits too, or closes what it has and
+# ends
 CREATOR = """
 import os, sys
 from pathlib import Path
-from pscommon.shared_memory import Region
-region = Region(5000, Path(sys.argv[1]))
+from pscommon.system.shared_memory import SharedRegion
+region = SharedRegion(5000, Path(sys.argv[1]))
 region.memory[:] = b"\\7" * 5000
 offer = region.share()
 if "hide" in sys.argv:
@@ -40,8 +41,8 @@ os.read(0, 1)
 PEER = """
 import sys
 from pathlib import Path
-from pscommon.shared_memory import Offer, attach
-attached = attach(Offer(sys.argv[2], bytes.fromhex(sys.argv[3]), int(sys.argv[4])), Path(sys.argv[1]))
+from pscommon.system.shared_memory import MemoryOffer, attach
+attached = attach(MemoryOffer(sys.argv[2], bytes.fromhex(sys.argv[3]), int(sys.argv[4])), Path(sys.argv[1]))
 print("attached", flush=True)
 for line in sys.stdin:
     index, *value = map(int, line.split())
@@ -72,27 +73,29 @@ class Program:
 @contextmanager
 def program(text: str, *arguments: str) -> Iterator[Program]:
     command = [sys.executable, "-c", text, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield Program(process)
         finally:
             process.kill()
 
 
-def offered(creator: Program) -> Offer:
+def offered(creator: Program) -> MemoryOffer:
     name, token, nbytes = creator.ask().split()
-    return Offer(name, bytes.fromhex(token), int(nbytes))
+    return MemoryOffer(name, bytes.fromhex(token), int(nbytes))
 
 
 @contextmanager
-def peer(offer: Offer, folder: Path) -> Iterator[Program]:
+def peer(offer: MemoryOffer, folder: Path) -> Iterator[Program]:
     with program(PEER, str(folder), offer.name, offer.token.hex(), str(offer.nbytes)) as attached:
         assert attached.ask() == "attached"
         yield attached
 
 
 def test_two_processes_see_each_other_until_detach(tmp_path: Path) -> None:
-    region = Region(10_000_000, tmp_path)
+    region = SharedRegion(10_000_000, tmp_path)
     region.memory[9_999_999] = 1
     with peer(region.share(), tmp_path) as other:
         region.hide()
@@ -123,7 +126,7 @@ def in_fork(body: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_what_a_fork_writes_is_its_own(tmp_path: Path, closed: bool) -> None:
-    region = Region(5000, tmp_path)
+    region = SharedRegion(5000, tmp_path)
     region.memory[:] = b"\7" * 5000
     other = attach(region.share(), tmp_path)
     region.hide()
@@ -144,21 +147,28 @@ def test_what_a_fork_writes_is_its_own(tmp_path: Path, closed: bool) -> None:
 
 
 def test_forks_of_a_large_region_take_no_memory(tmp_path: Path) -> None:
-    region = Region(64 << 20, tmp_path)
+    region = SharedRegion(64 << 20, tmp_path)
     region.share()
     region.hide()
 
     def own() -> int:
         """Bytes that are this process's alone, in its mappings of files."""
         rollup = Path("/proc/self/smaps_rollup").read_text()
-        return sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_Dirty:")) << 10
+        return (
+            sum(
+                int(line.split()[1])
+                for line in rollup.splitlines()
+                if line.startswith("Private_Dirty:")
+            )
+            << 10
+        )
 
     assert in_fork(lambda: bool(region.memory[1 << 20] == 0) and own() < 48 << 20)
 
 
 def test_descriptors_go_with_what_is_shared(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    region = Region(5000, tmp_path)
+    region = SharedRegion(5000, tmp_path)
     for _ in range(3):
         region.share()
         region.hide()
@@ -189,7 +199,7 @@ def test_a_creator_killed_after_hide_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_attacher_that_is_killed_leaves_nothing_and_harms_nobody(tmp_path: Path) -> None:
-    region = Region(5000, tmp_path)
+    region = SharedRegion(5000, tmp_path)
     with peer(region.share(), tmp_path) as other:
         region.hide()
         assert other.ask("4999 6") == "6"
@@ -249,9 +259,13 @@ def test_sweep_removes_only_what_is_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_sweep_may_be_faster_than_the_lock(holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes between open and flock, and is through or still at work when the creator wants its lock."""
-    region, real = Region(100, tmp_path), fcntl.flock
+def test_sweep_may_be_faster_than_the_lock(
+    holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes between open and flock, and is through or still at work when the creator wants
+    its lock.
+    """
+    region, real = SharedRegion(100, tmp_path), fcntl.flock
     victims: list[Path] = []
     held: list[int] = []
 

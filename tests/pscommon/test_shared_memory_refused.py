@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.shared_memory import NoSharedMemoryError, NotSharedError, Offer, Region, attach, sweep
+from pscommon.system.shared_memory import (
+    MemoryOffer,
+    NoSharedMemoryError,
+    NotSharedError,
+    SharedRegion,
+    attach,
+    sweep,
+)
 
 NOBODY = 65534
 
@@ -19,8 +26,8 @@ NOBODY = 65534
 TOO_LARGE = """
 import os, sys
 from pathlib import Path
-from pscommon.shared_memory import NoSharedMemoryError, Region
-region = Region(4 << 20, Path(sys.argv[1]))
+from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion
+region = SharedRegion(4 << 20, Path(sys.argv[1]))
 region.memory[:3] = b"abc"
 try:
     region.share()
@@ -28,7 +35,7 @@ except NoSharedMemoryError as error:
     print(error)
 assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])
 assert bytes(region.memory[:4]) == b"abc\\0" and not region.shared
-small = Region(100_000, Path(sys.argv[1]))
+small = SharedRegion(100_000, Path(sys.argv[1]))
 if sys.argv[2] == "fits":
     small.share()
     small.memory[:] = bytes(100_000)
@@ -37,8 +44,8 @@ small.close()
 
 
 @pytest.fixture
-def region(tmp_path: Path) -> Iterator[Region]:
-    region = Region(5000, tmp_path)
+def region(tmp_path: Path) -> Iterator[SharedRegion]:
+    region = SharedRegion(5000, tmp_path)
     yield region
     region.close()
 
@@ -74,8 +81,11 @@ def test_a_tmpfs_that_may_not_be_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for folder, words in ((tmp_path / "missing", "No such file"), (tmp_path / "file", "Not a directory")):
-        region = Region(10, folder)
+    for folder, words in (
+        (tmp_path / "missing", "No such file"),
+        (tmp_path / "file", "Not a directory"),
+    ):
+        region = SharedRegion(10, folder)
         with pytest.raises(NoSharedMemoryError, match=f"{folder}: {words}"):
             region.share()
         assert not region.shared
@@ -86,7 +96,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 def test_a_failed_share_leaves_the_one_before(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    region = Region(10, folder)
+    region = SharedRegion(10, folder)
     attached = attach(region.share(), folder)
     region.hide()
     folder.rmdir()
@@ -99,14 +109,16 @@ def test_a_failed_share_leaves_the_one_before(tmp_path: Path) -> None:
     region.close()
 
 
-def test_other_systems_do_not_share(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_do_not_share(region: SharedRegion, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(NoSharedMemoryError, match="darwin"):
         region.share()
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])
-def test_only_the_owner_may_use_it_whatever_the_umask(umask: int, region: Region, tmp_path: Path) -> None:
+def test_only_the_owner_may_use_it_whatever_the_umask(
+    umask: int, region: SharedRegion, tmp_path: Path
+) -> None:
     before = os.umask(umask)
     try:
         offer = region.share()
@@ -118,7 +130,7 @@ def test_only_the_owner_may_use_it_whatever_the_umask(umask: int, region: Region
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o601])
-def test_a_file_that_others_may_use(mode: int, region: Region, tmp_path: Path) -> None:
+def test_a_file_that_others_may_use(mode: int, region: SharedRegion, tmp_path: Path) -> None:
     offer = region.share()
     (tmp_path / offer.name).chmod(mode)
 
@@ -127,7 +139,7 @@ def test_a_file_that_others_may_use(mode: int, region: Region, tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user(region: Region, tmp_path: Path) -> None:
+def test_a_file_of_another_user(region: SharedRegion, tmp_path: Path) -> None:
     offer = region.share()
     os.chown(tmp_path / offer.name, NOBODY, NOBODY)
     with pytest.raises(NotSharedError, match=f"belongs to user {NOBODY}"):
@@ -166,7 +178,7 @@ def folder(path: Path) -> None:
     ],
 )
 def test_a_file_that_is_something_else(
-    change: Callable[[Path], None], words: str, region: Region, tmp_path: Path
+    change: Callable[[Path], None], words: str, region: SharedRegion, tmp_path: Path
 ) -> None:
     offer = region.share()
     change(tmp_path / offer.name)
@@ -188,15 +200,15 @@ def test_a_file_that_is_something_else(
     ],
 )
 def test_an_offer_that_is_not_of_this_file(
-    wrong: dict[str, object], words: str, region: Region, tmp_path: Path
+    wrong: dict[str, object], words: str, region: SharedRegion, tmp_path: Path
 ) -> None:
-    offer: Offer = replace(region.share(), **wrong)  # type: ignore[arg-type]
+    offer: MemoryOffer = replace(region.share(), **wrong)  # type: ignore[arg-type]
 
     with pytest.raises(NotSharedError, match=words):
         attach(offer, tmp_path)
 
 
-def test_an_offer_of_fewer_than_no_bytes(region: Region, tmp_path: Path) -> None:
+def test_an_offer_of_fewer_than_no_bytes(region: SharedRegion, tmp_path: Path) -> None:
     """The file is as long as such an offer says, and holds the token."""
     offer = region.share()
     os.truncate(tmp_path / offer.name, mmap.PAGESIZE - 1)
@@ -205,7 +217,7 @@ def test_an_offer_of_fewer_than_no_bytes(region: Region, tmp_path: Path) -> None
         attach(replace(offer, nbytes=-1), tmp_path)
 
 
-def test_a_hidden_region(region: Region, tmp_path: Path) -> None:
+def test_a_hidden_region(region: SharedRegion, tmp_path: Path) -> None:
     offer = region.share()
     region.hide()
 

@@ -1,4 +1,6 @@
-"""Any changed byte and any lost end of any file of a snapshot is found, and the snapshot before it is taken."""
+"""Any changed byte and any lost end of any file of a snapshot is found, and the snapshot before
+it is taken.
+"""
 
 import errno
 from collections.abc import Iterable, Iterator
@@ -7,30 +9,30 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import SnapshotError
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from tests.pscommon.snapshot_cases import MIXED, save, save_tiny, tape_of
 
 
 @pytest.fixture
-def snapshots(tmp_path: Path) -> Snapshots:
-    snapshots = Snapshots(tmp_path)
+def snapshots(tmp_path: Path) -> SnapshotDirectory:
+    snapshots = SnapshotDirectory(tmp_path)
     save_tiny(snapshots, 1)
     save_tiny(snapshots, 2, shards=2)
     return snapshots
 
 
-def files_of(snapshots: Snapshots, version: int) -> list[Path]:
+def files_of(snapshots: SnapshotDirectory, version: int) -> list[Path]:
     return sorted(snapshots.path(version).iterdir())
 
 
 def is_found(tmp_path: Path, file: Path) -> None:
-    problems = Snapshots(tmp_path).verify(2)
+    problems = SnapshotDirectory(tmp_path).verify(2)
 
     assert [str(file) in problem for problem in problems] == [True]
 
 
 def is_skipped(tmp_path: Path, file: Path) -> None:
-    found = Snapshots(tmp_path).newest_valid()
+    found = SnapshotDirectory(tmp_path).newest_valid()
 
     assert found.manifest is not None
     assert found.manifest.version == 1
@@ -61,17 +63,21 @@ def damages(file: Path, changes: Iterable[bytes]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_every_flipped_byte_is_found(tmp_path: Path, snapshots: Snapshots, which: int) -> None:
+def test_every_flipped_byte_is_found(
+    tmp_path: Path, snapshots: SnapshotDirectory, which: int
+) -> None:
     file = files_of(snapshots, 2)[which]
     for number in damages(file, flips(file.read_bytes())):
         is_found(tmp_path, file)
         if number % 8 == 0:
             is_skipped(tmp_path, file)
 
-    assert Snapshots(tmp_path).verify(2) == []
+    assert SnapshotDirectory(tmp_path).verify(2) == []
 
 
-def test_a_change_of_the_manifest_that_json_does_not_see_is_found(tmp_path: Path, snapshots: Snapshots) -> None:
+def test_a_change_of_the_manifest_that_json_does_not_see_is_found(
+    tmp_path: Path, snapshots: SnapshotDirectory
+) -> None:
     file = files_of(snapshots, 2)[0]
     for _ in damages(file, forgivable(file.read_bytes())):
         with pytest.raises(SnapshotError, match=r"MANIFEST.json: (damaged|'ascii')"):
@@ -79,7 +85,9 @@ def test_a_change_of_the_manifest_that_json_does_not_see_is_found(tmp_path: Path
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_every_truncation_is_found(tmp_path: Path, snapshots: Snapshots, which: int) -> None:
+def test_every_truncation_is_found(
+    tmp_path: Path, snapshots: SnapshotDirectory, which: int
+) -> None:
     file = files_of(snapshots, 2)[which]
     raw = file.read_bytes()
     for length in damages(file, (raw[:length] for length in range(len(raw)))):
@@ -89,7 +97,9 @@ def test_every_truncation_is_found(tmp_path: Path, snapshots: Snapshots, which: 
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_an_appended_byte_is_found(tmp_path: Path, snapshots: Snapshots, which: int) -> None:
+def test_an_appended_byte_is_found(
+    tmp_path: Path, snapshots: SnapshotDirectory, which: int
+) -> None:
     file = files_of(snapshots, 2)[which]
     file.write_bytes(file.read_bytes() + b"\n")
 
@@ -97,28 +107,30 @@ def test_an_appended_byte_is_found(tmp_path: Path, snapshots: Snapshots, which: 
     is_skipped(tmp_path, file)
 
 
-def test_the_snapshot_of_these_tests_has_about_4_kilobytes(snapshots: Snapshots) -> None:
+def test_the_snapshot_of_these_tests_has_about_4_kilobytes(snapshots: SnapshotDirectory) -> None:
     files = files_of(snapshots, 2)
 
     assert len(files) == 3
     assert 3500 < sum(file.stat().st_size for file in files) < 4500
 
 
-def test_a_missing_part_is_found(tmp_path: Path, snapshots: Snapshots) -> None:
+def test_a_missing_part_is_found(tmp_path: Path, snapshots: SnapshotDirectory) -> None:
     gone = files_of(snapshots, 2)[2]
     gone.unlink()
 
-    assert Snapshots(tmp_path).verify(2) == [f"{gone.name} is missing in {gone.parent}"]
+    assert SnapshotDirectory(tmp_path).verify(2) == [f"{gone.name} is missing in {gone.parent}"]
 
 
-def test_every_damaged_part_is_named(tmp_path: Path, snapshots: Snapshots) -> None:
+def test_every_damaged_part_is_named(tmp_path: Path, snapshots: SnapshotDirectory) -> None:
     for part in files_of(snapshots, 2)[1:]:
         part.write_bytes(b"")
 
-    assert len(Snapshots(tmp_path).verify(2)) == 2
+    assert len(SnapshotDirectory(tmp_path).verify(2)) == 2
 
 
-def test_damage_after_it_was_written_is_found_by_the_same_object(snapshots: Snapshots) -> None:
+def test_damage_after_it_was_written_is_found_by_the_same_object(
+    snapshots: SnapshotDirectory,
+) -> None:
     part = files_of(snapshots, 2)[1]
     part.write_bytes(bytes(part.stat().st_size))
 
@@ -126,34 +138,40 @@ def test_damage_after_it_was_written_is_found_by_the_same_object(snapshots: Snap
     assert snapshots.newest_valid().manifest == snapshots.manifest(1)
 
 
-def test_a_whole_snapshot_of_another_version_is_not_taken(tmp_path: Path, snapshots: Snapshots) -> None:
+def test_a_whole_snapshot_of_another_version_is_not_taken(
+    tmp_path: Path, snapshots: SnapshotDirectory
+) -> None:
     snapshots.path(2).rename(snapshots.path(3))
 
-    assert "is of version 2" in Snapshots(tmp_path).verify(3)[0]
+    assert "is of version 2" in SnapshotDirectory(tmp_path).verify(3)[0]
 
 
-def test_without_any_valid_snapshot_every_reason_is_given(tmp_path: Path, snapshots: Snapshots) -> None:
+def test_without_any_valid_snapshot_every_reason_is_given(
+    tmp_path: Path, snapshots: SnapshotDirectory
+) -> None:
     for version in (1, 2):
         files_of(snapshots, version)[0].write_bytes(b"{}")
-    found = Snapshots(tmp_path).newest_valid()
+    found = SnapshotDirectory(tmp_path).newest_valid()
 
     assert found.manifest is None
     assert ["000000000002" in found.skipped[0], "000000000001" in found.skipped[1]] == [True, True]
 
 
-def test_an_unreadable_snapshot_is_an_error_with_its_path(snapshots: Snapshots) -> None:
+def test_an_unreadable_snapshot_is_an_error_with_its_path(snapshots: SnapshotDirectory) -> None:
     with pytest.raises(SnapshotError, match=r"MANIFEST.json is missing in .*000000000009"):
         snapshots.manifest(9)
 
 
 def test_a_large_snapshot_is_sound(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
+    snapshots = SnapshotDirectory(tmp_path)
     save(snapshots, 5, MIXED, 3, {"weight": tape_of(MIXED, 1), "exp_avg": tape_of(MIXED, 2)})
 
-    assert Snapshots(tmp_path).verify(5) == []
+    assert SnapshotDirectory(tmp_path).verify(5) == []
 
 
-def test_folders_that_cannot_be_read_are_told(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_read_are_told(
+    snapshots: SnapshotDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of another user, say."""
 
     def refused(path: Path) -> bool:

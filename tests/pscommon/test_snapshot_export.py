@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ModelSpec, OptimizerSpec, Role, TensorSpec
-from pscommon.core.tape import Plan
-from pscommon.snapshot import Snapshots, export
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, Role, TensorSpec
+from pscommon.core.partition import PartitionPlan
+from pscommon.snapshot import SnapshotDirectory, export
 from tests.pscommon.snapshot_cases import MIXED, manifest_of, save, shard_tensors, tape_of, typed
 
 
@@ -38,10 +38,10 @@ def spec_of(net: Net) -> ModelSpec:
         TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), role(name))
         for name, t in net.state_dict().items()
     )
-    return ModelSpec(tensors, OptimizerSpec("sgd", ({"lr": 0.1},)))
+    return ModelSpec(tensors, OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
-def tape_from(net: Net, plan: Plan) -> "torch.Tensor":
+def tape_from(net: Net, plan: PartitionPlan) -> "torch.Tensor":
     tape = torch.zeros(plan.nbytes, dtype=torch.uint8)
     for index, tensor in enumerate(net.state_dict().values()):
         start, stop = plan.extent(index)
@@ -54,10 +54,12 @@ def test_plain_torch_loads_it_into_the_model(tmp_path: Path, shards: int) -> Non
     torch.manual_seed(0)
     net, other = Net(), Net()
     net.norm(torch.randn(4, 7))
-    plan, snapshots = Plan(spec_of(net), shards), Snapshots(tmp_path)
+    plan, snapshots = PartitionPlan(spec_of(net), shards), SnapshotDirectory(tmp_path)
     tape = tape_from(net, plan).numpy()
     parts = tuple(
-        snapshots.write_part(9, shard, shards, shard_tensors(plan, shard, {"weight": tape}), {}, "[]")
+        snapshots.write_part(
+            9, shard, shards, shard_tensors(plan, shard, {"weight": tape}), {}, "[]"
+        )
         for shard in range(shards)
     )
     snapshots.commit(manifest_of(9, plan.spec, parts))
@@ -70,21 +72,24 @@ def test_plain_torch_loads_it_into_the_model(tmp_path: Path, shards: int) -> Non
 
 
 def test_names_shapes_dtypes_and_bytes_are_the_registered_ones(tmp_path: Path) -> None:
-    snapshots, tape = Snapshots(tmp_path), tape_of(MIXED, 3)
+    snapshots, tape = SnapshotDirectory(tmp_path), tape_of(MIXED, 3)
     save(snapshots, 4, MIXED, 2, {"weight": tape, "exp_avg": tape_of(MIXED, 4)})
     export(snapshots, 4, tmp_path / "model.safetensors")
     loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
 
     assert loaded.keys() == {spec.name for spec in MIXED.tensors}
     for index, spec in enumerate(MIXED.tensors):
-        start, stop = Plan(MIXED, 1).extent(index)
+        start, stop = PartitionPlan(MIXED, 1).extent(index)
         expected = typed(tape, start, stop, spec.dtype).reshape(spec.shape)
-        assert (loaded[spec.name].shape, loaded[spec.name].dtype) == (expected.shape, expected.dtype)
+        assert (loaded[spec.name].shape, loaded[spec.name].dtype) == (
+            expected.shape,
+            expected.dtype,
+        )
         assert bytes(loaded[spec.name].reshape(-1).view(torch.uint8)) == tape[start:stop].tobytes()
 
 
 def test_it_replaces_a_file_and_leaves_nothing_else(tmp_path: Path) -> None:
-    snapshots, folder = Snapshots(tmp_path / "data"), tmp_path / "out"
+    snapshots, folder = SnapshotDirectory(tmp_path / "data"), tmp_path / "out"
     save(snapshots, 4, MIXED, 2, {"weight": tape_of(MIXED, 3)})
     folder.mkdir()
     target = folder / "model.safetensors"
@@ -102,18 +107,20 @@ def plain_file(folder: Path) -> Path:
 
 
 def test_a_damaged_snapshot_is_not_exported(tmp_path: Path) -> None:
-    folder = save(Snapshots(tmp_path), 4, MIXED, 1, {"weight": tape_of(MIXED, 3)})
+    folder = save(SnapshotDirectory(tmp_path), 4, MIXED, 1, {"weight": tape_of(MIXED, 3)})
     part = next(folder.glob("*.safetensors"))
     part.write_bytes(bytes(part.stat().st_size))
 
     with pytest.raises(SnapshotError, match="damaged"):
-        export(Snapshots(tmp_path), 4, tmp_path / "model.safetensors")
+        export(SnapshotDirectory(tmp_path), 4, tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("target", ["data", "no/such/folder/model.safetensors"])
-def test_a_place_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path, target: str) -> None:
-    snapshots = Snapshots(tmp_path / "data")
+def test_a_place_that_cannot_be_written_is_an_error_with_its_path(
+    tmp_path: Path, target: str
+) -> None:
+    snapshots = SnapshotDirectory(tmp_path / "data")
     save(snapshots, 4, MIXED, 1, {"weight": tape_of(MIXED, 3)})
 
     with pytest.raises(SnapshotError, match=f"cannot write {tmp_path / target}"):
@@ -122,10 +129,14 @@ def test_a_place_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path
 
 def test_a_name_that_the_format_reserves_is_told_with_a_remedy(tmp_path: Path) -> None:
     """Of a job that began when that was not refused."""
-    spec = ModelSpec((TensorSpec("__metadata__", (2,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
-    snapshots = Snapshots(tmp_path)
+    spec = ModelSpec(
+        (TensorSpec("__metadata__", (2,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},))
+    )
+    snapshots = SnapshotDirectory(tmp_path)
     save(snapshots, 3, spec, 1, {"weight": tape_of(spec, 3)})
 
-    with pytest.raises(SnapshotError, match=r"a tensor is named __metadata__, which the format reserves\. Try: "):
+    with pytest.raises(
+        SnapshotError, match=r"a tensor is named __metadata__, which the format reserves\. Try: "
+    ):
         export(snapshots, 3, tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()

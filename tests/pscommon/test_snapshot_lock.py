@@ -14,7 +14,7 @@ from pscommon.snapshot import DataDirLock
 HOLDER = """
 import sys
 from pathlib import Path
-from pscommon.snapshot.lock import DataDirLock
+from pscommon.snapshot.data_dir_lock import DataDirLock
 with DataDirLock(Path(sys.argv[1]), 1):
     print("held", flush=True)
     sys.stdin.read()
@@ -26,12 +26,17 @@ def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
         pass
 
     assert raised.value.exit_code == 10
-    assert f"data directory {tmp_path}: shard 0 is in use by process {os.getpid()}" in str(raised.value)
+    assert f"data directory {tmp_path}: shard 0 is in use by process {os.getpid()}" in str(
+        raised.value
+    )
 
 
 def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as holder:
         try:
             assert holder.stdout is not None
@@ -48,7 +53,10 @@ def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
 
 def test_shards_share_a_directory(tmp_path: Path) -> None:
     with DataDirLock(tmp_path / "new" / "dir", 0), DataDirLock(tmp_path / "new" / "dir", 1):
-        assert sorted(path.name for path in (tmp_path / "new" / "dir").iterdir()) == ["shard-0.lock", "shard-1.lock"]
+        assert sorted(path.name for path in (tmp_path / "new" / "dir").iterdir()) == [
+            "shard-0.lock",
+            "shard-1.lock",
+        ]
 
 
 def test_nothing_is_left_and_it_can_be_taken_again(tmp_path: Path) -> None:
@@ -59,7 +67,9 @@ def test_nothing_is_left_and_it_can_be_taken_again(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_has_to_stay_does_not_hide_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_has_to_stay_does_not_hide_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a folder of another user."""
 
     def refused(path: Path, missing_ok: bool = False) -> None:
@@ -76,7 +86,9 @@ def test_a_file_that_has_to_stay_does_not_hide_what_went_wrong(tmp_path: Path, m
 def test_a_holder_that_leaves_while_another_one_waits_does_not_let_two_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one has opened the file that the leaving holder removes: a lock on that would be worth nothing."""
+    """The other one has opened the file that the leaving holder removes: a lock on that would be
+    worth nothing.
+    """
     import fcntl
 
     first, second = DataDirLock(tmp_path, 0), DataDirLock(tmp_path, 0)
@@ -100,8 +112,12 @@ def test_a_directory_that_cannot_be_used_is_bad_configuration(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_link_in_place_of_the_lock_is_refused_and_what_it_leads_to_stays(tmp_path: Path, exists: bool) -> None:
-    """Another user who may write in the folder must not get this process to empty a file of its own."""
+def test_a_link_in_place_of_the_lock_is_refused_and_what_it_leads_to_stays(
+    tmp_path: Path, exists: bool
+) -> None:
+    """Another user who may write in the folder must not get this process to empty a file of its
+    own.
+    """
     target = tmp_path / "target"
     if exists:
         target.write_text("precious")
@@ -118,12 +134,18 @@ def test_a_link_in_place_of_the_lock_is_refused_and_what_it_leads_to_stays(tmp_p
     assert not exists or target.read_text() == "precious"
 
 
-def test_a_disk_without_room_for_the_holders_number_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_the_holders_number_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lock holds; only its holder is unknown to others."""
 
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    with DataDirLock(tmp_path, 0), pytest.raises(TakenError, match="process unknown"), DataDirLock(tmp_path, 0):
+    with (
+        DataDirLock(tmp_path, 0),
+        pytest.raises(TakenError, match="process unknown"),
+        DataDirLock(tmp_path, 0),
+    ):
         pass

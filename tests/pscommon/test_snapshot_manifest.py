@@ -1,4 +1,6 @@
-"""A manifest comes back as it was; one that a server would not write is refused, even with a right checksum."""
+"""A manifest comes back as it was; one that a server would not write is refused, even with a
+right checksum.
+"""
 
 import dataclasses
 import hashlib
@@ -9,11 +11,14 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import SnapshotError
-from pscommon.snapshot import Manifest, Part
+from pscommon.snapshot import Manifest, SnapshotPart
 from tests.pscommon.snapshot_cases import MIXED, manifest_of
 
 DIGEST = "0123456789abcdef" * 4
-PARTS = tuple(Part(f"shard-{shard}-of-2-0123456789abcdef.safetensors", 100 + shard, DIGEST) for shard in range(2))
+PARTS = tuple(
+    SnapshotPart(f"shard-{shard}-of-2-0123456789abcdef.safetensors", 100 + shard, DIGEST)
+    for shard in range(2)
+)
 
 
 def manifest() -> Manifest:

@@ -4,28 +4,30 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.snapshot import Snapshots
+from pscommon.snapshot import SnapshotDirectory
 from tests.pscommon.snapshot_cases import TINY, save_tiny, tape_of, write_part
 
 
-def with_versions(tmp_path: Path, *versions: int) -> Snapshots:
+def with_versions(tmp_path: Path, *versions: int) -> SnapshotDirectory:
     for version in versions:
-        save_tiny(Snapshots(tmp_path), version)
-    return Snapshots(tmp_path)
+        save_tiny(SnapshotDirectory(tmp_path), version)
+    return SnapshotDirectory(tmp_path)
 
 
-def damage(snapshots: Snapshots, version: int) -> None:
+def damage(snapshots: SnapshotDirectory, version: int) -> None:
     part = next(snapshots.path(version).glob("*.safetensors"))
     raw = bytearray(part.read_bytes())
     raw[-1] ^= 1
     part.write_bytes(raw)
 
 
-def unfinished(snapshots: Snapshots, version: int) -> None:
+def unfinished(snapshots: SnapshotDirectory, version: int) -> None:
     write_part(snapshots, version, TINY, 0, 2, {"weight": tape_of(TINY, version)})
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [5]), (2, [4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
 def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
     snapshots = with_versions(tmp_path, 1, 2, 3, 4, 5)
     removed = snapshots.prune(keep)
@@ -89,14 +91,16 @@ def test_unfinished_ones_are_no_snapshots_and_go_once_a_newer_one_is_whole(tmp_p
 
 
 def test_a_disk_with_parts_only_keeps_what_it_is_told(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
+    snapshots = SnapshotDirectory(tmp_path)
     for version in (1, 2, 3, 4):
         unfinished(snapshots, version)
 
     assert snapshots.prune(1) == []
     assert snapshots.retain([3, 1]) == [2]
     assert snapshots.retain([]) == []
-    assert sorted(path.name for path in snapshots.folder.iterdir()) == [f"{v:012d}" for v in (1, 3, 4)]
+    assert sorted(path.name for path in snapshots.folder.iterdir()) == [
+        f"{v:012d}" for v in (1, 3, 4)
+    ]
 
 
 def test_what_another_job_has_finished_is_not_removed(tmp_path: Path) -> None:
@@ -116,8 +120,12 @@ def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
 
     assert snapshots.versions() == [2]
     assert sorted(path.name for path in snapshots.folder.iterdir()) == [
-        "0000000000001", "000000000001.bak", "000000000002", "1", "notes",
-    ]  # fmt: skip
+        "0000000000001",
+        "000000000001.bak",
+        "000000000002",
+        "1",
+        "notes",
+    ]
 
 
 def test_a_resume_from_an_older_version_sets_the_newer_ones_aside(tmp_path: Path) -> None:
@@ -134,8 +142,16 @@ def test_a_resume_from_an_older_version_sets_the_newer_ones_aside(tmp_path: Path
 
 
 def test_an_empty_or_missing_data_directory_has_no_snapshots(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path / "not made yet")
+    snapshots = SnapshotDirectory(tmp_path / "not made yet")
 
-    assert (snapshots.versions(), snapshots.newest_valid(), snapshots.prune(1), snapshots.sweep(0)) == (
-        [], (None, ()), [], [],
-    )  # fmt: skip
+    assert (
+        snapshots.versions(),
+        snapshots.newest_valid(),
+        snapshots.prune(1),
+        snapshots.sweep(0),
+    ) == (
+        [],
+        (None, ()),
+        [],
+        [],
+    )

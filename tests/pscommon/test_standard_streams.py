@@ -1,4 +1,6 @@
-"""A command whose standard streams were closed: nothing of what is printed lands in a file of its own."""
+"""A command whose standard streams were closed: nothing of what is printed lands in a file of
+its own.
+"""
 
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 def test_closed_standard_streams_lead_nowhere(closed: str, tmp_path: Path) -> None:
     script = f"""
 import os, sys, click
-from pscommon.config import run_command
+from pscommon.settings.command import run_command
 
 def start():
     with open({str(tmp_path / "data")!r}, "w") as data:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pscommon.strict_json import dumps
+from pscommon.telemetry.strict_json import dumps
 
 
 def parsed(text: str) -> Any:
@@ -28,8 +28,12 @@ def test_what_is_not_finite_is_null_wherever_it_is() -> None:
     }
 
     assert parsed(dumps(document)) == {
-        "loss": None, "rows": [None, [None, 0.5]], "of": {"each": {"x": None}}, "n": 3, "ok": True,
-    }  # fmt: skip
+        "loss": None,
+        "rows": [None, [None, 0.5]],
+        "of": {"each": {"x": None}},
+        "n": 3,
+        "ok": True,
+    }
 
 
 def test_every_key_is_a_string() -> None:

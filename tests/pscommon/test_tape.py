@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pscommon.core.model import ROLES, ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import ALIGN, PIECES, Plan, Range, piece_nbytes
+from pscommon.core.model_spec import ROLES, ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import ALIGN, PIECES, ByteRange, PartitionPlan, piece_nbytes
 from tests.pscommon import architectures
 from tests.pscommon.architectures import Shapes
 
@@ -28,16 +28,22 @@ ARCHITECTURES: dict[str, tuple[Callable[[], Shapes], int]] = {
 DTYPES = st.sampled_from(["float64", "float32", "float16", "bfloat16"])
 KINDS = st.one_of(
     st.tuples(DTYPES, st.just("trainable"), st.integers(0, 1)),
-    st.tuples(st.one_of(DTYPES, st.sampled_from(["int64", "bool"])), st.sampled_from(["buffer", "frozen"]), st.just(0)),
+    st.tuples(
+        st.one_of(DTYPES, st.sampled_from(["int64", "bool"])),
+        st.sampled_from(["buffer", "frozen"]),
+        st.just(0),
+    ),
 )
 SHAPES = st.lists(st.integers(0, 30), max_size=3).map(tuple)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> PartitionPlan:
     drawn = draw(st.lists(st.tuples(SHAPES, KINDS), min_size=1, max_size=8))
     tensors = [TensorSpec(f"t{number}", shape, *kind) for number, (shape, kind) in enumerate(drawn)]
-    return Plan(ModelSpec(tuple(tensors), OptimizerSpec("sgd", ({}, {}))), draw(st.integers(1, 9)))
+    return PartitionPlan(
+        ModelSpec(tuple(tensors), OptimizerSettings("sgd", ({}, {}))), draw(st.integers(1, 9))
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -47,14 +53,16 @@ def test_shards_of_real_models_are_balanced(name: str) -> None:
     assert sum(t.size for t in spec.tensors if t.role == "trainable") == parameters
 
     for shards in range(2, 17):
-        sizes = [Plan(spec, shards).shard_nbytes(shard) for shard in range(shards)]
+        sizes = [PartitionPlan(spec, shards).shard_nbytes(shard) for shard in range(shards)]
 
         assert max(sizes) * shards / sum(sizes) <= 1.05
 
 
 def test_large_tensors_are_sliced_and_small_ones_packed() -> None:
-    plan = Plan(architectures.model(architectures.vgg16()), 4)
-    tensors = [[s.tensor for s in plan.slices(plan.range(shard, "trainable"))] for shard in range(4)]
+    plan = PartitionPlan(architectures.model(architectures.vgg16()), 4)
+    tensors = [
+        [s.tensor for s in plan.slices(plan.range(shard, "trainable"))] for shard in range(4)
+    ]
     largest = max(range(len(plan.spec.tensors)), key=lambda index: plan.spec.tensors[index].size)
 
     assert sum(largest in shard for shard in tensors) > 1
@@ -62,8 +70,10 @@ def test_large_tensors_are_sliced_and_small_ones_packed() -> None:
 
 
 @given(plans())
-def test_every_byte_has_one_place_and_every_shard_a_fair_share(plan: Plan) -> None:
-    pieces: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(plan.spec.tensors))}
+def test_every_byte_has_one_place_and_every_shard_a_fair_share(plan: PartitionPlan) -> None:
+    pieces: dict[int, list[tuple[int, int]]] = {
+        index: [] for index in range(len(plan.spec.tensors))
+    }
     for shard in range(plan.shards):
         for role in ROLES:
             for piece in plan.slices(plan.range(shard, role)):
@@ -80,15 +90,19 @@ def test_every_byte_has_one_place_and_every_shard_a_fair_share(plan: Plan) -> No
 
 
 @given(plans())
-def test_tensors_do_not_overlap(plan: Plan) -> None:
-    extents = sorted(plan.extent(index) for index in range(len(plan.spec.tensors)) if plan.spec.tensors[index].nbytes)
+def test_tensors_do_not_overlap(plan: PartitionPlan) -> None:
+    extents = sorted(
+        plan.extent(index)
+        for index in range(len(plan.spec.tensors))
+        if plan.spec.tensors[index].nbytes
+    )
 
     assert all(before.stop <= after.start for before, after in pairwise(extents))
     assert all(extent.stop <= plan.nbytes for extent in extents)
 
 
 @given(plans())
-def test_segments_are_runs_of_one_dtype_and_group(plan: Plan) -> None:
+def test_segments_are_runs_of_one_dtype_and_group(plan: PartitionPlan) -> None:
     for shard in range(plan.shards):
         span = plan.range(shard, "trainable")
         segments = plan.segments(span)
@@ -96,14 +110,18 @@ def test_segments_are_runs_of_one_dtype_and_group(plan: Plan) -> None:
         assert sum(s.stop - s.start for s in segments) == span.nbytes
         for held in plan.slices(span):
             tensor = plan.spec.tensors[held.tensor]
-            assert [(s.dtype, s.group) for s in segments if s.start <= held.start and held.stop <= s.stop] == [
-                (tensor.dtype, tensor.group)
-            ]
+            assert [
+                (s.dtype, s.group)
+                for s in segments
+                if s.start <= held.start and held.stop <= s.stop
+            ] == [(tensor.dtype, tensor.group)]
 
 
 @given(plans(), st.data())
-def test_without_leaves_out_whole_tensors(plan: Plan, data: st.DataObject) -> None:
-    trainable = [index for index, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"]
+def test_without_leaves_out_whole_tensors(plan: PartitionPlan, data: st.DataObject) -> None:
+    trainable = [
+        index for index, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"
+    ]
     absent = data.draw(st.sets(st.sampled_from(trainable))) if trainable else set()
     span = plan.range(data.draw(st.integers(0, plan.shards - 1)), "trainable")
     holes = [plan.extent(index) for index in absent]
@@ -113,7 +131,9 @@ def test_without_leaves_out_whole_tensors(plan: Plan, data: st.DataObject) -> No
 
     blocks = [block for block in range(span.start, span.stop, ALIGN) if kept(block)]
 
-    assert [b for start, stop in plan.without(span, absent) for b in range(start, stop, ALIGN)] == blocks
+    assert [
+        b for start, stop in plan.without(span, absent) for b in range(start, stop, ALIGN)
+    ] == blocks
 
 
 BASE = (
@@ -133,7 +153,7 @@ OTHERS: dict[str, tuple[TensorSpec, ...]] = {
 
 
 def digest(tensors: tuple[TensorSpec, ...], shards: int = 2) -> str:
-    return Plan(ModelSpec(tensors, OptimizerSpec("sgd", ({}, {}))), shards).digest
+    return PartitionPlan(ModelSpec(tensors, OptimizerSettings("sgd", ({}, {}))), shards).digest
 
 
 @pytest.mark.parametrize("what", OTHERS)
@@ -145,17 +165,25 @@ def test_digests_are_the_same_on_every_machine_and_differ_by_shards() -> None:
     assert len({digest(BASE, shards) for shards in range(1, 9)}) == 8
 
     code = (
-        "from tests.pscommon.architectures import *; from pscommon.core.tape import Plan;"
+        "from tests.pscommon.architectures import *; from pscommon.core.partition import "
+        "PartitionPlan;"
         "print(Plan(model(resnet50()), 5).digest)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "common")])}
-    other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
 
-    assert other.stdout.strip() == Plan(architectures.model(architectures.resnet50()), 5).digest
+    assert (
+        other.stdout.strip()
+        == PartitionPlan(architectures.model(architectures.resnet50()), 5).digest
+    )
 
 
 def test_more_shards_than_tensors_leaves_some_without_bytes() -> None:
-    plan = Plan(ModelSpec((TensorSpec("w", (3,), "float32"),), OptimizerSpec("sgd")), 4)
+    plan = PartitionPlan(
+        ModelSpec((TensorSpec("w", (3,), "float32"),), OptimizerSettings("sgd")), 4
+    )
     ranges = [plan.range(shard, "trainable") for shard in range(4)]
 
     assert sorted(r.nbytes for r in ranges) == [0, 0, 0, 64]
@@ -164,17 +192,22 @@ def test_more_shards_than_tensors_leaves_some_without_bytes() -> None:
 
 def test_a_job_has_shards() -> None:
     with pytest.raises(ValueError, match="at least one shard"):
-        Plan(ModelSpec(BASE, OptimizerSpec("sgd")), 0)
+        PartitionPlan(ModelSpec(BASE, OptimizerSettings("sgd")), 0)
 
 
 def test_absent_tensors_at_the_edges_of_a_range() -> None:
-    plan = Plan(ModelSpec(tuple(TensorSpec(f"t{i}", (16,), "float32") for i in range(4)), OptimizerSpec("sgd")), 1)
+    plan = PartitionPlan(
+        ModelSpec(
+            tuple(TensorSpec(f"t{i}", (16,), "float32") for i in range(4)), OptimizerSettings("sgd")
+        ),
+        1,
+    )
     whole = plan.range(0, "trainable")
 
-    assert plan.without(whole, {0, 3}) == [Range(64, 192)]
-    assert plan.without(whole, {1}) == [Range(0, 64), Range(128, 256)]
+    assert plan.without(whole, {0, 3}) == [ByteRange(64, 192)]
+    assert plan.without(whole, {1}) == [ByteRange(0, 64), ByteRange(128, 256)]
     assert plan.without(whole, {0, 1, 2, 3}) == []
-    assert plan.without(Range(64, 128), {0, 3}) == [Range(64, 128)]
+    assert plan.without(ByteRange(64, 128), {0, 3}) == [ByteRange(64, 128)]
 
 
 def test_pieces_are_a_small_part_of_all_but_neither_tiny_nor_larger_than_a_cheap_message() -> None:

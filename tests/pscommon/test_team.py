@@ -4,18 +4,18 @@ import threading
 
 import pytest
 
-from pscommon.team import ALONE, PART_BYTES, Team, cores
+from pscommon.system.thread_team import ALONE, PART_BYTES, ThreadTeam, cores
 
 
 def test_what_comes_out_is_in_the_order_of_what_went_in() -> None:
-    for team in (ALONE, Team(2), Team(5)):
+    for team in (ALONE, ThreadTeam(2), ThreadTeam(5)):
         assert team.map(lambda item: item * 2, range(20)) == list(range(0, 40, 2))
         assert team.map(str, []) == []
 
 
 def test_all_work_at_the_same_time() -> None:
     meeting = threading.Barrier(3, timeout=10)
-    seen = Team(3).map(lambda item: (meeting.wait(), threading.get_ident())[1], range(3))
+    seen = ThreadTeam(3).map(lambda item: (meeting.wait(), threading.get_ident())[1], range(3))
 
     assert threading.get_ident() in seen
     assert len(set(seen)) == 3
@@ -23,7 +23,7 @@ def test_all_work_at_the_same_time() -> None:
 
 def test_one_alone_stays_in_its_thread() -> None:
     assert set(ALONE.map(lambda item: threading.get_ident(), range(3))) == {threading.get_ident()}
-    assert Team(4).map(lambda item: threading.get_ident(), [0]) == [threading.get_ident()]
+    assert ThreadTeam(4).map(lambda item: threading.get_ident(), [0]) == [threading.get_ident()]
 
 
 def test_a_thread_that_is_held_up_holds_up_nobody() -> None:
@@ -37,7 +37,7 @@ def test_a_thread_that_is_held_up_holds_up_nobody() -> None:
         if len(done) == 7:
             rest.set()
 
-    Team(2).map(work, range(8))
+    ThreadTeam(2).map(work, range(8))
     assert sorted(done) == list(range(8))
 
 
@@ -51,18 +51,18 @@ def test_an_error_comes_out_when_all_have_ended(bad: int) -> None:
         ended.append(item)
 
     with pytest.raises(ValueError, match=str(bad)):
-        Team(3).map(work, range(3))
+        ThreadTeam(3).map(work, range(3))
     assert sorted(ended) == [item for item in range(3) if item != bad]
 
 
 def test_a_pass_over_little_memory_is_not_cut() -> None:
-    assert [Team(2).parts(n * PART_BYTES) for n in (0, 1, 2, 3, 8, 100)] == [1, 1, 2, 3, 8, 8]
+    assert [ThreadTeam(2).parts(n * PART_BYTES) for n in (0, 1, 2, 3, 8, 100)] == [1, 1, 2, 3, 8, 8]
     assert ALONE.parts(100 * PART_BYTES) == 1
     assert cores() >= 1
 
 
 def test_threads_end_with_their_team() -> None:
-    meeting, team = threading.Barrier(3, timeout=10), Team(3)
+    meeting, team = threading.Barrier(3, timeout=10), ThreadTeam(3)
     threads = team.map(lambda item: (meeting.wait(), threading.current_thread())[1], range(3))
     del team
     for thread in {*threads} - {threading.current_thread()}:

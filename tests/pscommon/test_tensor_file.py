@@ -13,20 +13,27 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load
 
-from pscommon.core.model import ITEMSIZE
+from pscommon.core.model_spec import ITEMSIZE
 from pscommon.snapshot.tensor_file import DTYPES, PART_BYTES, write_tensors
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
-MODELS = st.dictionaries(st.text(max_size=8), st.tuples(SHAPES, st.sampled_from([*DTYPES])), max_size=6)
+MODELS = st.dictionaries(
+    st.text(max_size=8), st.tuples(SHAPES, st.sampled_from([*DTYPES])), max_size=6
+)
 
 
 def filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else torch.randint(0, 100, shape).to(dtype)
+    return (
+        torch.randint(0, 2, shape).to(dtype)
+        if dtype == torch.bool
+        else torch.randint(0, 100, shape).to(dtype)
+    )
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        for name, tensor in expected.items()
     )
 
 
@@ -35,7 +42,10 @@ def test_the_library_reads_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, model: dict[str, Any], metadata: dict[str, str]
 ) -> None:
     model.pop("__metadata__", None)
-    tensors, path = {name: filled(*tensor) for name, tensor in model.items()}, tmp_path_factory.mktemp("file") / "file"
+    tensors, path = (
+        {name: filled(*tensor) for name, tensor in model.items()},
+        tmp_path_factory.mktemp("file") / "file",
+    )
 
     digest = write_tensors(path, tensors, metadata)
 
@@ -47,7 +57,11 @@ def test_the_library_reads_what_was_written(
 
 @pytest.mark.parametrize("numbers", [PART_BYTES // 4 - 64, PART_BYTES // 4, 3 * PART_BYTES + 1])
 def test_more_than_is_written_at_once(tmp_path: Path, numbers: int) -> None:
-    tensors = {"a": torch.randn(numbers), "b": torch.randn(5, dtype=torch.float64), "c": torch.randn(numbers)}
+    tensors = {
+        "a": torch.randn(numbers),
+        "b": torch.randn(5, dtype=torch.float64),
+        "c": torch.randn(numbers),
+    }
 
     digest = write_tensors(tmp_path / "file", tensors, {})
 
@@ -56,7 +70,9 @@ def test_more_than_is_written_at_once(tmp_path: Path, numbers: int) -> None:
 
 
 def test_every_number_lies_where_a_processor_wants_it(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "file", {"a": filled([3], torch.uint8), "b": filled([3], torch.float64)}, {})
+    write_tensors(
+        tmp_path / "file", {"a": filled([3], torch.uint8), "b": filled([3], torch.float64)}, {}
+    )
 
     found = load((tmp_path / "file").read_bytes())
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pscommon import options
-from pscommon.variables import unread
+from pscommon.settings import options
+from pscommon.settings.environment import unread
 
 SERVICE = {
     "PS_SERVICE_HOST": "10.0.0.1",
@@ -33,15 +33,27 @@ def test_what_nobody_reads_is_named(name: str, sentence: str) -> None:
 
 
 def test_a_port_that_is_no_service_is_named() -> None:
-    assert [text.partition(";")[0] for text in unread({"PS_PORT": "50051"})] == ["no setting is called PS_PORT"]
+    assert [text.partition(";")[0] for text in unread({"PS_PORT": "50051"})] == [
+        "no setting is called PS_PORT"
+    ]
 
 
 def test_every_setting_is_known() -> None:
-    known = {variable for table in options.TABLES.values() for option in table for variable in option.variables}
+    known = {
+        variable
+        for table in options.TABLES.values()
+        for option in table
+        for variable in option.variables
+    }
 
-    assert not list(unread(dict.fromkeys([*known, "PS_CONFIG", "PS_LOCAL", "PS_OUTPUT", "PS_TIMEOUT"], "")))
+    assert not list(
+        unread(dict.fromkeys([*known, "PS_CONFIG", "PS_LOCAL", "PS_OUTPUT", "PS_TIMEOUT"], ""))
+    )
 
 
 def test_services_of_kubernetes_are_no_settings() -> None:
     assert not list(unread(SERVICE))
-    assert not {variable for option in options.SERVER for variable in option.variables} & SERVICE.keys()
+    assert (
+        not {variable for option in options.SERVER for variable in option.variables}
+        & SERVICE.keys()
+    )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pscommon.whole_file import remove_whole, write_whole
+from pscommon.system.small_files import remove_whole, write_whole
 
 LIMIT = 60.0
 
@@ -43,7 +43,7 @@ def test_stdout_that_is_a_file_keeps_what_was_and_what_comes(tmp_path: Path) -> 
     script = """if True:
         import sys
         from pathlib import Path
-        from pscommon.whole_file import remove_whole, write_whole
+        from pscommon.system.small_files import remove_whole, write_whole
         print("before", flush=True)
         for name in sys.argv[1:]:
             write_whole(Path(name), "written\\n")

@@ -16,7 +16,9 @@ ROUND_TRIP = 1.0
 
 
 def test_a_line_with_a_round_trip_of_a_second_can_be_opened() -> None:
-    """As where a full queue, or a satellite, lies between: an attempt to connect has to last that long."""
+    """As where a full queue, or a satellite, lies between: an attempt to connect has to last
+    that long.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def greet() -> None:

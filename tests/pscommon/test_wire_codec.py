@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.log import (
+from pscommon.core.log_entries import (
     Apply,
     BatchKey,
     Begin,
@@ -20,13 +22,11 @@ from pscommon.core.log import (
     Measured,
     PushKey,
     Reject,
-    Report,
+    ShardReport,
     Staged,
 )
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.stream import Spec, StreamSpec
-from pscommon.wire import codec
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.wire import messages as codec
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import model_pb2 as mo
 
@@ -54,7 +54,10 @@ SPEC = ModelSpec(
         TensorSpec("mean", (0,), "float64", "buffer"),
         TensorSpec("mask", (2,), "bool", "frozen"),
     ),
-    OptimizerSpec("adam", ({"lr": 1e-3, "betas": (0.9, 0.999), "amsgrad": False}, {"lr": 0.1, "maximize": None})),
+    OptimizerSettings(
+        "adam",
+        ({"lr": 1e-3, "betas": (0.9, 0.999), "amsgrad": False}, {"lr": 0.1, "maximize": None}),
+    ),
 )
 
 
@@ -64,11 +67,15 @@ def test_entry_round_trip(entry: Entry) -> None:
 
 
 @given(
-    st.lists(staged).map(tuple), signed, whole,
+    st.lists(staged).map(tuple),
+    signed,
+    whole,
     st.none() | st.builds(Measured, whole, st.floats(0.0, allow_infinity=True)),
-)  # fmt: skip
-def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int, measured: Measured | None) -> None:
-    report = Report(2, epoch, index, held, measured=measured)
+)
+def test_report_round_trip(
+    held: tuple[Staged, ...], epoch: int, index: int, measured: Measured | None
+) -> None:
+    report = ShardReport(2, epoch, index, held, measured=measured)
 
     message = co.Report.FromString(codec.report_to_proto(report).SerializeToString())
 
@@ -78,13 +85,18 @@ def test_report_round_trip(held: tuple[Staged, ...], epoch: int, index: int, mea
 @pytest.mark.parametrize(
     "spec",
     [
-        LoopSpec(3, 2**40, 64, epochs=5, drop_last=True, shuffle=False, seed=-(2**62), first_epoch=7),
+        LoopSpec(
+            3, 2**40, 64, epochs=5, drop_last=True, shuffle=False, seed=-(2**62), first_epoch=7
+        ),
         StreamSpec(3, sources=1000, batch_size=64, epochs=5),
         LoopSpec(3, 20, 7, shuffle=False, order="0f" * 16, sampler="Mine", batches=4),
     ],
 )
 def test_loop_round_trip_keeps_every_field(spec: Spec) -> None:
-    assert codec.loop_from_proto(co.LoopSpec.FromString(codec.loop_to_proto(spec).SerializeToString())) == spec
+    assert (
+        codec.loop_from_proto(co.LoopSpec.FromString(codec.loop_to_proto(spec).SerializeToString()))
+        == spec
+    )
 
 
 def test_loop_that_cannot_be_is_refused() -> None:
@@ -93,7 +105,9 @@ def test_loop_that_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="batch_size"):
         codec.loop_from_proto(co.LoopSpec(sources=10))
     with pytest.raises(InvalidRequestError, match="digest of 32 hexadecimal digits"):
-        codec.loop_from_proto(co.LoopSpec(size=10, batch_size=1, epochs=1, order="0" * 10**6, sampler="Mine"))
+        codec.loop_from_proto(
+            co.LoopSpec(size=10, batch_size=1, epochs=1, order="0" * 10**6, sampler="Mine")
+        )
 
 
 def test_a_batch_of_a_map_style_loop_costs_what_its_two_numbers_cost() -> None:
@@ -118,7 +132,9 @@ def test_model_round_trip() -> None:
 
     read = codec.model_from_proto(message)
     assert read == SPEC
-    assert [tensor.aliases for tensor in read.tensors] == [tensor.aliases for tensor in SPEC.tensors]
+    assert [tensor.aliases for tensor in read.tensors] == [
+        tensor.aliases for tensor in SPEC.tensors
+    ]
 
 
 def test_the_clip_norm_travels_with_the_optimizer() -> None:
@@ -140,9 +156,16 @@ def test_the_clip_norm_travels_with_the_optimizer() -> None:
         (lambda m: setattr(m, "optimizer_json", ""), "no optimizer"),
         (lambda m: setattr(m, "optimizer_json", "[1]"), "no optimizer"),
         (lambda m: setattr(m, "optimizer_json", '{"name": "sgd", "groups": [3]}'), "no optimizer"),
-        (lambda m: setattr(m, "optimizer_json", '{"name": "sgd", "groups": [{}], "clip_norm": -1}'), "clip_norm is -1"),
         (
-            lambda m: setattr(m, "optimizer_json", '{"name": "sgd", "groups": [{}], "clip_norm": "1"}'),
+            lambda m: setattr(
+                m, "optimizer_json", '{"name": "sgd", "groups": [{}], "clip_norm": -1}'
+            ),
+            "clip_norm is -1",
+        ),
+        (
+            lambda m: setattr(
+                m, "optimizer_json", '{"name": "sgd", "groups": [{}], "clip_norm": "1"}'
+            ),
             "clip_norm is '1'",
         ),
     ],

@@ -8,7 +8,15 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.wire.channel import FRAME_BYTES, MAX_MESSAGE
-from pscommon.wire.frames import Filler, Frame, chunks, decode_request, decode_response, encode_data, encode_header
+from pscommon.wire.frames import (
+    Filler,
+    Frame,
+    chunks,
+    decode_request,
+    decode_response,
+    encode_data,
+    encode_header,
+)
 from psproto.v1 import parameter_server_pb2 as pb
 
 SIZES = (1, 127, 128, 16_383, 16_384, FRAME_BYTES, 2 * FRAME_BYTES)
@@ -47,18 +55,25 @@ def test_headers_are_the_generated_messages() -> None:
     answer = pb.ExchangeResult(outcome=pb.OUTCOME_STALE, version=3, nbytes=2**33)
 
     assert pb.ExchangeRequest.FromString(encode_header(ask)).header == ask
-    assert decode_request(pb.ExchangeRequest(header=ask).SerializeToString()) == Frame(ask, memoryview(b""))
+    assert decode_request(pb.ExchangeRequest(header=ask).SerializeToString()) == Frame(
+        ask, memoryview(b"")
+    )
     assert pb.ExchangeResponse.FromString(encode_header(answer)).header == answer
     assert decode_response(pb.ExchangeResponse(header=answer).SerializeToString()).header == answer
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_unknown_fields_are_skipped(before: bool) -> None:
-    for frame in (pb.ExchangeRequest(data=b"payload"), pb.ExchangeRequest(header=pb.PushPullHeader(job="j"))):
+    for frame in (
+        pb.ExchangeRequest(data=b"payload"),
+        pb.ExchangeRequest(header=pb.PushPullHeader(job="j")),
+    ):
         raw = frame.SerializeToString()
         decoded = decode_request(unknown_field() + raw if before else raw + unknown_field())
 
-        assert decoded == Frame(frame.header if frame.HasField("header") else None, memoryview(frame.data))
+        assert decoded == Frame(
+            frame.header if frame.HasField("header") else None, memoryview(frame.data)
+        )
 
 
 def test_a_header_may_bring_data() -> None:
@@ -79,7 +94,9 @@ def test_data_may_say_where_it_belongs(offset: int) -> None:
 
 
 def test_the_last_of_a_field_that_comes_twice_wins() -> None:
-    assert decode_request(encode_data(memoryview(b"first")) + encode_data(memoryview(b"last"))) == data(b"last")
+    assert decode_request(
+        encode_data(memoryview(b"first")) + encode_data(memoryview(b"last"))
+    ) == data(b"last")
 
 
 def test_overlong_varint_is_legal() -> None:

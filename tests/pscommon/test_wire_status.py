@@ -1,4 +1,6 @@
-"""Errors cross a real connection and come out as what they were; foreign failures get a name and an address."""
+"""Errors cross a real connection and come out as what they were; foreign failures get a name and
+an address.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,15 +25,21 @@ class Failing:
     def __init__(self) -> None:
         self.how: Callable[[grpc.ServicerContext], None] = lambda context: None
 
-    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
+    def Describe(
+        self, request: pb.DescribeRequest, context: grpc.ServicerContext
+    ) -> pb.DescribeResponse:
         with status.answering(context):
             self.how(context)
         return pb.DescribeResponse()
 
-    def Introduce(self, request: pb.IntroduceRequest, context: grpc.ServicerContext) -> pb.IntroduceResponse:
+    def Introduce(
+        self, request: pb.IntroduceRequest, context: grpc.ServicerContext
+    ) -> pb.IntroduceResponse:
         return pb.IntroduceResponse()
 
-    def AttachMemory(self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext) -> pb.AttachMemoryResponse:
+    def AttachMemory(
+        self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext
+    ) -> pb.AttachMemoryResponse:
         return pb.AttachMemoryResponse()
 
     def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -75,7 +83,9 @@ def raises(error: BaseException) -> Callable[[grpc.ServicerContext], None]:
 
 
 @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "INTERNAL"])
-def test_every_reason_crosses(reason: str, failing: Failing, stub: ParameterServerServiceStub) -> None:
+def test_every_reason_crosses(
+    reason: str, failing: Failing, stub: ParameterServerServiceStub
+) -> None:
     failing.how = raises(error_for(reason, "what, who and what to do: größer"))
 
     error = failure(stub)
@@ -88,7 +98,10 @@ def test_every_reason_crosses(reason: str, failing: Failing, stub: ParameterServ
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_retry_info_goes_with_what_may_be_retried(reason: str) -> None:
-    urls = [detail.type_url.rsplit("/")[-1] for detail in status.status_of(error_for(reason, "x")).details]
+    urls = [
+        detail.type_url.rsplit("/")[-1]
+        for detail in status.status_of(error_for(reason, "x")).details
+    ]
 
     assert urls == ["google.rpc.ErrorInfo"] + ["google.rpc.RetryInfo"] * REASONS[reason].retryable
 
@@ -106,7 +119,9 @@ def test_bug_is_logged_and_names_server_and_method(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_long_text_is_cut_and_still_arrives(failing: Failing, stub: ParameterServerServiceStub) -> None:
+def test_long_text_is_cut_and_still_arrives(
+    failing: Failing, stub: ParameterServerServiceStub
+) -> None:
     failing.how = raises(MismatchError("ü" * 50_000, "MODEL_MISMATCH"))
 
     error = failure(stub)
@@ -115,7 +130,9 @@ def test_long_text_is_cut_and_still_arrives(failing: Failing, stub: ParameterSer
     assert str(error).endswith("(44000 more characters)")
 
 
-def test_foreign_status_keeps_its_name_and_gets_context(failing: Failing, stub: ParameterServerServiceStub) -> None:
+def test_foreign_status_keeps_its_name_and_gets_context(
+    failing: Failing, stub: ParameterServerServiceStub
+) -> None:
     failing.how = lambda context: context.abort(grpc.StatusCode.DATA_LOSS, "disk on fire")
 
     error = failure(stub)
@@ -124,8 +141,12 @@ def test_foreign_status_keeps_its_name_and_gets_context(failing: Failing, stub: 
     assert str(error) == f"{WHO} failed: DATA_LOSS: disk on fire"
 
 
-def test_server_with_all_threads_taken_may_be_asked_again(failing: Failing, stub: ParameterServerServiceStub) -> None:
-    failing.how = lambda context: context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls")
+def test_server_with_all_threads_taken_may_be_asked_again(
+    failing: Failing, stub: ParameterServerServiceStub
+) -> None:
+    failing.how = lambda context: context.abort(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls"
+    )
 
     error = failure(stub)
 

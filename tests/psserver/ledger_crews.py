@@ -1,20 +1,24 @@
-"""Workers that go through one loop of a coordinator, in an order that a seed draws: ask ahead, push, wait, are lost."""
+"""Workers that go through one loop of a coordinator, in an order that a seed draws: ask ahead,
+push, wait, are lost.
+"""
 
 import random
 from dataclasses import dataclass, field
 
-from pscommon.core.log import Apply, BatchKey, PushKey, Report, Staged
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.stream import Spec, StreamSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.rules import Rules
+from pscommon.core.data_stream import Spec, StreamSpec
+from pscommon.core.log_entries import Apply, BatchKey, PushKey, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.settings import JobRules
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
 @dataclass
 class Worker:
-    """hand: batches that it has got, each with how many follow in the same push; seq: of its newest push."""
+    """hand: batches that it has got, each with how many follow in the same push; seq: of its
+    newest push.
+    """
 
     number: int
     received: int = 0
@@ -24,13 +28,17 @@ class Worker:
 
 
 class Crew:
-    """lengths: samples in each source of a stream. updates: the batches of each update, in order, by worker's place."""
+    """lengths: samples in each source of a stream. updates: the batches of each update, in
+    order, by worker's place.
+    """
 
-    def __init__(self, rules: Rules, spec: Spec, count: int, seed: int, lengths: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, rules: JobRules, spec: Spec, count: int, seed: int, lengths: tuple[int, ...] = ()
+    ) -> None:
         self.rng = random.Random(seed)
         self.spec = spec
         self.lengths = lengths
-        self.coordinator = Coordinator(1, rules)
+        self.coordinator = CoordinatorMachine(1, rules)
         self.pushed: dict[PushKey, list[BatchKey]] = {}
         self.workers = [self.joined() for _ in range(count)]
 
@@ -43,7 +51,7 @@ class Crew:
 
     def report(self, key: PushKey, batches: list[BatchKey]) -> None:
         staged = Staged(key, len(batches), self.coordinator.version, tuple(batches))
-        self.coordinator.report(Report(0, self.coordinator.epoch, 0, (staged,)), 0.0)
+        self.coordinator.report(ShardReport(0, self.coordinator.epoch, 0, (staged,)), 0.0)
 
     def run(self) -> "Crew":
         steps = 0
@@ -67,7 +75,9 @@ class Crew:
 
     def ask(self, worker: Worker, idle: bool) -> bool:
         count = self.rng.randint(1, 2)
-        answer = self.coordinator.next_batches(worker.number, self.spec, worker.received, count, idle, 0.0)
+        answer = self.coordinator.next_batches(
+            worker.number, self.spec, worker.received, count, idle, 0.0
+        )
         if answer is None:
             return False
         worker.received += len(answer.numbers)
@@ -85,7 +95,9 @@ class Crew:
         if not isinstance(self.spec, StreamSpec):
             return BatchKey(0, number)
         left = self.lengths[self.spec.source(number)] - self.spec.offset(number)
-        return BatchKey(0, number, max(0, min(left, self.spec.batch_size)), left <= self.spec.batch_size)
+        return BatchKey(
+            0, number, max(0, min(left, self.spec.batch_size)), left <= self.spec.batch_size
+        )
 
     def push(self, worker: Worker) -> None:
         count = next(place for place, (_, after) in enumerate(worker.hand) if after == 0) + 1

@@ -1,13 +1,15 @@
-"""Random histories of a ledger: workers ask, lose answers, push, give back, go on to other loops, die, are replaced."""
+"""Random histories of a ledger: workers ask, lose answers, push, give back, go on to other
+loops, die, are replaced.
+"""
 
 import json
 import random
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from psserver.core.ledger import Ledger
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import BatchKey
+from psserver.core.data.data_ledger import DataLedger
 
 T = TypeVar("T")
 LOOPS = 3
@@ -15,7 +17,9 @@ LOOPS = 3
 
 @dataclass
 class Worker:
-    """What a worker knows. hand: batches that it has got and not pushed, with the loops they belong to."""
+    """What a worker knows. hand: batches that it has got and not pushed, with the loops they
+    belong to.
+    """
 
     number: int
     loop: int = 0
@@ -24,7 +28,9 @@ class Worker:
 
 
 class History:
-    """Drives one ledger, or several alike, which must answer alike. counted: batches in the order of their commits."""
+    """Drives one ledger, or several alike, which must answer alike. counted: batches in the
+    order of their commits.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -32,7 +38,7 @@ class History:
             LoopSpec(loop, self.rng.randint(0, 14), self.rng.randint(1, 4), self.rng.randint(1, 2))
             for loop in range(LOOPS)
         ]
-        self.ledgers = [Ledger()]
+        self.ledgers = [DataLedger()]
         self.barrier = self.rng.random() < 0.5
         self.last_number = 0
         self.workers = [self.new_worker() for _ in range(self.rng.randint(1, 4))]
@@ -49,7 +55,15 @@ class History:
     def step(self) -> None:
         """One thing happens to one worker."""
         act = self.rng.choices(
-            [self.ask, self.push, self.give_back, self.evaluate, self.go_on, self.die, self.replace],
+            [
+                self.ask,
+                self.push,
+                self.give_back,
+                self.evaluate,
+                self.go_on,
+                self.die,
+                self.replace,
+            ],
             [6, 5, 1, 0.5, 0.3, 0.3, 0.3],
         )[0]
         act(self.rng.choice(self.workers))
@@ -66,9 +80,11 @@ class History:
     def answer(self, worker: Worker, received: int, count: int) -> list[int]:
         return self.same([self.taken(ledger, worker, received, count) for ledger in self.ledgers])
 
-    def taken(self, ledger: Ledger, worker: Worker, received: int, count: int) -> list[int]:
+    def taken(self, ledger: DataLedger, worker: Worker, received: int, count: int) -> list[int]:
         loop = ledger.open(worker.number, self.specs[worker.loop])
-        return [] if loop.ended else loop.take(worker.number, received, count, self.together(worker))
+        return (
+            [] if loop.ended else loop.take(worker.number, received, count, self.together(worker))
+        )
 
     def push(self, worker: Worker) -> None:
         """A push with some of what it has counts."""
@@ -92,7 +108,9 @@ class History:
                 ledger.loops[worker.loop].give_back(worker.number, [key.number for key in keys])
 
     def evaluate(self, worker: Worker) -> None:
-        """What it has was only evaluated, and it says so, perhaps twice: no push will bring that."""
+        """What it has was only evaluated, and it says so, perhaps twice: no push will bring
+        that.
+        """
         keys, worker.hand = worker.hand, []
         times = self.rng.choice([1, 2])
         for ledger in self.ledgers * times:
@@ -102,7 +120,9 @@ class History:
         ]  # what it has of loops before was thrown away when it went on
 
     def go_on(self, worker: Worker) -> None:
-        """To the next loop. What it has not pushed its next push may bring; what was not sent to it others get."""
+        """To the next loop. What it has not pushed its next push may bring; what was not sent to
+        it others get.
+        """
         if worker.loop < LOOPS - 1:
             sent = self.sent(worker)
             worker.loop += 1
@@ -114,7 +134,9 @@ class History:
         if (loop := self.ledgers[0].loops.get(worker.loop)) is None:
             return []
         ready = loop._leases.ready(worker.number)
-        return [BatchKey(worker.loop, n) for n in loop._leases.held(worker.number) if n not in ready]
+        return [
+            BatchKey(worker.loop, n) for n in loop._leases.held(worker.number) if n not in ready
+        ]
 
     def die(self, worker: Worker) -> None:
         self.workers[self.workers.index(worker)] = self.new_worker()
@@ -131,7 +153,7 @@ class History:
 
     def recover(self) -> None:
         """From now on beside the ledger itself also one that was made from its state."""
-        twin = Ledger()
+        twin = DataLedger()
         twin.recover(json.loads(json.dumps(self.ledgers[0].state())))
         self.ledgers.append(twin)
 

@@ -1,4 +1,6 @@
-"""All shards of a job as plain objects, fed as a client would feed them, and a plain torch process to compare with."""
+"""All shards of a job as plain objects, fed as a client would feed them, and a plain torch
+process to compare with.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,21 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import Plan
-from pscommon.team import ALONE, Team
-from psserver.staging import Staging
-from psserver.store import Store
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import PartitionPlan
+from pscommon.system.thread_team import ALONE, ThreadTeam
+from psserver.parameters.staging import Staging
+from psserver.parameters.store import ParameterStore
 
 Named = Mapping[str, Tensor]
-SGD = OptimizerSpec("sgd", ({"lr": 1.0},))
+SGD = OptimizerSettings("sgd", ({"lr": 1.0},))
 GARBAGE = 0xFF
 """What padding is filled with: NaN in every floating dtype. It must never be seen in a result."""
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small tensors are slower on several threads than on one, and most of all beside other tests."""
+    """Small tensors are slower on several threads than on one, and most of all beside other
+    tests.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -29,11 +33,13 @@ def one_thread() -> Iterator[None]:
 
 
 class Shards:
-    """`shards` stores of one job. Tensors go in and come out by name, with the shapes of the model."""
+    """`shards` stores of one job. Tensors go in and come out by name, with the shapes of the
+    model.
+    """
 
-    def __init__(self, spec: ModelSpec, shards: int, team: Team = ALONE) -> None:
-        self.plan = Plan(spec, shards)
-        self.stores = [Store(self.plan, shard, team) for shard in range(shards)]
+    def __init__(self, spec: ModelSpec, shards: int, team: ThreadTeam = ALONE) -> None:
+        self.plan = PartitionPlan(spec, shards)
+        self.stores = [ParameterStore(self.plan, shard, team) for shard in range(shards)]
         self.extents = {t.name: (self.plan.extent(i), t) for i, t in enumerate(spec.tensors)}
 
     def begin(self, values: Named) -> None:
@@ -42,13 +48,17 @@ class Shards:
             store.release(staging)
 
     def stage(self, values: Named, groups: Any = None, initial: bool = False) -> list[Staging]:
-        """One worker's push to every shard: gradients and buffers by name; trainable ones left out are absent."""
+        """One worker's push to every shard: gradients and buffers by name; trainable ones left
+        out are absent.
+        """
         tape = torch.full((self.plan.nbytes,), GARBAGE, dtype=torch.uint8)
         for name, value in values.items():
             extent, _ = self.extents[name]
             tape[extent.start : extent.stop] = value.contiguous().view(-1).view(torch.uint8)
         tensors = self.plan.spec.tensors
-        absent = [i for i, t in enumerate(tensors) if t.role == "trainable" and t.name not in values]
+        absent = [
+            i for i, t in enumerate(tensors) if t.role == "trainable" and t.name not in values
+        ]
         stagings = [store.staging(absent, initial) for store in self.stores]
         for shard, staging in enumerate(stagings):
             staging.groups = groups
@@ -74,10 +84,15 @@ class Shards:
             for role in ("buffer", "trainable", "frozen"):
                 span = self.plan.range(shard, role)
                 part, wire = wire[: span.nbytes], wire[span.nbytes :]
-                tape[span.start : span.stop] = torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else 0
+                tape[span.start : span.stop] = (
+                    torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else 0
+                )
             assert not wire
         return {
-            name: tape[extent.start : extent.stop].view(getattr(torch, t.dtype)).view(t.shape).clone()
+            name: tape[extent.start : extent.stop]
+            .view(getattr(torch, t.dtype))
+            .view(t.shape)
+            .clone()
             for name, (extent, t) in self.extents.items()
         }
 
@@ -105,9 +120,13 @@ def fill(views: list[memoryview], wire: Iterator[bytes]) -> None:
 
 
 class Plain:
-    """One ordinary torch process with torch's default implementation: what the shards are compared with."""
+    """One ordinary torch process with torch's default implementation: what the shards are
+    compared with.
+    """
 
-    def __init__(self, cls: type[torch.optim.Optimizer], spec: ModelSpec, values: Named, **arguments: Any) -> None:
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], spec: ModelSpec, values: Named, **arguments: Any
+    ) -> None:
         self.weights = {name: value.clone() for name, value in values.items()}
         members: list[list[Tensor]] = [[] for _ in spec.optimizer.groups]
         for tensor in spec.tensors:
@@ -117,17 +136,27 @@ class Plain:
         self.optimizer = cls(groups, **arguments)
 
     def step(self, *pushes: Named, samples: Sequence[int] = (), groups: Any = None) -> None:
-        """The mean of the gradients, summed in order; one that is missing counts as zero, if not all are."""
+        """The mean of the gradients, summed in order; one that is missing counts as zero, if not
+        all are.
+        """
         counts = samples or [1] * len(pushes)
         for name, weight in self.weights.items():
-            held = [(push[name], n / sum(counts)) for push, n in zip(pushes, counts, strict=True) if name in push]
-            weight.grad = sum((g * factor for g, factor in held[1:]), held[0][0] * held[0][1]) if held else None
+            held = [
+                (push[name], n / sum(counts))
+                for push, n in zip(pushes, counts, strict=True)
+                if name in push
+            ]
+            weight.grad = (
+                sum((g * factor for g, factor in held[1:]), held[0][0] * held[0][1])
+                if held
+                else None
+            )
         for group, changed in zip(self.optimizer.param_groups, groups or [], strict=False):
             group.update(changed)
         self.optimizer.step()
 
 
-def model(*tensors: tuple[Any, ...], optimizer: OptimizerSpec) -> ModelSpec:
+def model(*tensors: tuple[Any, ...], optimizer: OptimizerSettings) -> ModelSpec:
     """Tensors as (shape, dtype) or (shape, dtype, role or group), named t0, t1, ..."""
     specs = []
     for number, (shape, dtype, *rest) in enumerate(tensors):
@@ -137,11 +166,15 @@ def model(*tensors: tuple[Any, ...], optimizer: OptimizerSpec) -> ModelSpec:
     return ModelSpec(tuple(specs), optimizer)
 
 
-def noise(spec: ModelSpec, seed: int, scale: float = 1.0, roles: Sequence[str] = ("trainable",)) -> dict[str, Tensor]:
+def noise(
+    spec: ModelSpec, seed: int, scale: float = 1.0, roles: Sequence[str] = ("trainable",)
+) -> dict[str, Tensor]:
     """A value for each tensor of these roles, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        t.name: _random(t, generator).mul(scale).to(getattr(torch, t.dtype)) for t in spec.tensors if t.role in roles
+        t.name: _random(t, generator).mul(scale).to(getattr(torch, t.dtype))
+        for t in spec.tensors
+        if t.role in roles
     }
 
 

@@ -1,4 +1,6 @@
-"""Absurd requests between honest ones: refused, and the job goes on the same live, after a restart and on a standby."""
+"""Absurd requests between honest ones: refused, and the job goes on the same live, after a
+restart and on a standby.
+"""
 
 import random
 from typing import Any
@@ -7,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError
-from pscommon.core.log import Apply, BatchKey, PushKey, Reject, Report, Staged
-from pscommon.core.loop import LoopSpec
-from pscommon.core.stream import StreamSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import Policy, policy
-from psserver.core.recorder import Command, replay
-from psserver.core.rules import Rules
+from pscommon.core.log_entries import Apply, BatchKey, PushKey, Reject, ShardReport, Staged
+from psserver.core.commands.recorder import RecordedCommand, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import Policy, policy
+from psserver.core.job.settings import JobRules
 from tests.sim import absurd
 from tests.support.replayed_job import Job, whole
 
@@ -25,8 +27,12 @@ ROWS = (policy("sync"), policy("async"), policy("ssp", 1), policy("async", max_s
 
 @settings(max_examples=150)
 @given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
-def test_absurd_requests_are_refused_and_a_replay_meets_the_same_state(rng: random.Random, row: Policy) -> None:
-    """Refusals are errors of the tree; nothing else is raised, and honest workers are served in between."""
+def test_absurd_requests_are_refused_and_a_replay_meets_the_same_state(
+    rng: random.Random, row: Policy
+) -> None:
+    """Refusals are errors of the tree; nothing else is raised, and honest workers are served in
+    between.
+    """
     job = Job(row)
     for _ in range(rng.randint(1, 40)):
         job.now += rng.random()
@@ -43,8 +49,12 @@ def test_absurd_requests_are_refused_and_a_replay_meets_the_same_state(rng: rand
 
 @settings(max_examples=100)
 @given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
-def test_commands_that_bypassed_the_checks_replay_to_the_same_state(rng: random.Random, row: Policy) -> None:
-    """Journals of releases without these checks hold such commands; some of them raised unexpected errors."""
+def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
+    rng: random.Random, row: Policy
+) -> None:
+    """Journals of releases without these checks hold such commands; some of them raised
+    unexpected errors.
+    """
     job = Job(row)
     for _ in range(rng.randint(1, 25)):
         job.now += rng.random()
@@ -52,15 +62,17 @@ def test_commands_that_bypassed_the_checks_replay_to_the_same_state(rng: random.
         if name == "next_batches":
             args["count"] = min(args["count"], 50)  # it would deal them all
         if name == "reshard":
-            args["shards"] = min(args["shards"], 5)  # earlier releases refused more than there are servers
-        command = Command(name, job.now, args)
+            args["shards"] = min(
+                args["shards"], 5
+            )  # earlier releases refused more than there are servers
+        command = RecordedCommand(name, job.now, args)
         job.book.write(command)
         replay(job.coordinator, [command])
 
     assert whole(job.replayed()) == whole(job.coordinator)
 
 
-class Faulty(Coordinator):
+class Faulty(CoordinatorMachine):
     """Raises in the midst of a command, as a bug would."""
 
     def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
@@ -77,7 +89,9 @@ def test_an_unexpected_error_leaves_the_same_state_live_and_in_a_replay() -> Non
     job.step(job.workers[1], LOOP)
     failed: list[str] = []
     again = job.made()
-    replay(again, job.book.commands, lambda command, error: failed.append(f"{command.name}: {error}"))
+    replay(
+        again, job.book.commands, lambda command, error: failed.append(f"{command.name}: {error}")
+    )
 
     assert failed == ["report_metrics: planted"]
     assert whole(again) == whole(job.coordinator)
@@ -89,10 +103,10 @@ def test_an_error_that_depends_on_memory_is_not_recorded(monkeypatch: pytest.Mon
     job = Job(policy("async"))
     before = list(job.book.lines)
 
-    def full(self: Coordinator, worker: int, now: float) -> None:
+    def full(self: CoordinatorMachine, worker: int, now: float) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Coordinator, "drain", full)
+    monkeypatch.setattr(CoordinatorMachine, "drain", full)
     with pytest.raises(MemoryError):
         job.recorder.do("drain", job.now, worker=job.workers[0])
     assert job.book.lines == before
@@ -100,10 +114,10 @@ def test_an_error_that_depends_on_memory_is_not_recorded(monkeypatch: pytest.Mon
 
 def test_a_replay_refuses_a_command_of_a_later_release() -> None:
     with pytest.raises(ValueError, match="does not know the command 'later'"):
-        replay(Coordinator(1, Rules(policy("sync"))), [Command("later", 0.0, {})])
+        replay(CoordinatorMachine(1, JobRules(policy("sync"))), [RecordedCommand("later", 0.0, {})])
 
 
-# ---- single requests -------------------------------------------------------------------------------------------------
+# ---- single requests -----------------------------------------------------------------------------
 
 
 def refused(job: Job, name: str, **args: Any) -> str:
@@ -121,14 +135,19 @@ def test_returned_batches_of_a_stream_without_epochs_are_refused(end: bool) -> N
     worker, empty = job.workers[0], StreamSpec(0, sources=2, batch_size=3, epochs=0)
     job.step(worker, empty)
 
-    assert refused(job, "return_batches", worker=worker, batches=[BatchKey(0, 5, 3, end)]) == "OUT_OF_RANGE"
+    assert (
+        refused(job, "return_batches", worker=worker, batches=[BatchKey(0, 5, 3, end)])
+        == "OUT_OF_RANGE"
+    )
 
 
 def test_batches_that_a_loop_does_not_have_cannot_be_returned() -> None:
     job = Job(policy("async"))
     job.step(job.workers[0], LOOP), job.step(job.workers[0], STREAM)
     for batch in (BatchKey(0, 27), BatchKey(0, 2**64 - 1), BatchKey(1, 2**63), BatchKey(1, 0, 4)):
-        assert refused(job, "return_batches", worker=job.workers[0], batches=[batch]) == "OUT_OF_RANGE"
+        assert (
+            refused(job, "return_batches", worker=job.workers[0], batches=[batch]) == "OUT_OF_RANGE"
+        )
 
 
 UNFIT = {
@@ -146,12 +165,15 @@ UNFIT = {
 def test_an_unfit_push_is_rejected_before_anything_is_applied(name: str, row: Policy) -> None:
     """Its worker learns why, keeps its place, and its next push counts.
 
-    A base above the version is stale: a correct worker may have pulled it from a shard that then went back.
+    A base above the version is stale: a correct worker may have pulled it from a shard that then
+    went back.
     """
     job = Job(row)
     first, second = job.workers
     for spec in (LOOP, StreamSpec(2, 2, 3, epochs=0)):
-        job.recorder.do("next_batches", job.now, worker=first, spec=spec, received=0, count=1, idle=False)
+        job.recorder.do(
+            "next_batches", job.now, worker=first, spec=spec, received=0, count=1, idle=False
+        )
     job.step(first, STREAM), job.step(second, STREAM)
     version = job.coordinator.version
     push = Staged(PushKey(first, 2), **{"samples": 1, "base": version, **UNFIT[name]})  # type: ignore[arg-type]
@@ -174,10 +196,10 @@ def test_an_unfit_push_that_comes_in_a_move_is_rejected_after_it() -> None:
     job.recorder.do("reshard", job.now, shards=1, keeps=False)
     push = Staged(PushKey(worker, 1), 1, 10**6)
     index = job.coordinator.log.index
-    job.recorder.report(Report(0, 5, index, (push,), moving=True), job.now)
+    job.recorder.report(ShardReport(0, 5, index, (push,), moving=True), job.now)
     assert job.coordinator.move is not None
-    job.recorder.report(Report(0, 5, index, (push,)), job.now)
-    job.recorder.report(Report(0, 5, index, (push,)), job.now)
+    job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
+    job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
     entries = job.coordinator.entries_after(index)
 
     assert job.coordinator.move is None
@@ -186,7 +208,9 @@ def test_an_unfit_push_that_comes_in_a_move_is_rejected_after_it() -> None:
 
 
 def test_a_push_of_a_worker_that_is_out_is_fenced_whatever_its_base() -> None:
-    """After a rollback the bases of old workers are above the version: they have to hear that they are out."""
+    """After a rollback the bases of old workers are above the version: they have to hear that
+    they are out.
+    """
     job = Job(policy("async"))
     job.report(Staged(PushKey(77, 3), 1, base=100))
 
@@ -196,7 +220,9 @@ def test_a_push_of_a_worker_that_is_out_is_fenced_whatever_its_base() -> None:
 
 
 def test_a_worker_that_is_put_out_in_a_round_does_not_apply_the_round_again() -> None:
-    """Its gradient had to be clipped once too often; the other push of the same round is decided already."""
+    """Its gradient had to be clipped once too often; the other push of the same round is decided
+    already.
+    """
     job = Job(policy("sync"), workers=2, bad_gradients="clip", max_norm=1.0, quarantine_after=1)
     first, second = job.workers
     job.report(Staged(PushKey(first, 1), 1, 0, square_norm=100.0))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pscommon.core.errors import InFlightError, InvalidRequestError
-from psserver.budget import TURN_SECONDS, Budget, Claim
+from psserver.parameters.memory_budget import TURN_SECONDS, MemoryBudget, MemoryClaim
 from tests.e2e.workers import together, until
 
 LONG = 100.0
@@ -18,16 +18,24 @@ WORK = bytes(1 << 16)
 
 
 class Crowd:
-    """Workers that wait for a budget, each in a thread of its own. granted: those that got room, in this order."""
+    """Workers that wait for a budget, each in a thread of its own. granted: those that got room,
+    in this order.
+    """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: MemoryBudget) -> None:
         self.granted: list[int] = []
         self.refused: list[int] = []
-        self.claims: dict[int, Claim] = {}
+        self.claims: dict[int, MemoryClaim] = {}
         self._budget = budget
         self._threads: list[threading.Thread] = []
 
-    def wait(self, worker: int, nbytes: int, seconds: float = LONG, alive: Callable[[], bool] = lambda: True) -> None:
+    def wait(
+        self,
+        worker: int,
+        nbytes: int,
+        seconds: float = LONG,
+        alive: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Returns once the worker is in the queue."""
         before = self._budget.waiting
         thread = threading.Thread(target=self._take, args=(worker, nbytes, seconds, alive))
@@ -64,14 +72,14 @@ class Crowd:
 
 
 @pytest.fixture
-def ten() -> Budget:
-    return Budget(10)
+def ten() -> MemoryBudget:
+    return MemoryBudget(10)
 
 
 @pytest.fixture
-def crowd(ten: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+def crowd(ten: MemoryBudget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
     """Nobody in it looks by itself whether it is its turn: it has to be woken."""
-    monkeypatch.setattr("psserver.budget.TURN_SECONDS", LONG)
+    monkeypatch.setattr("psserver.parameters.memory_budget.TURN_SECONDS", LONG)
     crowd = Crowd(ten)
     yield crowd
     crowd.go()
@@ -79,7 +87,7 @@ def crowd(ten: Budget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
 
 
 def test_64_threads_never_hold_more_than_the_limit() -> None:
-    budget, guard = Budget(1000), threading.Lock()
+    budget, guard = MemoryBudget(1000), threading.Lock()
     held, highest, counts = 0, 0, [0] * 64
 
     def work(worker: int) -> None:
@@ -103,7 +111,7 @@ def test_64_threads_never_hold_more_than_the_limit() -> None:
     assert (budget.used, budget.waiting) == (0, 0)
 
 
-def test_who_holds_least_comes_first(ten: Budget, crowd: Crowd) -> None:
+def test_who_holds_least_comes_first(ten: MemoryBudget, crowd: Crowd) -> None:
     mine, other = ten.take(1, 4, LONG), ten.take(2, 6, LONG)
     crowd.wait(1, 4)
     crowd.wait(3, 4)
@@ -113,7 +121,9 @@ def test_who_holds_least_comes_first(ten: Budget, crowd: Crowd) -> None:
     crowd.expect(3, 1)
 
 
-def test_of_those_who_hold_the_same_the_first_one_comes_first(ten: Budget, crowd: Crowd) -> None:
+def test_of_those_who_hold_the_same_the_first_one_comes_first(
+    ten: MemoryBudget, crowd: Crowd
+) -> None:
     full = ten.take(1, 10, LONG)
     workers = [7, 3, 9, 2, 5]
     for worker in workers:
@@ -124,7 +134,7 @@ def test_of_those_who_hold_the_same_the_first_one_comes_first(ten: Budget, crowd
         crowd.give(workers[place])
 
 
-def test_small_claims_do_not_pass_a_large_one(ten: Budget, crowd: Crowd) -> None:
+def test_small_claims_do_not_pass_a_large_one(ten: MemoryBudget, crowd: Crowd) -> None:
     small = [ten.take(worker, 2, LONG) for worker in range(5)]
     crowd.wait(90, 10)
     for worker in (11, 12, 13):
@@ -140,7 +150,7 @@ def test_small_claims_do_not_pass_a_large_one(ten: Budget, crowd: Crowd) -> None
     until(lambda: len(crowd.granted) == 5, "the small ones")
 
 
-def test_all_that_fit_go_at_once(ten: Budget, crowd: Crowd) -> None:
+def test_all_that_fit_go_at_once(ten: MemoryBudget, crowd: Crowd) -> None:
     full = ten.take(1, 10, LONG)
     for worker in range(2, 9):
         crowd.wait(worker, 2)
@@ -151,12 +161,16 @@ def test_all_that_fit_go_at_once(ten: Budget, crowd: Crowd) -> None:
     assert (ten.used, ten.waiting) == (10, 2)
 
 
-def test_who_waits_too_long_is_told_what_was_full_and_lets_the_next_one_go(ten: Budget, crowd: Crowd) -> None:
+def test_who_waits_too_long_is_told_what_was_full_and_lets_the_next_one_go(
+    ten: MemoryBudget, crowd: Crowd
+) -> None:
     held = ten.take(1, 6, LONG)
     began = time.monotonic()
     crowd.wait(8, 10, seconds=0.5)
     crowd.wait(9, 4)
-    with pytest.raises(InFlightError, match="6 of 10 bytes are in flight, no room for 5 more") as caught:
+    with pytest.raises(
+        InFlightError, match="6 of 10 bytes are in flight, no room for 5 more"
+    ) as caught:
         ten.take(2, 5, 0.2)
 
     assert caught.value.reason == "IN_FLIGHT"
@@ -166,10 +180,12 @@ def test_who_waits_too_long_is_told_what_was_full_and_lets_the_next_one_go(ten: 
     ten.give(held)
 
 
-def test_what_can_never_fit_is_refused_at_once(ten: Budget) -> None:
+def test_what_can_never_fit_is_refused_at_once(ten: MemoryBudget) -> None:
     full = ten.take(1, 10, LONG)
     began = time.monotonic()
-    with pytest.raises(InvalidRequestError, match="11 bytes do not fit the server's --in-flight of 10") as caught:
+    with pytest.raises(
+        InvalidRequestError, match="11 bytes do not fit the server's --in-flight of 10"
+    ) as caught:
         ten.take(2, 11, LONG)
 
     assert time.monotonic() - began < 5
@@ -179,8 +195,10 @@ def test_what_can_never_fit_is_refused_at_once(ten: Budget) -> None:
     assert ten.take(2, 10, 0.0).nbytes == 10
 
 
-def test_a_caller_that_is_gone_leaves_the_queue(ten: Budget, crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psserver.budget.TURN_SECONDS", TURN_SECONDS)
+def test_a_caller_that_is_gone_leaves_the_queue(
+    ten: MemoryBudget, crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psserver.parameters.memory_budget.TURN_SECONDS", TURN_SECONDS)
     full, here = ten.take(1, 5, LONG), threading.Event()
     here.set()
     crowd.wait(2, 10, alive=here.is_set)
@@ -192,7 +210,7 @@ def test_a_caller_that_is_gone_leaves_the_queue(ten: Budget, crowd: Crowd, monke
     ten.give(full)
 
 
-def test_what_is_lent_comes_back_whatever_happens(ten: Budget) -> None:
+def test_what_is_lent_comes_back_whatever_happens(ten: MemoryBudget) -> None:
     seen = []
 
     def work() -> None:

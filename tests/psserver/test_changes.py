@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject
-from psserver.changes import Changes
+from pscommon.core.log_entries import Apply, Begin, Contribution, Cut, Entry, Evict, PushKey, Reject
+from psserver.shard.wakeups import PushWaiters
 
 MINE, OTHERS = PushKey(1, 5), PushKey(2, 5)
 LONG = 30.0
@@ -18,9 +18,13 @@ def applied(*keys: PushKey) -> Apply:
     return Apply(1, 1, tuple(Contribution(key, 1, 0, 1.0) for key in keys))
 
 
-def woken(wait: Callable[[Changes], object], tell: Callable[[Changes], object], seconds: float = LONG) -> bool:
+def woken(
+    wait: Callable[[PushWaiters], object],
+    tell: Callable[[PushWaiters], object],
+    seconds: float = LONG,
+) -> bool:
     """Does a thread that waits so come out because of this, within so many seconds?"""
-    changes, out = Changes(), threading.Event()
+    changes, out = PushWaiters(), threading.Event()
     waits = threading.Event()
 
     def waiter() -> None:
@@ -60,17 +64,23 @@ def woken(wait: Callable[[Changes], object], tell: Callable[[Changes], object], 
 def test_an_entry_wakes_those_whose_push_it_is_about(entry: Entry, is_woken: bool) -> None:
     seconds = LONG if is_woken else A_WHILE
     assert (
-        woken(lambda changes: changes.wait(2 * LONG, MINE), lambda changes: changes.notify_of(entry), seconds)
+        woken(
+            lambda changes: changes.wait(2 * LONG, MINE),
+            lambda changes: changes.notify_of(entry),
+            seconds,
+        )
         is is_woken
     )
 
 
 def test_any_entry_wakes_those_who_wait_for_anything() -> None:
-    assert woken(lambda changes: changes.wait(2 * LONG), lambda changes: changes.notify_of(applied(OTHERS)))
+    assert woken(
+        lambda changes: changes.wait(2 * LONG), lambda changes: changes.notify_of(applied(OTHERS))
+    )
 
 
 def test_of_a_push_that_came_twice_both_calls_are_woken() -> None:
-    changes, out = Changes(), threading.Barrier(3)
+    changes, out = PushWaiters(), threading.Barrier(3)
 
     def waiter() -> None:
         with changes:
@@ -90,7 +100,7 @@ def test_of_a_push_that_came_twice_both_calls_are_woken() -> None:
 
 
 def test_who_has_waited_long_enough_leaves_nothing_behind() -> None:
-    changes = Changes()
+    changes = PushWaiters()
     with changes:
         changes.wait(0.01, MINE)
         changes.notify_of(applied(MINE))

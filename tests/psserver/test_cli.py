@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pscommon import options
 from pscommon.core.errors import InvalidRequestError, TakenError
-from pscommon.values import SnapshotEvery
+from pscommon.settings import options
+from pscommon.settings.values import SnapshotEvery
 from psserver import cli
-from psserver.config import ServerConfig
+from psserver.process.config import ServerConfig
 
 LIMIT = 60.0
 
@@ -25,13 +25,15 @@ def no_settings_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """Stands in for the server itself: collects the configurations it would run with, and exits with 0."""
+    """Stands in for the server itself: collects the configurations it would run with, and exits
+    with 0.
+    """
     configs: list[ServerConfig] = []
     app: Any = types.ModuleType("psserver.app")
     app.run = lambda config: configs.append(config) or 0
     monkeypatch.setitem(sys.modules, "psserver.app", app)
     monkeypatch.setattr("psserver.app", app, raising=False)
-    monkeypatch.setattr("pscommon.logs.set_up", lambda *_, **__: None)
+    monkeypatch.setattr("pscommon.telemetry.logs.set_up", lambda *_, **__: None)
     return configs
 
 
@@ -40,15 +42,27 @@ def test_defaults(started: list[ServerConfig]) -> None:
 
     (config,) = started
     assert config == ServerConfig()
-    assert (config.shard, config.shards, config.bind, config.policy) == (0, 1, "127.0.0.1:50051", "sync")
-    assert (config.join, config.data_dir, config.snapshot_every, config.resume) == (None, None, None, "auto")
+    assert (config.shard, config.shards, config.bind, config.policy) == (
+        0,
+        1,
+        "127.0.0.1:50051",
+        "sync",
+    )
+    assert (config.join, config.data_dir, config.snapshot_every, config.resume) == (
+        None,
+        None,
+        None,
+        "auto",
+    )
 
 
 def test_every_setting_arrives(started: list[ServerConfig]) -> None:
     line = (
-        "--shard 1/3 --bind 0.0.0.0:7 --advertise me:7 --join first:9 --join-timeout 11 --policy ssp --staleness 2 "
+        "--shard 1/3 --bind 0.0.0.0:7 --advertise me:7 --join first:9 --join-timeout 11 --policy "
+        "ssp --staleness 2 "
         "--max-staleness 5 --min-workers 4 --lease 2s --job otter --exit-when-done --data-dir data "
-        "--snapshot-every 500steps --snapshot-keep 6 --resume 12 --metrics-bind 127.0.0.1:0 --port-file port "
+        "--snapshot-every 500steps --snapshot-keep 6 --resume 12 --metrics-bind 127.0.0.1:0 "
+        "--port-file port "
         "--threads 3 --log-level debug --log-format json"
     )
 
@@ -170,7 +184,9 @@ def test_a_variable_that_nobody_reads_is_named(
     assert "no setting is called PS_MIN_WORKER; did you mean PS_MIN_WORKERS?" in caplog.messages
 
 
-def test_the_exit_code_is_the_servers(started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_is_the_servers(
+    started: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("psserver.app.run", lambda _: 143)
 
     assert cli.main([]) == 143
@@ -183,7 +199,9 @@ def test_python_m_psserver_is_the_same_and_help_loads_no_torch() -> None:
         "finally: print('torch' in sys.modules)"
     )
 
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
 
     assert result.returncode == 0
     assert "ps-server --shard 1/2" in result.stdout

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pscommon.core.log import (
+from pscommon.core.log_entries import (
     Apply,
     Contribution,
     Cut,
@@ -15,20 +15,22 @@ from pscommon.core.log import (
     Measured,
     PushKey,
     Reject,
-    Report,
     Reshard,
+    ShardReport,
     Staged,
 )
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from psserver.core.clipping import clip_factor
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import Policy, policy
-from psserver.core.recorder import Command, Recorder, replay
-from psserver.core.roster import State
-from psserver.core.rules import Rules
-from psserver.core.shard import LogError, Shard
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import Policy, policy
+from psserver.core.job.settings import JobRules
+from psserver.core.shard.clipping import clip_factor
+from psserver.core.shard.state_machine import LogInvariantError, ShardMachine
+from psserver.core.workers.membership import WorkerState
 
-MODEL = ModelSpec((TensorSpec("w", (2,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},), clip_norm=1.0))
+MODEL = ModelSpec(
+    (TensorSpec("w", (2,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},), clip_norm=1.0)
+)
 
 
 class Written:
@@ -37,19 +39,21 @@ class Written:
     def __init__(self) -> None:
         self.commands: list[str] = []
 
-    def write(self, command: Command) -> None:
+    def write(self, command: RecordedCommand) -> None:
         self.commands.append(json.dumps(command.as_json()))
 
-    def rotate(self, coordinator: Coordinator) -> None: ...
+    def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
 class Job:
     """Two shards, workers 1 to `workers`, and a clip norm of 1."""
 
-    def __init__(self, row: Policy | None = None, workers: int = 2, model: ModelSpec = MODEL, **rules: object) -> None:
-        self.rules = Rules(row or policy("sync"), workers, **rules)  # type: ignore[arg-type]
+    def __init__(
+        self, row: Policy | None = None, workers: int = 2, model: ModelSpec = MODEL, **rules: object
+    ) -> None:
+        self.rules = JobRules(row or policy("sync"), workers, **rules)  # type: ignore[arg-type]
         self.journal = Written()
-        self.recorder = Recorder(Coordinator(2, self.rules), self.journal)
+        self.recorder = Recorder(CoordinatorMachine(2, self.rules), self.journal)
         self.machine = self.recorder.coordinator
         self.staged: dict[int, dict[PushKey, Staged]] = {0: {}, 1: {}, 2: {}}
         for rank in range(workers):
@@ -63,7 +67,9 @@ class Job:
             self.recorder.do("register", 0.0, worker=worker, spec=model)
         return int(worker)
 
-    def push(self, worker: int, seq: int, squares: tuple[float, float] = (4.0, 5.0), mended: str = "") -> None:
+    def push(
+        self, worker: int, seq: int, squares: tuple[float, float] = (4.0, 5.0), mended: str = ""
+    ) -> None:
         """All shards hold it. squares: of its parts."""
         for shard in range(self.machine.shards):
             key = PushKey(worker, seq)
@@ -72,7 +78,9 @@ class Job:
 
     def report(self, shard: int, measured: Measured | None = None) -> None:
         staged = tuple(self.staged[shard].values())
-        report = Report(shard, 0, self.machine.layout_index, staged, measured=measured)  # entries stay
+        report = ShardReport(
+            shard, 0, self.machine.layout_index, staged, measured=measured
+        )  # entries stay
         self.recorder.report(report, 0.0)
 
     def measure(self, *squares: float, index: int | None = None) -> None:
@@ -86,10 +94,13 @@ class Job:
         self.told = self.machine.log.index
         return entries
 
-    def again(self) -> Coordinator:
+    def again(self) -> CoordinatorMachine:
         """The coordinator made again from its journal."""
-        coordinator = Coordinator(2, self.rules)
-        replay(coordinator, (Command.from_json(json.loads(text)) for text in self.journal.commands))
+        coordinator = CoordinatorMachine(2, self.rules)
+        replay(
+            coordinator,
+            (RecordedCommand.from_json(json.loads(text)) for text in self.journal.commands),
+        )
         return coordinator
 
 
@@ -153,7 +164,7 @@ def test_a_push_that_a_shard_did_not_look_at_is_measured() -> None:
 
 
 def test_without_a_clip_norm_nothing_is_measured() -> None:
-    job = Job(model=ModelSpec(MODEL.tensors, OptimizerSpec("sgd", ({"lr": 0.1},))))
+    job = Job(model=ModelSpec(MODEL.tensors, OptimizerSettings("sgd", ({"lr": 0.1},))))
     job.push(1, 1)
     job.push(2, 1)
 
@@ -162,7 +173,9 @@ def test_without_a_clip_norm_nothing_is_measured() -> None:
 
 
 def test_the_norm_is_that_after_max_norm() -> None:
-    """The push of norm 3 is scaled to 1.5 first, which is what the shards measure and what both factors make of it."""
+    """The push of norm 3 is scaled to 1.5 first, which is what the shards measure and what both
+    factors make of it.
+    """
     job = Job(bad_gradients="clip", max_norm=1.5)
     job.push(1, 1, (4.0, 5.0))
     job.push(2, 1, (1.0, 1.0))
@@ -187,11 +200,13 @@ def test_clipping_an_update_is_no_fault_of_its_workers() -> None:
     job.measure(50.0, 50.0)
 
     assert [type(entry) for entry in job.news()] == [Measure, Apply]
-    assert {member.state for member in job.machine.roster} == {State.ACTIVE}
+    assert {member.state for member in job.machine.roster} == {WorkerState.ACTIVE}
 
 
 def test_a_quarantined_worker_of_a_round_does_not_make_the_rest_of_it_count_twice() -> None:
-    """The first of a round's workers was put out before the others' pushes were taken off what is ready."""
+    """The first of a round's workers was put out before the others' pushes were taken off what
+    is ready.
+    """
     job = Job(bad_gradients="clip", quarantine_after=1)
     job.push(1, 1, mended="w")
     job.push(2, 1)
@@ -231,7 +246,9 @@ def test_when_one_contributor_is_left_the_norm_of_its_push_is_enough() -> None:
 
 
 def test_a_worker_that_joins_in_between_takes_part() -> None:
-    """As it would without clipping, a moment before: a round is of all workers that are here when it is applied."""
+    """As it would without clipping, a moment before: a round is of all workers that are here
+    when it is applied.
+    """
     job = Job()
     job.push(1, 1)
     job.push(2, 1)
@@ -294,12 +311,14 @@ def test_a_coordinator_made_again_waits_for_the_same_answers() -> None:
     job.measure(4.0)
     again = job.again()
     assert again.state() == job.machine.state()
-    other = Coordinator(2, job.rules)
+    other = CoordinatorMachine(2, job.rules)
     other.become(json.loads(json.dumps(job.machine.whole())), MODEL, 0.0)
     assert other.whole() == job.machine.whole()
 
     for machine in (again, other):
-        machine.report(Report(1, 0, 2, tuple(job.staged[1].values()), measured=Measured(2, 12.0)), 0.0)
+        machine.report(
+            ShardReport(1, 0, 2, tuple(job.staged[1].values()), measured=Measured(2, 12.0)), 0.0
+        )
         (update,) = machine.entries_after(2)
         assert scales(update) == [1.0 / (4.0 + 1e-6)] * 2
 
@@ -354,8 +373,8 @@ def test_a_failed_job_does_not_apply_what_was_measured() -> None:
 # ---- a shard
 
 
-def shard_with(*keys: PushKey) -> Shard:
-    shard = Shard(0)
+def shard_with(*keys: PushKey) -> ShardMachine:
+    shard = ShardMachine(0)
     shard.restore(1, 0, 0)
     for key in keys:
         shard.offer(Staged(key, 8, 0))
@@ -368,7 +387,7 @@ def test_a_shard_keeps_its_answer_until_the_pushes_count() -> None:
     assert shard.report().measured == Measured(1, 2.5)
     assert list(shard.staged) == [PushKey(1, 1)]
 
-    again = Shard(0)
+    again = ShardMachine(0)
     again.recover(json.loads(json.dumps(shard.state())))
     assert again.measured == Measured(1, 2.5)
     shard.done(Apply(2, 1, (part(1),)))
@@ -385,5 +404,5 @@ def test_a_reshard_voids_a_shards_answer() -> None:
 
 
 def test_a_shard_measures_only_what_it_holds() -> None:
-    with pytest.raises(LogError, match="cannot apply Measure"):
+    with pytest.raises(LogInvariantError, match="cannot apply Measure"):
         shard_with().done(Measure(1, (part(1),)), 2.5)

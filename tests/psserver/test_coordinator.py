@@ -2,39 +2,39 @@
 
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import FencedError, MismatchError
-from pscommon.core.log import Apply, Begin, Cut, Evict, PushKey, Reject, Report, Staged
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, TensorSpec
-from psserver.core.coordinator import Batches, Coordinator
-from psserver.core.cuts import Every
-from psserver.core.policy import policy
-from psserver.core.roster import State
-from psserver.core.rules import Rules
-from psserver.core.shard import GIVEN_UP
-from psserver.core.waiting import waiting_for
+from pscommon.core.log_entries import Apply, Begin, Cut, Evict, PushKey, Reject, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, TensorSpec
+from psserver.core.commands.waiting import waiting_for
+from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import SnapshotInterval
+from psserver.core.shard.state_machine import GIVEN_UP
+from psserver.core.workers.membership import WorkerState
 from tests.support.coordinator_job import LOOP, MODEL, Job
 
 OTHER = ModelSpec((TensorSpec("w", (2,), "float32"),), MODEL.optimizer)
 
 
 def test_the_first_to_register_uploads_and_the_others_wait_for_it() -> None:
-    coordinator = Coordinator(2, Rules(policy("sync"), 2))
+    coordinator = CoordinatorMachine(2, JobRules(policy("sync"), 2))
     first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
 
     assert coordinator.register(first, MODEL, 0.0) == "upload"
     assert coordinator.register(second, MODEL, 0.0) == "pending"
     upload = Staged(PushKey(first, 0), 1, 0)
-    coordinator.report(Report(0, 0, 0, (upload,)), 0.0)
+    coordinator.report(ShardReport(0, 0, 0, (upload,)), 0.0)
     assert coordinator.register(second, MODEL, 0.0) == "pending"
-    coordinator.report(Report(1, 0, 0, (upload,)), 0.0)
+    coordinator.report(ShardReport(1, 0, 0, (upload,)), 0.0)
 
     assert coordinator.register(second, MODEL, 0.0) == "ready"
     assert coordinator.entries_after(0) == [Begin(1, first)]
 
 
 def test_another_takes_over_when_the_uploader_goes() -> None:
-    coordinator = Coordinator(1, Rules(policy("sync"), 1))
+    coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 1))
     first, second = (coordinator.join(0.0, None, "host", 1, "cpu").worker for _ in range(2))
     coordinator.register(first, OTHER, 0.0)
     coordinator.leave(first, "died", 0.0)
@@ -46,7 +46,9 @@ def test_a_different_model_is_told_apart() -> None:
     job = Job(workers=1)
     worker = job.coordinator.join(0.0, None, "host", 1, "cpu").worker
 
-    with pytest.raises(MismatchError, match=r"w: float32\[2\] trainable, the job has float32\[1\]") as caught:
+    with pytest.raises(
+        MismatchError, match=r"w: float32\[2\] trainable, the job has float32\[1\]"
+    ) as caught:
         job.coordinator.register(worker, OTHER, 0.0)
     assert caught.value.reason == "MODEL_MISMATCH"
 
@@ -65,7 +67,7 @@ def test_a_push_counts_once_all_shards_hold_it() -> None:
 
 def test_the_first_round_waits_for_min_workers_and_later_ones_do_not() -> None:
     job = Job(policy("async"), workers=2)
-    coordinator = Coordinator(1, Rules(policy("async"), 2))
+    coordinator = CoordinatorMachine(1, JobRules(policy("async"), 2))
     job.lead(coordinator)
     job._told = 0
     first = job.add()
@@ -166,7 +168,11 @@ def test_a_push_with_a_problem_is_rejected_and_the_round_still_waits() -> None:
     entries = job.news()
     assert [type(entry) for entry in entries] == [Reject]
     assert isinstance(entries[0], Reject)
-    assert (entries[0].reason, "tensor w" in entries[0].detail, "worker 2" in entries[0].detail) == (
+    assert (
+        entries[0].reason,
+        "tensor w" in entries[0].detail,
+        "worker 2" in entries[0].detail,
+    ) == (
         "NON_FINITE",
         True,
         True,
@@ -180,56 +186,62 @@ def test_batches_count_with_the_push_that_used_them_and_the_loop_ends_for_all_at
     numbers = {1: [0, 2], 2: [1, 3]}
     for step in (0, 1):
         for worker in (1, 2):
-            assert job.ask(worker, step) == Batches((numbers[worker][step],))
+            assert job.ask(worker, step) == BatchesReply((numbers[worker][step],))
         for worker in (1, 2):
             job.push(worker, step + 1, batches=[numbers[worker][step]])
 
-    assert job.ask(1, 2) == Batches()
-    assert job.ask(1, 2, idle=True) == Batches(end=True)
-    assert job.ask(2, 2) == Batches(end=True)
+    assert job.ask(1, 2) == BatchesReply()
+    assert job.ask(1, 2, idle=True) == BatchesReply(end=True)
+    assert job.ask(2, 2) == BatchesReply(end=True)
 
 
 def test_with_backups_only_who_asks_is_dealt_to() -> None:
-    """Else the batches of a slow one would pile up, and the others wait for it at the loop's end."""
+    """Else the batches of a slow one would pile up, and the others wait for it at the loop's
+    end.
+    """
     job = Job(policy("sync", backup=1), workers=2)
 
-    assert [job.ask(1, received) for received in range(3)] == [Batches((number,)) for number in range(3)]
-    assert job.ask(2) == Batches((3,))
+    assert [job.ask(1, received) for received in range(3)] == [
+        BatchesReply((number,)) for number in range(3)
+    ]
+    assert job.ask(2) == BatchesReply((3,))
 
 
 def test_a_worker_without_data_waits_for_what_others_may_give_back() -> None:
     job, three = Job(workers=2), LoopSpec(0, size=3, batch_size=1)
     for worker in (1, 2):
-        assert job.ask(worker, loop=three) == Batches((worker - 1,))
+        assert job.ask(worker, loop=three) == BatchesReply((worker - 1,))
     for worker in (1, 2):
         job.push(worker, 1, batches=[worker - 1])
-    assert job.ask(1, 1, loop=three) == Batches((2,))
+    assert job.ask(1, 1, loop=three) == BatchesReply((2,))
     assert job.ask(2, 1, idle=True, loop=three) is None
     job.coordinator.leave(1, "died", 0.0)
 
-    assert job.ask(2, 1, idle=True, loop=three) == Batches((2,))
-    assert job.coordinator.roster.members[2].state is State.ACTIVE
+    assert job.ask(2, 1, idle=True, loop=three) == BatchesReply((2,))
+    assert job.coordinator.roster.members[2].state is WorkerState.ACTIVE
 
 
 def test_idle_workers_hold_up_no_round() -> None:
     job = Job(workers=2)
     one = LoopSpec(0, size=1, batch_size=1)
-    assert job.ask(1, loop=one) == Batches((0,))
+    assert job.ask(1, loop=one) == BatchesReply((0,))
     assert job.ask(2, loop=one, idle=True) is None
-    assert job.coordinator.roster.members[2].state is State.IDLE
+    assert job.coordinator.roster.members[2].state is WorkerState.IDLE
     job.news()
 
     job.push(1, 1, batches=[0])
     assert job.applied() == [[1]]
-    assert job.ask(2, loop=one, idle=True) == Batches(end=True)
-    assert job.coordinator.roster.members[2].state is State.ACTIVE
+    assert job.ask(2, loop=one, idle=True) == BatchesReply(end=True)
+    assert job.coordinator.roster.members[2].state is WorkerState.ACTIVE
 
 
 def test_a_loop_described_differently_is_an_error_that_names_what_differs() -> None:
     job = Job(workers=2)
     job.ask(1)
 
-    with pytest.raises(MismatchError, match=r"^loop 1 .* of the job: size is 5 here and \d+ there\. Try: "):
+    with pytest.raises(
+        MismatchError, match=r"^loop 1 .* of the job: size is 5 here and \d+ there\. Try: "
+    ):
         job.ask(2, loop=LoopSpec(0, size=5, batch_size=1))
 
 
@@ -239,7 +251,10 @@ def test_of_reported_metrics_the_lowest_rank_s_is_believed() -> None:
     job.coordinator.report_metrics(1, {"loss": 1.0}, 0.0)
     job.coordinator.report_metrics(2, {"loss": 3.0}, 0.0)
 
-    assert {name: value for name, (_, value) in job.coordinator.reported.latest.items()} == {"loss": 1.0, "only": 5.0}
+    assert {name: value for name, (_, value) in job.coordinator.reported.latest.items()} == {
+        "loss": 1.0,
+        "only": 5.0,
+    }
 
 
 def test_the_log_is_kept_until_every_shard_has_carried_it_out() -> None:
@@ -254,7 +269,7 @@ def test_the_log_is_kept_until_every_shard_has_carried_it_out() -> None:
 
 
 def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() -> None:
-    job = Job(workers=1, every=Every(steps=1))
+    job = Job(workers=1, every=SnapshotInterval(steps=1))
     job.ask(1)
     job.push(1, 1, batches=[0])
     cutting = job.coordinator.cuts.cutting
@@ -262,12 +277,12 @@ def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() ->
     assert cutting is not None
 
     again = Job(workers=0)
-    again.lead(Coordinator(1, Rules(policy("sync"), 1), generation=1))
+    again.lead(CoordinatorMachine(1, JobRules(policy("sync"), 1), generation=1))
     again.coordinator.restore(cutting.state, MODEL, 0.0)
     worker = again.add()
 
     assert (again.coordinator.version, again.coordinator.samples) == (1, 8)
-    assert again.ask(worker) == Batches((1,))
+    assert again.ask(worker) == BatchesReply((1,))
     with pytest.raises(FencedError):
         again.coordinator.member(1, 0.0)
 
@@ -275,20 +290,20 @@ def test_a_snapshot_s_state_goes_on_with_the_same_data_and_remembers_pushes() ->
 def test_a_late_request_for_data_changes_nothing() -> None:
     job = Job(policy("async"), workers=1)
     asked = {"worker": 1, "spec": LOOP, "count": 1, "idle": False, "now": 0.0}
-    assert job.coordinator.next_batches(received=0, **asked) == Batches((0,))
-    assert job.coordinator.next_batches(received=1, **asked) == Batches((1,))
+    assert job.coordinator.next_batches(received=0, **asked) == BatchesReply((0,))
+    assert job.coordinator.next_batches(received=1, **asked) == BatchesReply((1,))
 
-    assert job.coordinator.next_batches(received=0, **asked) == Batches()
-    assert job.coordinator.next_batches(received=2, **asked) == Batches((2,))
+    assert job.coordinator.next_batches(received=0, **asked) == BatchesReply()
+    assert job.coordinator.next_batches(received=2, **asked) == BatchesReply((2,))
 
 
 def test_who_registers_after_its_successor_is_out() -> None:
     """It died, and its last words were long under way: a round would wait for it."""
-    coordinator = Coordinator(1, Rules(policy("sync"), 1, 5.0, Every()))
+    coordinator = CoordinatorMachine(1, JobRules(policy("sync"), 1, 5.0, SnapshotInterval()))
     old = coordinator.join(0.0, 0, "host", 1, "cpu", attempt=0).worker
     new = coordinator.join(0.0, 0, "host", 2, "cpu", attempt=1).worker
     coordinator.register(new, MODEL, 0.0)
-    coordinator.report(Report(0, 0, 0, (Staged(PushKey(new, 0), 1, 0),)), 0.0)
+    coordinator.report(ShardReport(0, 0, 0, (Staged(PushKey(new, 0), 1, 0),)), 0.0)
     coordinator.register(new, MODEL, 0.0)
 
     with pytest.raises(FencedError):

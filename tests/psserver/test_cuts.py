@@ -1,20 +1,20 @@
 """When a snapshot is due, and when all its parts are there."""
 
-from psserver.core.cuts import Cuts, Every, PartReport
+from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval, SnapshotSchedule
 
 
 def part(version: int, problem: str = "", index: int = 7) -> PartReport:
     return PartReport(version, index, "file", 1, "hash", problem)
 
 
-def begun(every: Every, shards: int = 1) -> Cuts:
-    cuts = Cuts(every, shards)
+def begun(every: SnapshotInterval, shards: int = 1) -> SnapshotSchedule:
+    cuts = SnapshotSchedule(every, shards)
     cuts.started(0, 100.0)
     return cuts
 
 
 def test_by_steps_at_each_multiple_or_just_after_it() -> None:
-    cuts = begun(Every(steps=5))
+    cuts = begun(SnapshotInterval(steps=5))
 
     assert [version for version in range(12) if cuts.due(version, 100.0)] == [5, 6, 7, 8, 9, 10, 11]
     cuts.begin(6, 7, 100.0, {})
@@ -24,7 +24,7 @@ def test_by_steps_at_each_multiple_or_just_after_it() -> None:
 
 
 def test_by_time_when_something_has_changed() -> None:
-    cuts = begun(Every(seconds=60.0))
+    cuts = begun(SnapshotInterval(seconds=60.0))
 
     assert not cuts.due(1, 159.0)
     assert cuts.due(1, 160.0)
@@ -32,11 +32,11 @@ def test_by_time_when_something_has_changed() -> None:
 
 
 def test_never_by_itself_without_an_interval() -> None:
-    assert not begun(Every()).due(10**6, 1e9)
+    assert not begun(SnapshotInterval()).due(10**6, 1e9)
 
 
 def test_one_at_a_time_and_complete_with_the_last_part() -> None:
-    cuts = begun(Every(steps=1), shards=2)
+    cuts = begun(SnapshotInterval(steps=1), shards=2)
     cuts.begin(1, 7, 100.0, {"a": 1})
 
     assert not cuts.due(2, 100.0)
@@ -49,15 +49,19 @@ def test_one_at_a_time_and_complete_with_the_last_part() -> None:
     assert (cuts.finished.version, cuts.finished.index, cuts.finished.state) == (1, 7, {"a": 1})
     assert cuts.finished.problem == "shard 1: disk full"
     assert cuts.cutting is None
-    assert not cuts.due(2, 100.0)  # a next one could be complete before the shell has taken this one
+    assert not cuts.due(
+        2, 100.0
+    )  # a next one could be complete before the shell has taken this one
 
     cuts.finished = None
     assert cuts.due(2, 100.0)
 
 
 def test_a_part_of_a_cut_that_was_given_up_counts_for_no_other() -> None:
-    """Of the same version: a shard died in a move. Whoever wrote the part may never have come to the second cut."""
-    cuts = begun(Every(steps=1))
+    """Of the same version: a shard died in a move. Whoever wrote the part may never have come to
+    the second cut.
+    """
+    cuts = begun(SnapshotInterval(steps=1))
     cuts.begin(1, 7, 100.0, {})
     cuts.abandon()
     cuts.begin(1, 8, 100.0, {})
@@ -71,7 +75,7 @@ def test_a_part_of_a_cut_that_was_given_up_counts_for_no_other() -> None:
 
 def test_it_is_given_up_with_who_has_not_written_its_part() -> None:
     """Who has, may go; and so may who leaves in a move: it has none."""
-    cuts = begun(Every(steps=1), shards=2)
+    cuts = begun(SnapshotInterval(steps=1), shards=2)
     cuts.begin(1, 7, 100.0, {})
     cuts.part(0, part(1))
 

@@ -1,16 +1,18 @@
-"""Departed workers are forgotten in the end, and nothing that was decided about them changes by it."""
+"""Departed workers are forgotten in the end, and nothing that was decided about them changes by
+it.
+"""
 
 import json
 
 import pytest
 
 from pscommon.core.errors import FencedError
-from pscommon.core.log import Apply, Contribution, Evict, PushKey, Report, Staged
-from psserver.core.policy import policy
-from psserver.core.recorder import DEPARTED_KEPT, EVICTED_MOST
-from psserver.core.roster import GENERATION, Roster, State
-from psserver.core.rules import OnLoss
-from psserver.core.shard import EVICTED_KEPT, Shard
+from pscommon.core.log_entries import Apply, Contribution, Evict, PushKey, ShardReport, Staged
+from psserver.core.commands.recorder import DEPARTED_KEPT, EVICTED_MOST
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import WorkerLossMode
+from psserver.core.shard.state_machine import EVICTED_KEPT, ShardMachine
+from psserver.core.workers.membership import GENERATION, Membership, WorkerState
 from tests.support.replayed_job import MODEL, Job, whole
 
 JOINS = 2000
@@ -36,19 +38,19 @@ def test_a_job_with_many_departed_workers_stays_small() -> None:
     assert roster.departed <= 2 * DEPARTED_KEPT
     assert len(coordinator.evicted) <= EVICTED_MOST
     assert len(json.dumps(coordinator.state())) < 100_000
-    assert (roster.finished, roster.counts()[State.LEFT]) == (JOINS, JOINS)
+    assert (roster.finished, roster.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
     assert roster.departed + roster._forgotten.done == len(gone)
     assert coordinator.version == JOINS
 
 
 def test_a_restart_and_a_standby_forget_the_same_workers() -> None:
-    job = Job(policy("sync"), workers=2, on_loss=OnLoss("wait", 5.0))
+    job = Job(policy("sync"), workers=2, on_loss=WorkerLossMode("wait", 5.0))
     come_and_go(job, 3 * DEPARTED_KEPT, reason="killed")
     again = job.replayed()
     standby = job.made()
     standby.become(json.loads(json.dumps(again.whole())), MODEL, job.now)
 
-    assert job.coordinator.roster._forgotten.states[State.LEFT] > 0
+    assert job.coordinator.roster._forgotten.states[WorkerState.LEFT] > 0
     assert whole(again) == whole(job.coordinator)
     assert json.dumps(standby.state()) == json.dumps(again.state())
     assert standby.roster.counts() == again.roster.counts()
@@ -62,29 +64,31 @@ def test_a_forgotten_worker_is_fenced_whatever_it_asks() -> None:
     with pytest.raises(FencedError):
         job.coordinator.member(forgotten, job.now)
     index = job.coordinator.log.index
-    job.recorder.report(Report(0, 5, index, (Staged(PushKey(forgotten, 2), 1, 0),)), job.now)
+    job.recorder.report(ShardReport(0, 5, index, (Staged(PushKey(forgotten, 2), 1, 0),)), job.now)
     (entry,) = job.coordinator.entries_after(index)
     assert isinstance(entry, Evict)
     assert entry.worker == forgotten
 
 
 def test_a_push_that_a_shard_holds_of_a_worker_it_has_forgotten_is_evicted_again() -> None:
-    """The coordinator still knows that the worker is out; the shard has to hear it once more, and only once."""
+    """The coordinator still knows that the worker is out; the shard has to hear it once more,
+    and only once.
+    """
     job = Job(policy("async"), workers=2)
     first = job.workers[0]
     job.recorder.do("leave", job.now, worker=first, reason="")
     before = job.coordinator.log.index
     held = (Staged(PushKey(first, 9), 1, 0),)
-    job.recorder.report(Report(1, 5, before - 1, held), job.now)
+    job.recorder.report(ShardReport(1, 5, before - 1, held), job.now)
     assert job.coordinator.log.index == before
     for _ in range(2):
-        job.recorder.report(Report(1, 5, before, held), job.now)
+        job.recorder.report(ShardReport(1, 5, before, held), job.now)
 
     assert [type(entry) for entry in job.coordinator.entries_after(before)] == [Evict]
 
 
 def test_a_shard_forgets_the_oldest_of_many_evicted_workers_and_learns_of_them_again() -> None:
-    shard = Shard(0)
+    shard = ShardMachine(0)
     shard.follow(1, 0)
     for number in range(1, EVICTED_KEPT + 3):
         shard.done(Evict(number, number, "it left the job"))
@@ -101,7 +105,7 @@ def test_a_shard_forgets_the_oldest_of_many_evicted_workers_and_learns_of_them_a
 
 
 def test_a_successor_takes_its_place_however_many_others_have_gone() -> None:
-    job = Job(policy("sync"), workers=0, on_loss=OnLoss("wait", 1000.0))
+    job = Job(policy("sync"), workers=0, on_loss=WorkerLossMode("wait", 1000.0))
     join = {"rank": 0, "host": "h", "pid": 1, "device": "cpu"}
     dead = job.recorder.do("join", job.now, attempt=0, **join).worker
     job.recorder.do("register", job.now, worker=dead, spec=MODEL)
@@ -119,19 +123,23 @@ def test_a_successor_takes_its_place_however_many_others_have_gone() -> None:
     job.recorder.do("register", job.now, worker=successor, spec=MODEL)
     member = job.coordinator.roster.members[successor]
 
-    assert job.coordinator.roster._forgotten.states[State.LEFT] > 0
+    assert job.coordinator.roster._forgotten.states[WorkerState.LEFT] > 0
     assert clock == 5
-    assert (member.clock, member.rank, member.state) == (clock, 0, State.ACTIVE)
+    assert (member.clock, member.rank, member.state) == (clock, 0, WorkerState.ACTIVE)
 
 
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("ranked", [False, True])
-def test_whether_all_have_left_does_not_depend_on_who_is_forgotten(lost: bool, ranked: bool) -> None:
-    def roster(keep: int) -> Roster:
-        made = Roster(5.0)
+def test_whether_all_have_left_does_not_depend_on_who_is_forgotten(
+    lost: bool, ranked: bool
+) -> None:
+    def roster(keep: int) -> Membership:
+        made = Membership(5.0)
         for number in range(6):
             member = made.join(0.0, number % 3 if ranked else None, "h", 1, "cpu")
-            made.remove(member, State.LOST if lost and number in (0, 4) else State.LEFT, "")
+            made.remove(
+                member, WorkerState.LOST if lost and number in (0, 4) else WorkerState.LEFT, ""
+            )
             made.forget(keep)
         return made
 
@@ -139,8 +147,8 @@ def test_whether_all_have_left_does_not_depend_on_who_is_forgotten(lost: bool, r
 
 
 def test_a_rank_that_was_lost_and_has_come_back_since_has_left() -> None:
-    roster = Roster(5.0)
-    for state in (State.LOST, State.LEFT, State.LEFT):
+    roster = Membership(5.0)
+    for state in (WorkerState.LOST, WorkerState.LEFT, WorkerState.LEFT):
         roster.remove(roster.join(0.0, 0, "h", 1, "cpu"), state, "")
         roster.forget(1)
 
@@ -149,13 +157,13 @@ def test_a_rank_that_was_lost_and_has_come_back_since_has_left() -> None:
 
 def test_another_run_counts_only_its_own_workers_as_finished() -> None:
     """Those of the run before are not counted, forgotten or not."""
-    roster = Roster(5.0)
+    roster = Membership(5.0)
 
     def finish(count: int) -> None:
         for _ in range(count):
             member = roster.join(0.0, None, "h", 1, "cpu")
             member.steps = 1
-            roster.remove(member, State.LEFT, "")
+            roster.remove(member, WorkerState.LEFT, "")
 
     finish(5)
     roster.forget(3)
@@ -171,11 +179,11 @@ def test_another_run_counts_only_its_own_workers_as_finished() -> None:
 
 def test_worker_numbers_do_not_repeat_after_many_joins_and_a_rollback() -> None:
     """A snapshot names workers beyond the numbers of the start that goes on from it."""
-    before = Roster(5.0)
+    before = Membership(5.0)
     for _ in range(GENERATION + 3):
-        before.remove(before.join(0.0, None, "h", 1, "cpu"), State.LEFT, "")
+        before.remove(before.join(0.0, None, "h", 1, "cpu"), WorkerState.LEFT, "")
         before.forget(10)
-    after = Roster(5.0, generation=1)
+    after = Membership(5.0, generation=1)
     after.restore(dict.fromkeys(before.members, 0))
 
     assert before.generation == 1
@@ -190,7 +198,7 @@ def test_the_state_of_a_job_without_forgotten_workers_is_as_in_earlier_releases(
 
 
 def test_a_decided_push_of_a_kept_worker_is_answered_after_others_are_forgotten() -> None:
-    shard = Shard(0)
+    shard = ShardMachine(0)
     shard.restore(1, 0, 0)
     push = Staged(PushKey(7, 1), 1, 0)
     shard.offer(push)

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from pscommon.core.errors import FencedError, PSError
-from psserver.core.recorder import Recorder
-from psserver.desk import Desk
+from psserver.coordinator.executor import CommandExecutor
+from psserver.core.commands.recorder import Recorder
 
 
 class Following:
@@ -54,9 +54,11 @@ def failed() -> list[PSError]:
 
 
 @pytest.fixture
-def desk(following: Following, failed: list[PSError], broken: list[Exception]) -> Desk:
+def desk(following: Following, failed: list[PSError], broken: list[Exception]) -> CommandExecutor:
     recorder = cast(Recorder, SimpleNamespace(coordinator=Log()))
-    return Desk(recorder, cast(Any, following), lambda: "", lambda: False, failed.append, broken.append)
+    return CommandExecutor(
+        recorder, cast(Any, following), lambda: "", lambda: False, failed.append, broken.append
+    )
 
 
 def appending(entry: object, error: Exception | None = None) -> Callable[[Recorder, float], str]:
@@ -69,7 +71,9 @@ def appending(entry: object, error: Exception | None = None) -> Callable[[Record
     return action
 
 
-def test_a_refused_request_may_have_moved_the_log(desk: Desk, following: Following) -> None:
+def test_a_refused_request_may_have_moved_the_log(
+    desk: CommandExecutor, following: Following
+) -> None:
     """A snapshot was due, say, or the one who asks has left in the course of it."""
     with pytest.raises(FencedError):
         desk.step(appending("first", FencedError("out")))
@@ -78,7 +82,9 @@ def test_a_refused_request_may_have_moved_the_log(desk: Desk, following: Followi
     assert following.entries == ["first", "second"]
 
 
-def test_why_the_job_has_to_end_is_told_also_where_the_request_is_refused(desk: Desk, failed: list[PSError]) -> None:
+def test_why_the_job_has_to_end_is_told_also_where_the_request_is_refused(
+    desk: CommandExecutor, failed: list[PSError]
+) -> None:
     cast(Any, desk.coordinator).failure = why = PSError("abort")
 
     with pytest.raises(FencedError):
@@ -87,7 +93,9 @@ def test_why_the_job_has_to_end_is_told_also_where_the_request_is_refused(desk: 
     assert failed == [why]
 
 
-def test_a_shard_that_cannot_follow_ends_its_process(desk: Desk, following: Following, broken: list[Exception]) -> None:
+def test_a_shard_that_cannot_follow_ends_its_process(
+    desk: CommandExecutor, following: Following, broken: list[Exception]
+) -> None:
     following.fails = True
 
     with pytest.raises(MemoryError):
@@ -97,7 +105,7 @@ def test_a_shard_that_cannot_follow_ends_its_process(desk: Desk, following: Foll
 
 
 def test_a_request_that_ran_out_of_memory_ends_the_server_and_tells_nobody(
-    desk: Desk, following: Following, broken: list[Exception]
+    desk: CommandExecutor, following: Following, broken: list[Exception]
 ) -> None:
     """It is not written down, so a restart does not know of it."""
     with pytest.raises(MemoryError):
@@ -108,7 +116,7 @@ def test_a_request_that_ran_out_of_memory_ends_the_server_and_tells_nobody(
 
 
 def test_an_unexpected_error_is_told_and_what_was_decided_is_carried_out(
-    desk: Desk, following: Following, broken: list[Exception]
+    desk: CommandExecutor, following: Following, broken: list[Exception]
 ) -> None:
     """A restart and a standby do the same."""
     with pytest.raises(ZeroDivisionError):

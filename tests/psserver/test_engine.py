@@ -4,20 +4,22 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import UnreachableError
-from pscommon.core.log import Begin, PushKey, Reject, Staged
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.shared_memory import Region
+from pscommon.core.log_entries import Begin, PushKey, Reject, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.system.shared_memory import SharedRegion
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.engine import Engine
-from psserver.metrics import ServerMetrics
+from psserver.process.metrics import ServerMetrics
+from psserver.shard.engine import ShardEngine
 
-SPEC = ModelSpec((TensorSpec("w", (4,), "float32"),), OptimizerSpec("sgd", ({"lr": 1.0},)))
+SPEC = ModelSpec((TensorSpec("w", (4,), "float32"),), OptimizerSettings("sgd", ({"lr": 1.0},)))
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine() -> ShardEngine:
     """With weights."""
-    engine = Engine(0, 1, ServerMetrics(CollectorRegistry(), shard=0), lambda cut, store: None, 1 << 20, "auto")
+    engine = ShardEngine(
+        0, 1, ServerMetrics(CollectorRegistry(), shard=0), lambda cut, store: None, 1 << 20, "auto"
+    )
     engine.begin_log(1, 0, 1)
     engine.set_model(SPEC)
     stage(engine, 0)
@@ -25,14 +27,16 @@ def engine() -> Engine:
     return engine
 
 
-def stage(engine: Engine, seq: int) -> PushKey:
+def stage(engine: ShardEngine, seq: int) -> PushKey:
     key = PushKey(1, seq)
     engine.stage(Staged(key, 1, 0), engine.wait_for_store(0.0).staging(initial=seq == 0))
     return key
 
 
-def test_the_push_that_ends_the_job_is_answered(engine: Engine) -> None:
-    """A server may stop faster than its answer goes out: whoever has ended the job is to hear why."""
+def test_the_push_that_ends_the_job_is_answered(engine: ShardEngine) -> None:
+    """A server may stop faster than its answer goes out: whoever has ended the job is to hear
+    why.
+    """
     bad, open_one = stage(engine, 1), stage(engine, 2)
     engine.deliver(1, [Reject(2, bad, "NON_FINITE", "tensor w")])
 
@@ -46,11 +50,13 @@ def test_the_push_that_ends_the_job_is_answered(engine: Engine) -> None:
             engine.wait(key, 0, 0.0, lambda: True)
 
 
-def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: Engine) -> None:
+def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: ShardEngine) -> None:
     """After a return to a snapshot they come as new workers, and offer theirs again."""
-    region = Region(2 * 4096)
+    region = SharedRegion(2 * 4096)
     offer = region.share()
-    request = pb.AttachMemoryRequest(worker=1, memory=1, name=offer.name, nbytes=offer.nbytes, token=offer.token)
+    request = pb.AttachMemoryRequest(
+        worker=1, memory=1, name=offer.name, nbytes=offer.nbytes, token=offer.token
+    )
     assert engine.memories.attach(request) == ""
     region.hide()
 

@@ -2,17 +2,17 @@
 
 import json
 
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from psserver.core.coordinator import Batches
-from psserver.core.recorder import Command
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import BatchKey
+from psserver.core.commands.recorder import RecordedCommand
+from psserver.core.job.coordinator import BatchesReply
 from tests.support.coordinator_job import Job
 
 
 def test_batches_that_were_only_evaluated_are_done_and_dealt_to_no_other() -> None:
     job, two = Job(workers=2), LoopSpec(0, size=2, batch_size=1)
-    assert job.ask(1, loop=two) == Batches((0,))
-    assert job.ask(2, loop=two) == Batches((1,))
+    assert job.ask(1, loop=two) == BatchesReply((0,))
+    assert job.ask(2, loop=two) == BatchesReply((1,))
     loop = job.coordinator.ledger.loops[0]
 
     job.recorder.do("return_batches", job.now, worker=1, batches=[BatchKey(0, 0)], used=True)
@@ -21,7 +21,7 @@ def test_batches_that_were_only_evaluated_are_done_and_dealt_to_no_other() -> No
     job.recorder.do("return_batches", job.now, worker=2, batches=[BatchKey(0, 1)], used=True)
 
     assert (loop.committed, loop.dropped, loop.ended) == (2, 2, True)
-    assert job.ask(1, received=1, idle=True, loop=two) == Batches(end=True)
+    assert job.ask(1, received=1, idle=True, loop=two) == BatchesReply(end=True)
     job.coordinator.leave(1, "", job.now)
     assert (loop.committed, loop.leased) == (2, 0)
 
@@ -30,14 +30,18 @@ def test_a_worker_uses_up_only_what_is_its_own() -> None:
     job, two = Job(workers=2), LoopSpec(0, size=2, batch_size=1)
     job.ask(1, loop=two)
 
-    job.recorder.do("return_batches", job.now, worker=2, batches=[BatchKey(0, 0), BatchKey(7, 0)], used=True)
+    job.recorder.do(
+        "return_batches", job.now, worker=2, batches=[BatchKey(0, 0), BatchKey(7, 0)], used=True
+    )
 
     assert job.coordinator.ledger.loops[0].committed == 0
 
 
 def test_what_was_used_up_is_replayed_and_other_returns_are_written_as_they_were() -> None:
-    used = Command("return_batches", 1.0, {"worker": 1, "batches": [BatchKey(0, 0)], "used": True})
-    free = Command("return_batches", 1.0, {"worker": 1, "batches": [BatchKey(0, 0)]})
+    used = RecordedCommand(
+        "return_batches", 1.0, {"worker": 1, "batches": [BatchKey(0, 0)], "used": True}
+    )
+    free = RecordedCommand("return_batches", 1.0, {"worker": 1, "batches": [BatchKey(0, 0)]})
 
-    assert Command.from_json(json.loads(json.dumps(used.as_json()))) == used
+    assert RecordedCommand.from_json(json.loads(json.dumps(used.as_json()))) == used
     assert "used" not in free.as_json()

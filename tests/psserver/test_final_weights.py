@@ -7,10 +7,10 @@ import pytest
 from safetensors.torch import load_file
 
 from pscommon.core.errors import UnreachableError
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import Plan, Range
-from psserver import final_weights
-from psserver.frozen import Piece
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import ByteRange, PartitionPlan
+from psserver.parameters.frozen_shard import FrozenBytes
+from psserver.shard import final_weights
 
 MODEL = ModelSpec(
     (
@@ -18,12 +18,14 @@ MODEL = ModelSpec(
         TensorSpec("b", (5,), "float32", "frozen"),
         TensorSpec("n", (), "int64", "buffer"),
     ),
-    OptimizerSpec("sgd"),
+    OptimizerSettings("sgd"),
 )
 
 
 class Shard:
-    """Every byte of its part is its version. versions: what it says in turn, and the last one from then on."""
+    """Every byte of its part is its version. versions: what it says in turn, and the last one
+    from then on.
+    """
 
     def __init__(self, *versions: int) -> None:
         self._versions = list(versions)
@@ -32,18 +34,18 @@ class Shard:
     def version(self) -> int:
         return self._versions.pop(0) if len(self._versions) > 1 else self._versions[0]
 
-    def read(self, kind: str, span: Range) -> Iterator[Piece]:
+    def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
         assert kind == "weight"
-        yield Piece(span.start, memoryview(bytes([self._versions[0]]) * span.nbytes))
+        yield FrozenBytes(span.start, memoryview(bytes([self._versions[0]]) * span.nbytes))
 
 
 def settled(*shards: Shard, seconds: float = 5.0) -> bytearray:
-    return final_weights._settled(Plan(MODEL, len(shards)), shards, seconds)
+    return final_weights._settled(PartitionPlan(MODEL, len(shards)), shards, seconds)
 
 
 def test_all_bytes_of_all_roles_are_read() -> None:
     tape = settled(Shard(7), Shard(7), Shard(7))
-    plan = Plan(MODEL, 3)
+    plan = PartitionPlan(MODEL, 3)
 
     for index in range(len(MODEL.tensors)):
         assert set(tape[slice(*plan.extent(index))]) == {7}
@@ -60,7 +62,7 @@ def test_a_version_that_changes_meanwhile_is_read_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(final_weights, "PAUSE_SECONDS", 0.0)
     tape = settled(Shard(1, 2), Shard(1, 2))
 
-    assert set(tape[slice(*Plan(MODEL, 2).extent(0))]) == {2}
+    assert set(tape[slice(*PartitionPlan(MODEL, 2).extent(0))]) == {2}
 
 
 def test_shards_that_never_agree_are_named_by_their_versions() -> None:
@@ -69,7 +71,7 @@ def test_shards_that_never_agree_are_named_by_their_versions() -> None:
 
 
 def test_a_tape_becomes_tensors_under_all_names(tmp_path: Path) -> None:
-    plan = Plan(MODEL, 1)
+    plan = PartitionPlan(MODEL, 1)
     tape = bytearray(plan.nbytes)
     final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_on_tape(plan, tape))
 

@@ -1,4 +1,6 @@
-"""The counter of a job's starts: never a number twice, whatever a crash, a full disk or damage does to its file."""
+"""The counter of a job's starts: never a number twice, whatever a crash, a full disk or damage
+does to its file.
+"""
 
 import errno
 import os
@@ -7,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import SnapshotError
-from pscommon.monitor import new_registry
-from pscommon.snapshot.files import Files
-from psserver.archive import Archive
-from psserver.generation import SLOT_BYTES, GenerationFile
-from psserver.metrics import ServerMetrics
+from pscommon.snapshot.atomic_files import AtomicFiles
+from pscommon.telemetry.http import new_registry
+from psserver.durability.snapshots import SnapshotManager
+from psserver.process.generation_file import SLOT_BYTES, GenerationFile
+from psserver.process.metrics import ServerMetrics
 
 
 def counted(folder: Path, least: int = 0) -> int:
     return GenerationFile(folder).count_up(least)
 
 
-class Torn(Files):
+class Torn(AtomicFiles):
     """A system that crashes after some bytes of a write in place."""
 
     def __init__(self, nbytes: int) -> None:
@@ -29,7 +31,7 @@ class Torn(Files):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-class NoNewFiles(Files):
+class NoNewFiles(AtomicFiles):
     """A full disk: only what a file already has can be written."""
 
     def write(self, path: Path, data: bytes) -> None:
@@ -86,7 +88,7 @@ def test_the_number_alone_is_read_as_earlier_versions_wrote_it(tmp_path: Path) -
 def test_a_damaged_file_names_a_remedy_that_works(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "generation"
     path.write_bytes(content)
-    archive = Archive(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
+    archive = SnapshotManager(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
 
     with pytest.raises(SnapshotError, match=f"Try: echo 100000 > {path}") as raised:
         archive.next_generation()
@@ -100,9 +102,11 @@ def test_a_damaged_file_names_a_remedy_that_works(tmp_path: Path, content: bytes
 
 def test_a_full_disk_names_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first start, and the first with an old file, need space."""
-    monkeypatch.setattr(Files, "write", NoNewFiles.write)
-    archive = Archive(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
-    with pytest.raises(SnapshotError, match=rf"No space left on device. Try: free 8192 bytes in {tmp_path}"):
+    monkeypatch.setattr(AtomicFiles, "write", NoNewFiles.write)
+    archive = SnapshotManager(tmp_path, 0, 2, ServerMetrics(new_registry(), shard=0))
+    with pytest.raises(
+        SnapshotError, match=rf"No space left on device. Try: free 8192 bytes in {tmp_path}"
+    ):
         archive.next_generation()
 
 

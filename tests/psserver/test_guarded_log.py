@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import SnapshotError
-from pscommon.record_log import LogDamagedError, LogFiles
-from psserver.guarded_log import GuardedLog
+from pscommon.wal.log import LogDamagedError, LogFiles
+from psserver.durability.best_effort_log import BestEffortLog
 from tests.faults.operations import Operations, failing
 
 FOR_GOOD = 1 << 30
@@ -25,8 +25,8 @@ def told() -> Told:
 
 
 @pytest.fixture
-def log(tmp_path: Path, told: Told) -> GuardedLog:
-    return GuardedLog(tmp_path / "log", "no", told.append)
+def log(tmp_path: Path, told: Told) -> BestEffortLog:
+    return BestEffortLog(tmp_path / "log", "no", told.append)
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Operations]:
     return now
 
 
-def kinds(log: GuardedLog, version: int | None = None) -> list[int]:
+def kinds(log: BestEffortLog, version: int | None = None) -> list[int]:
     return [record.kind for record in log.since(version)]
 
 
-def test_what_is_appended_is_read_again(log: GuardedLog, told: Told) -> None:
+def test_what_is_appended_is_read_again(log: BestEffortLog, told: Told) -> None:
     log.begin(0, [(1, b"base", ())])
     log.append(2, b"more")
 
@@ -53,7 +53,7 @@ def test_what_is_appended_is_read_again(log: GuardedLog, told: Told) -> None:
 
 
 def test_since_a_snapshot_is_since_the_last_segment_of_its_version(
-    log: GuardedLog, breaks: Callable[[], Operations]
+    log: BestEffortLog, breaks: Callable[[], Operations]
 ) -> None:
     """One before it may have been cut short; the last one begins with all that there was then."""
     log.begin(0, [(1, b"base", ())])
@@ -70,14 +70,17 @@ def test_since_a_snapshot_is_since_the_last_segment_of_its_version(
     assert kinds(log) == [1, 2, 4, 5, 6]
 
 
-def test_before_it_is_begun_nothing_is_written_or_wrong(log: GuardedLog, told: Told) -> None:
+def test_before_it_is_begun_nothing_is_written_or_wrong(log: BestEffortLog, told: Told) -> None:
     log.append(2, b"too early")
 
     assert (kinds(log), log.whole, log.broken, told) == ([], False, False, [])
 
 
 def test_a_failed_append_is_told_once_and_ends_the_segment(
-    log: GuardedLog, told: Told, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
+    log: BestEffortLog,
+    told: Told,
+    breaks: Callable[[], Operations],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What came after it would make no sense without it."""
     log.begin(0, [(1, b"base", ())])
@@ -94,7 +97,10 @@ def test_a_failed_append_is_told_once_and_ends_the_segment(
 
 
 def test_every_failure_counts_but_one_error_is_said(
-    log: GuardedLog, told: Told, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
+    log: BestEffortLog,
+    told: Told,
+    breaks: Callable[[], Operations],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     breaks()
     for version in range(5):
@@ -105,7 +111,7 @@ def test_every_failure_counts_but_one_error_is_said(
 
 
 def test_begin_makes_it_whole_again_and_says_so_and_with_a_snapshot_it_can_be_recovered(
-    log: GuardedLog, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
+    log: BestEffortLog, breaks: Callable[[], Operations], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     log.begin(0, [(1, b"base", ())])
@@ -124,7 +130,7 @@ def test_begin_makes_it_whole_again_and_says_so_and_with_a_snapshot_it_can_be_re
 
 
 def test_a_begin_that_fails_ends_the_segment_before_it(
-    log: GuardedLog, told: Told, breaks: Callable[[], Operations]
+    log: BestEffortLog, told: Told, breaks: Callable[[], Operations]
 ) -> None:
     """What follows goes with a state that is nowhere."""
     log.begin(0, [(1, b"base", ())])
@@ -137,7 +143,7 @@ def test_a_begin_that_fails_ends_the_segment_before_it(
 
 
 def test_after_clear_nothing_is_appended_until_begin(
-    log: GuardedLog, told: Told, caplog: pytest.LogCaptureFixture
+    log: BestEffortLog, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     log.begin(7, [(1, b"base", ())])
@@ -152,7 +158,7 @@ def test_after_clear_nothing_is_appended_until_begin(
 
 
 def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path, told: Told) -> None:
-    log = GuardedLog(tmp_path / "log", "no", told.append)
+    log = BestEffortLog(tmp_path / "log", "no", told.append)
     (tmp_path / "log").touch()
 
     log.begin(0, [(1, b"base", ())])
@@ -160,7 +166,7 @@ def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path, told: Told) -> N
     assert (told, log.broken) == (["ENOTDIR"], True)
 
 
-def test_segments_of_one_version_are_all_kept_in_order(log: GuardedLog) -> None:
+def test_segments_of_one_version_are_all_kept_in_order(log: BestEffortLog) -> None:
     for kind in range(1, 4):
         log.begin(6, [(kind, b"base", ())])
 
@@ -170,7 +176,10 @@ def test_segments_of_one_version_are_all_kept_in_order(log: GuardedLog) -> None:
 
 
 def test_what_cannot_be_retired_is_no_failure(
-    log: GuardedLog, told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    log: BestEffortLog,
+    told: Told,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     log.begin(0, [(1, b"base", ())])
     log.begin(2, [(1, b"base", ())])
@@ -183,7 +192,7 @@ def test_what_cannot_be_retired_is_no_failure(
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
 
 
-def test_after_close_nothing_is_written(tmp_path: Path, log: GuardedLog, told: Told) -> None:
+def test_after_close_nothing_is_written(tmp_path: Path, log: BestEffortLog, told: Told) -> None:
     """A call that was late must not begin a segment that lacks what the others wrote meanwhile."""
     log.begin(0, [(1, b"base", ())])
     log.close()
@@ -193,8 +202,12 @@ def test_after_close_nothing_is_written(tmp_path: Path, log: GuardedLog, told: T
     assert (kinds(log), told) == ([1], [])
 
 
-def test_a_segment_without_a_record_is_damaged(tmp_path: Path, log: GuardedLog, told: Told) -> None:
-    """Its first ones were on the disk before it got its name: what reads as no log at all was one."""
+def test_a_segment_without_a_record_is_damaged(
+    tmp_path: Path, log: BestEffortLog, told: Told
+) -> None:
+    """Its first ones were on the disk before it got its name: what reads as no log at all was
+    one.
+    """
     log.begin(5, [(1, b"base", ())])
     log.close()
     path = tmp_path / "log" / "000000000005-0000.log"
@@ -208,11 +221,11 @@ def test_a_log_that_cannot_be_read_is_told(tmp_path: Path, told: Told) -> None:
     (tmp_path / "log").write_text("no folder")
 
     with pytest.raises(SnapshotError, match=r"cannot read the log in .*: Not a directory"):
-        GuardedLog(tmp_path / "log", "no", told.append)
+        BestEffortLog(tmp_path / "log", "no", told.append)
 
 
 def test_a_log_of_another_user_is_told_and_kept(
-    tmp_path: Path, log: GuardedLog, told: Told, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, log: BestEffortLog, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.begin(0, [(1, b"base", ())])
     log.close()
@@ -222,6 +235,8 @@ def test_a_log_of_another_user_is_told_and_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refused)
-        with pytest.raises(SnapshotError, match="Permission denied; start the server as the user whose files"):
-            GuardedLog(tmp_path / "log", "no", told.append)
-    assert kinds(GuardedLog(tmp_path / "log", "no", told.append)) == [1]
+        with pytest.raises(
+            SnapshotError, match="Permission denied; start the server as the user whose files"
+        ):
+            BestEffortLog(tmp_path / "log", "no", told.append)
+    assert kinds(BestEffortLog(tmp_path / "log", "no", told.append)) == [1]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import Plan, Range
-from psserver.frozen import About, Frozen, Piece
-from psserver.handover import Handover, needed_by
-from psserver.store import Store
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import ByteRange, PartitionPlan
+from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
+from psserver.parameters.store import ParameterStore
+from psserver.shard.reshard_reader import ReshardReader, needed_by
 from tests.psserver.stores import Shards
 
 MODEL = ModelSpec(
@@ -21,14 +21,16 @@ MODEL = ModelSpec(
         TensorSpec("count", (), "int64", "buffer"),
         TensorSpec("fixed", (9,), "float32", "frozen"),
     ),
-    OptimizerSpec("adam", ({"lr": 0.1}, {"lr": 0.01})),
+    OptimizerSettings("adam", ({"lr": 0.1}, {"lr": 0.01})),
 )
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
     return {
-        tensor.name: torch.randint(-9, 9, tensor.shape, generator=made).to(getattr(torch, tensor.dtype))
+        tensor.name: torch.randint(-9, 9, tensor.shape, generator=made).to(
+            getattr(torch, tensor.dtype)
+        )
         for tensor in MODEL.tensors
     }
 
@@ -49,16 +51,18 @@ def trained(shards: int, steps: int) -> Shards:
 
 
 def moved(job: Shards, shards: int) -> Shards:
-    frozen = [Frozen(1, 7, len(job.stores), store) for store in job.stores]
+    frozen = [FrozenShard(1, 7, len(job.stores), store) for store in job.stores]
     others = Shards(MODEL, shards)
     for shard, store in enumerate(others.stores):
-        store.restore(Handover(job.plan, frozen, needed_by(others.plan, shard)))
+        store.restore(ReshardReader(job.plan, frozen, needed_by(others.plan, shard)))
     return others
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (3, 2), (2, 40), (40, 3)])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_training_goes_on_with_the_bits_of_a_job_that_never_moved(before: int, after: int, steps: int) -> None:
+def test_training_goes_on_with_the_bits_of_a_job_that_never_moved(
+    before: int, after: int, steps: int
+) -> None:
     still, other = trained(before, steps), moved(trained(before, steps), after)
     for step in range(2):
         for job in (still, other):
@@ -71,23 +75,23 @@ def test_training_goes_on_with_the_bits_of_a_job_that_never_moved(before: int, a
 class Holed:
     """A shard that lacks the first bytes of what it should have."""
 
-    def __init__(self, frozen: Frozen, hole: int) -> None:
+    def __init__(self, frozen: FrozenShard, hole: int) -> None:
         self._frozen, self._hole = frozen, hole
 
-    def about(self) -> About:
+    def about(self) -> FrozenDescription:
         return self._frozen.about()
 
-    def read(self, kind: str, span: Range) -> Iterator[Piece]:
-        return self._frozen.read(kind, Range(max(span.start, self._hole), span.stop))
+    def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
+        return self._frozen.read(kind, ByteRange(max(span.start, self._hole), span.stop))
 
 
 def test_weights_that_nobody_has_are_missed() -> None:
-    job, plan = trained(1, 0), Plan(MODEL, 2)
-    source = Holed(Frozen(1, 7, 1, job.stores[0]), hole=64)
+    job, plan = trained(1, 0), PartitionPlan(MODEL, 2)
+    source = Holed(FrozenShard(1, 7, 1, job.stores[0]), hole=64)
 
     with pytest.raises(SnapshotError, match="no shard had all weights of big"):
-        Store(plan, 0).restore(Handover(job.plan, [source], needed_by(plan, 0)))
-    Store(plan, 1).restore(Handover(job.plan, [source], needed_by(plan, 1)))
+        ParameterStore(plan, 0).restore(ReshardReader(job.plan, [source], needed_by(plan, 0)))
+    ParameterStore(plan, 1).restore(ReshardReader(job.plan, [source], needed_by(plan, 1)))
 
 
 def test_only_those_that_have_something_of_it_are_asked() -> None:
@@ -96,11 +100,11 @@ def test_only_those_that_have_something_of_it_are_asked() -> None:
     asked: list[int] = []
 
     class Asked(Holed):
-        def about(self) -> About:
+        def about(self) -> FrozenDescription:
             asked.append(self._frozen.index)
             return super().about()
 
-    sources = [Asked(Frozen(1, shard, 40, store), 0) for shard, store in enumerate(job.stores)]
-    Handover(job.plan, sources, [job.plan.range(3, "trainable")])
+    sources = [Asked(FrozenShard(1, shard, 40, store), 0) for shard, store in enumerate(job.stores)]
+    ReshardReader(job.plan, sources, [job.plan.range(3, "trainable")])
 
     assert asked == [3]

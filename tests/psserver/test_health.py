@@ -2,49 +2,56 @@
 
 import pytest
 
-from psserver.core.coordinator import Coordinator
-from psserver.core.cuts import Every
-from psserver.core.health import SHORTEST, Health, conditions
-from psserver.core.pace import FEWEST, LATEST, Pace, median
-from psserver.core.policy import policy
-from psserver.core.recorder import Recorder
-from psserver.core.roster import Member, Roster, State
-from psserver.core.rules import Rules
-from psserver.watch import health
+from psserver.core.commands.recorder import Recorder
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import SnapshotInterval
+from psserver.core.workers.health import SHORTEST, WorkerHealth, conditions
+from psserver.core.workers.membership import Member, Membership, WorkerState
+from psserver.core.workers.step_timer import FEWEST, LATEST, StepTimer, median
+from psserver.monitoring.worker_monitor import health
 from tests.support.coordinator_job import LOOP, Job
 
 LEASE = 5.0
 
 
-def paced(*steps: float) -> Pace:
-    pace = Pace()
+def paced(*steps: float) -> StepTimer:
+    pace = StepTimer()
     for step in steps:
         pace.begin(10.0)
         pace.end(10.0 + step)
     return pace
 
 
-def member(roster: Roster, step: float | None, state: State = State.ACTIVE, now: float = 0.0) -> Member:
+def member(
+    roster: Membership,
+    step: float | None,
+    state: WorkerState = WorkerState.ACTIVE,
+    now: float = 0.0,
+) -> Member:
     """One whose steps take this long, and who was heard of at `now`."""
     found = roster.join(now, None, "host", 1, "cpu")
     found.state = state
-    found.pace = paced(*[step] * FEWEST) if step is not None else Pace()
+    found.pace = paced(*[step] * FEWEST) if step is not None else StepTimer()
     return found
 
 
-def crew(*steps: float | None) -> tuple[Roster, list[Member]]:
-    roster = Roster(LEASE)
+def crew(*steps: float | None) -> tuple[Membership, list[Member]]:
+    roster = Membership(LEASE)
     return roster, [member(roster, step) for step in steps]
 
 
-def healths(roster: Roster, late: tuple[int, ...] = (), now: float = 0.0) -> list[str]:
+def healths(roster: Membership, late: tuple[int, ...] = (), now: float = 0.0) -> list[str]:
     return [str(condition.health) for condition in conditions(roster, late, now).values()]
 
 
-# ---- pace ------------------------------------------------------------------------------------------------------------
+# ---- pace ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("values", "middle"), [([7], 7), ([9, 1], 5), ([5, 1, 9], 5), ([9, 1, 6, 4], 5)])
+@pytest.mark.parametrize(
+    ("values", "middle"), [([7], 7), ([9, 1], 5), ([5, 1, 9], 5), ([9, 1, 6, 4], 5)]
+)
 def test_a_median_is_in_the_middle(values: list[float], middle: float) -> None:
     assert median(values) == middle
 
@@ -69,10 +76,12 @@ def test_a_step_that_was_not_seen_to_begin_is_no_measurement() -> None:
     assert pace.seconds == pytest.approx(1.0)
 
 
-# ---- health ----------------------------------------------------------------------------------------------------------
+# ---- health --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("step", "health"), [(0.5, "live"), (2.0, "live"), (2.01, "slow"), (20.0, "slow")])
+@pytest.mark.parametrize(
+    ("step", "health"), [(0.5, "live"), (2.0, "live"), (2.01, "slow"), (20.0, "slow")]
+)
 def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: str) -> None:
     roster, _ = crew(step, 0.9, 1.0, 1.1)
 
@@ -80,7 +89,8 @@ def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: s
 
 
 @pytest.mark.parametrize(
-    "steps", [(), (3.0,), (2.0, 2.0), (5.0, 1.0, 3.0), (4.0, 1.0, 1.0, 7.0), (9.0, 2.0, 6.0, 2.0, 5.0)]
+    "steps",
+    [(), (3.0,), (2.0, 2.0), (5.0, 1.0, 3.0), (4.0, 1.0, 1.0, 7.0), (9.0, 2.0, 6.0, 2.0, 5.0)],
 )
 def test_a_median_of_the_others_is_that(steps: tuple[float, ...]) -> None:
     roster, members = crew(*steps, None)
@@ -94,13 +104,15 @@ def test_a_median_of_the_others_is_that(steps: tuple[float, ...]) -> None:
 def test_what_a_look_costs_does_not_grow_with_the_square_of_the_workers_nor_with_who_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[Pace] = []
-    look = Pace.seconds.fget
+    asked: list[StepTimer] = []
+    look = StepTimer.seconds.fget
     assert look is not None
-    monkeypatch.setattr(Pace, "seconds", property(lambda pace: (asked.append(pace), look(pace))[1]))
+    monkeypatch.setattr(
+        StepTimer, "seconds", property(lambda pace: (asked.append(pace), look(pace))[1])
+    )
     roster, members = crew(*[1.0] * 20)
     for member in members[:10]:
-        roster.remove(member, State.LEFT, "")
+        roster.remove(member, WorkerState.LEFT, "")
 
     conditions(roster, (), 0.0)
 
@@ -115,7 +127,7 @@ def test_who_is_slow_does_not_make_others_look_quick() -> None:
 
     assert found[slow.worker][1:] == pytest.approx((10.0, 1.0))
     assert found[quick.worker][1:] == pytest.approx((1.0, 10.0))
-    assert [found[m.worker].health for m in (slow, quick)] == [Health.SLOW, Health.LIVE]
+    assert [found[m.worker].health for m in (slow, quick)] == [WorkerHealth.SLOW, WorkerHealth.LIVE]
 
 
 def test_alone_or_too_new_nobody_is_slow() -> None:
@@ -123,8 +135,8 @@ def test_alone_or_too_new_nobody_is_slow() -> None:
     assert healths(crew(10.0, None, None)[0]) == ["live"] * 3
 
 
-@pytest.mark.parametrize("state", [State.JOINED, State.IDLE])
-def test_who_takes_no_part_in_rounds_is_not_slow(state: State) -> None:
+@pytest.mark.parametrize("state", [WorkerState.JOINED, WorkerState.IDLE])
+def test_who_takes_no_part_in_rounds_is_not_slow(state: WorkerState) -> None:
     roster, _ = crew(1.0)
     member(roster, 10.0, state)
 
@@ -160,13 +172,13 @@ def test_half_a_lease_without_a_sign_of_life_is_silent_and_comes_before_slow() -
 
 def test_of_who_is_out_the_roster_says_how() -> None:
     roster, members = crew(10.0, 1.0, 1.0)
-    roster.remove(members[0], State.LOST, "its lease ended")
-    roster.remove(members[1], State.LEFT, "")
+    roster.remove(members[0], WorkerState.LOST, "its lease ended")
+    roster.remove(members[1], WorkerState.LEFT, "")
 
     assert healths(roster, now=99.0) == ["silent"]
 
 
-# ---- what the coordinator measures -----------------------------------------------------------------------------------
+# ---- what the coordinator measures ---------------------------------------------------------------
 
 
 class Timed(Job):
@@ -181,7 +193,10 @@ class Timed(Job):
     def seen(self) -> list[tuple[str, float | None]]:
         self.beat()
         found = health(self.coordinator, self.now)
-        return [(str(found[worker].health), self.coordinator.roster.members[worker].pace.seconds) for worker in (1, 2)]
+        return [
+            (str(found[worker].health), self.coordinator.roster.members[worker].pace.seconds)
+            for worker in (1, 2)
+        ]
 
     def beat(self) -> None:
         for each in (1, 2):
@@ -264,10 +279,14 @@ def test_a_new_process_measures_anew() -> None:
     assert [seconds for _, seconds in job.seen()] == [None, None]
 
 
-@pytest.mark.parametrize(("lease", "stall", "is_lost"), [(0.5, 0.6, False), (5.0, 6.0, False), (5.0, 0.9, True)])
-def test_nobody_is_lost_while_the_servers_own_process_stands_still(lease: float, stall: float, is_lost: bool) -> None:
+@pytest.mark.parametrize(
+    ("lease", "stall", "is_lost"), [(0.5, 0.6, False), (5.0, 6.0, False), (5.0, 0.9, True)]
+)
+def test_nobody_is_lost_while_the_servers_own_process_stands_still(
+    lease: float, stall: float, is_lost: bool
+) -> None:
     """Shorter gaps are what happens; the lease runs on in these."""
-    coordinator = Coordinator(1, Rules(policy("async"), 1, lease, Every()))
+    coordinator = CoordinatorMachine(1, JobRules(policy("async"), 1, lease, SnapshotInterval()))
     recorder, now = Recorder(coordinator), 100.0
     worker = recorder.do("join", now, rank=None, host="h", pid=1, device="cpu").worker
     recorder.tick(now)

@@ -9,22 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pscommon.core.limits import MAX_METRICS, MAX_NAME_CHARACTERS
-from pscommon.core.metric import MetricRow
-from psserver.core.coordinator import Coordinator
-from psserver.core.history import MAX_ROWS, MAX_THINNED_ROWS, History
-from psserver.core.policy import policy
-from psserver.core.recorder import Command, Recorder, replay
-from psserver.core.reported import ReportedValue
-from psserver.core.rules import Rules
+from pscommon.core.metric_row import MetricRow
+from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.core.reports.report_history import MAX_ROWS, MAX_THINNED_ROWS, ReportHistory
+from psserver.core.reports.reported_values import ReportedValue
 
 
-def row(time: float, value: float = 0.0, rank: int = 0, name: str = "loss", version: int | None = None) -> MetricRow:
-    return MetricRow(time, int(time * 10) if version is None else version, rank + 1, rank, name, value)
+def row(
+    time: float, value: float = 0.0, rank: int = 0, name: str = "loss", version: int | None = None
+) -> MetricRow:
+    return MetricRow(
+        time, int(time * 10) if version is None else version, rank + 1, rank, name, value
+    )
 
 
-def filled(seconds: int, ranks: int = 1, names: tuple[str, ...] = ("loss",)) -> History:
+def filled(seconds: int, ranks: int = 1, names: tuple[str, ...] = ("loss",)) -> ReportHistory:
     """Each rank has reported each name once a second."""
-    history = History()
+    history = ReportHistory()
     for time in range(seconds):
         for rank in range(ranks):
             for name in names:
@@ -32,15 +36,15 @@ def filled(seconds: int, ranks: int = 1, names: tuple[str, ...] = ("loss",)) -> 
     return history
 
 
-def again(history: History) -> History:
+def again(history: ReportHistory) -> ReportHistory:
     """What a restart makes of it."""
-    made = History()
+    made = ReportHistory()
     made.recover(json.loads(json.dumps(history.state())))
     return made
 
 
 def test_rows_are_kept_in_the_order_of_time() -> None:
-    history = History()
+    history = ReportHistory()
     for time, rank in [(3.0, 1), (1.0, 0), (2.0, 1)]:
         history.add(row(time, rank=rank))
 
@@ -48,7 +52,7 @@ def test_rows_are_kept_in_the_order_of_time() -> None:
 
 
 def test_within_a_second_the_newest_value_stands() -> None:
-    history = History()
+    history = ReportHistory()
     for time in (0.0, 0.2, 0.4, 1.3, 1.5, 1.7, 2.9):
         history.add(row(time, time))
 
@@ -56,7 +60,7 @@ def test_within_a_second_the_newest_value_stands() -> None:
 
 
 def test_a_row_that_was_sent_twice_counts_once() -> None:
-    history = History()
+    history = ReportHistory()
     for time in (0.0, 0.01, 5.0, 5.01):
         history.add(row(time, version=int(time)))
 
@@ -94,7 +98,7 @@ def test_thinning_treats_all_series_alike() -> None:
 
 
 def test_more_series_than_rows_lose_the_oldest() -> None:
-    history = History()
+    history = ReportHistory()
     for rank in range(MAX_ROWS + 1):
         history.add(row(float(rank), rank=rank))
     rows = history.rows()
@@ -104,14 +108,14 @@ def test_more_series_than_rows_lose_the_oldest() -> None:
 
 
 def test_names_are_bounded() -> None:
-    history = History()
+    history = ReportHistory()
     for number in range(MAX_METRICS):
         history.add(row(0.0, name=f"name {number}"))
 
     assert history.takes("name 7")
     assert not history.takes("one too many")
-    assert not History().takes("")
-    assert not History().takes("x" * (MAX_NAME_CHARACTERS + 1))
+    assert not ReportHistory().takes("")
+    assert not ReportHistory().takes("x" * (MAX_NAME_CHARACTERS + 1))
     assert not again(history).takes("one too many")
 
 
@@ -124,7 +128,7 @@ def test_a_clock_that_is_set_back_does_not_stop_it() -> None:
 
 
 def test_values_that_are_not_finite_survive_a_restart() -> None:
-    history = History()
+    history = ReportHistory()
     for time, value in enumerate((math.nan, math.inf, -math.inf, 1.5)):
         history.add(row(float(time), value))
     state = json.loads(json.dumps(history.state(), allow_nan=False))
@@ -136,14 +140,17 @@ def test_values_that_are_not_finite_survive_a_restart() -> None:
 TIMES = st.floats(-1e12, 1e12) | st.sampled_from([math.inf, -math.inf, math.nan])
 
 
-@given(st.lists(st.tuples(TIMES, st.floats(), st.integers(0, 3), st.sampled_from("abc"))), st.integers(0, 30))
+@given(
+    st.lists(st.tuples(TIMES, st.floats(), st.integers(0, 3), st.sampled_from("abc"))),
+    st.integers(0, 30),
+)
 def test_a_history_that_is_made_again_goes_on_alike(rows: list[tuple[Any, ...]], at: int) -> None:
-    history = History()
+    history = ReportHistory()
     for number, (time, value, rank, name) in enumerate(rows):
         if number == at:
             history = again(history)
         history.add(MetricRow(time, number, rank, rank, name, value))
-    plain = History()
+    plain = ReportHistory()
     for number, (time, value, rank, name) in enumerate(rows):
         plain.add(MetricRow(time, number, rank, rank, name, value))
 
@@ -154,26 +161,28 @@ def test_a_history_that_is_made_again_goes_on_alike(rows: list[tuple[Any, ...]],
 class Shipped:
     """A journal whose commands a standby carries out as they come over the wire."""
 
-    def __init__(self, standby: Coordinator) -> None:
+    def __init__(self, standby: CoordinatorMachine) -> None:
         self.standby = standby
 
-    def write(self, command: Command) -> None:
-        replay(self.standby, [Command.from_json(json.loads(json.dumps(command.as_json())))])
+    def write(self, command: RecordedCommand) -> None:
+        replay(self.standby, [RecordedCommand.from_json(json.loads(json.dumps(command.as_json())))])
 
-    def rotate(self, coordinator: Coordinator) -> None: ...
+    def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
 def test_a_standby_that_comes_later_has_the_same_history() -> None:
-    rules = Rules(policy("async"))
-    recorder = Recorder(Coordinator(1, rules))
+    rules = JobRules(policy("async"))
+    recorder = Recorder(CoordinatorMachine(1, rules))
     worker = recorder.do("join", 0.0, rank=0, host="h", pid=1, device="cpu").worker
 
     def report(second: float, value: float) -> None:
-        recorder.do("report_values", second, worker=worker, values=[ReportedValue("loss", value, 1, second)])
+        recorder.do(
+            "report_values", second, worker=worker, values=[ReportedValue("loss", value, 1, second)]
+        )
 
     report(1.0, 3.0)
     report(2.0, math.nan)
-    standby = Coordinator(1, rules)
+    standby = CoordinatorMachine(1, rules)
     standby.become(json.loads(json.dumps(recorder.coordinator.whole())), None, 0.0)
     recorder.journal = Shipped(standby)
     for second in range(3, 200):
@@ -184,15 +193,17 @@ def test_a_standby_that_comes_later_has_the_same_history() -> None:
 
 
 def test_a_coordinator_without_reported_values_has_the_state_of_earlier_releases() -> None:
-    state = Coordinator(1, Rules(policy("async"))).state()
+    state = CoordinatorMachine(1, JobRules(policy("async"))).state()
 
     assert "history" not in state
     assert state["metrics"] == {}
 
 
 def test_a_name_is_shown_by_the_lowest_rank_unless_that_is_lost() -> None:
-    recorder = Recorder(Coordinator(1, Rules(policy("async"))))
-    workers = [recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1)]
+    recorder = Recorder(CoordinatorMachine(1, JobRules(policy("async"))))
+    workers = [
+        recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1)
+    ]
 
     def report(rank: int, value: float) -> float:
         values = [ReportedValue("loss", value, 1, 0.0)]
@@ -209,10 +220,17 @@ def test_a_name_is_shown_by_the_lowest_rank_unless_that_is_lost() -> None:
 
 
 def test_a_lost_worker_gives_way() -> None:
-    recorder = Recorder(Coordinator(1, Rules(policy("async"))))
-    first, second = (recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1))
+    recorder = Recorder(CoordinatorMachine(1, JobRules(policy("async"))))
+    first, second = (
+        recorder.do("join", 0.0, rank=rank, host="h", pid=1, device="cpu").worker for rank in (0, 1)
+    )
     for worker in (first, second):
-        recorder.do("report_values", 1.0, worker=worker, values=[ReportedValue("loss", float(worker), 1, 0.0)])
+        recorder.do(
+            "report_values",
+            1.0,
+            worker=worker,
+            values=[ReportedValue("loss", float(worker), 1, 0.0)],
+        )
     recorder.do("lose", 1.0, worker=first, reason="")
     recorder.do("report_values", 1.0, worker=second, values=[ReportedValue("loss", 9.0, 2, 0.0)])
 

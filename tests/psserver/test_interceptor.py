@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from psserver.interceptor import RpcTimer, WrappedHandlers
+from psserver.process.rpc_metrics import RpcTimer, WrappedHandlers
 
 Recorded = queue.Queue[tuple[str, str, float]]
 
@@ -60,8 +60,12 @@ def recorded() -> Recorded:
 def channel(recorded: Recorded) -> Iterator[grpc.Channel]:
     timer = RpcTimer(lambda *call: recorded.put(call))
     with ThreadPoolExecutor(2) as pool:
-        server = grpc.server(pool, interceptors=[WrappedHandlers([timer.wrap])], options=[("grpc.so_reuseport", 0)])
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Service", HANDLERS)])
+        server = grpc.server(
+            pool, interceptors=[WrappedHandlers([timer.wrap])], options=[("grpc.so_reuseport", 0)]
+        )
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("test.Service", HANDLERS)]
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         with closing(grpc.insecure_channel(f"127.0.0.1:{port}")) as channel:
@@ -83,7 +87,9 @@ def test_unary(channel: grpc.Channel, recorded: Recorded) -> None:
     assert recorded.empty()
 
 
-@pytest.mark.parametrize(("method", "code"), [("Refuse", "FAILED_PRECONDITION"), ("Crash", "UNKNOWN")])
+@pytest.mark.parametrize(
+    ("method", "code"), [("Refuse", "FAILED_PRECONDITION"), ("Crash", "UNKNOWN")]
+)
 def test_errors(channel: grpc.Channel, recorded: Recorded, method: str, code: str) -> None:
     """The recorded code is the one that the client sees."""
     with pytest.raises(grpc.RpcError) as caught:
@@ -96,7 +102,8 @@ def test_errors(channel: grpc.Channel, recorded: Recorded, method: str, code: st
 def test_streams(channel: grpc.Channel, recorded: Recorded) -> None:
     """Both directions, recorded when the last response is out."""
     assert (
-        list(channel.stream_stream("/test.Service/Repeat")(iter([b"a", b"b"]), timeout=10)) == [b"a"] * 2 + [b"b"] * 2
+        list(channel.stream_stream("/test.Service/Repeat")(iter([b"a", b"b"]), timeout=10))
+        == [b"a"] * 2 + [b"b"] * 2
     )
     assert next_call(recorded) == ("Repeat", "OK")
 

@@ -6,25 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.core.log import BatchKey, PushKey, Report, Staged
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from psserver.core.coordinator import Batches, Coordinator
-from psserver.core.policy import policy
-from psserver.core.recorder import Command, Recorder, replay
-from psserver.core.rules import Rules
-from psserver.guarded_log import GuardedLog
-from psserver.job_journal import JobJournal, check_begins, check_goes_on
-from psserver.records import Records, Source
-from psserver.replica import LogUnfitError
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
+from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.durability.best_effort_log import BestEffortLog
+from psserver.durability.coordinator_log import CoordinatorLog, check_begins, check_goes_on
+from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.shard_state import LogUnfitError
 from tests.faults.operations import Operations, failing
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 BASE = {"epoch": 5, "version": 0}
 
 
-def coordinator() -> Coordinator:
-    return Coordinator(1, Rules(policy("sync"), 2), generation=0, epoch=5)
+def coordinator() -> CoordinatorMachine:
+    return CoordinatorMachine(1, JobRules(policy("sync"), 2), generation=0, epoch=5)
 
 
 def join(recorder: Recorder, now: float) -> None:
@@ -32,13 +32,15 @@ def join(recorder: Recorder, now: float) -> None:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> JobJournal:
-    journal = JobJournal(Records(Source.JOB, GuardedLog(tmp_path / "log", "no", lambda reason: None)))
+def journal(tmp_path: Path) -> CoordinatorLog:
+    journal = CoordinatorLog(
+        RecordSink(RecordSource.JOB, BestEffortLog(tmp_path / "log", "no", lambda reason: None))
+    )
     journal.begin(0, BASE)
     return journal
 
 
-def test_commands_are_read_as_they_were_given(journal: JobJournal) -> None:
+def test_commands_are_read_as_they_were_given(journal: CoordinatorLog) -> None:
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.5)
     recorder.do("register", 2.0, worker=1, spec=MODEL)
@@ -47,10 +49,13 @@ def test_commands_are_read_as_they_were_given(journal: JobJournal) -> None:
 
     assert base == BASE
     arguments = {"rank": None, "host": "host", "pid": 1, "device": "cpu", "attempt": 0}
-    assert commands == [Command("join", 1.5, arguments), Command("register", 2.0, {"worker": 1, "spec": MODEL})]
+    assert commands == [
+        RecordedCommand("join", 1.5, arguments),
+        RecordedCommand("register", 2.0, {"worker": 1, "spec": MODEL}),
+    ]
 
 
-def test_they_lead_to_the_same_state(journal: JobJournal) -> None:
+def test_they_lead_to_the_same_state(journal: CoordinatorLog) -> None:
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
     join(recorder, 2.0)
@@ -58,13 +63,13 @@ def test_they_lead_to_the_same_state(journal: JobJournal) -> None:
 
     again = coordinator()
     _, *commands, state = journal.since(None)
-    replay(again, [command for command in commands if isinstance(command, Command)])
+    replay(again, [command for command in commands if isinstance(command, RecordedCommand)])
 
     assert isinstance(state, dict)
     check_goes_on(state, again)
 
 
-def test_a_gap_is_found(journal: JobJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gap_is_found(journal: CoordinatorLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that could not be written, and a next segment that begins with what came of it."""
     recorder = Recorder(coordinator(), journal)
     join(recorder, 1.0)
@@ -75,7 +80,7 @@ def test_a_gap_is_found(journal: JobJournal, monkeypatch: pytest.MonkeyPatch) ->
 
     again = coordinator()
     notes = list(journal.since(None))
-    replay(again, [note for note in notes if isinstance(note, Command)])
+    replay(again, [note for note in notes if isinstance(note, RecordedCommand)])
 
     assert len(notes) == 3  # two states and one command
     with pytest.raises(LogUnfitError, match=r"commands before version 0 are missing: .*roster"):
@@ -88,12 +93,14 @@ def test_a_journal_begins_with_nothing_or_goes_on_from_a_snapshot() -> None:
     join(recorder, 1.0)
     check_begins(BASE, None)
 
-    with pytest.raises(LogUnfitError, match="it goes on from a state of which there is no snapshot"):
+    with pytest.raises(
+        LogUnfitError, match="it goes on from a state of which there is no snapshot"
+    ):
         check_begins(recorder.coordinator.whole(), None)
     with pytest.raises(LogUnfitError, match="it begins at version 3, the snapshot is of 0"):
         check_begins({**BASE, "version": 3}, None)
     with pytest.raises(LogUnfitError, match="it does not begin with a state"):
-        check_begins(Command("join", 1.0, {}), None)
+        check_begins(RecordedCommand("join", 1.0, {}), None)
 
 
 def test_who_joins_after_a_recovery_gets_no_number_of_before() -> None:
@@ -106,18 +113,24 @@ def test_who_joins_after_a_recovery_gets_no_number_of_before() -> None:
     assert sorted(recorder.coordinator.roster.members) == [1, 30_001]
 
 
-def test_who_waits_for_data_writes_one_line_however_often_it_asks(journal: JobJournal) -> None:
+def test_who_waits_for_data_writes_one_line_however_often_it_asks(journal: CoordinatorLog) -> None:
     """They ask several times a second, perhaps for days; what the lines lead to is the same."""
-    rules = Rules(policy("async"), 2)
-    recorder = Recorder(Coordinator(1, rules, generation=0, epoch=5), journal)
+    rules = JobRules(policy("async"), 2)
+    recorder = Recorder(CoordinatorMachine(1, rules, generation=0, epoch=5), journal)
 
-    def ask(worker: int, count: int = 1) -> Batches | None:
-        asked = {"worker": worker, "spec": LoopSpec(0, 2, 1), "received": 0, "count": count, "idle": True}
-        answer: Batches | None = recorder.do("next_batches", 3.0, **asked)
+    def ask(worker: int, count: int = 1) -> BatchesReply | None:
+        asked = {
+            "worker": worker,
+            "spec": LoopSpec(0, 2, 1),
+            "received": 0,
+            "count": count,
+            "idle": True,
+        }
+        answer: BatchesReply | None = recorder.do("next_batches", 3.0, **asked)
         return answer
 
-    def commands() -> list[Command]:
-        return [note for note in journal.since(None) if isinstance(note, Command)]
+    def commands() -> list[RecordedCommand]:
+        return [note for note in journal.since(None) if isinstance(note, RecordedCommand)]
 
     def asks_in_vain(worker: int, lines: int) -> None:
         before = len(commands())
@@ -126,16 +139,16 @@ def test_who_waits_for_data_writes_one_line_however_often_it_asks(journal: JobJo
 
     join(recorder, 1.0)
     recorder.do("register", 1.0, worker=1, spec=MODEL)
-    recorder.do("report", 1.0, report=Report(0, 5, 0, (Staged(PushKey(1, 0), 0, 0),)))
+    recorder.do("report", 1.0, report=ShardReport(0, 5, 0, (Staged(PushKey(1, 0), 0, 0),)))
     recorder.do("register", 1.0, worker=1, spec=MODEL)
     asks_in_vain(1, lines=0)  # there are to be two workers
     join(recorder, 2.0)
     recorder.do("register", 2.0, worker=2, spec=MODEL)
-    assert ask(1, count=2) == Batches((0, 1))
+    assert ask(1, count=2) == BatchesReply((0, 1))
     asks_in_vain(2, lines=1)
     recorder.do("return_batches", 4.0, worker=1, batches=[BatchKey(0, 1)])
-    assert ask(2) == Batches((1,))
+    assert ask(2) == BatchesReply((1,))
 
-    again = Coordinator(1, rules, generation=0, epoch=5)
+    again = CoordinatorMachine(1, rules, generation=0, epoch=5)
     replay(again, commands())
     assert again.state() == recorder.coordinator.state()

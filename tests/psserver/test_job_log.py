@@ -1,4 +1,6 @@
-"""Who may go on with the job's log: those who carried out the same entries, and hold what the rest counts."""
+"""Who may go on with the job's log: those who carried out the same entries, and hold what the
+rest counts.
+"""
 
 import json
 from typing import get_args
@@ -6,7 +8,7 @@ from typing import get_args
 import pytest
 
 from pscommon.core.entry_encoding import chained
-from pscommon.core.log import (
+from pscommon.core.log_entries import (
     Apply,
     Begin,
     Contribution,
@@ -16,11 +18,11 @@ from pscommon.core.log import (
     Measure,
     PushKey,
     Reject,
-    Report,
     Reshard,
+    ShardReport,
     Staged,
 )
-from psserver.core.job_log import JobLog
+from psserver.core.job.entry_log import EntryLog
 
 UPLOAD, FIRST, SECOND = PushKey(1, 0), PushKey(1, 1), PushKey(1, 2)
 
@@ -39,21 +41,23 @@ def digest(entries: list[Entry]) -> int:
     return value
 
 
-def report(entries: list[Entry], *staged: PushKey) -> Report:
+def report(entries: list[Entry], *staged: PushKey) -> ShardReport:
     """Of a shard that has carried these out and holds these."""
-    return Report(0, 0, len(entries), tuple(Staged(key, 8, 0) for key in staged), digest=digest(entries))
+    return ShardReport(
+        0, 0, len(entries), tuple(Staged(key, 8, 0) for key in staged), digest=digest(entries)
+    )
 
 
 @pytest.fixture
-def log() -> JobLog:
-    log = JobLog(1)
+def log() -> EntryLog:
+    log = EntryLog(1)
     for entry in ENTRIES:
         log.append(entry)
     return log
 
 
 @pytest.mark.parametrize("done", range(5))
-def test_whoever_is_on_the_way_may(log: JobLog, done: int) -> None:
+def test_whoever_is_on_the_way_may(log: EntryLog, done: int) -> None:
     held = [UPLOAD, FIRST, SECOND, SECOND][done:] if done < 4 else []
 
     assert log.can_go_on(report(ENTRIES[:done], *held))
@@ -65,19 +69,21 @@ def test_whoever_is_on_the_way_may(log: JobLog, done: int) -> None:
         pytest.param([*ENTRIES, Evict(5, 8, "gone")], id="more than the job's"),
         pytest.param([*ENTRIES[:3], apply(4, SECOND, samples=9)], id="another weight"),
         pytest.param([*ENTRIES[:2], Evict(3, 6, "gone")], id="another worker"),
-        pytest.param([ENTRIES[0], Evict(2, 7, "gone"), apply(3, FIRST), ENTRIES[3]], id="another order"),
+        pytest.param(
+            [ENTRIES[0], Evict(2, 7, "gone"), apply(3, FIRST), ENTRIES[3]], id="another order"
+        ),
     ],
 )
-def test_another_history_may_not(log: JobLog, other: list[Entry]) -> None:
+def test_another_history_may_not(log: EntryLog, other: list[Entry]) -> None:
     assert not log.can_go_on(report(other, SECOND))
 
 
-def test_who_lost_a_push_may_not(log: JobLog) -> None:
+def test_who_lost_a_push_may_not(log: EntryLog) -> None:
     assert not log.can_go_on(report(ENTRIES[:1], SECOND))
     assert not log.can_go_on(report([], FIRST, SECOND))
 
 
-def test_who_is_at_an_entry_that_is_not_kept_may_not(log: JobLog) -> None:
+def test_who_is_at_an_entry_that_is_not_kept_may_not(log: EntryLog) -> None:
     log.reached(0, 3)
 
     assert not log.can_go_on(report(ENTRIES[:2], SECOND))
@@ -85,8 +91,10 @@ def test_who_is_at_an_entry_that_is_not_kept_may_not(log: JobLog) -> None:
 
 
 def test_who_has_lost_what_it_carried_out_gets_all_that_is_kept() -> None:
-    """In a move its new process is made of what another shard knows, which may have come less far than it had."""
-    log = JobLog(2)
+    """In a move its new process is made of what another shard knows, which may have come less
+    far than it had.
+    """
+    log = EntryLog(2)
     for entry in ENTRIES:
         log.append(entry)
     log.reached(0, 2)
@@ -100,8 +108,8 @@ def test_who_has_lost_what_it_carried_out_gets_all_that_is_kept() -> None:
     assert log.after(2) == []
 
 
-def test_a_log_that_starts_amid_goes_by_the_digest_it_is_given(log: JobLog) -> None:
-    again = JobLog(1)
+def test_a_log_that_starts_amid_goes_by_the_digest_it_is_given(log: EntryLog) -> None:
+    again = EntryLog(1)
     again.start(3, digest(ENTRIES[:3]))
     again.append(ENTRIES[3])
 
@@ -110,13 +118,20 @@ def test_a_log_that_starts_amid_goes_by_the_digest_it_is_given(log: JobLog) -> N
 
 
 def test_a_log_with_entries_of_every_kind_is_read_again() -> None:
-    """A standby of shard 0 may come when any of them is still kept: there was one without Reshard."""
+    """A standby of shard 0 may come when any of them is still kept: there was one without
+    Reshard.
+    """
     kinds = [
-        Begin(1, 1), apply(2, FIRST), Reject(3, SECOND, "STALE", "too late"), Evict(4, 7, "gone"), Cut(5, 1),
-        Reshard(6, 1, 3), Measure(7, (Contribution(FIRST, 3, 0, 0.5), Contribution(SECOND, 4, 0))),
-    ]  # fmt: skip
+        Begin(1, 1),
+        apply(2, FIRST),
+        Reject(3, SECOND, "STALE", "too late"),
+        Evict(4, 7, "gone"),
+        Cut(5, 1),
+        Reshard(6, 1, 3),
+        Measure(7, (Contribution(FIRST, 3, 0, 0.5), Contribution(SECOND, 4, 0))),
+    ]
     assert {type(entry) for entry in kinds} == set(get_args(Entry))
-    log, again = JobLog(2), JobLog(2)
+    log, again = EntryLog(2), EntryLog(2)
     for entry in kinds:
         log.append(entry)
 

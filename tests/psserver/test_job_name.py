@@ -10,36 +10,38 @@ from pscommon.core.errors import MismatchError, SnapshotError, UnreachableError
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
 from psserver.app import Server
-from psserver.config import ServerConfig
-from psserver.identity import Identity
-from psserver.job_name import JobName
-from psserver.link import Link
-from psserver.standby import Standby
-from psserver.standby_servicer import of_this_shard
+from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.process.job_id_file import JobIdFile
+from psserver.replication.servicer import of_this_shard
+from psserver.replication.standby import Standby
+from psserver.shard.coordinator_link import CoordinatorLink
 
 
 def test_a_name_is_kept_in_the_data_directory(tmp_path: Path) -> None:
-    assert JobName(tmp_path).noted == ""
-    JobName(tmp_path).note("größe")
-    assert JobName(tmp_path).noted == "größe"
-    JobName(tmp_path).note("otter")
-    assert JobName(tmp_path).noted == "otter"
+    assert JobIdFile(tmp_path).noted == ""
+    JobIdFile(tmp_path).note("größe")
+    assert JobIdFile(tmp_path).noted == "größe"
+    JobIdFile(tmp_path).note("otter")
+    assert JobIdFile(tmp_path).noted == "otter"
 
 
 def test_without_a_data_directory_it_is_known_to_this_process_alone() -> None:
-    name = JobName(None)
+    name = JobIdFile(None)
     name.note("otter")
-    assert (name.noted, JobName(None).noted) == ("otter", "")
+    assert (name.noted, JobIdFile(None).noted) == ("otter", "")
 
 
 def test_a_name_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "job").write_bytes(b"\xff\xfe")
     with pytest.raises(SnapshotError, match="cannot tell whose job's data these are"):
-        JobName(tmp_path)
+        JobIdFile(tmp_path)
 
 
-def test_a_disk_that_refuses_the_name_does_not_stop_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name = JobName(tmp_path / "missing")
+def test_a_disk_that_refuses_the_name_does_not_stop_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = JobIdFile(tmp_path / "missing")
     name.note("otter")
     assert name.noted == "otter"
     assert "cannot note down the job's name" in caplog.text
@@ -47,7 +49,11 @@ def test_a_disk_that_refuses_the_name_does_not_stop_the_job(tmp_path: Path, capl
 
 def server(data_dir: Path | None, **settings: Any) -> str:
     """The job of a shard 0 that starts here and dies at once."""
-    made = Server(ServerConfig(**{"shard": 0, "shards": 1, "bind": "127.0.0.1:0", "data_dir": data_dir, **settings}))
+    made = Server(
+        ServerConfig(
+            **{"shard": 0, "shards": 1, "bind": "127.0.0.1:0", "data_dir": data_dir, **settings}
+        )
+    )
     made.start()
     try:
         return made.identity.job
@@ -78,43 +84,55 @@ def test_shard_0_takes_over_no_data_of_another_job(tmp_path: Path) -> None:
     assert server(tmp_path, job="stoat", resume="never") == "stoat"
 
 
-def asked_for(identity: Identity) -> str:
+def asked_for(identity: ServerIdentity) -> str:
     """The job that a shard says it is of, when it comes to shard 0."""
     line = cast(Any, SimpleNamespace(term=1, address="", state="none"))
-    return Link(identity, cast(Any, None), cast(Any, None), dict, 1.0, line)._request(co.LinkShardRequest()).job
+    return (
+        CoordinatorLink(identity, cast(Any, None), cast(Any, None), dict, 1.0, line)
+        ._request(co.LinkShardRequest())
+        .job
+    )
 
 
-def test_a_shard_is_bound_to_a_job_by_its_command_line_its_data_or_what_it_has_followed(tmp_path: Path) -> None:
-    name = JobName(tmp_path)
-    identity = Identity(1, 2, "here:1", name=name)
+def test_a_shard_is_bound_to_a_job_by_its_command_line_its_data_or_what_it_has_followed(
+    tmp_path: Path,
+) -> None:
+    name = JobIdFile(tmp_path)
+    identity = ServerIdentity(1, 2, "here:1", name=name)
     assert asked_for(identity) == ""
 
     identity.learn("otter", ["there:1", "here:1"], 0)
 
     assert asked_for(identity) == "otter"
-    again = Identity(1, 2, "here:1", bound=JobName(tmp_path).noted)
+    again = ServerIdentity(1, 2, "here:1", bound=JobIdFile(tmp_path).noted)
     assert (asked_for(again), again.job) == ("otter", "")  # not known before shard 0 has said it
 
 
 def test_a_shard_with_a_name_of_its_own_tells_it_to_shard_0(tmp_path: Path) -> None:
-    JobName(tmp_path).note("otter")
+    JobIdFile(tmp_path).note("otter")
     for job, bound in ((None, "otter"), ("stoat", "stoat")):
-        made = Server(ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", data_dir=tmp_path, job=job))
+        made = Server(
+            ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", data_dir=tmp_path, job=job)
+        )
         made.start()
         assert (made.identity.bound, made.identity.job) == (bound, "")
         made.close()
 
 
 def test_a_standby_is_bound_too(tmp_path: Path) -> None:
-    JobName(tmp_path).note("otter")
+    JobIdFile(tmp_path).note("otter")
     config = {"shard": 0, "shards": 1, "bind": "127.0.0.1:0", "standby_of": "there:1"}
-    for settings, bound in (({}, ""), ({"data_dir": tmp_path}, "otter"), ({"job": "stoat"}, "stoat")):
+    for settings, bound in (
+        ({}, ""),
+        ({"data_dir": tmp_path}, "otter"),
+        ({"job": "stoat"}, "stoat"),
+    ):
         standby = Standby(ServerConfig(**{**config, **settings}), None)
         assert next(standby._words()).job == bound
 
 
 def test_a_primary_refuses_the_standby_of_another_job() -> None:
-    check = of_this_shard(Identity(0, 1, "here:1", job="otter"))
+    check = of_this_shard(ServerIdentity(0, 1, "here:1", job="otter"))
     check(pb.ReplicateRequest(shard=0, shards=1))
     check(pb.ReplicateRequest(shard=0, shards=1, job="otter"))
     with pytest.raises(MismatchError, match="stoat") as caught:
@@ -123,7 +141,7 @@ def test_a_primary_refuses_the_standby_of_another_job() -> None:
 
 
 def test_a_primary_that_knows_no_job_yet_lets_a_bound_standby_ask_again() -> None:
-    check = of_this_shard(Identity(1, 2, "here:1"))
+    check = of_this_shard(ServerIdentity(1, 2, "here:1"))
     check(pb.ReplicateRequest(shard=1, shards=2))
     with pytest.raises(UnreachableError, match="has not heard from the coordinator"):
         check(pb.ReplicateRequest(shard=1, shards=2, job="otter"))

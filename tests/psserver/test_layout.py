@@ -10,30 +10,39 @@ import pytest
 
 from pscommon.core.errors import SnapshotError
 from psserver.app import Server
-from psserver.config import ServerConfig
-from psserver.layout import Layout
+from psserver.process.config import ServerConfig
+from psserver.process.shard_count_file import ShardCountFile
 
 
-def test_who_is_started_as_before_comes_back_as_one_of_as_many_as_there_are_now(tmp_path: Path) -> None:
-    layout = Layout(2, tmp_path)
+def test_who_is_started_as_before_comes_back_as_one_of_as_many_as_there_are_now(
+    tmp_path: Path,
+) -> None:
+    layout = ShardCountFile(2, tmp_path)
     layout.change(3)
     layout.change(1)
 
     for given in (1, 2, 3):
-        again = Layout(given, tmp_path)
+        again = ShardCountFile(given, tmp_path)
         assert (again.shards, again.given, again.changes, again.past) == (1, given, 2, {2, 3})
 
 
 def test_another_number_is_what_somebody_wants_now(tmp_path: Path) -> None:
-    Layout(2, tmp_path).change(3)
+    ShardCountFile(2, tmp_path).change(3)
 
-    assert (Layout(4, tmp_path).shards, Layout(4, tmp_path).changes) == (4, 0)
+    assert (ShardCountFile(4, tmp_path).shards, ShardCountFile(4, tmp_path).changes) == (4, 0)
 
 
-def test_a_log_may_be_of_a_number_from_before_the_last_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_may_be_of_a_number_from_before_the_last_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Shard 0 notes a move down before it begins, and may die in between."""
     caplog.set_level(logging.INFO, "psserver")
-    settings: dict[str, Any] = {"bind": "127.0.0.1:0", "data_dir": tmp_path, "durability": "log", "job": "otter"}
+    settings: dict[str, Any] = {
+        "bind": "127.0.0.1:0",
+        "data_dir": tmp_path,
+        "durability": "log",
+        "job": "otter",
+    }
     first = Server(ServerConfig(shards=1, **settings))
     first.start()
     first.close()
@@ -49,49 +58,55 @@ def test_a_log_may_be_of_a_number_from_before_the_last_change(tmp_path: Path, ca
 
 
 def test_a_number_that_comes_back_is_not_of_the_past(tmp_path: Path) -> None:
-    layout = Layout(2, tmp_path)
+    layout = ShardCountFile(2, tmp_path)
     layout.change(3)
     layout.change(2)
     layout.change(2)
 
     assert (layout.shards, layout.past, layout.changes) == (2, {3}, 2)
-    assert Layout(3, tmp_path).shards == 2
+    assert ShardCountFile(3, tmp_path).shards == 2
 
 
 def test_a_job_without_a_past_forgets(tmp_path: Path) -> None:
-    Layout(2, tmp_path).change(3)
-    Layout(2, tmp_path).forget()
+    ShardCountFile(2, tmp_path).change(3)
+    ShardCountFile(2, tmp_path).forget()
 
-    assert Layout(2, tmp_path).shards == 2
+    assert ShardCountFile(2, tmp_path).shards == 2
 
 
 def test_who_takes_over_notes_down_what_its_predecessor_knew(tmp_path: Path) -> None:
-    before = Layout(2, None)
+    before = ShardCountFile(2, None)
     before.change(3)
 
-    layout = Layout(2, tmp_path)
+    layout = ShardCountFile(2, tmp_path)
     layout.take_over(before.noted, 1)
 
-    for found in (layout, Layout(2, tmp_path), Layout(3, tmp_path)):
+    for found in (layout, ShardCountFile(2, tmp_path), ShardCountFile(3, tmp_path)):
         assert (found.shards, found.past, found.changes) == (1, {2, 3}, 2)
 
 
 def test_the_coordinator_knows_of_a_move_before_its_shard_does() -> None:
-    """A primary that dies at once has told its standby of the decision, and not yet of the entry that follows."""
+    """A primary that dies at once has told its standby of the decision, and not yet of the entry
+    that follows.
+    """
     mirror = SimpleNamespace(
-        hello={"layout": Layout(3, None).noted},
+        hello={"layout": ShardCountFile(3, None).noted},
         replica=SimpleNamespace(shards=3),
         coordinator=SimpleNamespace(shards=1),
     )
     config = ServerConfig(shard=0, shards=3)
 
-    layout = Server._make_layout(SimpleNamespace(config=config, _inherited=SimpleNamespace(mirror=mirror)))  # type: ignore[arg-type]
+    layout = Server._make_layout(
+        SimpleNamespace(config=config, _inherited=SimpleNamespace(mirror=mirror))
+    )  # type: ignore[arg-type]
 
     assert (layout.shards, layout.past, layout.changes) == (1, {3}, 1)
 
 
-def test_who_takes_over_and_cannot_note_it_down_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    layout = Layout(2, tmp_path / "gone")
+def test_who_takes_over_and_cannot_note_it_down_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = ShardCountFile(2, tmp_path / "gone")
     layout.take_over({"shards": 3, "past": [2], "changes": 1}, 3)
 
     assert (layout.shards, layout.past, layout.changes) == (3, {2}, 1)
@@ -99,15 +114,17 @@ def test_who_takes_over_and_cannot_note_it_down_goes_on(tmp_path: Path, caplog: 
 
 
 def test_without_a_data_directory_it_lasts_as_long_as_the_process() -> None:
-    layout = Layout(2, None)
+    layout = ShardCountFile(2, None)
     layout.change(3)
 
-    assert (layout.shards, Layout(2, None).shards) == (3, 2)
+    assert (layout.shards, ShardCountFile(2, None).shards) == (3, 2)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"shards": "x", "past": [], "changes": 0})])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", json.dumps({"shards": "x", "past": [], "changes": 0})]
+)
 def test_a_file_that_says_nothing_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "layout").write_text(text)
 
     with pytest.raises(SnapshotError, match="how many servers"):
-        Layout(2, tmp_path)
+        ShardCountFile(2, tmp_path)

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import MismatchError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from psserver.core.batch_ledger import Loop
-from psserver.core.ledger import Ledger
+from pscommon.core.log_entries import BatchKey
+from psserver.core.data.data_ledger import DataLedger
+from psserver.core.data.map_loop import MapLoop
 
 
-def loop(total: int = 5) -> Loop:
-    return Loop(LoopSpec(0, size=total, batch_size=1))
+def loop(total: int = 5) -> MapLoop:
+    return MapLoop(LoopSpec(0, size=total, batch_size=1))
 
 
 def test_a_draw_deals_one_batch_to_each_whoever_asks_first() -> None:
@@ -29,9 +29,15 @@ def test_a_draw_deals_one_batch_to_each_whoever_asks_first() -> None:
 def test_whoever_asks_gets_the_next_where_there_is_no_barrier() -> None:
     data = loop()
 
-    assert [data.take(worker, received, 1, [worker]) for worker, received in ((1, 0), (1, 1), (2, 0), (1, 2))] == [
-        [0], [1], [2], [3],
-    ]  # fmt: skip
+    assert [
+        data.take(worker, received, 1, [worker])
+        for worker, received in ((1, 0), (1, 1), (2, 0), (1, 2))
+    ] == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:
@@ -44,7 +50,9 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
 
 
 def test_a_request_that_comes_late_takes_nothing() -> None:
-    """Its answer would be dropped, and what it was given would count as got with the next request."""
+    """Its answer would be dropped, and what it was given would count as got with the next
+    request.
+    """
     data = loop()
     data.take(1, 0, 1, [1])
     data.take(1, 1, 1, [1])
@@ -94,7 +102,7 @@ def test_batches_that_were_dealt_but_not_fetched_return_as_well() -> None:
 
 
 def test_going_on_to_the_next_loop_throws_unused_batches_away() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     first = ledger.open(1, LoopSpec(0, size=3, batch_size=1))
     first.take(1, 0, 2, [1])
     ledger.open(1, LoopSpec(1, size=3, batch_size=1))
@@ -103,7 +111,7 @@ def test_going_on_to_the_next_loop_throws_unused_batches_away() -> None:
 
 
 def test_what_was_dealt_and_not_sent_is_free_when_its_worker_goes_on() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     first = ledger.open(1, LoopSpec(0, size=4, batch_size=1))
     first.take(1, 0, 2, [1, 2])  # 0 and 2; 1 and 3 lie ready for worker 2
     ledger.open(2, LoopSpec(1, size=3, batch_size=1))
@@ -113,8 +121,10 @@ def test_what_was_dealt_and_not_sent_is_free_when_its_worker_goes_on() -> None:
 
 
 def test_a_loop_that_all_workers_have_left_is_over() -> None:
-    """What is left of one that was broken off is nothing for who comes later: a successor, or a run that is resumed."""
-    ledger, next_one = Ledger(), LoopSpec(1, size=3, batch_size=1)
+    """What is left of one that was broken off is nothing for who comes later: a successor, or a
+    run that is resumed.
+    """
+    ledger, next_one = DataLedger(), LoopSpec(1, size=3, batch_size=1)
     first = ledger.open(1, LoopSpec(0, size=4, batch_size=1), None, [1, 2])
     first.take(1, 0, 1, [1, 2])
     ledger.open(1, next_one, None, [1, 2])
@@ -125,20 +135,24 @@ def test_a_loop_that_all_workers_have_left_is_over() -> None:
     ledger.open(2, next_one, 1, [1, 2])
 
     assert (first.ended, first.done, ledger.open_loop) == (True, False, 1)
-    again = Ledger()
+    again = DataLedger()
     again.restore(ledger.state())
     assert again.loops[0].ended
 
 
-def test_loops_that_are_over_cost_pushes_and_workers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each push of a script with a loop for each epoch would take longer than the one before."""
-    ledger, asked = Ledger(), list[int]()
+def test_loops_that_are_over_cost_pushes_and_workers_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each push of a script with a loop for each epoch would take longer than the one
+    before.
+    """
+    ledger, asked = DataLedger(), list[int]()
     for number in range(50):
         loop = ledger.open(1, LoopSpec(number, size=2, batch_size=1), None, [1])
         loop.take(1, 0, 2, [1])
         ledger.commit(1, [BatchKey(number, 0)])  # the other one is left
     for name in ("settle", "lose", "leave", "transfer"):
-        monkeypatch.setattr(Loop, name, lambda loop, *_: asked.append(loop.spec.loop))
+        monkeypatch.setattr(MapLoop, name, lambda loop, *_: asked.append(loop.spec.loop))
     ledger.commit(1, [BatchKey(49, 1)])
     ledger.transfer(1, 2)
     ledger.give_back(2)
@@ -148,14 +162,17 @@ def test_loops_that_are_over_cost_pushes_and_workers_nothing(monkeypatch: pytest
 
 
 def test_a_loop_inside_another_leaves_that_one_as_it_is() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     outer = ledger.open(1, LoopSpec(0, size=6, batch_size=1))
     assert outer.take(1, 0, 2, [1, 2]) == [0, 2]
     inner = ledger.open(1, LoopSpec(1, size=3, batch_size=1), first_open=0)
     inner.take(1, 0, 1, [1, 2])
 
     assert (outer.leased, outer.dropped) == (4, 0)
-    assert outer.take(2, 0, 2, [1, 2]) == [1, 3]  # who is in the inner one has its share of the outer one all the same
+    assert outer.take(2, 0, 2, [1, 2]) == [
+        1,
+        3,
+    ]  # who is in the inner one has its share of the outer one all the same
     assert outer.take(2, 2, 1, [1, 2]) == [5]
     assert ledger.open(1, outer.spec).take(1, 2, 1, [1, 2]) == [4]
     ledger.open(1, LoopSpec(2, size=1, batch_size=1))
@@ -163,7 +180,7 @@ def test_a_loop_inside_another_leaves_that_one_as_it_is() -> None:
 
 
 def test_workers_that_describe_a_loop_differently_are_told() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     ledger.open(1, LoopSpec(0, size=3, batch_size=1))
 
     with pytest.raises(MismatchError, match="of the job: batch_size is 2 here and 1 there"):
@@ -171,7 +188,7 @@ def test_workers_that_describe_a_loop_differently_are_told() -> None:
 
 
 def test_another_order_of_a_sampler_names_it() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     mine = LoopSpec(1, size=3, batch_size=1, shuffle=False, order="0" * 32, sampler="RandomWalk")
     ledger.open(1, mine)
 
@@ -190,24 +207,26 @@ def test_another_order_of_a_sampler_names_it() -> None:
 
 def test_the_ledger_knows_which_loops_have_not_ended() -> None:
     """A script may leave out numbers: of loops that it made and never began."""
-    ledger = Ledger()
+    ledger = DataLedger()
     assert (ledger.known_loops, ledger.open_loops) == (0, [])
     for number in (1, 2, 5):
         ledger.open(1, LoopSpec(number, size=1, batch_size=1), None, [1])
 
     assert (ledger.known_loops, ledger.open_loops) == (6, [5])
 
-    again = Ledger()
+    again = DataLedger()
     again.restore(ledger.state())
     assert (again.known_loops, again.open_loops) == (6, [5])
 
 
 def test_a_ledger_with_samplers_is_brought_back() -> None:
-    ledger = Ledger()
-    mine = LoopSpec(0, size=3, batch_size=2, shuffle=False, order="0" * 32, sampler="Mine", batches=2)
+    ledger = DataLedger()
+    mine = LoopSpec(
+        0, size=3, batch_size=2, shuffle=False, order="0" * 32, sampler="Mine", batches=2
+    )
     ledger.open(1, mine).take(1, 0, 1, [1])
 
-    again = Ledger()
+    again = DataLedger()
     again.recover(ledger.state())
 
     assert again.loops[0].spec == mine
@@ -215,7 +234,7 @@ def test_a_ledger_with_samplers_is_brought_back() -> None:
 
 
 def test_a_restored_loop_hands_out_exactly_what_had_not_counted() -> None:
-    ledger, restored = Ledger(), Ledger()
+    ledger, restored = DataLedger(), DataLedger()
     data = ledger.open(1, LoopSpec(0, size=6, batch_size=1))
     data.take(1, 0, 4, [1])
     for number in (0, 1, 3):

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from pscommon.core.loop import LoopSpec
-from psserver.core.batch_ledger import Loop
-from psserver.core.draws import shares
+from pscommon.core.data_loop import LoopSpec
+from psserver.core.data.draw_groups import shares
+from psserver.core.data.map_loop import MapLoop
 
 
-def loop(size: int, units: int, epochs: int = 1) -> Loop:
-    data = Loop(LoopSpec(0, size=size, batch_size=1, epochs=epochs))
+def loop(size: int, units: int, epochs: int = 1) -> MapLoop:
+    data = MapLoop(LoopSpec(0, size=size, batch_size=1, epochs=epochs))
     data.units = units
     return data
 
@@ -19,7 +19,7 @@ def loop(size: int, units: int, epochs: int = 1) -> Loop:
 class Round:
     """Workers that fetch what is theirs of a draw, in any order, and commit it together."""
 
-    def __init__(self, data: Loop, workers: Sequence[int]) -> None:
+    def __init__(self, data: MapLoop, workers: Sequence[int]) -> None:
         self.data = data
         self.workers = list(workers)
         self.received = dict.fromkeys(workers, 0)
@@ -52,7 +52,11 @@ def test_shares_are_contiguous_and_as_even_as_can_be() -> None:
 
 def test_a_draw_is_shared_out_in_worker_order_whoever_asks_first() -> None:
     for order in ([1, 2, 3], [3, 1, 2], [2, 3, 1]):
-        assert Round(loop(9, units=7), [1, 2, 3]).fetch(order) == {1: [0, 1, 2], 2: [3, 4], 3: [5, 6]}
+        assert Round(loop(9, units=7), [1, 2, 3]).fetch(order) == {
+            1: [0, 1, 2],
+            2: [3, 4],
+            3: [5, 6],
+        }
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -66,7 +70,14 @@ def test_updates_take_the_same_batches_with_any_number_of_workers(workers: int) 
         updates.append([n for numbers in got.values() for n in numbers])
         round_.commit(got)
 
-    assert updates == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16, 17], [18, 19]]
+    assert updates == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+        [10, 11, 12, 13],
+        [14, 15, 16, 17],
+        [18, 19],
+    ]
 
 
 def test_each_batch_says_how_many_follow_in_its_push() -> None:
@@ -79,7 +90,9 @@ def test_each_batch_says_how_many_follow_in_its_push() -> None:
 
 
 def test_a_worker_without_a_share_sits_out_until_the_update_has_counted() -> None:
-    """Prefetching runs ahead of the updates, but nobody gets ahead of an update that it sits out."""
+    """Prefetching runs ahead of the updates, but nobody gets ahead of an update that it sits
+    out.
+    """
     data = loop(7, units=2)
     assert data.take(3, 0, 1, [1, 2, 3]) == []
     assert data.take(1, 0, 2, [1, 2, 3]) == [0, 2]
@@ -142,7 +155,9 @@ def test_nobody_waits_for_an_update_whose_holders_are_all_gone() -> None:
 
 
 def test_every_batch_counts_once_and_updates_are_whole_unless_somebody_was_lost() -> None:
-    """500 random jobs: any batches, units, workers, epochs, prefetch; workers are lost, replaced and join."""
+    """500 random jobs: any batches, units, workers, epochs, prefetch; workers are lost, replaced
+    and join.
+    """
     for seed in range(500):
         rng = random.Random(seed)
         data = loop(rng.randint(1, 25), units=rng.randint(1, 6), epochs=rng.randint(1, 3))
@@ -156,7 +171,7 @@ def test_every_batch_counts_once_and_updates_are_whole_unless_somebody_was_lost(
 class Job:
     """A sync job of workers that prefetch; each update closes over all that are not sitting out."""
 
-    def __init__(self, data: Loop, rng: random.Random) -> None:
+    def __init__(self, data: MapLoop, rng: random.Random) -> None:
         self.data = data
         self.rng = rng
         self.workers = list(range(1, rng.randint(1, 5) + 1))
@@ -170,7 +185,9 @@ class Job:
         received = self.received.get(worker, 0)
         numbers = self.data.take(worker, received, self.rng.randint(1, 3), self.workers)
         self.received[worker] = received + len(numbers)
-        self.hand.setdefault(worker, []).extend(zip(numbers, self.data.following(worker, numbers), strict=True))
+        self.hand.setdefault(worker, []).extend(
+            zip(numbers, self.data.following(worker, numbers), strict=True)
+        )
 
     def group(self, worker: int) -> list[int]:
         """What a worker pushes next: it asks until it has all of it; nothing: it sits out."""
@@ -184,7 +201,10 @@ class Job:
         return [number for number, _ in hand[:end]]
 
     def update(self) -> None:
-        groups = {worker: self.group(worker) for worker in self.rng.sample(self.workers, len(self.workers))}
+        groups = {
+            worker: self.group(worker)
+            for worker in self.rng.sample(self.workers, len(self.workers))
+        }
         # who could be woken by another's asking is not sitting out
         groups |= {worker: self.group(worker) for worker in self.workers if not groups[worker]}
         self.check([number for worker in self.workers for number in groups[worker]])
@@ -198,7 +218,9 @@ class Job:
         return None
 
     def check(self, numbers: list[int]) -> None:
-        """An update is one draw: so many batches, one epoch; fewer only at an epoch's end or after a loss."""
+        """An update is one draw: so many batches, one epoch; fewer only at an epoch's end or
+        after a loss.
+        """
         assert numbers
         spec = self.data.spec
         assert len({spec.epoch(number) for number in numbers}) == 1

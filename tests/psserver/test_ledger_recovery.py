@@ -5,21 +5,23 @@ from typing import Any
 
 import pytest
 
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from psserver.core.ledger import Ledger
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import BatchKey
+from psserver.core.data.data_ledger import DataLedger
 from tests.psserver.ledger_histories import LOOPS, History, Worker
 
 FIVE = LoopSpec(0, size=5, batch_size=1)
 
 
-def through_json(ledger: Ledger) -> list[dict[str, Any]]:
+def through_json(ledger: DataLedger) -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = json.loads(json.dumps(ledger.state()))
     return states
 
 
 def test_a_recovered_ledger_goes_on_exactly_as_the_one_that_died() -> None:
-    """2000 random histories, cut at a random place: every answer after it, and all of the state, are the same."""
+    """2000 random histories, cut at a random place: every answer after it, and all of the state,
+    are the same.
+    """
     for seed in range(2000):
         history = History(seed)
         for _ in range(history.rng.randint(0, 40)):
@@ -60,20 +62,26 @@ def finish(history: History) -> None:
 
 
 def test_what_is_restored_is_what_has_counted_and_nothing_else() -> None:
-    ledger, restored = Ledger(), Ledger()
+    ledger, restored = DataLedger(), DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 4, [1, 2])
     ledger.commit(1, [BatchKey(0, 2)])
     data.give_back(2)
     restored.restore(through_json(ledger))
 
-    assert (restored.loops[0].committed, restored.loops[0].leased, restored.loops[0].free) == (1, 0, 4)
+    assert (restored.loops[0].committed, restored.loops[0].leased, restored.loops[0].free) == (
+        1,
+        0,
+        4,
+    )
     assert restored.open(3, FIVE).take(3, 0, 9, [3]) == [0, 1, 3, 4]
 
 
 def test_an_heir_gets_what_the_dead_worker_had_once_more_in_the_same_order_and_first() -> None:
-    """Also what was dealt and not fetched, what came back to it, and what was sent but perhaps did not arrive."""
-    ledger = Ledger()
+    """Also what was dealt and not fetched, what came back to it, and what was sent but perhaps
+    did not arrive.
+    """
+    ledger = DataLedger()
     data = ledger.open(1, LoopSpec(0, size=9, batch_size=1))
     assert data.take(1, 0, 2, [1, 2]) == [0, 2]
     data.give_back(1, [0])
@@ -88,7 +96,7 @@ def test_an_heir_gets_what_the_dead_worker_had_once_more_in_the_same_order_and_f
 
 
 def test_an_heir_loses_no_answer() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 2, [1])
     ledger.transfer(1, 2)
@@ -99,7 +107,7 @@ def test_an_heir_loses_no_answer() -> None:
 
 
 def test_a_push_of_the_dead_worker_does_not_use_up_what_its_heir_has() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 1, [1])
     ledger.transfer(1, 2)
@@ -108,9 +116,13 @@ def test_a_push_of_the_dead_worker_does_not_use_up_what_its_heir_has() -> None:
     assert (data.committed, data.duplicates) == (0, 1)
 
 
-@pytest.mark.parametrize(("sizes", "first_open"), [([], 0), ([0], 1), ([1], 0), ([0, 1], 1), ([0, 0], 2)])
-def test_the_open_loop_is_the_first_with_data_that_has_not_counted(sizes: list[int], first_open: int) -> None:
-    ledger = Ledger()
+@pytest.mark.parametrize(
+    ("sizes", "first_open"), [([], 0), ([0], 1), ([1], 0), ([0, 1], 1), ([0, 0], 2)]
+)
+def test_the_open_loop_is_the_first_with_data_that_has_not_counted(
+    sizes: list[int], first_open: int
+) -> None:
+    ledger = DataLedger()
     for loop, size in enumerate(sizes):
         ledger.open(1, LoopSpec(loop, size=size, batch_size=1))
 
@@ -119,19 +131,23 @@ def test_the_open_loop_is_the_first_with_data_that_has_not_counted(sizes: list[i
 
 def test_what_a_worker_left_behind_is_no_duplicate_when_its_next_push_brings_it() -> None:
     """Gradient accumulation that goes on over the end of a loop."""
-    ledger = Ledger()
+    ledger = DataLedger()
     ledger.open(1, FIVE).take(1, 0, 5, [1])
     ledger.open(1, LoopSpec(1, size=5, batch_size=1)).take(1, 0, 1, [1])
     assert ledger.loops[0].dropped == 5
     ledger.commit(1, [BatchKey(0, 3), BatchKey(0, 4), BatchKey(1, 0)])
 
-    assert (ledger.loops[0].dropped, ledger.loops[0].committed, ledger.loops[0].duplicates) == (3, 5, 0)
+    assert (ledger.loops[0].dropped, ledger.loops[0].committed, ledger.loops[0].duplicates) == (
+        3,
+        5,
+        0,
+    )
     ledger.commit(1, [BatchKey(0, 0)])
     assert (ledger.loops[0].dropped, ledger.loops[0].duplicates) == (3, 1)
 
 
 def test_batches_that_count_without_being_their_workers_are_duplicates() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 2, [1])
     data.give_back(1, [0])
@@ -141,7 +157,7 @@ def test_batches_that_count_without_being_their_workers_are_duplicates() -> None
 
 
 def test_batches_of_a_push_that_never_counts_are_dropped_where_nobody_is_to_have_them() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     data = ledger.open(1, FIVE)
     data.take(1, 0, 3, [1])
     ledger.drop(1, [BatchKey(0, 1), BatchKey(0, 4)])

@@ -1,21 +1,23 @@
-"""Streams: sources of unknown length, each read by one worker at a time, each sample counted once."""
+"""Streams: sources of unknown length, each read by one worker at a time, each sample counted
+once.
+"""
 
 import json
 import random
 
 import pytest
 
-from pscommon.core.log import BatchKey
-from pscommon.core.stream import StreamSpec, spec_from_dict
-from psserver.core.ledger import Ledger
-from psserver.core.stream_ledger import Stream
+from pscommon.core.data_stream import StreamSpec, spec_from_dict
+from pscommon.core.log_entries import BatchKey
+from psserver.core.data.data_ledger import DataLedger
+from psserver.core.data.stream_loop import StreamLoop
 
 
-def stream(sources: int = 2, batch_size: int = 4, epochs: int = 1) -> Stream:
-    return Stream(StreamSpec(0, sources, batch_size, epochs))
+def stream(sources: int = 2, batch_size: int = 4, epochs: int = 1) -> StreamLoop:
+    return StreamLoop(StreamSpec(0, sources, batch_size, epochs))
 
 
-def places(data: Stream, numbers: list[int]) -> list[tuple[int, int]]:
+def places(data: StreamLoop, numbers: list[int]) -> list[tuple[int, int]]:
     return [(data.spec.source(number), data.spec.offset(number)) for number in numbers]
 
 
@@ -25,7 +27,11 @@ def test_a_number_stands_for_a_source_and_an_offset() -> None:
         for place in range(4):
             number = spec.number(lap, place)
             assert (spec.lap(number), spec.place(number)) == (lap, place)
-            assert (spec.epoch(number), spec.source(number), spec.offset(number)) == (lap // 3, lap % 3, place * 5)
+            assert (spec.epoch(number), spec.source(number), spec.offset(number)) == (
+                lap // 3,
+                lap % 3,
+                place * 5,
+            )
     assert spec_from_dict(spec.as_dict()) == spec
 
 
@@ -68,7 +74,7 @@ def test_what_was_dealt_behind_the_end_is_nobodys() -> None:
 
 
 def test_an_empty_source_is_done_when_its_reader_says_so() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     data = ledger.open(1, StreamSpec(0, sources=1, batch_size=4))
     (number,) = data.take(1, 0, 1, [1])
     ledger.put_back(1, [BatchKey(0, number, 0, True)])
@@ -79,7 +85,7 @@ def test_an_empty_source_is_done_when_its_reader_says_so() -> None:
 
 def test_the_last_batch_of_a_source_that_comes_back_is_dealt_again() -> None:
     """A stale push: that its source ends stays known, that it counts does not."""
-    ledger = Ledger()
+    ledger = DataLedger()
     data = ledger.open(1, StreamSpec(0, sources=1, batch_size=4))
     (number,) = data.take(1, 0, 1, [1])
     ledger.put_back(1, [BatchKey(0, number, 3, True)])
@@ -111,7 +117,7 @@ def test_a_lost_worker_between_two_batches_frees_its_source() -> None:
 
 
 def test_a_worker_that_went_on_to_the_next_loop_frees_its_source() -> None:
-    ledger = Ledger()
+    ledger = DataLedger()
     spec = StreamSpec(0, sources=1, batch_size=4)
     data = ledger.open(1, spec)
     ledger.commit(1, [BatchKey(0, *data.take(1, 0, 1, [1]), 4)])
@@ -122,7 +128,7 @@ def test_a_worker_that_went_on_to_the_next_loop_frees_its_source() -> None:
 
 
 def test_a_restored_stream_begins_each_source_where_it_had_counted() -> None:
-    ledger, restored = Ledger(), Ledger()
+    ledger, restored = DataLedger(), DataLedger()
     data = ledger.open(1, StreamSpec(0, sources=2, batch_size=4))
     numbers = data.take(1, 0, 3, [1])
     ledger.commit(1, [BatchKey(0, numbers[0], 4), BatchKey(0, numbers[2], 4)])
@@ -134,17 +140,20 @@ def test_a_restored_stream_begins_each_source_where_it_had_counted() -> None:
 
 
 class Readers:
-    """A job over a stream with workers that read, push, return, die, are replaced; a twin ledger answers alike.
+    """A job over a stream with workers that read, push, return, die, are replaced; a twin ledger
+    answers alike.
 
     samples: how often each (epoch, source, sample) has counted.
     """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.spec = StreamSpec(0, self.rng.randint(1, 4), self.rng.randint(1, 4), self.rng.randint(1, 2))
+        self.spec = StreamSpec(
+            0, self.rng.randint(1, 4), self.rng.randint(1, 4), self.rng.randint(1, 2)
+        )
         self.lengths = [self.rng.randint(0, 9) for _ in range(self.spec.sources)]
         self.barrier = self.rng.random() < 0.5
-        self.ledgers = [Ledger()]
+        self.ledgers = [DataLedger()]
         self.workers = list(range(1, self.rng.randint(1, 4) + 1))
         self.last = self.workers[-1]
         self.received: dict[int, int] = {}
@@ -157,13 +166,18 @@ class Readers:
         return loop is not None and loop.done
 
     def step(self) -> None:
-        act = self.rng.choices([self.read, self.push, self.put_back, self.die, self.replace], [6, 5, 0.7, 0.3, 0.3])[0]
+        act = self.rng.choices(
+            [self.read, self.push, self.put_back, self.die, self.replace], [6, 5, 0.7, 0.3, 0.3]
+        )[0]
         act(self.rng.choice(self.workers))
 
     def read(self, worker: int) -> None:
         received, count = self.received.get(worker, 0), self.rng.randint(1, 3)
         together = self.workers if self.barrier else [worker]
-        answers = [ledger.open(worker, self.spec).take(worker, received, count, together) for ledger in self.ledgers]
+        answers = [
+            ledger.open(worker, self.spec).take(worker, received, count, together)
+            for ledger in self.ledgers
+        ]
         assert all(answer == answers[0] for answer in answers)
         self.received[worker] = received + len(answers[0])
         for number in answers[0]:
@@ -174,9 +188,13 @@ class Readers:
                 self.each("put_back", worker, [key])
 
     def found(self, number: int) -> BatchKey:
-        """What there is to read in this batch; the reader looks one sample ahead, and so knows the end."""
+        """What there is to read in this batch; the reader looks one sample ahead, and so knows
+        the end.
+        """
         left = self.lengths[self.spec.source(number)] - self.spec.offset(number)
-        return BatchKey(0, number, max(0, min(left, self.spec.batch_size)), left <= self.spec.batch_size)
+        return BatchKey(
+            0, number, max(0, min(left, self.spec.batch_size)), left <= self.spec.batch_size
+        )
 
     def each(self, name: str, *args: object) -> None:
         for ledger in self.ledgers:
@@ -210,13 +228,15 @@ class Readers:
         self.die(worker)
 
     def recover(self) -> None:
-        twin = Ledger()
+        twin = DataLedger()
         twin.recover(json.loads(json.dumps(self.ledgers[0].state())))
         self.ledgers.append(twin)
 
 
 def test_every_sample_of_every_source_counts_once_whatever_dies() -> None:
-    """1500 random jobs, in sync and without a barrier, with a ledger recovered on the way that must go on alike."""
+    """1500 random jobs, in sync and without a barrier, with a ledger recovered on the way that
+    must go on alike.
+    """
     for seed in range(1500):
         job = Readers(seed)
         for _ in range(job.rng.randint(0, 20)):
@@ -227,7 +247,12 @@ def test_every_sample_of_every_source_counts_once_whatever_dies() -> None:
             job.step()
             steps += 1
             assert steps < 5000, seed
-        every = {(e, s, n) for e in range(job.spec.epochs) for s, size in enumerate(job.lengths) for n in range(size)}
+        every = {
+            (e, s, n)
+            for e in range(job.spec.epochs)
+            for s, size in enumerate(job.lengths)
+            for n in range(size)
+        }
 
         assert job.samples == dict.fromkeys(every, 1), seed
         assert job.ledgers[0].state() == job.ledgers[1].state()

@@ -1,20 +1,22 @@
-"""The ledger inside the coordinator: which data each update takes does not depend on who is quick."""
+"""The ledger inside the coordinator: which data each update takes does not depend on who is
+quick.
+"""
 
 import random
 
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.stream import StreamSpec
-from psserver.core.policy import policy
-from psserver.core.rules import Rules
+from pscommon.core.log_entries import BatchKey
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
 from tests.psserver.ledger_crews import Crew
 
 
-def rules(workers: int, global_batch: int | None = None, name: str = "sync") -> Rules:
-    return Rules(policy(name), min_workers=workers, global_batch=global_batch)
+def rules(workers: int, global_batch: int | None = None, name: str = "sync") -> JobRules:
+    return JobRules(policy(name), min_workers=workers, global_batch=global_batch)
 
 
 def numbers(update: list[list[BatchKey]]) -> list[int]:
@@ -22,10 +24,17 @@ def numbers(update: list[list[BatchKey]]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", range(1, 6))
-def test_updates_of_a_global_batch_are_the_same_with_any_number_of_workers_in_any_order(workers: int) -> None:
-    """60 schedules of workers that look ahead: 2 epochs of 11 batches of 2 samples, 8 samples an update."""
+def test_updates_of_a_global_batch_are_the_same_with_any_number_of_workers_in_any_order(
+    workers: int,
+) -> None:
+    """60 schedules of workers that look ahead: 2 epochs of 11 batches of 2 samples, 8 samples an
+    update.
+    """
     spec = LoopSpec(0, size=22, batch_size=2, epochs=2)
-    epochs = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]], [[11, 12, 13, 14], [15, 16, 17, 18], [19, 20, 21]]
+    epochs = (
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]],
+        [[11, 12, 13, 14], [15, 16, 17, 18], [19, 20, 21]],
+    )
     for seed in range(60):
         crew = Crew(rules(workers, global_batch=8), spec, workers, seed).run()
 
@@ -33,25 +42,35 @@ def test_updates_of_a_global_batch_are_the_same_with_any_number_of_workers_in_an
 
 
 def test_a_worker_lost_amid_an_update_costs_no_sample() -> None:
-    """200 schedules: what it had comes in later updates, before fresh batches, and each counts once."""
+    """200 schedules: what it had comes in later updates, before fresh batches, and each counts
+    once.
+    """
     for seed in range(200):
         rng = random.Random(seed)
         units, workers = rng.randint(1, 5), rng.randint(2, 4)
         spec = LoopSpec(0, size=rng.randint(1, 20), batch_size=1, epochs=2)
         crew = Crew(rules(workers, global_batch=units), spec, workers, seed)
         for _ in range(rng.randint(0, 60)):
-            crew.step(crew.rng.choice([worker for worker in crew.workers if not worker.at_end] or crew.workers))
+            crew.step(
+                crew.rng.choice(
+                    [worker for worker in crew.workers if not worker.at_end] or crew.workers
+                )
+            )
         crew.lose(rng.choice(crew.workers))
         crew.run()
 
-        assert sorted(n for update in crew.updates for n in numbers(update)) == list(range(spec.total)), seed
+        assert sorted(n for update in crew.updates for n in numbers(update)) == list(
+            range(spec.total)
+        ), seed
         assert all(len(numbers(update)) <= units for update in crew.updates)
 
 
 def test_a_batch_size_that_does_not_divide_the_global_batch_is_refused_with_the_remedy() -> None:
     crew = Crew(rules(1, global_batch=10), LoopSpec(0, size=9, batch_size=4), 1, seed=0)
 
-    with pytest.raises(InvalidRequestError, match=r"--global-batch 10 is not a multiple.*batch_size 4.*choose"):
+    with pytest.raises(
+        InvalidRequestError, match=r"--global-batch 10 is not a multiple.*batch_size 4.*choose"
+    ):
         crew.run()
 
 
@@ -71,10 +90,20 @@ def test_each_sample_of_a_stream_counts_once_in_every_policy(name: str) -> None:
         spec = StreamSpec(0, len(lengths), batch_size=rng.randint(1, 4), epochs=2)
         crew = Crew(rules(3, name=name), spec, 3, seed, lengths)
         for _ in range(rng.randint(0, 40)):
-            crew.step(crew.rng.choice([worker for worker in crew.workers if not worker.at_end] or crew.workers))
+            crew.step(
+                crew.rng.choice(
+                    [worker for worker in crew.workers if not worker.at_end] or crew.workers
+                )
+            )
         crew.lose(rng.choice(crew.workers))
         crew.run()
         keys = [key for update in crew.updates for batches in update for key in batches]
-        seen = [(spec.lap(key.number), spec.offset(key.number) + place) for key in keys for place in range(key.count)]
+        seen = [
+            (spec.lap(key.number), spec.offset(key.number) + place)
+            for key in keys
+            for place in range(key.count)
+        ]
 
-        assert sorted(seen) == [(lap, n) for lap in range(spec.laps) for n in range(lengths[lap % len(lengths)])], seed
+        assert sorted(seen) == [
+            (lap, n) for lap in range(spec.laps) for n in range(lengths[lap % len(lengths)])
+        ], seed

@@ -8,25 +8,35 @@ import pytest
 
 from pscommon.core.errors import MismatchError, UnreachableError
 from psproto.v1 import coordinator_pb2 as pb
-from psserver.core.cuts import PartReport
-from psserver.core.shard import Shard
-from psserver.identity import Identity
-from psserver.link import Link
-from psserver.traffic import Traffic
+from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.shard.state_machine import ShardMachine
+from psserver.process.identity import ServerIdentity
+from psserver.shard.coordinator_link import CoordinatorLink
+from psserver.transfer.transfer_stats import TransferStats
 
 
-def make_link(standby: Any = None, patience: float = 1.0) -> Link:
+def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
     """Of a shard that has nothing to tell but parts of snapshots, and how its standby is."""
-    engine = cast(Any, SimpleNamespace(make_report=Shard(1).report, traffic=Traffic(cast(Any, None))))
+    engine = cast(
+        Any,
+        SimpleNamespace(make_report=ShardMachine(1).report, traffic=TransferStats(cast(Any, None))),
+    )
     line = standby or SimpleNamespace(term=1, address="", state="none")
-    return Link(
-        Identity(1, 2, "here:1", "there:1"), engine, cast(Any, None), lambda: {"is": line.state}, patience, line
+    return CoordinatorLink(
+        ServerIdentity(1, 2, "here:1", "there:1"),
+        engine,
+        cast(Any, None),
+        lambda: {"is": line.state},
+        patience,
+        line,
     )
 
 
 def parts(requests: list[pb.LinkShardRequest]) -> list[int]:
     """The versions of the parts among these."""
-    return [request.snapshot_part.version for request in requests if request.HasField("snapshot_part")]
+    return [
+        request.snapshot_part.version for request in requests if request.HasField("snapshot_part")
+    ]
 
 
 def test_a_line_that_has_ended_takes_nothing_of_what_is_to_be_said() -> None:
@@ -70,7 +80,9 @@ def test_how_its_standby_is_is_said_at_once_and_the_rest_once_a_second() -> None
 
 
 def test_whose_bytes_have_moved_is_said_once() -> None:
-    """And with what is said once a second, not with each report: a step must not cost more for it."""
+    """And with what is said once a second, not with each report: a step must not cost more for
+    it.
+    """
     standby = SimpleNamespace(term=1, address="b1:1", state="0")
     link = make_link(standby)
     requests = link._requests(link._outbox)
@@ -91,7 +103,9 @@ def test_whose_bytes_have_moved_is_said_once() -> None:
 def test_bytes_are_told_with_the_seconds_since_they_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that counted from when it is told would be longer than a lease."""
     clock = SimpleNamespace(now=10.0)
-    monkeypatch.setattr("psserver.traffic.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "psserver.transfer.transfer_stats.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
     link = make_link()
     requests = link._requests(link._outbox)
     link._engine.traffic.asked(7)
@@ -135,7 +149,9 @@ def test_a_shard_that_nobody_tells_where_shard_0_is_says_so_and_gives_up(
 ) -> None:
     caplog.set_level(logging.INFO, "psserver")
     clock = SimpleNamespace(now=10.0)
-    monkeypatch.setattr("psserver.link.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "psserver.shard.coordinator_link.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
     link = make_link(patience=20.0)
 
     def nobody(seconds: float) -> str:

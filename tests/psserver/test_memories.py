@@ -1,4 +1,6 @@
-"""Memory of workers that a server has attached: the same bytes, the last offer only, and no longer than needed."""
+"""Memory of workers that a server has attached: the same bytes, the last offer only, and no
+longer than needed.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -8,15 +10,15 @@ import pytest
 import torch
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
-from pscommon.core.model import OptimizerSpec
-from pscommon.core.tape import Plan
-from pscommon.shared_memory import Offer, Region
-from pscommon.team import Team
-from pscommon.values import Lanes
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.core.partition import PartitionPlan
+from pscommon.settings.values import Lanes
+from pscommon.system.shared_memory import MemoryOffer, SharedRegion
+from pscommon.system.thread_team import ThreadTeam
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.memories import Memories
-from psserver.store import Store
-from psserver.stretch import VIEWS_KEPT, Stretch, Tape
+from psserver.parameters.partition import VIEWS_KEPT, ShardPartition, WorkerBuffer
+from psserver.parameters.store import ParameterStore
+from psserver.transfer.shared_buffers import AttachedBuffers
 from tests.psserver.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,19 +28,21 @@ TAPE = 512 + 64
 
 
 @pytest.fixture
-def memories() -> Memories:
-    return Memories("auto")
+def memories() -> AttachedBuffers:
+    return AttachedBuffers("auto")
 
 
 @pytest.fixture
-def region() -> Iterator[Region]:
-    region = Region(2 * TAPE)
+def region() -> Iterator[SharedRegion]:
+    region = SharedRegion(2 * TAPE)
     yield region
     region.hide()
 
 
-def asked(offer: Offer, worker: int = 1, memory: int = 1) -> pb.AttachMemoryRequest:
-    return pb.AttachMemoryRequest(worker=worker, memory=memory, name=offer.name, nbytes=offer.nbytes, token=offer.token)
+def asked(offer: MemoryOffer, worker: int = 1, memory: int = 1) -> pb.AttachMemoryRequest:
+    return pb.AttachMemoryRequest(
+        worker=worker, memory=memory, name=offer.name, nbytes=offer.nbytes, token=offer.token
+    )
 
 
 def header(worker: int = 1, memory: int = 1) -> pb.PushPullHeader:
@@ -51,7 +55,7 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("/paramserver-")
 
 
-def test_both_sides_see_the_same_bytes(memories: Memories, region: Region) -> None:
+def test_both_sides_see_the_same_bytes(memories: AttachedBuffers, region: SharedRegion) -> None:
     region.memory[:3] = b"abc"
     assert memories.attach(asked(region.share())) == ""
     tapes = memories.tapes(header())
@@ -63,8 +67,8 @@ def test_both_sides_see_the_same_bytes(memories: Memories, region: Region) -> No
     assert (tapes.number, len(tapes.gradients.whole), len(tapes.weights.whole)) == (1, TAPE, TAPE)
 
 
-def test_a_server_without_the_lane_says_so(region: Region) -> None:
-    memories = Memories("grpc")
+def test_a_server_without_the_lane_says_so(region: SharedRegion) -> None:
+    memories = AttachedBuffers("grpc")
 
     assert "--lanes grpc" in memories.attach(asked(region.share()))
     with pytest.raises(UnreachableError):
@@ -72,22 +76,26 @@ def test_a_server_without_the_lane_says_so(region: Region) -> None:
 
 
 @pytest.mark.parametrize(("lanes", "allowed"), [("grpc", True), ("auto", True), ("shm", False)])
-def test_a_server_for_shared_memory_takes_no_push_over_the_network(lanes: Lanes, allowed: bool) -> None:
+def test_a_server_for_shared_memory_takes_no_push_over_the_network(
+    lanes: Lanes, allowed: bool
+) -> None:
     if allowed:
-        Memories(lanes).check_wire()
+        AttachedBuffers(lanes).check_wire()
         return
     with pytest.raises(InvalidRequestError, match="runs with --lanes shm"):
-        Memories(lanes).check_wire()
+        AttachedBuffers(lanes).check_wire()
 
 
 @pytest.mark.parametrize("spoiled", ["name", "token", "nbytes"])
-def test_what_cannot_be_attached_leaves_the_former_offer(memories: Memories, region: Region, spoiled: str) -> None:
+def test_what_cannot_be_attached_leaves_the_former_offer(
+    memories: AttachedBuffers, region: SharedRegion, spoiled: str
+) -> None:
     offer = region.share()
     assert memories.attach(asked(offer)) == ""
     other: dict[str, pb.AttachMemoryRequest] = {
-        "name": asked(Offer("paramserver-" + "0" * 32, offer.token, offer.nbytes), memory=2),
-        "token": asked(Offer(offer.name, bytes(32), offer.nbytes), memory=2),
-        "nbytes": asked(Offer(offer.name, offer.token, offer.nbytes * 2), memory=2),
+        "name": asked(MemoryOffer("paramserver-" + "0" * 32, offer.token, offer.nbytes), memory=2),
+        "token": asked(MemoryOffer(offer.name, bytes(32), offer.nbytes), memory=2),
+        "nbytes": asked(MemoryOffer(offer.name, offer.token, offer.nbytes * 2), memory=2),
     }
 
     assert offer.name in memories.attach(other[spoiled]) or spoiled == "name"
@@ -96,7 +104,9 @@ def test_what_cannot_be_attached_leaves_the_former_offer(memories: Memories, reg
         memories.tapes(header(memory=2))
 
 
-def test_only_the_last_offer_of_a_worker_stands(memories: Memories, region: Region) -> None:
+def test_only_the_last_offer_of_a_worker_stands(
+    memories: AttachedBuffers, region: SharedRegion
+) -> None:
     for number in (1, 2):
         assert memories.attach(asked(region.share(), memory=number)) == ""
     memories.tapes(header(memory=2)).weights.whole[0] = 9
@@ -108,7 +118,9 @@ def test_only_the_last_offer_of_a_worker_stands(memories: Memories, region: Regi
         assert caught.value.reason == "NOT_ATTACHED"
 
 
-def test_a_dropped_worker_has_no_memory_here(memories: Memories, region: Region) -> None:
+def test_a_dropped_worker_has_no_memory_here(
+    memories: AttachedBuffers, region: SharedRegion
+) -> None:
     before = mapped()
     assert memories.attach(asked(region.share())) == ""
     held = memories.tapes(header()).gradients
@@ -124,8 +136,8 @@ def test_a_dropped_worker_has_no_memory_here(memories: Memories, region: Region)
         memories.tapes(header())
 
 
-def test_a_model_without_bytes_can_be_attached(memories: Memories) -> None:
-    region = Region(0)
+def test_a_model_without_bytes_can_be_attached(memories: AttachedBuffers) -> None:
+    region = SharedRegion(0)
     assert memories.attach(asked(region.share())) == ""
     tapes = memories.tapes(header())
     region.hide()
@@ -134,7 +146,10 @@ def test_a_model_without_bytes_can_be_attached(memories: Memories) -> None:
 
 
 def test_ranges_and_views_of_a_tape_are_made_once_for_each_model() -> None:
-    tape, stretch, other = Tape(torch.zeros(TAPE, dtype=torch.uint8)), *(Stretch(Plan(SPEC, 1), 0) for _ in range(2))
+    tape, stretch, other = (
+        WorkerBuffer(torch.zeros(TAPE, dtype=torch.uint8)),
+        *(ShardPartition(PartitionPlan(SPEC, 1), 0) for _ in range(2)),
+    )
     memory = tape.of(stretch)
     view = stretch.view(memory, torch.float32, 0, 64)
 
@@ -152,10 +167,12 @@ def test_a_tape_of_another_model_is_refused(length: int) -> None:
     store, tape = begun(SPEC).stores[0], torch.zeros(length, dtype=torch.uint8)
     assert store.step_nbytes == TAPE
 
-    with pytest.raises(InvalidRequestError, match=f"a tape of this model is {TAPE} bytes, not {length}"):
-        store.staging_on(Tape(tape), [])
+    with pytest.raises(
+        InvalidRequestError, match=f"a tape of this model is {TAPE} bytes, not {length}"
+    ):
+        store.staging_on(WorkerBuffer(tape), [])
     with pytest.raises(InvalidRequestError):
-        store.copy_to(Tape(tape))
+        store.copy_to(WorkerBuffer(tape))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -165,13 +182,17 @@ def test_pushes_and_pulls_on_tapes_are_those_of_the_wire(shards: int) -> None:
         push = noise(SPEC, update, roles=("trainable", "buffer"))
         over_wire.step(push)
         tape = tape_of(over_wire.plan.starts, push)
-        on_tapes.apply([[store.staging_on(Tape(tape), []) for store in on_tapes.stores]], [1])
+        on_tapes.apply(
+            [[store.staging_on(WorkerBuffer(tape), []) for store in on_tapes.stores]], [1]
+        )
     pulled = torch.zeros(TAPE, dtype=torch.uint8)
-    sizes = [store.copy_to(Tape(pulled)) for store in on_tapes.stores]
+    sizes = [store.copy_to(WorkerBuffer(pulled)) for store in on_tapes.stores]
 
     assert sum(sizes) == TAPE
     weights = over_wire.weights()
-    assert torch.equal(without_padding(pulled), without_padding(tape_of(over_wire.plan.starts, weights)))
+    assert torch.equal(
+        without_padding(pulled), without_padding(tape_of(over_wire.plan.starts, weights))
+    )
 
 
 def tape_of(starts: tuple[int, ...], values: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -194,28 +215,37 @@ OPTIMIZERS = {
 
 
 def test_a_team_sees_and_copies_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pscommon.team.PART_BYTES", 64)
-    store = Shards(SPEC, 1, Team(3)).stores[0]
+    monkeypatch.setattr("pscommon.system.thread_team.PART_BYTES", 64)
+    store = Shards(SPEC, 1, ThreadTeam(3)).stores[0]
     for place in range(107):
         tape = torch.zeros(TAPE // 4)
-        tape[place if place < 100 else place + 12] = float("nan")  # after the first tensor comes padding
-        assert store.find_non_finite(store.staging_on(Tape(tape.view(torch.uint8)), [])) == f"t{int(place >= 100)}"
+        tape[place if place < 100 else place + 12] = float(
+            "nan"
+        )  # after the first tensor comes padding
+        assert (
+            store.find_non_finite(store.staging_on(WorkerBuffer(tape.view(torch.uint8)), []))
+            == f"t{int(place >= 100)}"
+        )
     push, pulled = (torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(2))
-    store.begin(store.staging_on(Tape(push), [], initial=True))
-    assert store.copy_to(Tape(pulled)) == TAPE
+    store.begin(store.staging_on(WorkerBuffer(push), [], initial=True))
+    assert store.copy_to(WorkerBuffer(pulled)) == TAPE
     assert torch.equal(pulled, push)
 
 
 @pytest.mark.parametrize("pushes", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_never_writes_to_a_workers_gradients(name: str, pushes: int) -> None:
-    spec = model(((100,), "float32"), ((7,), "float32"), ((5,), "float32", "buffer"),
-                 optimizer=OptimizerSpec(name, (OPTIMIZERS[name],)))  # fmt: skip
-    store: Store = begun(spec).stores[0]
+    spec = model(
+        ((100,), "float32"),
+        ((7,), "float32"),
+        ((5,), "float32", "buffer"),
+        optimizer=OptimizerSettings(name, (OPTIMIZERS[name],)),
+    )
+    store: ParameterStore = begun(spec).stores[0]
     tapes = [torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(pushes)]
     before = [tape.clone() for tape in tapes]
     for _ in range(3):
-        stagings = [store.staging_on(Tape(tape), []) for tape in tapes]
+        stagings = [store.staging_on(WorkerBuffer(tape), []) for tape in tapes]
         store.apply(stagings, [1] * pushes)
         for staging in stagings:
             store.release(staging)

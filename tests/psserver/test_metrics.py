@@ -8,8 +8,8 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pscommon.monitor import new_registry
-from psserver.metrics import MAX_WORKERS, SNAPSHOT_FAILURES, ServerMetrics
+from pscommon.telemetry.http import new_registry
+from psserver.process.metrics import MAX_WORKERS, SNAPSHOT_FAILURES, ServerMetrics
 
 
 @pytest.fixture
@@ -28,16 +28,26 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 def workers_of(registry: CollectorRegistry, name: str = "ps_worker_clock") -> set[str]:
     return {
-        sample.labels["worker"] for family in registry.collect() for sample in family.samples if sample.name == name
+        sample.labels["worker"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == name
     }
 
 
-def test_everything_countable_starts_at_zero(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+def test_everything_countable_starts_at_zero(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
     """A rate over a counter that only appears with its first event would miss that event."""
-    counters = [("ps_pushes_total", "outcome", outcome) for outcome in ("applied", "duplicate", "stale", "rejected")]
+    counters = [
+        ("ps_pushes_total", "outcome", outcome)
+        for outcome in ("applied", "duplicate", "stale", "rejected")
+    ]
     counters += [("ps_snapshot_failures_total", "reason", reason) for reason in SNAPSHOT_FAILURES]
 
-    assert [value(registry, name, **{label: text}) for name, label, text in counters] == [0.0] * len(counters)
+    assert [value(registry, name, **{label: text}) for name, label, text in counters] == [
+        0.0
+    ] * len(counters)
     assert value(registry, "ps_bytes_received_total") == 0
     assert value(registry, "ps_push_apply_seconds_count") == 0
 
@@ -49,7 +59,9 @@ def test_info(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
 
     text = generate_latest(registry).decode()
 
-    assert re.findall(r"^ps_shard_info\{(.*)\} 1\.0$", text, re.M) == ['job="otter",policy="ssp",shard="1",shards="2"']
+    assert re.findall(r"^ps_shard_info\{(.*)\} 1\.0$", text, re.M) == [
+        'job="otter",policy="ssp",shard="1",shards="2"'
+    ]
     assert re.search(r'^ps_build_info\{.*version="0\.1\.0".*\} 1\.0$', text, re.M)
 
 
@@ -109,7 +121,9 @@ def test_workers_by_state(registry: CollectorRegistry, metrics: ServerMetrics) -
     assert value(registry, "ps_workers", state="joined") == 0
 
 
-def test_a_worker_has_series_until_it_is_gone(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+def test_a_worker_has_series_until_it_is_gone(
+    registry: CollectorRegistry, metrics: ServerMetrics
+) -> None:
     """Clock and time of the last push; both end, and a second or unknown gone() is harmless."""
     before = time.time()
     metrics.worker(12, clock=4, pushed=True)
@@ -123,11 +137,17 @@ def test_a_worker_has_series_until_it_is_gone(registry: CollectorRegistry, metri
     metrics.gone(12)
     metrics.gone(99)
 
-    assert workers_of(registry) == workers_of(registry, "ps_worker_last_push_timestamp_seconds") == set()
+    assert (
+        workers_of(registry)
+        == workers_of(registry, "ps_worker_last_push_timestamp_seconds")
+        == set()
+    )
 
 
 def test_worker_series_are_bounded(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Beyond the bound they share one; it ends with the last of them; a free place goes to the next that pushes."""
+    """Beyond the bound they share one; it ends with the last of them; a free place goes to the
+    next that pushes.
+    """
     for worker in range(MAX_WORKERS + 2):
         metrics.worker(worker, clock=worker, pushed=True)
 
@@ -192,8 +212,15 @@ def test_shards_in_one_process_do_not_mix() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_names_follow_the_conventions(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    """Prometheus' own linter finds nothing to say about our names (python_* and process_* are its client's)."""
-    text = "\n".join(line for line in generate_latest(registry).decode().splitlines() if "ps_" in line) + "\n"
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=20)
+    """Prometheus' own linter finds nothing to say about our names (python_* and process_* are
+    its client's).
+    """
+    text = (
+        "\n".join(line for line in generate_latest(registry).decode().splitlines() if "ps_" in line)
+        + "\n"
+    )
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=20
+    )
 
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

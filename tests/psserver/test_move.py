@@ -1,27 +1,31 @@
-"""The coordinator in a move to another number of shards, request by request. Histories with faults are tests/sim."""
+"""The coordinator in a move to another number of shards, request by request. Histories with
+faults are tests/sim.
+"""
 
 import json
 
 import pytest
 
-from pscommon.core.log import Cut, PushKey, Report, Reshard, Staged
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.cuts import Every, PartReport
-from psserver.core.following import Way, way_for
-from psserver.core.policy import policy
-from psserver.core.recorder import Recorder
-from psserver.core.rules import Rules
-from psserver.core.shard import NO_LOG
+from pscommon.core.log_entries import Cut, PushKey, Reshard, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.recorder import Recorder
+from psserver.core.job.catch_up import CatchUp, way_for
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
+from psserver.core.shard.state_machine import NO_LOG
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
 class Job:
     """Two shards, one worker (number 1) whose first push has counted."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder(Coordinator(2, Rules(policy("async"), 1, 5.0, Every())))
+        self.recorder = Recorder(
+            CoordinatorMachine(2, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
+        )
         self.machine.join(0.0, None, "host", 1, "cpu")
         self.machine.register(1, MODEL, 0.0)
         self.report(0, 1, seqs=[0])
@@ -30,17 +34,23 @@ class Job:
         assert self.machine.version == 1
 
     @property
-    def machine(self) -> Coordinator:
+    def machine(self) -> CoordinatorMachine:
         return self.recorder.coordinator
 
     def report(
-        self, *shards: int, seqs: list[int] | None = None, index: int | None = None, moving: bool = False
+        self,
+        *shards: int,
+        seqs: list[int] | None = None,
+        index: int | None = None,
+        moving: bool = False,
     ) -> None:
-        """These shards say what they hold, and that they stand where the log ends, or at `index`."""
+        """These shards say what they hold, and that they stand where the log ends, or at
+        `index`.
+        """
         staged = tuple(Staged(PushKey(1, seq), 1, 0) for seq in seqs or [])
         for shard in shards:
             at = self.machine.log.index if index is None else index
-            self.recorder.report(Report(shard, 0, at, staged, moving=moving), 0.0)
+            self.recorder.report(ShardReport(shard, 0, at, staged, moving=moving), 0.0)
 
 
 def test_what_is_staged_is_void_and_counts_once_it_has_come_again() -> None:
@@ -80,19 +90,23 @@ def test_pushes_wait_until_all_hold_their_new_part_and_the_snapshot_is_written()
     assert job.machine.version == 2
 
 
-def test_there_is_one_move_at_a_time_and_none_before_all_follow_or_while_a_snapshot_is_written() -> None:
+def test_there_is_one_move_at_a_time_and_none_before_all_follow_or_while_a_snapshot_is_written() -> (
+    None
+):
     job = Job()
     job.recorder.cut(0.0)
     assert not job.recorder.do("reshard", 0.0, shards=3, keeps=True)
     for shard in (0, 1):
-        job.recorder.do("part", 0.0, shard=shard, part=PartReport(1, job.machine.log.index, "f", 1, "s"))
+        job.recorder.do(
+            "part", 0.0, shard=shard, part=PartReport(1, job.machine.log.index, "f", 1, "s")
+        )
     job.recorder.do("filed", 0.0)
     assert not job.recorder.do("reshard", 0.0, shards=2, keeps=True)
     assert job.recorder.do("reshard", 0.0, shards=3, keeps=True)
     assert not job.recorder.do("reshard", 0.0, shards=1, keeps=True)
-    assert not Recorder(Coordinator(2, Rules(policy("async"), 1, 5.0, Every()))).do(
-        "reshard", 0.0, shards=3, keeps=True
-    )
+    assert not Recorder(
+        CoordinatorMachine(2, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
+    ).do("reshard", 0.0, shards=3, keeps=True)
 
 
 def test_a_shard_that_dies_in_a_move_has_to_move_again() -> None:
@@ -110,14 +124,14 @@ def test_who_is_new_in_a_move_adopts_and_who_waits_in_vain_goes_back() -> None:
     job = Job()
     job.recorder.do("reshard", 0.0, shards=3, keeps=False)
     blank, moving = (
-        Report(2, NO_LOG, 0, ()),
-        Report(0, 0, job.machine.log.index, (), 0, job.machine.log.digest, moving=True),
+        ShardReport(2, NO_LOG, 0, ()),
+        ShardReport(0, 0, job.machine.log.index, (), 0, job.machine.log.digest, moving=True),
     )
 
-    assert way_for(job.machine, blank, True, can_recover=True, restores=False) is Way.ADOPT
-    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is Way.FOLLOW
+    assert way_for(job.machine, blank, True, can_recover=True, restores=False) is CatchUp.ADOPT
+    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is CatchUp.FOLLOW
     job.report(0, 1, 2)
-    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is Way.GO_BACK
+    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is CatchUp.GO_BACK
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -129,7 +143,7 @@ def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_move(is_ov
     job.report(0)
     assert job.machine.cuts.cutting is not None
 
-    again = Coordinator(1, Rules(policy("async"), 1, 5.0, Every()))
+    again = CoordinatorMachine(1, JobRules(policy("async"), 1, 5.0, SnapshotInterval()))
     whole = json.loads(json.dumps(job.machine.whole()))
     again.become(whole, MODEL, 0.0, job.machine.log.index if is_over else before)
     assert again.move is not None
@@ -139,7 +153,9 @@ def test_a_recovered_coordinator_knows_whether_its_snapshot_ended_the_move(is_ov
 
 
 def test_a_shard_whose_process_is_new_may_be_behind_what_the_one_before_it_said() -> None:
-    """A standby that lags took over: entries that it lacks are kept, though all have said that they have them."""
+    """A standby that lags took over: entries that it lacks are kept, though all have said that
+    they have them.
+    """
     job = Job()
     before = job.machine.log.index
     job.report(0, 1, seqs=[2])

@@ -1,4 +1,6 @@
-"""The norm of a round's average: what torch would find, with the same bits for any number of threads."""
+"""The norm of a round's average: what torch would find, with the same bits for any number of
+threads.
+"""
 
 import math
 
@@ -6,32 +8,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from pscommon.core.log import PushKey, Staged
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.team import ALONE, Team
-from psserver import norms
-from psserver.core.rules import ANY, Fitness
-from psserver.fitness import examined
+from pscommon.core.log_entries import PushKey, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.system.thread_team import ALONE, ThreadTeam
+from psserver.core.job.settings import ANY, GradientRules
+from psserver.parameters import gradient_norms as norms
+from psserver.parameters.gradient_check import examined
 from tests.psserver.stores import Shards
 
 TENSORS = {"w": (700, 1000), "odd": (3,), "h": (5, 33), "last": (1,)}
 SAMPLES = (16, 5)
-NORMS = Fitness(norms=True)
+NORMS = GradientRules(norms=True)
 
 
 def spec(dtype: str = "float32") -> ModelSpec:
     tensors = [TensorSpec(name, shape, dtype) for name, shape in TENSORS.items()]
-    return ModelSpec((*tensors, TensorSpec("mean", (7,), "float32", "buffer")), OptimizerSpec("sgd", ({"lr": 1.0},)))
+    return ModelSpec(
+        (*tensors, TensorSpec("mean", (7,), "float32", "buffer")),
+        OptimizerSettings("sgd", ({"lr": 1.0},)),
+    )
 
 
 def push(seed: int, dtype: torch.dtype = torch.float32, without: str = "") -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    drawn = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in TENSORS.items()}
+    drawn = {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in TENSORS.items()
+    }
     drawn.pop(without, None)
     return drawn | {"mean": torch.full((7,), 1e6)}
 
 
-def square_norm(shards: Shards, *pushes: dict[str, Tensor], scales: tuple[float, ...] = ()) -> float:
+def square_norm(
+    shards: Shards, *pushes: dict[str, Tensor], scales: tuple[float, ...] = ()
+) -> float:
     staged = [shards.stage(each) for each in pushes]
     samples = SAMPLES[: len(pushes)]
     return sum(
@@ -57,21 +66,28 @@ def test_it_is_the_norm_of_the_weighted_mean_without_padding_and_buffers(shards:
     job, pushes = Shards(spec(), shards), (push(1), push(2, without="h"))
 
     assert square_norm(job, *pushes) == pytest.approx(expected(*pushes), rel=1e-6)
-    assert square_norm(job, *pushes, scales=(0.5, 1.0)) == pytest.approx(expected(*pushes, scales=(0.5, 1.0)), rel=1e-6)
+    assert square_norm(job, *pushes, scales=(0.5, 1.0)) == pytest.approx(
+        expected(*pushes, scales=(0.5, 1.0)), rel=1e-6
+    )
     assert square_norm(job, pushes[0]) == pytest.approx(expected(pushes[0]), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 def test_any_floating_dtype(dtype: str) -> None:
-    job, pushes = Shards(spec(dtype), 2), (push(1, getattr(torch, dtype)), push(2, getattr(torch, dtype)))
+    job, pushes = (
+        Shards(spec(dtype), 2),
+        (push(1, getattr(torch, dtype)), push(2, getattr(torch, dtype))),
+    )
 
-    assert square_norm(job, *pushes) == pytest.approx(expected(*pushes), rel=1e-12 if dtype == "float64" else 1e-3)
+    assert square_norm(job, *pushes) == pytest.approx(
+        expected(*pushes), rel=1e-12 if dtype == "float64" else 1e-3
+    )
 
 
 def test_the_same_bits_for_any_number_of_threads() -> None:
     """Of the servers' own team and of torch, whose sums of many elements depend on its threads."""
     before, found = torch.get_num_threads(), set()
-    for team in (ALONE, Team(2), Team(3)):
+    for team in (ALONE, ThreadTeam(2), ThreadTeam(3)):
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             found.add(square_norm(Shards(spec(), 1, team), push(1), push(2)))
@@ -95,17 +111,28 @@ def test_nothing_of_the_pushes_changes() -> None:
 
 
 def test_a_pushs_own_norm_is_looked_at_where_updates_are_of_one_push() -> None:
-    """In a round of several, that of their average is measured instead. --max-norm needs each in any case."""
-    clipped = ModelSpec(spec().tensors, OptimizerSpec("sgd", ({"lr": 1.0},), clip_norm=1.0))
+    """In a round of several, that of their average is measured instead. --max-norm needs each in
+    any case.
+    """
+    clipped = ModelSpec(spec().tensors, OptimizerSettings("sgd", ({"lr": 1.0},), clip_norm=1.0))
     job, found = Shards(clipped, 1), []
     job.begin(push(0))
     for update in ([push(1)], [push(1), push(2)], [push(1)]):
         (staging,) = job.stage(push(3))
-        found.append([examined(Staged(PushKey(1, 1), 1, 0), staging, job.stores[0], each) for each in (ANY, NORMS)])
+        found.append(
+            [
+                examined(Staged(PushKey(1, 1), 1, 0), staging, job.stores[0], each)
+                for each in (ANY, NORMS)
+            ]
+        )
         job.step(*update)
 
     own = square_norm(job, push(3))
-    assert [[each.square_norm for each in both] for both in found] == [[own, own], [own, own], [0.0, own]]
+    assert [[each.square_norm for each in both] for both in found] == [
+        [own, own],
+        [own, own],
+        [0.0, own],
+    ]
 
 
 def test_a_sum_that_is_too_large_for_float64_is_infinite() -> None:

@@ -5,18 +5,18 @@ import logging
 import pytest
 
 from pscommon.core.errors import QUARANTINED
-from pscommon.core.log import Evict, PushKey, Reject
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import policy
-from psserver.core.rules import Rules
-from psserver.notices import RefusalNotice, WaitNotice
+from pscommon.core.log_entries import Evict, PushKey, Reject
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.monitoring.wait_notices import RefusalNotice, WaitNotice
 
 WHOM = "worker 2, silent for 3.0 s"
 
 
 @pytest.fixture
-def coordinator() -> Coordinator:
-    return Coordinator(1, Rules(policy("sync")))
+def coordinator() -> CoordinatorMachine:
+    return CoordinatorMachine(1, JobRules(policy("sync")))
 
 
 def seconds_of(caplog: pytest.LogCaptureFixture) -> list[tuple[int, float]]:
@@ -25,7 +25,7 @@ def seconds_of(caplog: pytest.LogCaptureFixture) -> list[tuple[int, float]]:
 
 
 def test_a_wait_is_said_before_ten_seconds_and_again(
-    coordinator: Coordinator, caplog: pytest.LogCaptureFixture
+    coordinator: CoordinatorMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "psserver")
     notice = WaitNotice(100.0)
@@ -36,7 +36,9 @@ def test_a_wait_is_said_before_ten_seconds_and_again(
     assert caplog.records[0].__dict__["waiting_for"] == WHOM
 
 
-def test_another_step_or_nobody_begins_anew(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_step_or_nobody_begins_anew(
+    coordinator: CoordinatorMachine, caplog: pytest.LogCaptureFixture
+) -> None:
     """A job that is slow but moves says nothing."""
     caplog.set_level(logging.INFO, "psserver")
     notice = WaitNotice(100.0)
@@ -62,9 +64,14 @@ def test_a_push_that_is_refused_is_named_once_a_second_and_a_quarantine_always(
     refused(3, 10.6)
     refused(4, 10.7, "STALE")
     refused(5, 11.1)
-    notice.look([Evict(6, 7, f"{QUARANTINED} after 3 bad gradients"), Evict(7, 8, "it left the job")], 11.2)
+    notice.look(
+        [Evict(6, 7, f"{QUARANTINED} after 3 bad gradients"), Evict(7, 8, "it left the job")], 11.2
+    )
 
-    said = [(r.levelname, r.message, r.__dict__["worker"], r.__dict__.get("unsaid")) for r in caplog.records]
+    said = [
+        (r.levelname, r.message, r.__dict__["worker"], r.__dict__.get("unsaid"))
+        for r in caplog.records
+    ]
     assert said == [
         ("WARNING", "a push is refused", 7, 0),
         ("WARNING", "a push is refused", 7, 2),

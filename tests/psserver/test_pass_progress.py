@@ -4,19 +4,19 @@ from typing import Any
 
 import pytest
 
-from pscommon.core.loop import LoopSpec
-from pscommon.core.stream import Spec, StreamSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import policy
-from psserver.core.rules import Rules
-from psserver.pass_progress import WINDOW_SECONDS, PassProgress
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import Spec, StreamSpec
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.monitoring.pass_progress import WINDOW_SECONDS, PassProgress
 
 
 class Training:
     """One worker that counts batches of loops, and a clock."""
 
     def __init__(self) -> None:
-        self.coordinator = Coordinator(1, Rules(policy("async")))
+        self.coordinator = CoordinatorMachine(1, JobRules(policy("async")))
         self.progress = PassProgress()
         self.now = 1000.0
         self.look()
@@ -44,7 +44,9 @@ class Training:
 
     @property
     def line(self) -> tuple[Any, ...]:
-        return tuple(self.told[key] for key in ("loop", "pass", "passes", "percent", "remaining_seconds"))
+        return tuple(
+            self.told[key] for key in ("loop", "pass", "passes", "percent", "remaining_seconds")
+        )
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def test_the_speed_is_that_of_the_last_seconds(training: Training) -> None:
 
 def test_after_a_rollback_it_begins_again(training: Training) -> None:
     training.count(LoopSpec(0, size=100, batch_size=10), 4)
-    training.coordinator = Coordinator(1, Rules(policy("async")))
+    training.coordinator = CoordinatorMachine(1, JobRules(policy("async")))
     assert training.line[0] is None
     training.count(LoopSpec(0, size=100, batch_size=10), 2)
 

@@ -1,13 +1,13 @@
 """Pushes are ready when every shard that counts holds them, and no longer than that."""
 
-from pscommon.core.log import PushKey, Staged
-from psserver.core.pending import Pending
+from pscommon.core.log_entries import PushKey, Staged
+from psserver.core.job.pending_pushes import PendingPushes
 
 PUSH = Staged(PushKey(1, 1), 8, 0)
 
 
 def test_a_lost_shard_takes_what_it_held_with_it() -> None:
-    pending = Pending(2)
+    pending = PendingPushes(2)
     for shard in (0, 1):
         pending.staged(shard, PUSH)
     assert list(pending.ready) == [PUSH.key]
@@ -21,7 +21,7 @@ def test_a_lost_shard_takes_what_it_held_with_it() -> None:
 
 def test_a_shard_that_has_left_takes_nothing_with_it() -> None:
     """The model moved to one shard; the other one is followed by its standby on its way out."""
-    pending = Pending(1)
+    pending = PendingPushes(1)
     pending.staged(0, PUSH)
 
     pending.shard_lost(1)
@@ -30,7 +30,7 @@ def test_a_shard_that_has_left_takes_nothing_with_it() -> None:
 
 
 def test_what_is_decided_takes_with_it_what_its_worker_pushed_before() -> None:
-    pending, old, other = Pending(1), Staged(PushKey(1, 1), 8, 0), Staged(PushKey(2, 1), 8, 0)
+    pending, old, other = PendingPushes(1), Staged(PushKey(1, 1), 8, 0), Staged(PushKey(2, 1), 8, 0)
     for push in (old, other, Staged(PushKey(1, 2), 8, 0), Staged(PushKey(1, 3), 8, 0)):
         pending.staged(0, push)
 
@@ -41,7 +41,7 @@ def test_what_is_decided_takes_with_it_what_its_worker_pushed_before() -> None:
 
 
 def test_a_push_is_given_up_when_its_worker_goes_on_before_all_shards_have_it() -> None:
-    pending = Pending(2)
+    pending = PendingPushes(2)
     pending.staged(0, PUSH)
     assert pending.given_up() == []
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from pscommon.core.log import PushKey
-from psserver.core.policy import Policy, choose, policy, within_bound
+from pscommon.core.log_entries import PushKey
+from psserver.core.job.policy import Policy, choose, policy, within_bound
 
 SYNC, ASYNC, SSP = policy("sync"), policy("async"), policy("ssp", 2)
 
@@ -36,7 +36,9 @@ def test_rows() -> None:
         ("hogwild", None, "not one of sync, ssp, async"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(name: str, staleness: int | None, message: str) -> None:
+def test_what_does_not_fit_together_is_refused(
+    name: str, staleness: int | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         policy(name, staleness)
 
@@ -63,7 +65,8 @@ def test_ssp_passes_over_who_is_too_far_ahead() -> None:
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_the_bound_is_what_it_says_for_all_small_clocks(bound: int) -> None:
-    """Against the definition, written down plainly: after the push, nobody is more than the bound above the smallest.
+    """Against the definition, written down plainly: after the push, nobody is more than the
+    bound above the smallest.
 
     A worker may always be the slowest one's equal, whatever others have done.
     """

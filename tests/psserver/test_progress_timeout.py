@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError, TooFewWorkersError
-from psserver.config import ServerConfig
-from psserver.core.policy import policy
-from psserver.core.recorder import Command, Recorder
-from psserver.core.roster import HANGING_SECONDS, Roster, State
-from psserver.core.rules import OnLoss, Rules
-from psserver.core.waiting import waiting_for
-from psserver.watch import health
+from psserver.core.commands.recorder import RecordedCommand, Recorder
+from psserver.core.commands.waiting import waiting_for
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules, WorkerLossMode
+from psserver.core.workers.membership import HANGING_SECONDS, Membership, WorkerState
+from psserver.monitoring.worker_monitor import health
+from psserver.process.config import ServerConfig
 from tests.support.coordinator_job import Job
 
 TIMEOUT = 7.0
@@ -23,16 +23,21 @@ class Written:
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
 
-    def write(self, command: Command) -> None:
+    def write(self, command: RecordedCommand) -> None:
         self.lines.append((command.name, str(command.args.get("reason", ""))))
 
     def rotate(self, coordinator: object) -> None: ...
 
 
-def job_of_two(timeout: float | None = TIMEOUT, on_loss: OnLoss | None = None) -> tuple[Job, Written]:
+def job_of_two(
+    timeout: float | None = TIMEOUT, on_loss: WorkerLossMode | None = None
+) -> tuple[Job, Written]:
     job = Job(workers=2)
     job.coordinator.go_by(
-        replace(job.coordinator.rules, progress_timeout=timeout, on_loss=on_loss or OnLoss()), job.now
+        replace(
+            job.coordinator.rules, progress_timeout=timeout, on_loss=on_loss or WorkerLossMode()
+        ),
+        job.now,
     )
     written = Written()
     job.recorder = Recorder(job.coordinator, written)
@@ -49,7 +54,7 @@ def beat(job: Job, *no_call_seconds: float) -> None:
 @pytest.mark.parametrize("mode", ["shrink", "wait"])
 def test_a_worker_that_hangs_for_longer_is_lost_and_its_round_closes(mode: str) -> None:
     """Where places are kept, its place is not: the worker lives, and comes back as new."""
-    job, written = job_of_two(on_loss=OnLoss(mode, 60.0))  # type: ignore[arg-type]
+    job, written = job_of_two(on_loss=WorkerLossMode(mode, 60.0))  # type: ignore[arg-type]
     beat(job, 0.0, TIMEOUT)
     job.push(1, 1)
     assert job.applied() == []
@@ -57,14 +62,14 @@ def test_a_worker_that_hangs_for_longer_is_lost_and_its_round_closes(mode: str) 
     beat(job, 0.0, TIMEOUT + 0.5)
 
     assert job.applied() == [[1]]
-    assert job.coordinator.roster.members[2].state is State.LOST
+    assert job.coordinator.roster.members[2].state is WorkerState.LOST
     assert written.lines[-1] == ("lose", "--progress-timeout: its script made no call for 7.5 s")
     with pytest.raises(FencedError, match="its script made no call"):
         job.coordinator.member(2, job.now)
 
 
 def test_with_abort_it_ends_the_job() -> None:
-    job, _ = job_of_two(on_loss=OnLoss("abort"))
+    job, _ = job_of_two(on_loss=WorkerLossMode("abort"))
 
     beat(job, 0.0, TIMEOUT + 0.5)
 
@@ -97,9 +102,9 @@ def test_one_that_has_not_registered_may_take_its_time() -> None:
 
 
 def test_a_worker_is_named_no_later_than_it_is_dropped() -> None:
-    roster = Roster(5.0)
+    roster = Membership(5.0)
     member = roster.join(0.0, None, "host", 1, "cpu")
-    member.state = State.ACTIVE
+    member.state = WorkerState.ACTIVE
     for timeout, hanging in ((None, False), (4.0, True), (600.0, False)):
         roster.progress_timeout = timeout
         member.no_call_seconds = 5.0
@@ -107,16 +112,16 @@ def test_a_worker_is_named_no_later_than_it_is_dropped() -> None:
 
 
 def test_what_a_heartbeat_says_is_no_part_of_the_state() -> None:
-    roster = Roster(5.0)
+    roster = Membership(5.0)
     roster.join(0.0, None, "host", 1, "cpu")
 
     assert "no_call_seconds" not in roster.state()["members"][0]
 
 
 def test_rules_without_it_are_written_as_before() -> None:
-    assert "progress_timeout" not in Rules(policy("sync")).as_json()
-    rules = Rules(policy("sync"), progress_timeout=TIMEOUT)
-    assert Rules.from_json(rules.as_json()) == rules
+    assert "progress_timeout" not in JobRules(policy("sync")).as_json()
+    rules = JobRules(policy("sync"), progress_timeout=TIMEOUT)
+    assert JobRules.from_json(rules.as_json()) == rules
 
 
 def test_a_timeout_of_nothing_is_refused() -> None:

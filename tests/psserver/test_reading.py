@@ -1,4 +1,6 @@
-"""Weights on their way out: one version each, whatever is applied meanwhile, and no copy that nobody needs."""
+"""Weights on their way out: one version each, whatever is applied meanwhile, and no copy that
+nobody needs.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -9,22 +11,27 @@ from torch import Tensor
 
 from pscommon.wire.channel import FRAME_BYTES
 from pscommon.wire.frames import decode_response
-from psserver.reading import Reading, Readings
-from psserver.store import Store
-from psserver.stretch import Memory
+from psserver.parameters.partition import RoleBuffers
+from psserver.parameters.store import ParameterStore
+from psserver.parameters.weight_reads import WeightRead, WeightReads
 from tests.psserver.stores import SGD, begun, model, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPEC = model(
-    ((900_001,), "float32"), ((3,), "float32"), ((50,), "float32", "buffer"), ((40,), "float32", "frozen"),
+    ((900_001,), "float32"),
+    ((3,), "float32"),
+    ((50,), "float32", "buffer"),
+    ((40,), "float32", "frozen"),
     optimizer=SGD,
-)  # fmt: skip
+)
 """3.6 MB, so four frames."""
 
 
 class Counting:
-    """One shard, whose numbers start at 0 and go down by one with each step (a buffer takes the value that comes)."""
+    """One shard, whose numbers start at 0 and go down by one with each step (a buffer takes the
+    value that comes).
+    """
 
     def __init__(self) -> None:
         self.job = begun(SPEC, values={t.name: torch.zeros(t.shape) for t in SPEC.tensors})
@@ -37,7 +44,7 @@ class Counting:
         self.job.step({"t0": torch.ones(900_001), "t1": torch.ones(3), "t2": buffer})
 
 
-def frames(reading: Reading) -> Iterator[Tensor]:
+def frames(reading: WeightRead) -> Iterator[Tensor]:
     """The numbers of each frame."""
     for frame in reading.frames():
         yield torch.frombuffer(bytearray(decode_response(frame).data), dtype=torch.float32)
@@ -53,7 +60,7 @@ def version_of(numbers: Tensor) -> int:
     return int(-least)
 
 
-def address(memory: Memory) -> int:
+def address(memory: RoleBuffers) -> int:
     return memory["trainable"].data_ptr()
 
 
@@ -116,24 +123,24 @@ class Counted:
     """Readings of one tensor, whose copies are counted and may be given back only once."""
 
     def __init__(self) -> None:
-        self.weights = Memory({"trainable": torch.zeros(64, dtype=torch.uint8)})
-        self.out: list[Memory] = []
+        self.weights = RoleBuffers({"trainable": torch.zeros(64, dtype=torch.uint8)})
+        self.out: list[RoleBuffers] = []
         self.copies = 0
-        self.readings = Readings(self._copy, self._free)
+        self.readings = WeightReads(self._copy, self._free)
 
-    def open(self) -> Reading:
+    def open(self) -> WeightRead:
         return self.readings.open(self.weights, [("trainable", 0, 64)])
 
     def update(self) -> None:
         self.readings.freeze()
         self.weights["trainable"].add_(1)
 
-    def _copy(self) -> Memory:
+    def _copy(self) -> RoleBuffers:
         self.copies += 1
-        self.out.append(Memory({"trainable": self.weights["trainable"].clone()}))
+        self.out.append(RoleBuffers({"trainable": self.weights["trainable"].clone()}))
         return self.out[-1]
 
-    def _free(self, memory: Memory) -> None:
+    def _free(self, memory: RoleBuffers) -> None:
         self.out = [each for each in self.out if each is not memory]
 
 
@@ -217,7 +224,9 @@ def test_a_copy_goes_back_to_the_pool() -> None:
 
 
 def test_memory_is_bounded_over_200_updates_with_slow_readers() -> None:
-    """Four readers, each one frame an update: at most one copy each, besides the push's own buffer."""
+    """Four readers, each one frame an update: at most one copy each, besides the push's own
+    buffer.
+    """
     job, buffers = Counting(), set()
     store = job.store
     readings = [store.read() for _ in range(4)]
@@ -243,7 +252,7 @@ def test_threads_read_whole_versions_while_others_are_applied() -> None:
     mixed: list[AssertionError] = []
     done = threading.Event()
 
-    def read(store: Store) -> None:
+    def read(store: ParameterStore) -> None:
         while not done.is_set():
             with changing:
                 reading = store.read()

@@ -1,4 +1,6 @@
-"""A push's bytes in the order in which they come, or in any order, into the memory that keeps them."""
+"""A push's bytes in the order in which they come, or in any order, into the memory that keeps
+them.
+"""
 
 import itertools
 import math
@@ -11,15 +13,21 @@ import torch
 from pscommon.core.errors import InvalidRequestError
 from pscommon.wire.frames import NOTHING, Frame, encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.receiving import Coverage, receive, receive_open
-from psserver.staging import Staging
-from psserver.store import Store
-from psserver.stretch import Tape
+from psserver.parameters.partition import WorkerBuffer
+from psserver.parameters.staging import Staging
+from psserver.parameters.store import ParameterStore
+from psserver.transfer.push_receiver import Coverage, receive, receive_open
 from tests.psserver.stores import SGD, begun, model, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SPEC = model(((64,), "float32"), ((32,), "float32"), ((48,), "float32"), ((16,), "float32", "buffer"), optimizer=SGD)
+SPEC = model(
+    ((64,), "float32"),
+    ((32,), "float32"),
+    ((48,), "float32"),
+    ((16,), "float32", "buffer"),
+    optimizer=SGD,
+)
 """Gradients of 256, 128 and 192 bytes, then 64 bytes of buffers; no padding."""
 LENGTH = 640
 VALUES = torch.arange(160, dtype=torch.float32)
@@ -27,12 +35,12 @@ WIRE = VALUES.numpy().tobytes()
 
 
 @pytest.fixture
-def store() -> Store:
+def store() -> ParameterStore:
     return begun(SPEC).stores[0]
 
 
 @pytest.fixture
-def staging(store: Store) -> Staging:
+def staging(store: ParameterStore) -> Staging:
     """One that held NaN before."""
     staging = store.staging()
     for view in staging.views:
@@ -66,7 +74,7 @@ def received(staging: Staging, *frames: bytes) -> pb.PushPullHeader:
     return receive_open(staging, Frame(pb.PushPullHeader(open=True), NOTHING), iter(frames))
 
 
-# ---- in any order ---------------------------------------------------------------------------------------------------
+# ---- in any order --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -103,7 +111,9 @@ def test_the_header_that_opens_may_bring_bytes(staging: Staging) -> None:
 
 def test_the_header_that_closes_may_bring_the_last_bytes(staging: Staging) -> None:
     """And an open push is a protobuf message of any layout: the offset may come last."""
-    last = pb.ExchangeRequest(header=pb.PushPullHeader(samples=5), offset=600, data=WIRE[600:]).SerializeToString()
+    last = pb.ExchangeRequest(
+        header=pb.PushPullHeader(samples=5), offset=600, data=WIRE[600:]
+    ).SerializeToString()
 
     assert received(staging, piece(0, 600), last).samples == 5
     assert held(staging) == WIRE
@@ -121,17 +131,25 @@ def test_the_header_that_closes_may_bring_the_last_bytes(staging: Staging) -> No
         ([(0, 576), (576, 600), (604, 640)], "576 to 640"),
     ],
 )
-def test_bytes_that_never_came_are_named(staging: Staging, came: list[tuple[int, int]], missing: str) -> None:
+def test_bytes_that_never_came_are_named(
+    staging: Staging, came: list[tuple[int, int]], missing: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=f"without its bytes {missing}"):
         opened(staging, *pieces(*came))
 
 
 @pytest.mark.parametrize(
     ("absent", "without"),
-    [([0], (0, 256)), ([1], (256, 384)), ([2], (384, 576)), ([0, 2], (384, 576)), ([1, 2], (256, 576))],
+    [
+        ([0], (0, 256)),
+        ([1], (256, 384)),
+        ([2], (384, 576)),
+        ([0, 2], (384, 576)),
+        ([1, 2], (256, 576)),
+    ],
 )
 def test_absent_tensors_may_be_missing_but_nothing_else(
-    store: Store, absent: list[int], without: tuple[int, int]
+    store: ParameterStore, absent: list[int], without: tuple[int, int]
 ) -> None:
     start, stop = without
     spare, short = store.staging(), store.staging()
@@ -143,7 +161,7 @@ def test_absent_tensors_may_be_missing_but_nothing_else(
         received(short, *pieces((0, start), (stop + 4, LENGTH)), close(absent))
 
 
-def test_a_tensor_that_was_sent_may_turn_out_to_be_absent(store: Store) -> None:
+def test_a_tensor_that_was_sent_may_turn_out_to_be_absent(store: ParameterStore) -> None:
     """NaN in it is nobody's business then, and its weights do not move."""
     job = begun(SPEC)
     store, before = job.stores[0], job.weights()
@@ -159,7 +177,7 @@ def test_a_tensor_that_was_sent_may_turn_out_to_be_absent(store: Store) -> None:
     assert torch.equal(after["t2"], before["t2"] - VALUES[96:144])
 
 
-def test_an_open_push_is_looked_at_whole(store: Store) -> None:
+def test_an_open_push_is_looked_at_whole(store: ParameterStore) -> None:
     staging = store.staging()
     bad = bytearray(WIRE)
     bad[256:260] = b"\x00\x00\xc0\x7f"
@@ -168,8 +186,12 @@ def test_an_open_push_is_looked_at_whole(store: Store) -> None:
     assert store.find_non_finite(staging) == "t1"
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 641), (636, 8), (640, 4), (1 << 40, 4), (576, 65)])
-def test_more_bytes_than_the_model_has_are_refused(staging: Staging, start: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "length"), [(0, 641), (636, 8), (640, 4), (1 << 40, 4), (576, 65)]
+)
+def test_more_bytes_than_the_model_has_are_refused(
+    staging: Staging, start: int, length: int
+) -> None:
     with pytest.raises(InvalidRequestError, match="bytes more than the model has"):
         opened(staging, encode_data(memoryview(bytes(length)), offset=start))
 
@@ -195,15 +217,15 @@ def test_only_what_has_a_gradient_can_be_absent(staging: Staging, absent: list[i
         received(staging, piece(0, LENGTH), close(absent))
 
 
-def test_an_open_push_does_not_know_yet_what_is_absent(store: Store) -> None:
+def test_an_open_push_does_not_know_yet_what_is_absent(store: ParameterStore) -> None:
     """Or its offsets would mean something else."""
-    on_tape = store.staging_on(Tape(torch.zeros(LENGTH, dtype=torch.uint8)), [])
+    on_tape = store.staging_on(WorkerBuffer(torch.zeros(LENGTH, dtype=torch.uint8)), [])
     for staging in (store.staging([1]), on_tape):
         with pytest.raises(InvalidRequestError, match="says at its end what is absent"):
             opened(staging, piece(0, LENGTH))
 
 
-# ---- in order -------------------------------------------------------------------------------------------------------
+# ---- in order ------------------------------------------------------------------------------------
 
 
 def in_frames(wire: bytes, size: int) -> tuple[memoryview, Iterator[bytes]]:
@@ -220,7 +242,9 @@ def test_frames_of_any_size_are_received_in_order(staging: Staging, size: int) -
     assert staging.gradients_are_finite
 
 
-@pytest.mark.parametrize(("wire", "message"), [(WIRE[:-1], "1 bytes early"), (WIRE + b"x", "1 bytes more")])
+@pytest.mark.parametrize(
+    ("wire", "message"), [(WIRE[:-1], "1 bytes early"), (WIRE + b"x", "1 bytes more")]
+)
 def test_the_length_has_to_be_right(staging: Staging, wire: bytes, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         receive(staging, *in_frames(wire, 100))

@@ -8,23 +8,35 @@ from typing import Any
 import pytest
 import torch
 
-from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, Measure, Measured, PushKey, Reshard, Staged
-from pscommon.core.model import ModelSpec, TensorSpec
-from pscommon.core.tape import Plan
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    Measure,
+    Measured,
+    PushKey,
+    Reshard,
+    Staged,
+)
+from pscommon.core.model_spec import ModelSpec, TensorSpec
+from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
-from pscommon.snapshot.manifest import Part, part_file
-from pscommon.team import ALONE
-from psserver.core.job_log import JobLog
-from psserver.core.shard import Shard
-from psserver.frozen import Frozen
-from psserver.guarded_log import GuardedLog
-from psserver.handover import Handover, needed_by
-from psserver.records import Records, Source
-from psserver.recovery import Recovery
-from psserver.replica import LogUnfitError
-from psserver.shard_log import Base, Held, ShardLog
-from psserver.staging import Staging
-from psserver.store import Store, TapeReader
+from pscommon.snapshot.manifest import SnapshotPart, part_file
+from pscommon.system.thread_team import ALONE
+from psserver.core.job.entry_log import EntryLog
+from psserver.core.shard.state_machine import ShardMachine
+from psserver.durability.best_effort_log import BestEffortLog
+from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.shard_log import HeldNumbers, SegmentBase, ShardLog
+from psserver.durability.shard_recovery import ShardRecovery
+from psserver.durability.shard_state import LogUnfitError
+from psserver.parameters.frozen_shard import FrozenShard
+from psserver.parameters.staging import Staging
+from psserver.parameters.store import ParameterStore, PartReader
+from psserver.shard.reshard_reader import ReshardReader, needed_by
 from tests.psserver.stores import SGD, Shards
 
 MODEL = ModelSpec((TensorSpec("w", (4,), "float32"),), SGD)
@@ -41,21 +53,25 @@ def apply(index: int, key: PushKey) -> Apply:
 
 
 def shard_log(folder: Path) -> ShardLog:
-    return ShardLog(Records(Source.SHARD, GuardedLog(folder / "log", "no", lambda reason: None)))
+    return ShardLog(
+        RecordSink(RecordSource.SHARD, BestEffortLog(folder / "log", "no", lambda reason: None))
+    )
 
 
 class Writer:
-    """A shard's log, and what a shard would write into it. Weights begin as 0; a push of 1 makes them 1 less."""
+    """A shard's log, and what a shard would write into it. Weights begin as 0; a push of 1 makes
+    them 1 less.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.log = shard_log(folder)
         self._shards = Shards(MODEL, 1)
-        self.log.begin(Base(1, self.state()), None, ())
+        self.log.begin(SegmentBase(1, self.state()), None, ())
         self.log.model(MODEL)
 
     @staticmethod
     def state(**changed: Any) -> dict[str, Any]:
-        machine = Shard(0)
+        machine = ShardMachine(0)
         machine.follow(EPOCH, 0)
         return machine.state() | changed
 
@@ -74,8 +90,8 @@ class Writer:
             else:
                 self.log.entry(thing)
 
-    def read(self, shards: int = 1, epoch: int = EPOCH) -> Recovery:
-        recovery = Recovery(0, {shards}, ALONE, epoch, None, None)
+    def read(self, shards: int = 1, epoch: int = EPOCH) -> ShardRecovery:
+        recovery = ShardRecovery(0, {shards}, ALONE, epoch, None, None)
         recovery.read(self.log)
         return recovery
 
@@ -87,12 +103,12 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
     writer.log.close()
 
 
-def weights(recovery: Recovery) -> list[float]:
+def weights(recovery: ShardRecovery) -> list[float]:
     assert recovery.store is not None
     return numbers(recovery.store)[:4]
 
 
-def numbers(store: Store) -> list[float]:
+def numbers(store: ParameterStore) -> list[float]:
     reading = store.read(everything=True)
     whole = torch.frombuffer(bytearray(b"".join(reading.views())), dtype=torch.float32)
     reading.close()
@@ -111,7 +127,7 @@ def test_all_is_as_it_was(writer: Writer) -> None:
 
 def test_its_digest_is_that_of_the_jobs_log(writer: Writer) -> None:
     """So that the coordinator knows whether both tell the same story."""
-    job = JobLog(1)
+    job = EntryLog(1)
     for entry in (begin(), apply(2, FIRST)):
         job.append(entry)
     writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST))
@@ -139,7 +155,9 @@ def test_an_entry_that_was_written_twice_is_carried_out_once(writer: Writer) -> 
     assert writer.read().machine.version == 1
 
 
-def test_what_was_measured_is_measured_again_and_stays_until_the_pushes_count(writer: Writer) -> None:
+def test_what_was_measured_is_measured_again_and_stays_until_the_pushes_count(
+    writer: Writer,
+) -> None:
     measure = Measure(2, (Contribution(FIRST, 8, 0, 0.5),))
     writer.write(UPLOAD, begin(), FIRST, measure)
 
@@ -178,7 +196,7 @@ def test_an_entry_without_its_pushes_is_refused(
 
 def test_entries_that_are_missing_between_segments_are_noticed(writer: Writer) -> None:
     writer.write(UPLOAD, begin())
-    writer.log.begin(Base(1, writer.state(index=5, begun=True)), MODEL, ())
+    writer.log.begin(SegmentBase(1, writer.state(index=5, begun=True)), MODEL, ())
 
     with pytest.raises(LogUnfitError, match="entries 2 to 5 are missing"):
         writer.read()
@@ -195,32 +213,53 @@ def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
     log = shard_log(tmp_path)
 
     with pytest.raises(LogUnfitError, match="there is none since version 0"):
-        Recovery(0, {1}, ALONE, EPOCH, None, None).read(log)
+        ShardRecovery(0, {1}, ALONE, EPOCH, None, None).read(log)
 
 
-# ---- a move that begins at the version of the newest snapshot: then the log is read from the last of these segments on
+# ---- a move that begins at the version of the newest snapshot: then the log is read from the last
+# of these segments on
 
 PAIR = ModelSpec((TensorSpec("w", (1024,), "float32"), TensorSpec("v", (1024,), "float32")), SGD)
 VALUES = {"w": torch.arange(1024.0), "v": torch.arange(1024.0) + 5000}
 CUT, RESHARD, CUT_AGAIN = 7, 8, 9
 
 
-def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> Recovery:
-    """A shard that died when the snapshot that ends a move was cut, read again: on the snapshot before or on this."""
+def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> ShardRecovery:
+    """A shard that died when the snapshot that ends a move was cut, read again: on the snapshot
+    before or on this.
+    """
     job = Shards(PAIR, before)
     job.begin(VALUES)
     state = Writer.state(shard=shard, version=5, begun=True)
     log = shard_log(folder)
-    log.begin(Base(before, state | {"index": CUT}), PAIR, ())
+    log.begin(SegmentBase(before, state | {"index": CUT}), PAIR, ())
     log.entry(Reshard(RESHARD, 5, after))
     log.entry(Cut(CUT_AGAIN, 5))
-    log.begin(Base(after, state | {"index": CUT_AGAIN, "moving": shard >= after}, Held(RESHARD, before)), PAIR, ())
-
-    parts = tuple(Part(part_file(number, before, "0" * 64), 0, "0" * 64) for number in range(before))
-    manifest = Manifest(
-        job="job", version=5, index=of, shards=before, created="2026-01-01T00:00:00+00:00", model=PAIR, parts=parts
+    log.begin(
+        SegmentBase(
+            after,
+            state | {"index": CUT_AGAIN, "moving": shard >= after},
+            HeldNumbers(RESHARD, before),
+        ),
+        PAIR,
+        (),
     )
-    recovery = Recovery(shard, {before, after}, ALONE, EPOCH, manifest, partial(snapshot, job, shard))
+
+    parts = tuple(
+        SnapshotPart(part_file(number, before, "0" * 64), 0, "0" * 64) for number in range(before)
+    )
+    manifest = Manifest(
+        job="job",
+        version=5,
+        index=of,
+        shards=before,
+        created="2026-01-01T00:00:00+00:00",
+        model=PAIR,
+        parts=parts,
+    )
+    recovery = ShardRecovery(
+        shard, {before, after}, ALONE, EPOCH, manifest, partial(snapshot, job, shard)
+    )
     try:
         recovery.read(log)
     finally:
@@ -228,20 +267,26 @@ def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> R
     return recovery
 
 
-def snapshot(job: Shards, shard: int, shards: int) -> TapeReader:
+def snapshot(job: Shards, shard: int, shards: int) -> PartReader:
     """The numbers of all, as one of so many reads them."""
-    frozen = [Frozen(EPOCH, 0, len(job.stores), store) for store in job.stores]
-    return Handover(job.plan, frozen, needed_by(Plan(PAIR, shards), shard))
+    frozen = [FrozenShard(EPOCH, 0, len(job.stores), store) for store in job.stores]
+    return ReshardReader(job.plan, frozen, needed_by(PartitionPlan(PAIR, shards), shard))
 
 
 @pytest.mark.parametrize(("shard", "before", "after"), [(0, 2, 1), (1, 2, 1), (0, 1, 2), (2, 3, 1)])
-def test_who_died_in_a_move_holds_what_it_held_before_it(tmp_path: Path, shard: int, before: int, after: int) -> None:
+def test_who_died_in_a_move_holds_what_it_held_before_it(
+    tmp_path: Path, shard: int, before: int, after: int
+) -> None:
     recovery = moved(tmp_path, shard, before, after)
 
     job = Shards(PAIR, before)
     job.begin(VALUES)
     assert recovery.frozen is not None
-    assert (recovery.frozen.epoch, recovery.frozen.index, recovery.frozen.shards) == (EPOCH, RESHARD, before)
+    assert (recovery.frozen.epoch, recovery.frozen.index, recovery.frozen.shards) == (
+        EPOCH,
+        RESHARD,
+        before,
+    )
     assert numbers(recovery.frozen.store) == numbers(job.stores[shard])
     assert (recovery.shards, recovery.store, recovery.machine.moving) == (after, None, True)
 
@@ -262,7 +307,9 @@ def test_who_has_no_place_in_that_snapshot_is_told_so(tmp_path: Path) -> None:
 def test_a_log_that_goes_on_from_weights_which_no_snapshot_holds_is_refused(writer: Writer) -> None:
     """So begins that of a standby which took over before there was a snapshot."""
     writer.log.clear()
-    writer.log.begin(Base(1, writer.state(index=1, begun=True)), MODEL, ())
+    writer.log.begin(SegmentBase(1, writer.state(index=1, begun=True)), MODEL, ())
 
-    with pytest.raises(LogUnfitError, match="it goes on from weights, and there is no snapshot of them"):
+    with pytest.raises(
+        LogUnfitError, match="it goes on from weights, and there is no snapshot of them"
+    ):
         writer.read()

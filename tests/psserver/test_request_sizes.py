@@ -1,4 +1,6 @@
-"""What a request may ask for is bounded before anything is allocated; the length of a training costs nothing."""
+"""What a request may ask for is bounded before anything is allocated; the length of a training
+costs nothing.
+"""
 
 import json
 import time
@@ -9,16 +11,16 @@ from contextlib import contextmanager
 import pytest
 
 from pscommon.core import limits
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.stream import StreamSpec
-from pscommon.wire.codec import loop_from_proto, loop_to_proto
-from psserver.core.policy import policy
-from psserver.core.request_checks import check_memory, check_shards, wait_seconds
-from psserver.core.worker_share import worker_share
-from psworker.local import LocalClient
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.wire.messages import loop_from_proto, loop_to_proto
+from psserver.core.commands.request_checks import check_memory, check_shards, wait_seconds
+from psserver.core.commands.worker_share import worker_share
+from psserver.core.job.policy import policy
+from psworker.client.local_client import LocalClient
 from tests.support.replayed_job import Job
 
 MEGABYTE = 1 << 20
@@ -53,7 +55,13 @@ def test_a_request_for_too_many_batches_is_refused_and_costs_nothing(name: str, 
     loop = LoopSpec(0, size=10**9, batch_size=1)
 
     with bounded(MEGABYTE, 0.5):
-        asked = {"worker": job.workers[0], "spec": loop, "received": 0, "count": count, "idle": False}
+        asked = {
+            "worker": job.workers[0],
+            "spec": loop,
+            "received": 0,
+            "count": count,
+            "idle": False,
+        }
         assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
     assert not job.coordinator.ledger.loops
 
@@ -64,13 +72,21 @@ def test_the_largest_request_for_batches_is_cheap_with_many_workers() -> None:
     asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "received": 0, "idle": False}
 
     with bounded(16 * MEGABYTE, 5.0):
-        answer = job.recorder.do("next_batches", job.now, count=limits.MAX_BATCHES_PER_REQUEST, **asked)
+        answer = job.recorder.do(
+            "next_batches", job.now, count=limits.MAX_BATCHES_PER_REQUEST, **asked
+        )
     assert len(answer.numbers) == limits.MAX_BATCHES_PER_REQUEST
 
 
 def test_a_global_batch_of_too_many_batches_is_refused() -> None:
     job = Job(policy("sync"), global_batch=10**9)
-    asked = {"worker": job.workers[0], "spec": LoopSpec(0, 10**9, 1), "received": 0, "count": 1, "idle": False}
+    asked = {
+        "worker": job.workers[0],
+        "spec": LoopSpec(0, 10**9, 1),
+        "received": 0,
+        "count": 1,
+        "idle": False,
+    }
 
     with bounded(MEGABYTE, 0.5):
         assert reason(lambda: job.recorder.do("next_batches", job.now, **asked)) == "OUT_OF_RANGE"
@@ -78,7 +94,9 @@ def test_a_global_batch_of_too_many_batches_is_refused() -> None:
 
 @pytest.mark.parametrize("spec", [LoopSpec(0, 60, 3, FOREVER), StreamSpec(1, 1000, 3, FOREVER)])
 @pytest.mark.parametrize("name", ["sync", "async"])
-def test_a_loop_over_a_thousand_million_epochs_costs_nothing(name: str, spec: LoopSpec | StreamSpec) -> None:
+def test_a_loop_over_a_thousand_million_epochs_costs_nothing(
+    name: str, spec: LoopSpec | StreamSpec
+) -> None:
     """Its ledger, its state in a snapshot and its length are as those of a short loop."""
     job = Job(policy(name))
 
@@ -157,13 +175,19 @@ def test_a_wait_of_more_than_a_day_is_refused() -> None:
 @pytest.mark.parametrize("role", ["trainable", "frozen"])
 def test_a_model_that_no_server_has_room_for_is_refused(role: str) -> None:
     tensor = TensorSpec("w", (2**31, 2**31), "float64", role)  # type: ignore[arg-type]
-    spec = ModelSpec((tensor,), OptimizerSpec("sgd"))
+    spec = ModelSpec((tensor,), OptimizerSettings("sgd"))
 
     assert reason(lambda: check_memory(spec, 2, 10**12)) == "OUT_OF_RANGE"
 
 
 @pytest.mark.parametrize(
-    "args", [{"rank": limits.MAX_RANK + 1}, {"rank": 2**32 - 1}, {"host": "h" * 257}, {"attempt": 2**32 - 1}]
+    "args",
+    [
+        {"rank": limits.MAX_RANK + 1},
+        {"rank": 2**32 - 1},
+        {"host": "h" * 257},
+        {"attempt": 2**32 - 1},
+    ],
 )
 def test_a_worker_with_an_absurd_place_is_refused(args: dict[str, object]) -> None:
     job = Job(policy("async"))

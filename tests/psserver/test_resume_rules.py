@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import MismatchError
-from pscommon.core.log import BatchKey, PushKey, Report, Staged
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.stream import Spec, StreamSpec
-from psserver.core.coordinator import Batches, Coordinator
-from psserver.core.policy import policy
-from psserver.core.recorder import Command, Recorder, replay
-from psserver.core.resume_rules import hyper_parameter_changes
-from psserver.core.rules import Rules
+from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
+from psserver.core.data.resume_rules import hyper_parameter_changes
+from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
-SLOWER = replace(MODEL, optimizer=OptimizerSpec("sgd", ({"lr": 0.05},)))
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
+SLOWER = replace(MODEL, optimizer=OptimizerSettings("sgd", ({"lr": 0.05},)))
 LOOP = LoopSpec(0, size=2, batch_size=1)
 STREAM = StreamSpec(0, sources=1, batch_size=1)
 ORIGIN = "the snapshot of version 2 in /data"
-RULES = Rules(policy("async"), 1)
+RULES = JobRules(policy("async"), 1)
 
 
 class Journal:
@@ -34,22 +34,24 @@ class Journal:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def write(self, command: Command) -> None:
+    def write(self, command: RecordedCommand) -> None:
         self.lines.append(json.dumps(command.as_json()))
 
-    def rotate(self, coordinator: Coordinator) -> None: ...
+    def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
 class Run:
     """Workers of one run of a job; every request is a recorded command."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: CoordinatorMachine) -> None:
         self.coordinator, self.journal = coordinator, Journal()
         self.recorder = Recorder(coordinator, self.journal)
         self._staged: list[Staged] = []
 
     def worker(self, spec: ModelSpec = MODEL) -> int:
-        worker: int = self.recorder.do("join", 0.0, rank=None, host="host", pid=1, device="cpu").worker
+        worker: int = self.recorder.do(
+            "join", 0.0, rank=None, host="host", pid=1, device="cpu"
+        ).worker
         if self.recorder.do("register", 0.0, worker=worker, spec=spec) == "upload":
             self.push(worker, 0)
             self.recorder.do("register", 0.0, worker=worker, spec=spec)
@@ -57,10 +59,12 @@ class Run:
 
     def push(self, worker: int, seq: int, *batches: BatchKey) -> None:
         self._staged.append(Staged(PushKey(worker, seq), 1, 0, batches))
-        self.recorder.report(Report(0, self.coordinator.epoch, 0, tuple(self._staged)), 0.0)
+        self.recorder.report(ShardReport(0, self.coordinator.epoch, 0, tuple(self._staged)), 0.0)
 
-    def ask(self, worker: int, spec: Spec, received: int = 0, idle: bool = False) -> Batches | None:
-        answer: Batches | None = self.recorder.do(
+    def ask(
+        self, worker: int, spec: Spec, received: int = 0, idle: bool = False
+    ) -> BatchesReply | None:
+        answer: BatchesReply | None = self.recorder.do(
             "next_batches", 0.0, worker=worker, spec=spec, received=received, count=1, idle=idle
         )
         return answer
@@ -68,7 +72,9 @@ class Run:
     def train(self, worker: int, spec: Spec) -> list[int]:
         """Go through a loop; the numbers that came."""
         numbers: list[int] = []
-        while (answer := self.ask(worker, spec, len(numbers), idle=True)) is not None and answer.numbers:
+        while (
+            answer := self.ask(worker, spec, len(numbers), idle=True)
+        ) is not None and answer.numbers:
             numbers += answer.numbers
             self.push(worker, len(numbers), BatchKey(spec.loop, answer.numbers[0], 1))
             if isinstance(spec, StreamSpec):  # its only source has one batch
@@ -79,7 +85,7 @@ class Run:
 
 def from_snapshot(run: Run) -> Run:
     """The next run, from a snapshot of all that has counted."""
-    coordinator = Coordinator(1, RULES, run.coordinator.epoch + 1)
+    coordinator = CoordinatorMachine(1, RULES, run.coordinator.epoch + 1)
     assert run.coordinator.model is not None
     state = json.loads(json.dumps(run.coordinator.state()))
     coordinator.restore(state, run.coordinator.model, 0.0)
@@ -102,7 +108,7 @@ def resumed(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """A second run of a job whose first one has gone through these loops to their end."""
 
     def make(*loops: Spec) -> Run:
-        run = Run(Coordinator(1, RULES))
+        run = Run(CoordinatorMachine(1, RULES))
         worker = run.worker()
         for spec in loops or (LOOP,):
             run.train(worker, spec)
@@ -121,7 +127,7 @@ def refusal(reason: str, call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-# ---- hyper-parameters ------------------------------------------------------------------------------------------------
+# ---- hyper-parameters ----------------------------------------------------------------------------
 
 
 def test_the_first_worker_s_hyper_parameters_are_adopted(resumed: Callable[..., Run]) -> None:
@@ -135,7 +141,7 @@ def test_the_first_worker_s_hyper_parameters_are_adopted(resumed: Callable[..., 
 
 
 def test_a_worker_that_was_here_before_a_restart_of_the_servers_ends_the_resume() -> None:
-    run = Run(Coordinator(1, RULES))
+    run = Run(CoordinatorMachine(1, RULES))
     worker = run.worker()
     from_log(run)
     run.ask(worker, LOOP)
@@ -144,9 +150,15 @@ def test_a_worker_that_was_here_before_a_restart_of_the_servers_ends_the_resume(
 
 
 DIFFERENT = {
-    "optimizer: adam, the job has sgd": replace(MODEL, optimizer=OptimizerSpec("adam", ({"lr": 0.1},))),
-    "optimizer: 2 parameter groups": replace(MODEL, optimizer=OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.1}))),
-    "w: float32[2] trainable, the job has float32[1]": replace(MODEL, tensors=(TensorSpec("w", (2,), "float32"),)),
+    "optimizer: adam, the job has sgd": replace(
+        MODEL, optimizer=OptimizerSettings("adam", ({"lr": 0.1},))
+    ),
+    "optimizer: 2 parameter groups": replace(
+        MODEL, optimizer=OptimizerSettings("sgd", ({"lr": 0.1}, {"lr": 0.1}))
+    ),
+    "w: float32[2] trainable, the job has float32[1]": replace(
+        MODEL, tensors=(TensorSpec("w", (2,), "float32"),)
+    ),
 }
 
 
@@ -162,22 +174,27 @@ def test_another_model_or_optimizer_is_refused_with_the_difference(
 
 
 def test_changes_are_named_key_by_key_and_group_by_group() -> None:
-    one = OptimizerSpec("sgd", ({"lr": 0.1, "momentum": 0.0},))
+    one = OptimizerSettings("sgd", ({"lr": 0.1, "momentum": 0.0},))
     assert hyper_parameter_changes(one, one) == ""
-    assert hyper_parameter_changes(one, OptimizerSpec("sgd", ({"lr": 0.2, "momentum": 0.9},))) == (
-        "lr 0.1 -> 0.2, momentum 0.0 -> 0.9"
+    assert hyper_parameter_changes(
+        one, OptimizerSettings("sgd", ({"lr": 0.2, "momentum": 0.9},))
+    ) == ("lr 0.1 -> 0.2, momentum 0.0 -> 0.9")
+    two = OptimizerSettings("sgd", ({"lr": 0.1}, {"lr": 0.1}))
+    assert (
+        hyper_parameter_changes(two, OptimizerSettings("sgd", ({"lr": 0.1}, {"lr": 0.3})))
+        == "group 1 lr 0.1 -> 0.3"
     )
-    two = OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.1}))
-    assert hyper_parameter_changes(two, OptimizerSpec("sgd", ({"lr": 0.1}, {"lr": 0.3}))) == "group 1 lr 0.1 -> 0.3"
-    clipped = OptimizerSpec("sgd", one.groups, clip_norm=0.5)
+    clipped = OptimizerSettings("sgd", one.groups, clip_norm=0.5)
     assert hyper_parameter_changes(one, clipped) == "clip_norm None -> 0.5"
 
 
-# ---- epochs ----------------------------------------------------------------------------------------------------------
+# ---- epochs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [LOOP, STREAM])
-def test_more_epochs_continue_a_loop_that_had_ended(resumed: Callable[..., Run], spec: Spec) -> None:
+def test_more_epochs_continue_a_loop_that_had_ended(
+    resumed: Callable[..., Run], spec: Spec
+) -> None:
     run = resumed(spec)
     more = replace(spec, epochs=2)
     before = {run.coordinator.ledger.loops[0].committed}
@@ -188,11 +205,11 @@ def test_more_epochs_continue_a_loop_that_had_ended(resumed: Callable[..., Run],
     assert before == {2 if spec is LOOP else 1}
     loop = run.coordinator.ledger.loops[0]
     assert (loop.spec, loop.done) == (more, True)
-    assert run.ask(run.worker(), more, idle=True) == Batches(end=True)
+    assert run.ask(run.worker(), more, idle=True) == BatchesReply(end=True)
 
 
 def test_more_epochs_continue_a_loop_that_was_broken_off() -> None:
-    first = Run(Coordinator(1, RULES))
+    first = Run(CoordinatorMachine(1, RULES))
     worker = first.worker()
     first.ask(worker, LOOP)
     first.push(worker, 1, BatchKey(0, 0, 1))
@@ -203,14 +220,20 @@ def test_more_epochs_continue_a_loop_that_was_broken_off() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.sampled_from(WAYS)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 6), st.integers(0, 2), st.sampled_from(WAYS)),
+        min_size=1,
+        max_size=6,
+    ),
     st.integers(1, 3),
 )
 def test_over_any_runs_with_growing_epochs_each_batch_counts_once(
     runs: list[tuple[int, int, Callable[[Run], Run]]], size: int
 ) -> None:
-    """Each run trains some batches, may leave one unused, and may raise the epochs; the last one trains the rest."""
-    run, epochs, counted = Run(Coordinator(1, RULES)), 1, list[int]()
+    """Each run trains some batches, may leave one unused, and may raise the epochs; the last one
+    trains the rest.
+    """
+    run, epochs, counted = Run(CoordinatorMachine(1, RULES)), 1, list[int]()
     for batches, more, resume in [*runs, (1_000, 0, from_snapshot)]:
         epochs += more if run.coordinator.ledger.loops else 0
         spec = replace(LOOP, size=size, epochs=epochs)
@@ -238,9 +261,11 @@ def test_the_raised_number_is_replayed_and_kept_in_snapshots(resumed: Callable[.
     run.ask(run.worker(), replace(LOOP, epochs=3))
 
     assert run.coordinator.model is not None
-    again = Coordinator(1, RULES, 1, before["epoch"])
+    again = CoordinatorMachine(1, RULES, 1, before["epoch"])
     again.become(before, run.coordinator.model, 0.0)
-    replay(again, [Command.from_json(json.loads(line)) for line in run.journal.lines[done:]])
+    replay(
+        again, [RecordedCommand.from_json(json.loads(line)) for line in run.journal.lines[done:]]
+    )
     assert again.whole() == run.coordinator.whole()
     assert from_snapshot(run).coordinator.ledger.loops[0].spec.epochs == 3
 
@@ -253,7 +278,9 @@ REASONS: dict[str, tuple[tuple[Spec, ...], Spec]] = {
 
 
 @pytest.mark.parametrize("why", REASONS)
-def test_a_loop_that_cannot_be_continued_is_refused_with_the_reason(resumed: Callable[..., Run], why: str) -> None:
+def test_a_loop_that_cannot_be_continued_is_refused_with_the_reason(
+    resumed: Callable[..., Run], why: str
+) -> None:
     loops, asked = REASONS[why]
     run = resumed(*loops)
     text = refusal("LOOP_MISMATCH", lambda: run.ask(run.worker(), asked))
@@ -264,7 +291,9 @@ def test_a_loop_that_cannot_be_continued_is_refused_with_the_reason(resumed: Cal
 
 
 @pytest.mark.parametrize("first", [LOOP, replace(LOOP, epochs=2)])
-def test_only_the_first_worker_may_raise_epochs(resumed: Callable[..., Run], first: LoopSpec) -> None:
+def test_only_the_first_worker_may_raise_epochs(
+    resumed: Callable[..., Run], first: LoopSpec
+) -> None:
     run = resumed()
     run.ask(run.worker(), first)
     text = refusal("LOOP_MISMATCH", lambda: run.ask(run.worker(), replace(LOOP, epochs=3)))
@@ -274,7 +303,7 @@ def test_only_the_first_worker_may_raise_epochs(resumed: Callable[..., Run], fir
 
 def test_a_stream_of_which_batches_are_out_keeps_its_epochs() -> None:
     """Their numbers would stand for other laps."""
-    run = Run(Coordinator(1, RULES))
+    run = Run(CoordinatorMachine(1, RULES))
     run.ask(run.worker(), STREAM)
     from_log(run)
 
@@ -294,7 +323,7 @@ def test_a_loop_of_this_run_is_no_snapshot_s(resumed: Callable[..., Run]) -> Non
 
 def test_states_of_before_have_no_new_field() -> None:
     """Logs and snapshots of earlier releases lack it; what is not resumed writes none."""
-    run = Run(Coordinator(1, RULES))
+    run = Run(CoordinatorMachine(1, RULES))
     run.worker()
     assert "extendable" not in run.coordinator.state()
     assert from_snapshot(run).coordinator.state().get("extendable") is None  # there is no loop yet

@@ -3,10 +3,10 @@
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import policy
-from psserver.core.room import check_room, push_nbytes
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.job.admission import check_room, push_nbytes
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
 from tests.support.coordinator_job import Job
 
 MODEL = ModelSpec(
@@ -15,7 +15,7 @@ MODEL = ModelSpec(
         TensorSpec("m", (16,), "float32", "buffer"),
         TensorSpec("f", (999,), "float32", "frozen"),
     ),
-    OptimizerSpec("sgd", ({"lr": 0.1},)),
+    OptimizerSettings("sgd", ({"lr": 0.1},)),
 )
 
 
@@ -24,7 +24,7 @@ def test_a_push_is_as_large_as_its_largest_part(shards: int, most: int) -> None:
     assert push_nbytes(MODEL, shards) == most
 
 
-def fits(coordinator: Coordinator, worker: int, in_flight: int) -> bool:
+def fits(coordinator: CoordinatorMachine, worker: int, in_flight: int) -> bool:
     try:
         check_room(coordinator, worker, 10, in_flight)
     except InvalidRequestError:
@@ -33,7 +33,8 @@ def fits(coordinator: Coordinator, worker: int, in_flight: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "bound", "needed"), [("sync", None, 40), ("ssp", 0, 40), ("ssp", 3, 40), ("async", None, 10)]
+    ("name", "bound", "needed"),
+    [("sync", None, 40), ("ssp", 0, 40), ("ssp", 3, 40), ("async", None, 10)],
 )
 def test_a_round_needs_room_for_everybody(name: str, bound: int | None, needed: int) -> None:
     coordinator = Job(policy(name, bound), workers=3).coordinator
@@ -63,7 +64,9 @@ def test_who_waits_for_data_is_counted() -> None:
 
 
 def test_the_message_says_what_to_do() -> None:
-    with pytest.raises(InvalidRequestError, match="--in-flight 29: start the servers with --in-flight 30") as caught:
+    with pytest.raises(
+        InvalidRequestError, match="--in-flight 29: start the servers with --in-flight 30"
+    ) as caught:
         check_room(Job(workers=2).coordinator, 99, 10, 29)
 
     assert caught.value.exit_code == 2

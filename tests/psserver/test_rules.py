@@ -1,28 +1,46 @@
-"""The operator's settings, when servers are started again with others. Over real servers: e2e/test_restart_settings."""
+"""The operator's settings, when servers are started again with others. Over real servers:
+e2e/test_restart_settings.
+"""
 
 import json
 from dataclasses import replace
 
-from pscommon.core.log import Cut
-from psserver.core.cuts import Every
-from psserver.core.policy import policy
-from psserver.core.rules import OnLoss, Rules
+from pscommon.core.log_entries import Cut
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules, WorkerLossMode
+from psserver.core.job.snapshot_schedule import SnapshotInterval
 from tests.support.coordinator_job import Job
 
 
 def test_rules_are_the_same_after_json() -> None:
-    rules = Rules(policy("ssp", 2, 5), 3, 7.0, Every(steps=9), OnLoss("wait", 4.0), "drop", "clip", 2.5, 6, None)
+    rules = JobRules(
+        policy("ssp", 2, 5),
+        3,
+        7.0,
+        SnapshotInterval(steps=9),
+        WorkerLossMode("wait", 4.0),
+        "drop",
+        "clip",
+        2.5,
+        6,
+        None,
+    )
 
-    assert Rules.from_json(json.loads(json.dumps(rules.as_json()))) == rules
+    assert JobRules.from_json(json.loads(json.dumps(rules.as_json()))) == rules
 
 
 def test_other_settings_count_from_then_on() -> None:
-    """Those that somebody waits by; what a command set stays, unless they name another policy than before."""
+    """Those that somebody waits by; what a command set stays, unless they name another policy
+    than before.
+    """
     job = Job(workers=1)
     coordinator = job.coordinator
     coordinator.set_policy(policy("ssp", 2), job.now)
 
-    coordinator.go_by(replace(coordinator.rules, min_workers=3, lease=9.0, every=Every(steps=1)), job.now)
+    coordinator.go_by(
+        replace(coordinator.rules, min_workers=3, lease=9.0, every=SnapshotInterval(steps=1)),
+        job.now,
+    )
 
     assert (coordinator.min_workers, coordinator.policy) == (3, policy("ssp", 2))
     assert coordinator.roster.lease_left(job.now) == 9.0

@@ -2,8 +2,17 @@
 
 import pytest
 
-from pscommon.core.log import Apply, Begin, Contribution, Entry, Evict, PushKey, Reject, Staged
-from psserver.core.shard import REMEMBERED, LogError, Shard
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Entry,
+    Evict,
+    PushKey,
+    Reject,
+    Staged,
+)
+from psserver.core.shard.state_machine import REMEMBERED, LogInvariantError, ShardMachine
 
 
 def staged(worker: int, seq: int, base: int = 0) -> Staged:
@@ -14,14 +23,14 @@ def apply(index: int, version: int, *pushes: Staged) -> Apply:
     return Apply(index, version, tuple(Contribution(p.key, p.samples, p.base) for p in pushes))
 
 
-def begun() -> Shard:
-    shard = Shard(0)
+def begun() -> ShardMachine:
+    shard = ShardMachine(0)
     shard.offer(staged(1, 0))
     carry_out(shard, Begin(1, 1))
     return shard
 
 
-def carry_out(shard: Shard, *entries: Entry) -> None:
+def carry_out(shard: ShardMachine, *entries: Entry) -> None:
     for entry in shard.accept(shard.epoch, entries):
         shard.done(entry)
 
@@ -80,7 +89,9 @@ def test_outcomes_that_are_long_ago_still_count_as_known() -> None:
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_what_a_worker_gave_up_goes_with_the_next_push_that_is_decided(refused: bool) -> None:
-    """Nobody else may have it, so no entry would speak of it; and it may come when the next one is decided."""
+    """Nobody else may have it, so no entry would speak of it; and it may come when the next one
+    is decided.
+    """
     shard, given_up, other, push = begun(), staged(1, 1), staged(2, 1), staged(1, 2)
     for each in (given_up, other, push):
         shard.offer(each)
@@ -102,7 +113,12 @@ def test_a_push_that_is_refused_says_why(reason: str, status: str) -> None:
 
     outcome = shard.outcome(push.key)
     assert outcome is not None
-    assert (outcome.status, outcome.reason, outcome.detail, shard.version) == (status, reason, "because", 0)
+    assert (outcome.status, outcome.reason, outcome.detail, shard.version) == (
+        status,
+        reason,
+        "because",
+        0,
+    )
 
 
 def test_a_stale_push_says_by_how_much() -> None:
@@ -125,7 +141,9 @@ def test_an_evicted_worker_is_fenced_with_all_that_it_sent() -> None:
     carry_out(shard, Evict(2, 1, "its lease ended"))
 
     assert not shard.offer(staged(1, 2))
-    assert [o.reason for seq in (1, 2, 99) if (o := shard.outcome(PushKey(1, seq)))] == ["FENCED"] * 3
+    assert [o.reason for seq in (1, 2, 99) if (o := shard.outcome(PushKey(1, seq)))] == [
+        "FENCED"
+    ] * 3
     assert shard.report().staged == (staged(2, 1),)
 
 
@@ -136,14 +154,14 @@ def test_the_log_of_another_start_is_void() -> None:
 
 
 def test_an_entry_out_of_turn_is_a_bug() -> None:
-    with pytest.raises(LogError, match="entry 3 done after 1"):
+    with pytest.raises(LogInvariantError, match="entry 3 done after 1"):
         begun().done(Evict(3, 1, ""))
-    with pytest.raises(LogError, match="cannot apply"):
+    with pytest.raises(LogInvariantError, match="cannot apply"):
         begun().done(apply(2, 1, staged(1, 1)))
 
 
 def test_it_knows_what_it_holds_and_what_was_decided() -> None:
-    shard = Shard(0)
+    shard = ShardMachine(0)
     assert not shard.knows(PushKey(1, 0))
     shard = begun()
     assert shard.knows(PushKey(2, 0)), "there are weights, so nobody's are needed"
@@ -171,7 +189,7 @@ def test_it_answers_for_a_push_once_it_is_rejected_or_its_version_is_here() -> N
 
 
 def test_it_knows_nothing_of_what_was_before_it_went_back() -> None:
-    shard = Shard(0)
+    shard = ShardMachine(0)
     shard.restore(7, 3, 9)
 
     assert not shard.knows(PushKey(1, 1))

@@ -5,20 +5,29 @@ import pytest
 from pscommon.core.errors import PSError
 from pscommon.wire.channel import FRAME_BYTES
 from psproto.v1 import standby_pb2 as pb
-from psserver.records import Source
-from psserver.shipped import Shipped, copied, frames, received
+from psserver.durability.record_sink import RecordSource
+from psserver.durability.state_records import StateRecord, copied, frames, received
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, FRAME_BYTES, FRAME_BYTES + 1, 3 * FRAME_BYTES])
 def test_what_is_sent_is_what_comes(nbytes: int) -> None:
     payload = bytes(range(256)) * (nbytes // 256 + 1)
-    record = copied(Source.SHARD, 3, b"header", [memoryview(payload)[:nbytes]])
+    record = copied(RecordSource.SHARD, 3, b"header", [memoryview(payload)[:nbytes]])
 
-    messages = [*frames(7, record), pb.ReplicateResponse(), *frames(8, Shipped(Source.JOB, 2, b"x"))]
+    messages = [
+        *frames(7, record),
+        pb.ReplicateResponse(),
+        *frames(8, StateRecord(RecordSource.JOB, 2, b"x")),
+    ]
     first, beat, second = received(messages)
 
     assert first[1] is not None
-    assert (first[0], first[1].source, first[1].kind, first[1].header) == (7, Source.SHARD, 3, b"header")
+    assert (first[0], first[1].source, first[1].kind, first[1].header) == (
+        7,
+        RecordSource.SHARD,
+        3,
+        b"header",
+    )
     assert bytes(first[1].payload[0]) == payload[:nbytes]
     assert beat == (0, None)
     assert second[0] == 8
@@ -27,14 +36,14 @@ def test_what_is_sent_is_what_comes(nbytes: int) -> None:
 
 def test_a_record_outlives_its_memory() -> None:
     memory = bytearray(b"abc")
-    record = copied(Source.SHARD, 3, b"", [memoryview(memory)])
+    record = copied(RecordSource.SHARD, 3, b"", [memoryview(memory)])
     memory[:] = b"xyz"
 
     assert record.payload == [b"abc"]
 
 
 def test_half_a_record_is_none() -> None:
-    record = copied(Source.SHARD, 3, b"", [memoryview(bytes(3 * FRAME_BYTES))])
+    record = copied(RecordSource.SHARD, 3, b"", [memoryview(bytes(3 * FRAME_BYTES))])
 
     with pytest.raises(PSError, match="record 7 ended after"):
         list(received(list(frames(7, record))[:2]))

@@ -9,20 +9,29 @@ from unittest.mock import Mock
 import pytest
 from prometheus_client import CollectorRegistry
 
-import psserver.shipper as shipper_module
+import psserver.replication.primary as shipper_module
 from pscommon.core.errors import MismatchError, UnreachableError
 from psproto.v1 import standby_pb2 as pb
-from psserver.core.shipping import OLDEST_LOOK, SILENCE, STALLED, Phase, Shipping
-from psserver.core.tenure import Tenure
-from psserver.metrics import ServerMetrics
-from psserver.records import Records, Source
-from psserver.shipped import LineKind, Shipped
-from psserver.shipper import Shipper
-from psserver.standby_servicer import StandbyServicer
+from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.replication import (
+    OLDEST_LOOK,
+    SILENCE,
+    STALLED,
+    ReplicationMachine,
+    ReplicationPhase,
+)
+from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.state_records import StateRecord, StateRecordKind
+from psserver.process.metrics import ServerMetrics
+from psserver.replication.primary import PrimaryReplicator
+from psserver.replication.servicer import StandbyServicer
 from tests.sim.succession import MemoryLease
 
-FIRST = Tenure(1, "a:1")
-STATE = [Shipped(Source.LINE, LineKind.NUMBERS, b"x", [bytes(80)]), Shipped(Source.LINE, LineKind.LOADED, b"{}")]
+FIRST = PrimaryRecord(1, "a:1")
+STATE = [
+    StateRecord(RecordSource.LINE, StateRecordKind.NUMBERS, b"x", [bytes(80)]),
+    StateRecord(RecordSource.LINE, StateRecordKind.LOADED, b"{}"),
+]
 S, T = (pb.ReplicateRequest(instance=name, address=f"{name}:1") for name in "st")
 
 
@@ -39,12 +48,12 @@ class BrokenLease(MemoryLease):
 
     broken = False
 
-    def read(self) -> Tenure | None:
+    def read(self) -> PrimaryRecord | None:
         if self.broken:
             raise OSError("Stale file handle")
         return super().read()
 
-    def swap(self, old: Tenure | None, new: Tenure) -> bool:
+    def swap(self, old: PrimaryRecord | None, new: PrimaryRecord) -> bool:
         self.read()
         return super().swap(old, new)
 
@@ -56,23 +65,27 @@ def lease() -> BrokenLease:
     return lease
 
 
-def shipper(lease: BrokenLease | None, sync: bool = True) -> Shipper:
+def shipper(lease: BrokenLease | None, sync: bool = True) -> PrimaryReplicator:
     """With a standby that is in sync."""
-    made = Shipper(Shipping(FIRST, lease, sync, time.monotonic()), ServerMetrics(CollectorRegistry(), shard=0), deposed)
+    made = PrimaryReplicator(
+        ReplicationMachine(FIRST, lease, sync, time.monotonic()),
+        ServerMetrics(CollectorRegistry(), shard=0),
+        deposed,
+    )
     made.whole = lambda begin: begin(STATE)
     in_sync(made, made.attach(S))
     return made
 
 
-def in_sync(primary: Shipper, line: int) -> None:
+def in_sync(primary: PrimaryReplicator, line: int) -> None:
     primary.acknowledged(line, len(STATE))
-    assert primary._machine.phase is Phase.IN_SYNC
+    assert primary._machine.phase is ReplicationPhase.IN_SYNC
 
 
-def meanwhile(primary: Shipper, action: Callable[[], object]) -> None:
+def meanwhile(primary: PrimaryReplicator, action: Callable[[], object]) -> None:
     """Done while the next standby waits for the moment at which the whole state can be copied."""
 
-    def whole(begin: Callable[[Iterable[Shipped]], None]) -> None:
+    def whole(begin: Callable[[Iterable[StateRecord]], None]) -> None:
         primary.whole = lambda begin: begin(STATE)
         action()
         begin(STATE)
@@ -82,7 +95,7 @@ def meanwhile(primary: Shipper, action: Callable[[], object]) -> None:
 
 def test_who_loses_its_standby_goes_on_if_the_lock_allows_it(lease: BrokenLease) -> None:
     primary = shipper(lease)
-    sent = primary.send(Source.SHARD, 4, b"entry")
+    sent = primary.send(RecordSource.SHARD, 4, b"entry")
 
     primary.lost(sent[0])
 
@@ -92,8 +105,8 @@ def test_who_loses_its_standby_goes_on_if_the_lock_allows_it(lease: BrokenLease)
 
 def test_who_finds_another_one_in_its_place_ends(lease: BrokenLease) -> None:
     primary = shipper(lease)
-    sent = primary.send(Source.SHARD, 4, b"entry")
-    lease.tenure = Tenure(2, "s:1")
+    sent = primary.send(RecordSource.SHARD, 4, b"entry")
+    lease.tenure = PrimaryRecord(2, "s:1")
 
     with pytest.raises(DeposedError, match="s:1 is, in term 2"):
         primary.lost(sent[0])
@@ -101,12 +114,14 @@ def test_who_finds_another_one_in_its_place_ends(lease: BrokenLease) -> None:
         primary.settle(sent)
 
 
-def test_who_has_handed_over_ends_as_planned_however_it_learns_that_it_is_not_primary(lease: BrokenLease) -> None:
+def test_who_has_handed_over_ends_as_planned_however_it_learns_that_it_is_not_primary(
+    lease: BrokenLease,
+) -> None:
     """The standby's swap may be seen before the answer to its request is through."""
     primary = shipper(lease)
     line, _ = primary.last
     primary.step_down("s", 1.0)
-    lease.tenure = Tenure(2, "s:1")
+    lease.tenure = PrimaryRecord(2, "s:1")
 
     with pytest.raises(DeposedError) as ended:
         primary.lost(line)
@@ -116,16 +131,16 @@ def test_who_has_handed_over_ends_as_planned_however_it_learns_that_it_is_not_pr
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_who_has_handed_over_tells_nothing_more_however_its_line_ends(sync: bool) -> None:
-    """Its standby hangs up a moment before this process ends: what comes then is not in the state of the new primary,
-    and shard 0 must not hear of it."""
+    """Its standby hangs up a moment before this process ends: what comes then is not in the
+    state of the new primary, and shard 0 must not hear of it."""
     primary = shipper(None, sync)
-    log, (line, _) = Records(Source.SHARD, line=primary), primary.last
+    log, (line, _) = RecordSink(RecordSource.SHARD, line=primary), primary.last
     primary.step_down("s", 1.0)
 
     primary.lost(line)
 
     assert not log.idle
-    sent = primary.send(Source.SHARD, 4, b"entry")
+    sent = primary.send(RecordSource.SHARD, 4, b"entry")
     assert not primary._may_tell(*sent)
     assert not primary._may_tell(*primary.last)
 
@@ -143,8 +158,8 @@ def test_who_hands_over_begins_with_no_standby_anew() -> None:
 
 
 def test_what_no_record_says_is_not_done_once_there_is_a_hand_over(lease: BrokenLease) -> None:
-    """A new part of the model, or a snapshot that was loaded: the new primary has neither, and shard 0 must not hear of
-    them, be there other records or not."""
+    """A new part of the model, or a snapshot that was loaded: the new primary has neither, and
+    shard 0 must not hear of them, be there other records or not."""
     primary = shipper(lease)
     line, _ = primary.last
     primary.step_down("s", 1.0)
@@ -153,7 +168,7 @@ def test_what_no_record_says_is_not_done_once_there_is_a_hand_over(lease: Broken
         dropping = pool.submit(primary.drop, "the model has moved")
         with pytest.raises(TimeoutError):
             dropping.result(0.3)
-        lease.tenure = Tenure(2, "s:1")
+        lease.tenure = PrimaryRecord(2, "s:1")
         with pytest.raises(DeposedError):
             primary.lost(line)
 
@@ -175,7 +190,9 @@ def test_of_two_standbys_that_come_at_a_time_the_first_stays() -> None:
 
 
 def test_one_standby_that_comes_twice_at_a_time_has_one_line(lease: BrokenLease) -> None:
-    """It hung up, came again, and was quicker so: what waits is for the newest line, and from the beginning."""
+    """It hung up, came again, and was quicker so: what waits is for the newest line, and from
+    the beginning.
+    """
     primary = shipper(lease)
     primary.drop("begin anew")
     lines: list[int] = []
@@ -201,11 +218,13 @@ def test_who_has_handed_over_while_a_standby_waits_gives_it_nothing() -> None:
     meanwhile(primary, switch)
     with pytest.raises(UnreachableError, match="hands over"):
         primary.attach(S)
-    assert not primary._may_tell(*primary.send(Source.SHARD, 4, b"entry"))
+    assert not primary._may_tell(*primary.send(RecordSource.SHARD, 4, b"entry"))
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_who_has_handed_over_ends_whether_or_not_anybody_hears_that(lease: BrokenLease, listens: bool) -> None:
+def test_who_has_handed_over_ends_whether_or_not_anybody_hears_that(
+    lease: BrokenLease, listens: bool
+) -> None:
     context = Mock(add_callback=Mock(side_effect=lambda action: listens and (action() or True)))
 
     with pytest.raises(DeposedError) as ended:
@@ -218,7 +237,9 @@ def test_one_that_is_behind_hears_why() -> None:
     primary = shipper(None)
     primary.drop("the model has moved")
 
-    with pytest.raises(MismatchError, match=r"behind \(none, for the model has moved\): wait until ps-ctl status"):
+    with pytest.raises(
+        MismatchError, match=r"behind \(none, for the model has moved\): wait until ps-ctl status"
+    ):
         primary.step_down("s", 1.0)
 
 
@@ -234,7 +255,7 @@ def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
 def test_async_tells_nothing_on_an_old_look(lease: BrokenLease) -> None:
     machine = shipper(lease, sync=False)._machine
     now = time.monotonic()
-    lease.tenure = Tenure(2, "s:1")
+    lease.tenure = PrimaryRecord(2, "s:1")
 
     assert machine.may_tell(1, 99, now)
     assert not machine.may_tell(1, 99, now + 2 * OLDEST_LOOK)
@@ -249,7 +270,7 @@ def test_a_silent_standby_is_given_up(lease: BrokenLease) -> None:
     assert not machine.may_tell(1, number, now)
     machine.tick(now + SILENCE + 0.1)
     assert machine.may_tell(1, number, now + SILENCE + 0.1)
-    assert machine.phase is Phase.ALONE
+    assert machine.phase is ReplicationPhase.ALONE
 
 
 def test_one_that_speaks_and_does_not_get_on_is_given_up(lease: BrokenLease) -> None:
@@ -261,7 +282,7 @@ def test_one_that_speaks_and_does_not_get_on_is_given_up(lease: BrokenLease) -> 
         machine.ack(1, number - 1, now + second)
         machine.tick(now + second + 0.5)
 
-    assert machine.phase is Phase.ALONE
+    assert machine.phase is ReplicationPhase.ALONE
     assert machine.may_tell(1, number, now + STALLED)
 
 
@@ -275,7 +296,7 @@ def test_one_that_is_idle_for_long_is_not(lease: BrokenLease) -> None:
     machine.append()
     machine.tick(now + 2 * STALLED + 0.5)
 
-    assert machine.phase is Phase.IN_SYNC
+    assert machine.phase is ReplicationPhase.IN_SYNC
 
 
 def test_who_has_stepped_down_tells_nothing_more(lease: BrokenLease) -> None:
@@ -303,18 +324,20 @@ def test_a_standby_of_a_higher_term_is_not_served(lease: BrokenLease) -> None:
         shipper(lease).attach(pb.ReplicateRequest(instance="t", address="t:1", term=2))
 
 
-def test_a_standby_that_loads_much_holds_nobody_up(lease: BrokenLease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_loads_much_holds_nobody_up(
+    lease: BrokenLease, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What comes after the whole state waits for room, the state itself takes none."""
     monkeypatch.setattr(shipper_module, "ROOM", 100)
-    machine = Shipping(FIRST, lease, True, time.monotonic())
-    primary = Shipper(machine, ServerMetrics(CollectorRegistry(), shard=0), deposed)
-    state = [Shipped(Source.LINE, LineKind.NUMBERS, b"x", [bytes(80)])] * 3
+    machine = ReplicationMachine(FIRST, lease, True, time.monotonic())
+    primary = PrimaryReplicator(machine, ServerMetrics(CollectorRegistry(), shard=0), deposed)
+    state = [StateRecord(RecordSource.LINE, StateRecordKind.NUMBERS, b"x", [bytes(80)])] * 3
     primary.whole = lambda begin: begin(state)
     line = primary.attach(pb.ReplicateRequest(instance="s", address="s:1"))
 
-    primary.send(Source.SHARD, 4, bytes(120))
+    primary.send(RecordSource.SHARD, 4, bytes(120))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(primary.send, Source.SHARD, 4, b"entry")
+        waiting = pool.submit(primary.send, RecordSource.SHARD, 4, b"entry")
         sent = primary.replicate(line, lambda: True)
         shipped = [next(sent) for _ in range(4)]
         assert not waiting.done()

@@ -1,4 +1,4 @@
-"""psserver.spare: becomes the server that it is told to be, or ends."""
+"""psserver.preload: becomes the server that it is told to be, or ends."""
 
 import subprocess
 import sys
@@ -7,11 +7,15 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "said"), [("", 0, ""), ('["--shard", "2/2"]\n', 2, "ps-server")], ids=["not needed", "bad usage"]
+    ("line", "code", "said"),
+    [("", 0, ""), ('["--shard", "2/2"]\n', 2, "ps-server")],
+    ids=["not needed", "bad usage"],
 )
 def test_it_is_ps_server_with_the_arguments_that_it_reads(line: str, code: int, said: str) -> None:
-    command = [sys.executable, "-P", "-m", "psserver.spare"]
-    done = subprocess.run(command, input=line, capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-P", "-m", "psserver.preload"]
+    done = subprocess.run(
+        command, input=line, capture_output=True, text=True, timeout=60, check=False
+    )
 
     assert done.returncode == code, done.stderr
     assert said in done.stderr

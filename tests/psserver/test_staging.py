@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.model import ModelSpec
-from psserver.staging import Staging
-from psserver.store import Store
+from pscommon.core.model_spec import ModelSpec
+from psserver.parameters.staging import Staging
+from psserver.parameters.store import ParameterStore
 from tests.psserver.stores import SGD, begun, fill, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,9 @@ def of(dtype: str) -> ModelSpec:
     return model(((64,), dtype), ((64,), dtype), ((64,), dtype, "buffer"), optimizer=SGD)
 
 
-def arrived(store: Store, values: list[Tensor], piece: int, absent: tuple[int, ...] = ()) -> Staging:
+def arrived(
+    store: ParameterStore, values: list[Tensor], piece: int, absent: tuple[int, ...] = ()
+) -> Staging:
     """A push whose bytes came in pieces of so many bytes, each looked at when it was here."""
     staging = store.staging(absent)
     wire = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
@@ -39,7 +41,9 @@ def ones(dtype: str, count: int = 3) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("piece", [1, 7, 128, 10_000])
-def test_good_gradients_are_known_to_be_good_when_the_last_byte_is_here(dtype: str, piece: int) -> None:
+def test_good_gradients_are_known_to_be_good_when_the_last_byte_is_here(
+    dtype: str, piece: int
+) -> None:
     store = begun(of(dtype)).stores[0]
     staging = arrived(store, ones(dtype), piece)
 
@@ -102,7 +106,9 @@ def test_infinities_that_cancel_are_found(piece: int) -> None:
     assert store.find_non_finite(arrived(store, values, piece)) == "t1"
 
 
-@pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("float32", 3e38), ("float64", 1e308)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("float16", 6e4), ("float32", 3e38), ("float64", 1e308)]
+)
 def test_a_sum_that_overflows_is_neither_bad_nor_hides_what_is(dtype: str, large: float) -> None:
     store = begun(of(dtype)).stores[0]
     values = ones(dtype)

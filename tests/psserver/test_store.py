@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pscommon.core.model import ModelSpec, OptimizerSpec
-from pscommon.core.tape import Plan
-from psserver.store import Store
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.partition import PartitionPlan
+from psserver.parameters.store import ParameterStore
 from tests.psserver.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +22,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
 
 
-# ---- averaging ----------------------------------------------------------------------------------------------------
+# ---- averaging -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
@@ -69,7 +69,7 @@ def test_a_mean_needs_samples(samples: list[int]) -> None:
         job.apply([job.stage(noise(spec, 2)) for _ in samples], samples)
 
 
-# ---- buffers and frozen tensors -----------------------------------------------------------------------------------
+# ---- buffers and frozen tensors ------------------------------------------------------------------
 
 
 def with_buffers() -> ModelSpec:
@@ -95,7 +95,9 @@ def test_buffers_are_averaged_and_whole_numbers_are_the_first_contributors(shard
     after = job.weights()
 
     torch.testing.assert_close(after["t1"], 0.75 * one["t1"] + 0.25 * two["t1"])
-    torch.testing.assert_close(after["t4"], 0.75 * one["t4"] + 0.25 * two["t4"], rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(
+        after["t4"], 0.75 * one["t4"] + 0.25 * two["t4"], rtol=1e-14, atol=1e-15
+    )
     assert after["t2"] == 5
     assert torch.equal(after["t3"], one["t3"].bool())
     assert torch.equal(after["t5"], frozen)
@@ -107,7 +109,10 @@ def test_a_buffer_that_is_equal_everywhere_never_drifts() -> None:
     constant = torch.randn(9, dtype=torch.float64)
     job = begun(spec, values={"t1": mask, "t4": constant})
     for step in range(20):
-        pushes = [noise(spec, step, roles=("trainable", "buffer")) | {"t1": mask, "t4": constant} for _ in range(3)]
+        pushes = [
+            noise(spec, step, roles=("trainable", "buffer")) | {"t1": mask, "t4": constant}
+            for _ in range(3)
+        ]
         assert not any(job.stores[0].find_non_finite(job.stage(push)[0]) for push in pushes)
         job.step(*pushes)
 
@@ -118,31 +123,40 @@ def test_a_buffer_that_is_equal_everywhere_never_drifts() -> None:
 def test_views_are_what_a_worker_pulls() -> None:
     spec = with_buffers()
     store = begun(spec).stores[0]
-    plan = Plan(spec, 1)
-    step, everything = (sum(len(view) for view in store.read(everything=which).views()) for which in (False, True))
+    plan = PartitionPlan(spec, 1)
+    step, everything = (
+        sum(len(view) for view in store.read(everything=which).views()) for which in (False, True)
+    )
 
     assert step == plan.section("trainable").nbytes + plan.section("buffer").nbytes
     assert everything == plan.nbytes == store.nbytes
     assert all(view.readonly for view in store.read(everything=True).views())
 
 
-# ---- bad numbers --------------------------------------------------------------------------------------------------
+# ---- bad numbers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_a_bad_gradient_is_found_and_named(bad: float, dtype: str) -> None:
-    spec = model(((5,), dtype), ((70, 3), dtype), ((), dtype), ((3,), dtype, "buffer"), optimizer=SGD)
+    spec = model(
+        ((5,), dtype), ((70, 3), dtype), ((), dtype), ((3,), dtype, "buffer"), optimizer=SGD
+    )
     job = begun(spec, shards=3)
     for name, value in noise(spec, 2, roles=("trainable", "buffer")).items():
         push = noise(spec, 2, roles=("trainable", "buffer"))
         push[name].view(-1)[value.numel() // 2] = bad
-        found = {store.find_non_finite(part) for store, part in zip(job.stores, job.stage(push), strict=True)}
+        found = {
+            store.find_non_finite(part)
+            for store, part in zip(job.stores, job.stage(push), strict=True)
+        }
 
         assert found == {"", name}
 
 
-@pytest.mark.parametrize(("dtype", "large"), [("float16", 6e4), ("float32", 3e38), ("float64", 1e308)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [("float16", 6e4), ("float32", 3e38), ("float64", 1e308)]
+)
 def test_numbers_whose_sum_overflows_are_not_bad(dtype: str, large: float) -> None:
     spec = model(((100,), dtype), optimizer=SGD)
     job = begun(spec)
@@ -179,14 +193,16 @@ def test_a_bad_push_that_is_dropped_changes_nothing() -> None:
 def test_bad_initial_weights_are_found_but_masks_are_not() -> None:
     spec = with_buffers()
     job = Shards(spec, 1)
-    values = noise(spec, 1, roles=("trainable", "buffer", "frozen")) | {"t1": torch.full((30,), -math.inf)}
+    values = noise(spec, 1, roles=("trainable", "buffer", "frozen")) | {
+        "t1": torch.full((30,), -math.inf)
+    }
     (good,) = job.stage(values, initial=True)
     (bad,) = job.stage(values | {"t0": torch.full((5,), math.inf)}, initial=True)
 
     assert [job.stores[0].find_non_finite(staging) for staging in (good, bad)] == ["", "t0"]
 
 
-# ---- memory -------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def address(view: memoryview) -> int:
@@ -194,7 +210,7 @@ def address(view: memoryview) -> int:
 
 
 def test_a_released_buffer_is_used_again_and_one_in_use_is_not() -> None:
-    store = Store(Plan(with_buffers(), 1), 0)
+    store = ParameterStore(PartitionPlan(with_buffers(), 1), 0)
     first, second = store.staging(), store.staging()
     places = [address(staging.views[0]) for staging in (first, second)]
     store.release(second)
@@ -216,16 +232,24 @@ def test_a_released_staging_cannot_be_applied() -> None:
 
 
 def test_a_staging_has_room_for_exactly_what_the_wire_brings() -> None:
-    plan = Plan(with_buffers(), 1)
-    store = Store(plan, 0)
-    sizes = [(s.nbytes, sum(map(len, s.views))) for s in (store.staging(), store.staging([0]), store.staging((), True))]
+    plan = PartitionPlan(with_buffers(), 1)
+    store = ParameterStore(plan, 0)
+    sizes = [
+        (s.nbytes, sum(map(len, s.views)))
+        for s in (store.staging(), store.staging([0]), store.staging((), True))
+    ]
 
-    step, buffers = plan.section("trainable").nbytes + plan.section("buffer").nbytes, plan.section("buffer").nbytes
+    step, buffers = (
+        plan.section("trainable").nbytes + plan.section("buffer").nbytes,
+        plan.section("buffer").nbytes,
+    )
     assert sizes == [(step, step), (buffers, buffers), (plan.nbytes, plan.nbytes)]
 
 
 def test_threads_never_share_a_staging() -> None:
-    store = Store(Plan(model(((4096,), "uint8", "buffer"), ((1,), "float32"), optimizer=SGD), 1), 0)
+    store = ParameterStore(
+        PartitionPlan(model(((4096,), "uint8", "buffer"), ((1,), "float32"), optimizer=SGD), 1), 0
+    )
     start, mixed_up = threading.Barrier(4), []
 
     def work(mark: int) -> None:
@@ -248,7 +272,9 @@ def test_threads_never_share_a_staging() -> None:
 
 
 def test_more_shards_than_bytes_to_share_is_fine() -> None:
-    spec = model(((3,), "float32"), ((2,), "float32", "buffer"), optimizer=OptimizerSpec("adam", ({},)))
+    spec = model(
+        ((3,), "float32"), ((2,), "float32", "buffer"), optimizer=OptimizerSettings("adam", ({},))
+    )
     few, many = begun(spec), begun(spec, shards=5)
     for step in range(3):
         push = noise(spec, step, roles=("trainable", "buffer"))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ModelSpec, OptimizerSpec
-from pscommon.core.tape import Plan
-from pscommon.optimizers import Scalars, groups_to_json, scalars_from_json, scalars_to_json
-from psserver.store import Store
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.partition import PartitionPlan
+from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
+from psserver.parameters.store import ParameterStore
 from tests.psserver.stores import Shards, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +27,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("rmsprop", {"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-2}),
     ("adadelta", {"lr": 0.5}),
     ("adamax", {"lr": 1e-2}),
-    ("nadam", {"lr": 1e-2, "momentum_decay": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    (
+        "nadam",
+        {"lr": 1e-2, "momentum_decay": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1},
+    ),
     ("radam", {"lr": 1e-2, "betas": (0.9, 0.9)}),
     ("rprop", {"lr": 1e-2}),
     ("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 3.0}),
@@ -40,7 +43,9 @@ class Kept:
 
     def __init__(self, job: Shards) -> None:
         self._bytes: dict[str, dict[int, bytes]] = {}
-        self._steps = {index: count for store in job.stores for index, count in store.steps().items()}
+        self._steps = {
+            index: count for store in job.stores for index, count in store.steps().items()
+        }
         self._scalars: dict[str, dict[int, float]] = {}
         for store in job.stores:
             for name, values in store.scalars().items():
@@ -52,7 +57,9 @@ class Kept:
             for key, tensor in store.export().items():
                 kind, _, start = key.partition("@")
                 assert tensor.dim() == 1
-                self._bytes.setdefault(kind, {})[int(start)] = tensor.view(torch.uint8).numpy().tobytes()
+                self._bytes.setdefault(kind, {})[int(start)] = (
+                    tensor.view(torch.uint8).numpy().tobytes()
+                )
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
         """One piece after the other, as far as they go."""
@@ -82,17 +89,27 @@ class Kept:
 
 def spec_for(name: str, group: Mapping[str, Any]) -> ModelSpec:
     tensors: list[tuple[Any, ...]] = [
-        ((40, 3), "float32", 0), ((), "float32", 1), ((130,), "float32", 0), ((7, 7), "float64", 1),
-        ((300,), "float32", 1), ((0,), "float32", 0), ((9,), "float32", "buffer"), ((), "int64", "buffer"),
+        ((40, 3), "float32", 0),
+        ((), "float32", 1),
+        ((130,), "float32", 0),
+        ((7, 7), "float64", 1),
+        ((300,), "float32", 1),
+        ((0,), "float32", 0),
+        ((9,), "float32", "buffer"),
+        ((), "int64", "buffer"),
         ((50,), "float32", "frozen"),
-    ]  # fmt: skip
-    return model(*tensors, optimizer=OptimizerSpec(name, (group, {**group, "lr": group["lr"] / 2})))
+    ]
+    return model(
+        *tensors, optimizer=OptimizerSettings(name, (group, {**group, "lr": group["lr"] / 2}))
+    )
 
 
 def advance(job: Shards, spec: ModelSpec, start: int, stop: int) -> None:
     """Two workers; in some rounds tensors are absent, and one gets its first gradient late."""
     for step in range(start, stop):
-        pushes = [noise(spec, 10 * step + worker, roles=("trainable", "buffer")) for worker in range(2)]
+        pushes = [
+            noise(spec, 10 * step + worker, roles=("trainable", "buffer")) for worker in range(2)
+        ]
         for push in pushes:
             if step < 6:
                 del push["t2"]
@@ -111,7 +128,10 @@ def restored(job: Shards, spec: ModelSpec, shards: int) -> Shards:
 
 def equal(ours: Shards, theirs: Shards) -> bool:
     weights, others = ours.weights(), theirs.weights()
-    return all(torch.equal(weights[name], others[name]) for name in weights) and ours.steps() == theirs.steps()
+    return (
+        all(torch.equal(weights[name], others[name]) for name in weights)
+        and ours.steps() == theirs.steps()
+    )
 
 
 def contents(export: dict[str, Tensor]) -> dict[str, bytes]:
@@ -121,7 +141,9 @@ def contents(export: dict[str, Tensor]) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("name", "group"), VARIANTS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (1, 2)])
-def test_a_restored_job_goes_on_to_the_same_bytes(name: str, group: dict[str, Any], before: int, after: int) -> None:
+def test_a_restored_job_goes_on_to_the_same_bytes(
+    name: str, group: dict[str, Any], before: int, after: int
+) -> None:
     spec = spec_for(name, group)
     job = Shards(spec, before)
     job.begin(noise(spec, 1, roles=ROLES))
@@ -169,7 +191,7 @@ def test_missing_weights_are_an_error() -> None:
     kept.forget("weight")
 
     with pytest.raises(SnapshotError, match="does not hold all weights"):
-        Store(Plan(spec, 2), 0).restore(kept)
+        ParameterStore(PartitionPlan(spec, 2), 0).restore(kept)
 
 
 def test_an_export_is_a_copy_and_its_memory_is_used_again() -> None:

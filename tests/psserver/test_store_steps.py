@@ -1,4 +1,6 @@
-"""Which tensors step, with which hyper-parameters, and what is kept for them: as in a torch process."""
+"""Which tensors step, with which hyper-parameters, and what is kept for them: as in a torch
+process.
+"""
 
 from typing import Any
 
@@ -7,15 +9,15 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
-from pscommon.core.model import ModelSpec, OptimizerSpec
-from pscommon.core.tape import Plan
-from pscommon.optimizers import SUPPORTED
-from psserver.store import Store
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.partition import PartitionPlan
+from pscommon.optim.specs import SUPPORTED
+from psserver.parameters.store import ParameterStore
 from tests.psserver.stores import SGD, Plain, begun, model, noise, one_thread  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# ---- absent tensors -----------------------------------------------------------------------------------------------
+# ---- absent tensors ------------------------------------------------------------------------------
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {"lr": 0.1, "weight_decay": 0.1}),
@@ -38,7 +40,7 @@ def six(name: str, group: dict[str, Any]) -> ModelSpec:
     shapes = [(3,), (40, 3), (), (130,), (7, 7), (64,)]
     return model(
         *((shape, "float64", place % 2) for place, shape in enumerate(shapes)),
-        optimizer=OptimizerSpec(name, (group, group | {"lr": group["lr"] / 2})),
+        optimizer=OptimizerSettings(name, (group, group | {"lr": group["lr"] / 2})),
     )
 
 
@@ -46,7 +48,11 @@ def some(values: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Part of the values, another part for each seed."""
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(len(values), generator=generator) < 0.6
-    return {name: value for (name, value), keep in zip(values.items(), kept.tolist(), strict=True) if keep}
+    return {
+        name: value
+        for (name, value), keep in zip(values.items(), kept.tolist(), strict=True)
+        if keep
+    }
 
 
 @pytest.mark.parametrize(("name", "group"), OPTIMIZERS)
@@ -59,7 +65,10 @@ def test_without_a_gradient_a_tensor_is_left_alone_as_torch_leaves_it(
     plain = Plain(SUPPORTED[name].torch_class, spec, job.weights())
     stepped = dict.fromkeys(plain.weights, 0)
     for step in range(30):
-        pushes = [some(noise(spec, 100 * step + worker), 100 * step + worker) for worker in range(step % 3 + 1)]
+        pushes = [
+            some(noise(spec, 100 * step + worker), 100 * step + worker)
+            for worker in range(step % 3 + 1)
+        ]
         plain.step(*pushes)
         job.step(*pushes)
         for tensor in set().union(*pushes):
@@ -77,7 +86,11 @@ def test_parts_of_a_model_may_be_trained_in_turn() -> None:
     job = begun(spec, shards=2)
     plain = Plain(torch.optim.Adam, spec, job.weights())
     for step in range(20):
-        push = {name: value for name, value in noise(spec, step).items() if int(name[1:]) // 3 == step % 2}
+        push = {
+            name: value
+            for name, value in noise(spec, step).items()
+            if int(name[1:]) // 3 == step % 2
+        }
         plain.step(push)
         job.step(push)
 
@@ -91,19 +104,25 @@ def test_a_gradient_missing_in_one_push_counts_as_zero() -> None:
     before, (first, second) = job.weights(), (noise(spec, 2), noise(spec, 3))
     job.step({"t1": first["t1"]}, {"t0": second["t0"]}, samples=[1, 3])
 
-    torch.testing.assert_close(job.weights()["t0"], before["t0"] - 0.75 * second["t0"], rtol=1e-14, atol=0)
-    torch.testing.assert_close(job.weights()["t1"], before["t1"] - 0.25 * first["t1"], rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        job.weights()["t0"], before["t0"] - 0.75 * second["t0"], rtol=1e-14, atol=0
+    )
+    torch.testing.assert_close(
+        job.weights()["t1"], before["t1"] - 0.25 * first["t1"], rtol=1e-14, atol=0
+    )
 
 
 @pytest.mark.parametrize("index", [-1, 1, 2, 99])
 def test_only_trainable_tensors_can_be_absent(index: int) -> None:
-    spec = model(((4,), "float32"), ((4,), "float32", "buffer"), ((4,), "float32", "frozen"), optimizer=SGD)
+    spec = model(
+        ((4,), "float32"), ((4,), "float32", "buffer"), ((4,), "float32", "frozen"), optimizer=SGD
+    )
 
     with pytest.raises(InvalidRequestError, match=f"{index} is not a trainable tensor"):
-        Store(Plan(spec, 1), 0).staging(absent=[index])
+        ParameterStore(PartitionPlan(spec, 1), 0).staging(absent=[index])
 
 
-# ---- hyper-parameters ---------------------------------------------------------------------------------------------
+# ---- hyper-parameters ----------------------------------------------------------------------------
 
 
 def test_the_first_push_that_brings_hyper_parameters_decides() -> None:
@@ -125,7 +144,9 @@ def test_momentum_may_come_and_go(shards: int) -> None:
     plain = Plain(torch.optim.SGD, spec, job.weights())
     for step in range(12):
         momentum = 0.0 if step % 6 < 3 else 0.9
-        groups = tuple({**group, "momentum": momentum, "dampening": 0.2} for group in job.stores[0].groups())
+        groups = tuple(
+            {**group, "momentum": momentum, "dampening": 0.2} for group in job.stores[0].groups()
+        )
         push = noise(spec, step)
         plain.step(push, groups=groups)
         job.step(push, groups=groups)
@@ -135,7 +156,7 @@ def test_momentum_may_come_and_go(shards: int) -> None:
 
 
 def test_what_an_optimizer_keeps_is_made_when_it_is_needed() -> None:
-    spec = model(((64,), "float32"), optimizer=OptimizerSpec("adam", ({},)))
+    spec = model(((64,), "float32"), optimizer=OptimizerSettings("adam", ({},)))
     job = begun(spec)
     store, push = job.stores[0], noise(spec, 2)
     sizes = [store.state_nbytes]
@@ -149,7 +170,9 @@ def test_what_an_optimizer_keeps_is_made_when_it_is_needed() -> None:
 
 
 def test_an_unknown_optimizer_is_refused_at_once() -> None:
-    spec = model(((4,), "float32"), optimizer=OptimizerSpec("lamb", ({},)))
+    spec = model(((4,), "float32"), optimizer=OptimizerSettings("lamb", ({},)))
 
-    with pytest.raises(UnsupportedOptimizerError, match=r"'lamb'.*adam, adamax.*--optimizers MODULE"):
-        Store(Plan(spec, 1), 0)
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"'lamb'.*adam, adamax.*--optimizers MODULE"
+    ):
+        ParameterStore(PartitionPlan(spec, 1), 0)

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from pscommon.core.errors import MismatchError, TakenError
-from psserver.core.following import Way
-from psserver.core.recorder import Recorder
-from psserver.core.shard import NO_LOG
-from psserver.hub import Hub
+from psserver.coordinator.service import CoordinatorService
+from psserver.core.commands.recorder import Recorder
+from psserver.core.job.catch_up import CatchUp
+from psserver.core.shard.state_machine import NO_LOG
 from psworker.simulation import simulated
 
 
 @pytest.fixture
-def hub() -> Hub:
+def hub() -> CoordinatorService:
     """Of two shards."""
     return simulated(2, 1, "async", None).hub
 
 
-def test_a_higher_term_takes_the_place_of_one_that_is_connected(hub: Hub) -> None:
+def test_a_higher_term_takes_the_place_of_one_that_is_connected(hub: CoordinatorService) -> None:
     old, before = hub.fleet[1], hub.fleet[1].line
 
     server, line = hub.shard_up(1, 2, "new:1", "new", term=2)
@@ -31,7 +31,7 @@ def test_a_higher_term_takes_the_place_of_one_that_is_connected(hub: Hub) -> Non
     assert line == server.line
 
 
-def test_a_lower_term_is_told_that_it_is_deposed(hub: Hub) -> None:
+def test_a_lower_term_is_told_that_it_is_deposed(hub: CoordinatorService) -> None:
     hub.shard_up(1, 2, "new:1", "new", term=2)
 
     with pytest.raises(TakenError, match="new:1 is primary of shard 1, in term 2") as refused:
@@ -39,12 +39,12 @@ def test_a_lower_term_is_told_that_it_is_deposed(hub: Hub) -> None:
     assert refused.value.reason == "DEPOSED"
 
 
-def test_the_same_term_is_taken(hub: Hub) -> None:
+def test_the_same_term_is_taken(hub: CoordinatorService) -> None:
     with pytest.raises(MismatchError, match="already served"):
         hub.shard_up(1, 2, "other:1", "other", term=1)
 
 
-def test_what_the_old_one_still_says_is_void(hub: Hub) -> None:
+def test_what_the_old_one_still_says_is_void(hub: CoordinatorService) -> None:
     old = hub.fleet[1].line
     hub.shard_up(1, 2, "new:1", "new", term=2)
     report = hub.engine.make_report()
@@ -56,11 +56,17 @@ def test_what_the_old_one_still_says_is_void(hub: Hub) -> None:
     assert hub.fleet[1].way is not None
 
 
-def test_what_the_old_one_was_saying_when_the_new_one_came_is_void(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was heard, and found to be right, a moment before: the entries that it has no need of any more, say."""
+def test_what_the_old_one_was_saying_when_the_new_one_came_is_void(
+    hub: CoordinatorService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was heard, and found to be right, a moment before: the entries that it has no need of
+    any more, say.
+    """
     old, before, step = hub.fleet[1], hub.fleet[1].line, hub._desk.step
     heard: list[int] = []
-    monkeypatch.setattr(Recorder, "report", lambda recorder, report, now: heard.append(report.shard))
+    monkeypatch.setattr(
+        Recorder, "report", lambda recorder, report, now: heard.append(report.shard)
+    )
     report = hub.engine.make_report()
 
     def say() -> None:
@@ -82,20 +88,24 @@ def test_what_the_old_one_was_saying_when_the_new_one_came_is_void(hub: Hub, mon
     assert heard == [1]
 
 
-def test_what_the_old_one_was_told_to_load_says_nothing_of_the_new_one(hub: Hub) -> None:
-    """That one is still to read its log; asked no more whether it has, it would take all others back to a snapshot."""
+def test_what_the_old_one_was_told_to_load_says_nothing_of_the_new_one(
+    hub: CoordinatorService,
+) -> None:
+    """That one is still to read its log; asked no more whether it has, it would take all others
+    back to a snapshot.
+    """
     server, old = hub.shard_up(1, 2, "old:1", "old", term=2)
     server, line = hub.shard_up(1, 2, "new:1", "new", term=3)
-    server.way = Way.RECOVER
+    server.way = CatchUp.RECOVER
 
     hub.restored(server, old, 7, "")
-    assert server.way is Way.RECOVER
+    assert server.way is CatchUp.RECOVER
 
     hub.restored(server, line, 7, "")
     assert server.way is None
 
 
-def test_a_snapshot_that_waits_for_the_old_one_is_given_up(hub: Hub) -> None:
+def test_a_snapshot_that_waits_for_the_old_one_is_given_up(hub: CoordinatorService) -> None:
     """It would be waited for for ever, and there would never be another one."""
     with hub.still():
         coordinator = hub._coordinator

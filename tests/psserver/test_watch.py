@@ -6,35 +6,43 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from psserver.core.coordinator import Coordinator
-from psserver.core.health import Condition, Health
-from psserver.core.policy import policy
-from psserver.core.roster import State
-from psserver.core.rules import Rules
-from psserver.metrics import ServerMetrics
-from psserver.watch import QUIET, SURE, Watch
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.core.workers.health import WorkerCondition, WorkerHealth
+from psserver.core.workers.membership import WorkerState
+from psserver.monitoring.worker_monitor import QUIET, SURE, WorkerMonitor
+from psserver.process.metrics import ServerMetrics
 
 Log = pytest.LogCaptureFixture
-SLOW, LIVE, SILENT = Condition(Health.SLOW, 1.23456, 0.1), Condition(Health.LIVE, 0.1, 0.1), Health.SILENT
+SLOW, LIVE, SILENT = (
+    WorkerCondition(WorkerHealth.SLOW, 1.23456, 0.1),
+    WorkerCondition(WorkerHealth.LIVE, 0.1, 0.1),
+    WorkerHealth.SILENT,
+)
 
 
 @dataclass
 class Scene:
     """One worker that is looked at every 0.2 seconds."""
 
-    coordinator: Coordinator = field(default_factory=lambda: Coordinator(1, Rules(policy("sync"))))
+    coordinator: CoordinatorMachine = field(
+        default_factory=lambda: CoordinatorMachine(1, JobRules(policy("sync")))
+    )
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     now: float = 100.0
 
     def __post_init__(self) -> None:
-        self.watch = Watch(ServerMetrics(self.registry, shard=0), 0.0)
+        self.watch = WorkerMonitor(ServerMetrics(self.registry, shard=0), 0.0)
         self.roster = self.coordinator.roster
         self.member = self.roster.join(0.0, 7, "host-a", 1, "cpu")
 
-    def pass_by(self, seconds: float, *conditions: Condition) -> None:
+    def pass_by(self, seconds: float, *conditions: WorkerCondition) -> None:
         """So much time, during which each look finds the next of these."""
         for look in range(round(seconds / 0.2)):
-            found = {member.worker: conditions[look % len(conditions)] for member in self.roster.here()}
+            found = {
+                member.worker: conditions[look % len(conditions)] for member in self.roster.here()
+            }
             self.watch.look(self.coordinator, found, "", self.now)
             self.now += 0.2
 
@@ -45,12 +53,23 @@ def scene(caplog: Log) -> Scene:
     return Scene()
 
 
-def test_who_is_slow_is_named_once_and_once_when_it_is_so_no_longer(scene: Scene, caplog: Log) -> None:
+def test_who_is_slow_is_named_once_and_once_when_it_is_so_no_longer(
+    scene: Scene, caplog: Log
+) -> None:
     scene.pass_by(60.0, SLOW)
     (record,) = caplog.records
-    said = {key: record.__dict__[key] for key in ("worker", "rank", "host", "step_seconds", "median_seconds")}
+    said = {
+        key: record.__dict__[key]
+        for key in ("worker", "rank", "host", "step_seconds", "median_seconds")
+    }
     assert (record.levelname, record.message) == ("WARNING", "worker is slow")
-    assert said == {"worker": 1, "rank": 7, "host": "host-a", "step_seconds": 1.23, "median_seconds": 0.1}
+    assert said == {
+        "worker": 1,
+        "rank": 7,
+        "host": "host-a",
+        "step_seconds": 1.23,
+        "median_seconds": 0.1,
+    }
 
     scene.pass_by(60.0, LIVE)
 
@@ -76,8 +95,8 @@ def test_who_goes_back_and_forth_gets_a_line_every_ten_seconds(scene: Scene, cap
 
 def test_nothing_new_is_said_of_one_that_is_silent_or_gone(scene: Scene, caplog: Log) -> None:
     scene.pass_by(2.0, SLOW)
-    scene.pass_by(60.0, Condition(SILENT, 1.0, 0.1))
-    scene.roster.remove(scene.member, State.LOST, "its lease ended")
+    scene.pass_by(60.0, WorkerCondition(SILENT, 1.0, 0.1))
+    scene.roster.remove(scene.member, WorkerState.LOST, "its lease ended")
     scene.pass_by(60.0, SLOW)
 
     assert caplog.messages == ["worker is slow"]
@@ -93,7 +112,7 @@ def test_the_time_of_the_last_push_is_of_that_and_ends_with_its_worker(
         labels = {"shard": "0", "worker": str(scene.member.worker)}
         return scene.registry.get_sample_value("ps_worker_last_push_timestamp_seconds", labels)
 
-    scene.member.state = State.ACTIVE
+    scene.member.state = WorkerState.ACTIVE
     scene.pass_by(1.0, LIVE)
     assert said() is None
 
@@ -101,14 +120,14 @@ def test_the_time_of_the_last_push_is_of_that_and_ends_with_its_worker(
     scene.pass_by(5.0, LIVE)
     assert said() == pushed
 
-    scene.roster.remove(scene.member, State.LOST, "quarantined")
+    scene.roster.remove(scene.member, WorkerState.LOST, "quarantined")
     scene.pass_by(0.2, LIVE)
     assert said() is None
 
 
 def test_who_makes_no_call_is_named_with_the_seconds(scene: Scene, caplog: Log) -> None:
     scene.member.no_call_seconds = 41.7
-    scene.pass_by(5.0, Condition(Health.HANGING, 41.7, 0.1))
+    scene.pass_by(5.0, WorkerCondition(WorkerHealth.HANGING, 41.7, 0.1))
     scene.pass_by(20.0, LIVE)
 
     assert caplog.messages == ["worker makes no call", "worker is slow no longer"]

@@ -1,20 +1,22 @@
-"""Proofs that workers' processes have ended: found or reported, and never of a process that was not seen."""
+"""Proofs that workers' processes have ended: found or reported, and never of a process that was
+not seen.
+"""
 
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from pscommon.process_id import process_id
-from psserver.core.roster import Roster
-from psserver.worker_exits import FOUND, WorkerExits
+from pscommon.system.process_id import process_id
+from psserver.core.workers.membership import Membership
+from psserver.process.worker_exits import FOUND, WorkerExits
 
 
 class Crew:
     """Workers 1 to 3, and what is known of their processes."""
 
     def __init__(self) -> None:
-        self.exits, self.roster = WorkerExits(), Roster(5.0)
+        self.exits, self.roster = WorkerExits(), Membership(5.0)
         for rank in range(3):
             self.roster.join(0.0, rank, "host", 1, "cpu")
 
@@ -41,7 +43,9 @@ def test_the_end_of_a_local_process_is_found(child: "subprocess.Popen[bytes]") -
 
 
 def test_a_process_that_was_never_seen_here_is_not_missed(child: "subprocess.Popen[bytes]") -> None:
-    """It may run on a system that looks like this one: a virtual machine that was copied while it ran."""
+    """It may run on a system that looks like this one: a virtual machine that was copied while
+    it ran.
+    """
     name = process_id(child.pid)
     child.kill()
     child.wait()

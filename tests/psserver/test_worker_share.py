@@ -1,4 +1,6 @@
-"""What a loader's length is: the share that a worker gets of a loop if the workers stay as they are."""
+"""What a loader's length is: the share that a worker gets of a loop if the workers stay as they
+are.
+"""
 
 from dataclasses import replace
 
@@ -6,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.loop import LoopSpec
-from pscommon.core.stream import StreamSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import policy
-from psserver.core.rules import Rules
-from psserver.core.worker_share import worker_share
+from psserver.core.commands.worker_share import worker_share
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
 from tests.support.coordinator_job import MODEL, Job
 
 
@@ -68,7 +70,11 @@ def test_under_sync_the_share_is_what_is_dealt(
 def test_under_other_policies_the_shares_are_even(name: str) -> None:
     job = job_of(3, name=name)
 
-    assert [worker_share(job.coordinator, worker, LoopSpec(0, 10, 1)) for worker in (1, 2, 3)] == [4, 3, 3]
+    assert [worker_share(job.coordinator, worker, LoopSpec(0, 10, 1)) for worker in (1, 2, 3)] == [
+        4,
+        3,
+        3,
+    ]
 
 
 def test_the_share_follows_the_workers_that_are_registered() -> None:
@@ -84,13 +90,13 @@ def test_the_share_follows_the_workers_that_are_registered() -> None:
 
 def test_before_the_first_round_the_workers_that_are_awaited_count() -> None:
     """By the rank that a launcher gave, else in the order of joining; also before they register."""
-    coordinator, loop = Coordinator(1, Rules(policy("sync"), 3)), LoopSpec(0, 10, 1)
+    coordinator, loop = CoordinatorMachine(1, JobRules(policy("sync"), 3)), LoopSpec(0, 10, 1)
     last = coordinator.join(0.0, 2, "host", 1, "cpu").worker
     first = coordinator.join(0.0, 0, "host", 1, "cpu").worker
 
     assert [worker_share(coordinator, worker, loop) for worker in (first, last)] == [4, 3]
 
-    unranked = Coordinator(1, Rules(policy("sync"), 3))
+    unranked = CoordinatorMachine(1, JobRules(policy("sync"), 3))
     ids = [unranked.join(0.0, None, "host", 1, "cpu").worker for _ in range(2)]
     assert [worker_share(unranked, worker, loop) for worker in ids] == [4, 3]
 
@@ -105,7 +111,7 @@ def test_a_worker_that_is_about_to_register_counts_itself() -> None:
 
 
 def test_a_worker_that_takes_another_s_place_has_its_share() -> None:
-    coordinator, loop = Coordinator(1, Rules(policy("sync"), 1)), LoopSpec(0, 10, 1)
+    coordinator, loop = CoordinatorMachine(1, JobRules(policy("sync"), 1)), LoopSpec(0, 10, 1)
     job = job_of(1)
     job.lead(coordinator)
     coordinator.roster.join(0.0, 0, "host", 1, "cpu", 0)

@@ -1,4 +1,6 @@
-"""Two servers that speak the real wire but have no job behind them: what they answer is written down here."""
+"""Two servers that speak the real wire but have no job behind them: what they answer is written
+down here.
+"""
 
 import contextlib
 import json
@@ -11,13 +13,16 @@ from typing import Any
 import grpc
 
 from pscommon.core.errors import PSError
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.wire.channel import SERVER_OPTIONS
-from pscommon.wire.codec import model_to_proto
+from pscommon.wire.messages import model_to_proto
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1 import parameter_server_pb2 as ps
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
+from psproto.v1.coordinator_pb2_grpc import (
+    CoordinatorServiceServicer,
+    add_CoordinatorServiceServicer_to_server,
+)
 from psproto.v1.parameter_server_pb2_grpc import (
     ParameterServerServiceServicer,
     add_ParameterServerServiceServicer_to_server,
@@ -28,7 +33,7 @@ MODEL = ModelSpec(
         TensorSpec("net.weight", (300, 4), "float32"),
         TensorSpec("net.seen", (), "int64", "buffer"),
     ),
-    OptimizerSpec("adam", ({"lr": 0.1},)),
+    OptimizerSettings("adam", ({"lr": 0.1},)),
 )
 
 STATUS: dict[str, Any] = {
@@ -44,42 +49,91 @@ STATUS: dict[str, Any] = {
     "min_workers": 2,
     "servers": [
         {
-            "shard": shard, "address": f"10.0.0.{shard}:50051", "connected": not shard, "version": 120,
-            "parameter_bytes": 2432, "state_bytes": 4864, "received_bytes": 12_345_678, "sent_bytes": 5,
-            "apply_seconds": 0.5, "pid": 40 + shard,
+            "shard": shard,
+            "address": f"10.0.0.{shard}:50051",
+            "connected": not shard,
+            "version": 120,
+            "parameter_bytes": 2432,
+            "state_bytes": 4864,
+            "received_bytes": 12_345_678,
+            "sent_bytes": 5,
+            "apply_seconds": 0.5,
+            "pid": 40 + shard,
         }
         for shard in range(2)
     ],
     "workers": [
         {
-            "worker": 1, "rank": 0, "host": "host-a", "pid": 16, "device": "cuda:0", "state": "active", "clock": 121,
-            "steps": 121, "step_seconds": 0.25, "samples_per_second": 128.0, "phase": "compute", "silent_seconds": 0.5,
-            "reason": "", "health": "slow", "own_seconds": 0.125, "draining": False,
+            "worker": 1,
+            "rank": 0,
+            "host": "host-a",
+            "pid": 16,
+            "device": "cuda:0",
+            "state": "active",
+            "clock": 121,
+            "steps": 121,
+            "step_seconds": 0.25,
+            "samples_per_second": 128.0,
+            "phase": "compute",
+            "silent_seconds": 0.5,
+            "reason": "",
+            "health": "slow",
+            "own_seconds": 0.125,
+            "draining": False,
         },
         {
-            "worker": 2, "rank": 1, "host": "host-b", "pid": 17, "device": "cpu", "state": "lost", "clock": 119,
-            "steps": 119, "step_seconds": 90.0, "samples_per_second": 0.1, "phase": "", "silent_seconds": None,
-            "reason": "lease ended", "health": "lost", "own_seconds": None, "draining": False,
+            "worker": 2,
+            "rank": 1,
+            "host": "host-b",
+            "pid": 17,
+            "device": "cpu",
+            "state": "lost",
+            "clock": 119,
+            "steps": 119,
+            "step_seconds": 90.0,
+            "samples_per_second": 0.1,
+            "phase": "",
+            "silent_seconds": None,
+            "reason": "lease ended",
+            "health": "lost",
+            "own_seconds": None,
+            "draining": False,
         },
     ],
     "data": [
         {
-            "loop": 0, "size": 1000, "batch_size": 32, "epochs": 3, "epoch": 1, "committed": 40, "leased": 2,
+            "loop": 0,
+            "size": 1000,
+            "batch_size": 32,
+            "epochs": 3,
+            "epoch": 1,
+            "committed": 40,
+            "leased": 2,
             "total": 94,
         }
     ],
-    "snapshots": [{"version": 100, "path": "/data/snapshots/000000000100", "nbytes": 7300, "seconds": 61.0}],
+    "snapshots": [
+        {"version": 100, "path": "/data/snapshots/000000000100", "nbytes": 7300, "seconds": 61.0}
+    ],
     "snapshot_age_seconds": 61.0,
     "pushes": {"applied": 240, "duplicate": 0, "stale": 1, "rejected": 0},
     "metrics": {"accuracy\x1b[31m": 0.97},
-    "model": {"tensors": 2, "parameters": 1201, "bytes": 4808, "plan_digest": "d", "optimizer": "adam"},
+    "model": {
+        "tensors": 2,
+        "parameters": 1201,
+        "bytes": 4808,
+        "plan_digest": "d",
+        "optimizer": "adam",
+    },
     "finished": 0,
-}  # fmt: skip
+}
 
 
 @dataclass
 class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
-    """Shard 0 of 2, and what it was asked to do. `error`: what every call of the coordinator answers instead."""
+    """Shard 0 of 2, and what it was asked to do. `error`: what every call of the coordinator
+    answers instead.
+    """
 
     shard: int = 0
     shards: int = 2
@@ -98,22 +152,36 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
     def __post_init__(self) -> None:
         self.hang.set()
 
-    def Describe(self, request: ps.DescribeRequest, context: grpc.ServicerContext) -> ps.DescribeResponse:
+    def Describe(
+        self, request: ps.DescribeRequest, context: grpc.ServicerContext
+    ) -> ps.DescribeResponse:
         self.hang.wait(30)
-        return ps.DescribeResponse(job="job-7", shard=self.shard, shards=self.shards, coordinator=self.coordinator)
+        return ps.DescribeResponse(
+            job="job-7", shard=self.shard, shards=self.shards, coordinator=self.coordinator
+        )
 
-    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:
+    def GetStatus(
+        self, request: pb.GetStatusRequest, context: grpc.ServicerContext
+    ) -> pb.GetStatusResponse:
         with self._answering(context):
             return pb.GetStatusResponse(status_json=json.dumps(self.status))
 
-    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterResponse:
+    def Register(
+        self, request: pb.RegisterRequest, context: grpc.ServicerContext
+    ) -> pb.RegisterResponse:
         with self._answering(context):
             assert request.observe
             if self.model is None:
-                return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for="the first worker")
-            return pb.RegisterResponse(state=pb.RegisterResponse.STATE_READY, model=model_to_proto(self.model))
+                return pb.RegisterResponse(
+                    state=pb.RegisterResponse.STATE_PENDING, waiting_for="the first worker"
+                )
+            return pb.RegisterResponse(
+                state=pb.RegisterResponse.STATE_READY, model=model_to_proto(self.model)
+            )
 
-    def SaveSnapshot(self, request: pb.SaveSnapshotRequest, context: grpc.ServicerContext) -> pb.SaveSnapshotResponse:
+    def SaveSnapshot(
+        self, request: pb.SaveSnapshotRequest, context: grpc.ServicerContext
+    ) -> pb.SaveSnapshotResponse:
         with self._answering(context):
             self.waits.append(request.wait_ms)
             return pb.SaveSnapshotResponse(version=121, path="/data/snapshots/000000000121")
@@ -131,14 +199,18 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
             self.drained.append(request.worker)
             return pb.DrainResponse()
 
-    def SetPolicy(self, request: pb.SetPolicyRequest, context: grpc.ServicerContext) -> pb.SetPolicyResponse:
+    def SetPolicy(
+        self, request: pb.SetPolicyRequest, context: grpc.ServicerContext
+    ) -> pb.SetPolicyResponse:
         with self._answering(context):
             staleness = request.staleness if request.HasField("staleness") else None
             max_staleness = request.max_staleness if request.HasField("max_staleness") else None
             self.policies.append((request.policy, staleness, max_staleness))
             return pb.SetPolicyResponse()
 
-    def StopJob(self, request: pb.StopJobRequest, context: grpc.ServicerContext) -> pb.StopJobResponse:
+    def StopJob(
+        self, request: pb.StopJobRequest, context: grpc.ServicerContext
+    ) -> pb.StopJobResponse:
         with self._answering(context):
             self.stopped.append(request.reason)
             return pb.StopJobResponse()

@@ -1,13 +1,15 @@
 """A GPU's order of work without a GPU: finds accesses to a tape that nothing puts in order.
 
-What it does: everything computes at once, on the CPU, and so gives the right numbers. Beside it the host and each
-stream have a clock (vector clocks: program order, events, waits, blocking calls), which knows what comes before what.
-Two accesses to the same bytes, one of which writes, that no chain of waits joins are a Disorder, however a real GPU
-would have timed them. So is a copy between a GPU and memory that is not pinned.
+What it does: everything computes at once, on the CPU, and so gives the right numbers. Beside it
+the host and each stream have a clock (vector clocks: program order, events, waits, blocking
+calls), which knows what comes before what. Two accesses to the same bytes, one of which writes,
+that no chain of waits joins are a Disorder, however a real GPU would have timed them. So is a
+copy between a GPU and memory that is not pinned.
 
-What it does not: kernels, the allocator, contexts, several devices, threads (the host counts as one). Backward runs
-in the script's thread, on the stream that is current there, where torch would take the forward's. Only the memory of
-the tapes is watched, not that of gradients and activations.
+What it does not: kernels, the allocator, contexts, several devices, threads (the host counts as
+one). Backward runs in the script's thread, on the stream that is current there, where torch
+would take the forward's. Only the memory of the tapes is watched, not that of gradients and
+activations.
 """
 
 from collections.abc import Iterator
@@ -21,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psworker import bridge
-from psworker.model_tape import CudaTape, tensor_of
-from psworker.results import PushResult
+from psworker.core.results import PushResult
+from psworker.model import adapter as bridge
+from psworker.model.flat_buffer import CudaBuffer, tensor_of
 from tests.psworker.late_client import LateClient, LateFlow
 
 Kind = Literal["device", "pinned", "host"]
@@ -64,7 +66,9 @@ class Region:
 
 
 class Event:
-    """torch.cuda.Event. query says as often as possible that it is not done, or at once that it is."""
+    """torch.cuda.Event. query says as often as possible that it is not done, or at once that it
+    is.
+    """
 
     def __init__(self, order: "Order", clock: Clock) -> None:
         self._order, self._clock = order, clock
@@ -149,17 +153,29 @@ class Order(TorchDispatchMode):
             if region.name == name:
                 self._enter(region, start, stop, writes, HOST, what)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, given = function._schema.name, list(_given(function, args, kwargs or {}))
-        places = [(place, writes) for tensor, writes in given if (place := self._place(tensor)) is not None]
+        places = [
+            (place, writes)
+            for tensor, writes in given
+            if (place := self._place(tensor)) is not None
+        ]
         kinds = {region.kind for (region, _, _), _ in places}
         actor = self.stream.name if "device" in kinds else HOST
-        assert not kinds >= {"device", "host"}, f"{name} between a GPU and memory that is not pinned"
+        assert not kinds >= {"device", "host"}, (
+            f"{name} between a GPU and memory that is not pinned"
+        )
         if actor != HOST:
             self.issue(actor)
         for (region, start, stop), writes in () if name in UNREAD else places:
             self._enter(region, start, stop, writes, actor, name)
-        crosses = kinds >= {"device", "pinned"} and True not in args[2:] and not (kwargs or {}).get("non_blocking")
+        crosses = (
+            kinds >= {"device", "pinned"}
+            and True not in args[2:]
+            and not (kwargs or {}).get("non_blocking")
+        )
         result = function(*args, **(kwargs or {}))
         if self._waits and (name in SYNCS or crosses):
             _merge(self.clocks[HOST], self.clocks[self.stream.name])
@@ -170,30 +186,46 @@ class Order(TorchDispatchMode):
         if not tensor.numel() or tensor.layout is not torch.strided:
             return None
         first = tensor.data_ptr()
-        last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         for region in self._regions:
             if region.base <= first < region.base + region.nbytes:
-                return region, first - region.base, first - region.base + (last + 1) * tensor.itemsize
+                return (
+                    region,
+                    first - region.base,
+                    first - region.base + (last + 1) * tensor.itemsize,
+                )
         return None
 
-    def _enter(self, region: Region, start: int, stop: int, writes: bool, actor: str, what: str) -> None:
+    def _enter(
+        self, region: Region, start: int, stop: int, writes: bool, actor: str, what: str
+    ) -> None:
         clock = self.clocks[actor]
         tick = clock[actor] = clock.get(actor, 0) + 1
         for past in region.accesses:
             meet = past.start < stop and start < past.stop and (writes or past.writes)
             if meet and clock.get(past.actor, 0) < past.tick:
                 raise Disorder(
-                    f"{region.name}: {what} of [{start}, {stop}) by {actor} does not wait for {past.what} of "
+                    f"{region.name}: {what} of [{start}, {stop}) by {actor} does not wait for "
+                    f"{past.what} of "
                     f"[{past.start}, {past.stop}) by {past.actor}"
                 )
         if writes:  # what comes after this one comes after those, too
-            region.accesses = [past for past in region.accesses if not (start <= past.start and past.stop <= stop)]
+            region.accesses = [
+                past for past in region.accesses if not (start <= past.start and past.stop <= stop)
+            ]
         new = Access(start, stop, writes, actor, tick, what)
         region.accesses = [past for past in region.accesses if not _replaces(new, past)] + [new]
 
 
 def _replaces(new: Access, past: Access) -> bool:
-    same = (new.start, new.stop, new.writes, new.actor) == (past.start, past.stop, past.writes, past.actor)
+    same = (new.start, new.stop, new.writes, new.actor) == (
+        past.start,
+        past.stop,
+        past.writes,
+        past.actor,
+    )
     return same and new.tick > past.tick
 
 
@@ -203,7 +235,9 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 def _given(function: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors whose values are read or, True, written; not those of which only a view is made."""
+    """The tensors whose values are read or, True, written; not those of which only a view is
+    made.
+    """
     for place, argument in enumerate(function._schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
@@ -265,7 +299,7 @@ class OrderedFlow(LateFlow):
 
 
 @contextmanager
-def fake_gpu(quick: bool, tape: type[CudaTape] = CudaTape) -> Iterator[Order]:
+def fake_gpu(quick: bool, tape: type[CudaBuffer] = CudaBuffer) -> Iterator[Order]:
     """In here models of the CPU lie on CudaTapes, and torch.cuda has streams."""
     order = Order(quick)
     zeros, names = torch.zeros, cycle(("gradients", "weights"))
@@ -277,7 +311,9 @@ def fake_gpu(quick: bool, tape: type[CudaTape] = CudaTape) -> Iterator[Order]:
             order.watch(f"{name} on the GPU", "device", self.near)
             order.watch(f"pinned {name}", "pinned", self._pinned)
 
-    def on_cpu(*args: Any, pin_memory: bool = False, device: object = None, **options: Any) -> Tensor:
+    def on_cpu(
+        *args: Any, pin_memory: bool = False, device: object = None, **options: Any
+    ) -> Tensor:
         return zeros(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:

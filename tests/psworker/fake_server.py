@@ -1,4 +1,6 @@
-"""Servers of a job, in memory, over real gRPC: plain SGD, no policy, and every fault that a test asks for."""
+"""Servers of a job, in memory, over real gRPC: plain SGD, no policy, and every fault that a test
+asks for.
+"""
 
 import json
 import threading
@@ -11,16 +13,26 @@ import grpc
 import numpy as np
 
 from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError, UnreachableError
-from pscommon.core.model import ModelSpec
-from pscommon.core.tape import Plan
-from pscommon.wire import codec
+from pscommon.core.model_spec import ModelSpec
+from pscommon.core.partition import PartitionPlan
+from pscommon.wire import messages as codec
 from pscommon.wire.channel import SERVER_OPTIONS
-from pscommon.wire.frames import Filler, Frame, add_parameter_server_to_server, chunks, decode_request, encode_header
+from pscommon.wire.frames import (
+    Filler,
+    Frame,
+    add_parameter_server_to_server,
+    chunks,
+    decode_request,
+    encode_header,
+)
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
-from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
-from psworker.parts import Move
+from psproto.v1.coordinator_pb2_grpc import (
+    CoordinatorServiceServicer,
+    add_CoordinatorServiceServicer_to_server,
+)
+from psworker.exchange.transfer import ShardTransfer
 
 Hook = Callable[[], None]
 Key = tuple[int, int]
@@ -36,15 +48,19 @@ def lost() -> None:
 
 
 class FakeCluster:
-    """All servers of one job. `changed` guards the state; tests read it and set the switches below.
+    """All servers of one job. `changed` guards the state; tests read it and set the switches
+    below.
 
-    before, after: by shard, hooks that are called when an Exchange begins and just before it is answered, once each.
-    incoming, outgoing: by shard, called before each data frame of an Exchange is taken or sent, with its number from 0.
-    waits_for: not empty: pushes stay undecided, for this reason. joined: followers know shard 0 from the start.
-    fenced: workers that are out; draining: those asked to leave; open_loop: what Join answers.
+    before, after: by shard, hooks that are called when an Exchange begins and just before it is
+    answered, once each. incoming, outgoing: by shard, called before each data frame of an
+    Exchange is taken or sent, with its number from 0. waits_for: not empty: pushes stay
+    undecided, for this reason. joined: followers know shard 0 from the start. fenced: workers
+    that are out; draining: those asked to leave; open_loop: what Join answers.
     """
 
-    def __init__(self, shards: int = 1, lr: float = 0.5, lease: float = 5.0, joined: bool = True) -> None:
+    def __init__(
+        self, shards: int = 1, lr: float = 0.5, lease: float = 5.0, joined: bool = True
+    ) -> None:
         self.shards, self.lr, self.lease = shards, lr, lease
         self.job, self.policy = "job-1", "sync"
         self.changed = threading.Condition()
@@ -66,7 +82,7 @@ class FakeCluster:
         self.fenced: set[int] = set()
         self.draining: set[int] = set()
         self.open_loop = 0
-        self.plan: Plan | None = None
+        self.plan: PartitionPlan | None = None
         self.digest: str | None = None
         self.tape = np.zeros(0, np.uint8)
         self.begun = False
@@ -100,11 +116,15 @@ class FakeCluster:
             self.fenced.add(worker)
 
     def deal(self, *answers: int | None) -> None:
-        """What the next requests for data get, one after another: a batch each, or None for the loop's end."""
+        """What the next requests for data get, one after another: a batch each, or None for the
+        loop's end.
+        """
         with self.changed:
             for number in answers:
                 numbers, end = ([], True) if number is None else ([number], False)
-                self.batches.append(co.NextBatchResponse(numbers=numbers, end=end, version=self.version))
+                self.batches.append(
+                    co.NextBatchResponse(numbers=numbers, end=end, version=self.version)
+                )
 
     def release(self) -> None:
         """Decide on what was waiting."""
@@ -120,17 +140,23 @@ class FakeCluster:
         start, stop = self.plan.extent(index)
         return self.tape[start:stop].view(np.float32).reshape(self.plan.spec.tensors[index].shape)
 
-    # ---- what the servicers call, under the lock ---------------------------------------------------------------------
+    # ---- what the servicers call, under the lock -------------------------------------------------
 
     def register(self, worker: int, model: ModelSpec) -> "co.RegisterResponse.State.ValueType":
         if self.plan is None:
-            self.plan, self._uploader = Plan(model, self.shards), worker
+            self.plan, self._uploader = PartitionPlan(model, self.shards), worker
             self.tape = np.zeros(self.plan.nbytes, np.uint8)
         if lines := model.differences(self.plan.spec):
-            raise MismatchError("this model is not the job's:\n" + "\n".join(lines), "MODEL_MISMATCH")
+            raise MismatchError(
+                "this model is not the job's:\n" + "\n".join(lines), "MODEL_MISMATCH"
+            )
         if self.begun:
             return co.RegisterResponse.STATE_READY
-        return co.RegisterResponse.STATE_UPLOAD if worker == self._uploader else co.RegisterResponse.STATE_PENDING
+        return (
+            co.RegisterResponse.STATE_UPLOAD
+            if worker == self._uploader
+            else co.RegisterResponse.STATE_PENDING
+        )
 
     def stage(self, shard: int, header: ps.PushPullHeader, data: bytes) -> bool:
         """False: it was decided before."""
@@ -156,7 +182,9 @@ class FakeCluster:
         self.begun = True
         return ps.ExchangeResult(outcome=ps.OUTCOME_APPLIED, version=0)
 
-    def _apply(self, key: Key, parts: dict[int, tuple[ps.PushPullHeader, bytes]]) -> ps.ExchangeResult:
+    def _apply(
+        self, key: Key, parts: dict[int, tuple[ps.PushPullHeader, bytes]]
+    ) -> ps.ExchangeResult:
         assert self.plan is not None
         gradients, header = self.tape.copy(), parts[0][0]
         stop = self.plan.section("trainable").stop
@@ -165,29 +193,43 @@ class FakeCluster:
         slope = gradients[:stop].view(np.float32)
         if not np.isfinite(slope).all():
             detail = f"worker {key[0]}: tensor w"
-            return ps.ExchangeResult(outcome=ps.OUTCOME_REJECTED, reason="NON_FINITE", detail=detail)
+            return ps.ExchangeResult(
+                outcome=ps.OUTCOME_REJECTED, reason="NON_FINITE", detail=detail
+            )
         staleness = self.version - header.base
         self.version += 1
         self.counted.append(key)
         self.tape[:stop].view(np.float32)[...] -= np.float32(self.lr) * slope
         self.tape[stop:] = gradients[stop:]
         return ps.ExchangeResult(
-            outcome=ps.OUTCOME_APPLIED, version=self.version, staleness=staleness, apply_seconds=0.25, wait_seconds=0.5
+            outcome=ps.OUTCOME_APPLIED,
+            version=self.version,
+            staleness=staleness,
+            apply_seconds=0.25,
+            wait_seconds=0.5,
         )
 
-    def _spread(self, tape: np.ndarray[Any, Any], parts: dict[int, tuple[ps.PushPullHeader, bytes]]) -> None:
+    def _spread(
+        self, tape: np.ndarray[Any, Any], parts: dict[int, tuple[ps.PushPullHeader, bytes]]
+    ) -> None:
         assert self.plan is not None
         for shard, (header, data) in parts.items():
-            move = Move(self.plan, tape.data, None, frozenset(header.absent), everything=header.initial)
+            move = ShardTransfer(
+                self.plan, tape.data, None, frozenset(header.absent), everything=header.initial
+            )
             filler = Filler(move.sent(shard))
             filler.fill(memoryview(data))
             assert filler.complete
 
 
 class FakeServer(CoordinatorServiceServicer):
-    """One server process; shard 0 coordinates as well. job, shard, shards, advertised and coordinator: what it says."""
+    """One server process; shard 0 coordinates as well. job, shard, shards, advertised and
+    coordinator: what it says.
+    """
 
-    def __init__(self, cluster: FakeCluster, shard: int, joined: bool, bind: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, cluster: FakeCluster, shard: int, joined: bool, bind: str = "127.0.0.1:0"
+    ) -> None:
         self.cluster, self.shard, self.shards = cluster, shard, cluster.shards
         self.grpc = grpc.server(ThreadPoolExecutor(32), options=SERVER_OPTIONS)
         add_parameter_server_to_server(self, self.grpc)
@@ -212,7 +254,9 @@ class FakeServer(CoordinatorServiceServicer):
         own = [server.advertised if server is self else "" for server in servers]
         return linked if self.job else own
 
-    def Describe(self, request: ps.DescribeRequest, context: grpc.ServicerContext) -> ps.DescribeResponse:
+    def Describe(
+        self, request: ps.DescribeRequest, context: grpc.ServicerContext
+    ) -> ps.DescribeResponse:
         self.cluster.calls["Describe"] += 1
         return ps.DescribeResponse(
             job=self.job,
@@ -222,7 +266,9 @@ class FakeServer(CoordinatorServiceServicer):
             coordinator=self.coordinator,
         )
 
-    def Introduce(self, request: ps.IntroduceRequest, context: grpc.ServicerContext) -> ps.IntroduceResponse:
+    def Introduce(
+        self, request: ps.IntroduceRequest, context: grpc.ServicerContext
+    ) -> ps.IntroduceResponse:
         self.introduced.append(request.coordinator)
         self.coordinator, self.job = request.coordinator, self.cluster.job
         return ps.IntroduceResponse()
@@ -242,7 +288,9 @@ class FakeServer(CoordinatorServiceServicer):
             result, views = self._answer(iter([request]))
             return encode_header(result, *views)
 
-    def AttachMemory(self, request: ps.AttachMemoryRequest, context: grpc.ServicerContext) -> ps.AttachMemoryResponse:
+    def AttachMemory(
+        self, request: ps.AttachMemoryRequest, context: grpc.ServicerContext
+    ) -> ps.AttachMemoryResponse:
         return ps.AttachMemoryResponse(reason="a fake has no memory")
 
     def _answer(self, requests: Iterator[bytes]) -> tuple[ps.ExchangeResult, list[memoryview]]:
@@ -251,7 +299,11 @@ class FakeServer(CoordinatorServiceServicer):
         if hooks := self.cluster.before[self.shard]:
             hooks.popleft()()
         frames = self._counted(requests)
-        data = self._opened(header, frames) if header.open else b"".join([first, *(frame.data for frame in frames)])
+        data = (
+            self._opened(header, frames)
+            if header.open
+            else b"".join([first, *(frame.data for frame in frames)])
+        )
         answer = self._exchanged(header, data)
         if hooks := self.cluster.after[self.shard]:
             hooks.popleft()()
@@ -262,31 +314,41 @@ class FakeServer(CoordinatorServiceServicer):
             self.cluster.incoming.get(self.shard, _nothing)(number)
             yield decode_request(raw)
 
-    def _opened(self, header: ps.PushPullHeader, frames: Iterator[Frame[ps.PushPullHeader]]) -> bytes:
+    def _opened(
+        self, header: ps.PushPullHeader, frames: Iterator[Frame[ps.PushPullHeader]]
+    ) -> bytes:
         """A push that comes in pieces, as if it had come whole; what is missing is not a number."""
         plan = self.cluster.plan
         assert plan is not None
         held = plan.range(self.shard, "trainable"), plan.range(self.shard, "buffer")
         tape = bytearray(b"\xff" * plan.nbytes)
         for frame in frames:
-            start = held[0].start if frame.offset < held[0].nbytes else held[1].start - held[0].nbytes
+            start = (
+                held[0].start if frame.offset < held[0].nbytes else held[1].start - held[0].nbytes
+            )
             tape[start + frame.offset : start + frame.offset + frame.data.nbytes] = frame.data
             if frame.header is not None:
                 header.MergeFrom(frame.header)
-                move = Move(plan, memoryview(tape), None, frozenset(header.absent))
+                move = ShardTransfer(plan, memoryview(tape), None, frozenset(header.absent))
                 return b"".join(move.sent(self.shard))
         raise InvalidRequestError("the push ended without the header that closes it")
 
-    def _exchanged(self, header: ps.PushPullHeader, data: bytes) -> tuple[ps.ExchangeResult, list[memoryview]]:
+    def _exchanged(
+        self, header: ps.PushPullHeader, data: bytes
+    ) -> tuple[ps.ExchangeResult, list[memoryview]]:
         cluster, key = self.cluster, (header.worker, header.seq)
         pushes = header.initial or header.seq > 0
         with cluster.changed:
             cluster.received.append(header)
             self._check(header.job, header.worker)
             fresh = not (pushes and header.has_data) or cluster.stage(self.shard, header, data)
-            cluster.changed.wait_for(lambda: self._ready(header, pushes), min(header.wait_ms / 1000, 0.05))
+            cluster.changed.wait_for(
+                lambda: self._ready(header, pushes), min(header.wait_ms / 1000, 0.05)
+            )
             if not self._ready(header, pushes):
-                return ps.ExchangeResult(outcome=ps.OUTCOME_PENDING, waiting_for=cluster.waits_for), []
+                return ps.ExchangeResult(
+                    outcome=ps.OUTCOME_PENDING, waiting_for=cluster.waits_for
+                ), []
             result = ps.ExchangeResult(outcome=ps.OUTCOME_NONE)
             result.CopyFrom(cluster.outcome(key) if pushes else result)
             if not fresh:
@@ -295,7 +357,11 @@ class FakeServer(CoordinatorServiceServicer):
 
     def _ready(self, header: ps.PushPullHeader, pushes: bool) -> bool:
         decided = not pushes or self.cluster.outcome((header.worker, header.seq)) is not None
-        return decided and self.cluster.version >= header.min_version and (pushes or self.cluster.begun)
+        return (
+            decided
+            and self.cluster.version >= header.min_version
+            and (pushes or self.cluster.begun)
+        )
 
     def _with_weights(
         self, header: ps.PushPullHeader, result: ps.ExchangeResult
@@ -305,7 +371,9 @@ class FakeServer(CoordinatorServiceServicer):
             return result, []
         assert self.cluster.plan is not None
         copy = self.cluster.tape.copy().data
-        views = Move(self.cluster.plan, None, copy, everything=header.pull == ps.PULL_ALL).received(self.shard)
+        views = ShardTransfer(
+            self.cluster.plan, None, copy, everything=header.pull == ps.PULL_ALL
+        ).received(self.shard)
         result.nbytes, result.pulled = sum(view.nbytes for view in views), True
         return result, views
 
@@ -315,7 +383,7 @@ class FakeServer(CoordinatorServiceServicer):
         if worker in self.cluster.fenced:
             raise FencedError(f"worker {worker} is out of the job: its lease ended")
 
-    # ---- the coordinator ---------------------------------------------------------------------------------------------
+    # ---- the coordinator -------------------------------------------------------------------------
 
     def _enter(self, method: str, request: Any) -> None:
         self.cluster.calls[method] += 1
@@ -339,16 +407,24 @@ class FakeServer(CoordinatorServiceServicer):
                 known_loops=self.cluster.open_loop,
             )
 
-    def Register(self, request: co.RegisterRequest, context: grpc.ServicerContext) -> co.RegisterResponse:
+    def Register(
+        self, request: co.RegisterRequest, context: grpc.ServicerContext
+    ) -> co.RegisterResponse:
         cluster = self.cluster
         with answering(context), cluster.changed:
             self._enter("Register", request)
-            state = co.RegisterResponse.STATE_READY if cluster.begun else co.RegisterResponse.STATE_PENDING
+            state = (
+                co.RegisterResponse.STATE_READY
+                if cluster.begun
+                else co.RegisterResponse.STATE_PENDING
+            )
             if not request.observe:
                 state = cluster.register(request.worker, codec.model_from_proto(request.model))
             if state == co.RegisterResponse.STATE_PENDING:
                 cluster.changed.wait_for(lambda: cluster.begun, 0.02)
-                return co.RegisterResponse(state=state, waiting_for="the initial weights from worker 1")
+                return co.RegisterResponse(
+                    state=state, waiting_for="the initial weights from worker 1"
+                )
             assert cluster.plan is not None
             return co.RegisterResponse(
                 state=state,
@@ -358,7 +434,9 @@ class FakeServer(CoordinatorServiceServicer):
                 groups_json='[{"lr": 0.5}]',
             )
 
-    def Heartbeat(self, request: co.HeartbeatRequest, context: grpc.ServicerContext) -> co.HeartbeatResponse:
+    def Heartbeat(
+        self, request: co.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> co.HeartbeatResponse:
         with answering(context), self.cluster.changed:
             self.cluster.beats.append(request)
             self._enter("Heartbeat", request)
@@ -376,13 +454,17 @@ class FakeServer(CoordinatorServiceServicer):
             self.cluster.changed.notify_all()
             return co.LeaveResponse()
 
-    def NextBatch(self, request: co.NextBatchRequest, context: grpc.ServicerContext) -> co.NextBatchResponse:
+    def NextBatch(
+        self, request: co.NextBatchRequest, context: grpc.ServicerContext
+    ) -> co.NextBatchResponse:
         with answering(context), self.cluster.changed:
             self.cluster.asked.append(request)
             self._enter("NextBatch", request)
             return self.cluster.batches.popleft()
 
-    def ReturnBatches(self, request: co.ReturnBatchesRequest, context: Any) -> co.ReturnBatchesResponse:
+    def ReturnBatches(
+        self, request: co.ReturnBatchesRequest, context: Any
+    ) -> co.ReturnBatchesResponse:
         with answering(context), self.cluster.changed:
             self._enter("ReturnBatches", request)
             self.cluster.returned += [(batch.loop, batch.number) for batch in request.batches]
@@ -396,5 +478,9 @@ class FakeServer(CoordinatorServiceServicer):
             self.cluster.metrics |= dict(request.metrics)
             return co.ReportMetricsResponse()
 
-    def GetStatus(self, request: co.GetStatusRequest, context: grpc.ServicerContext) -> co.GetStatusResponse:
-        return co.GetStatusResponse(status_json=json.dumps({"job": self.cluster.job, "state": "running"}))
+    def GetStatus(
+        self, request: co.GetStatusRequest, context: grpc.ServicerContext
+    ) -> co.GetStatusResponse:
+        return co.GetStatusResponse(
+            status_json=json.dumps({"job": self.cluster.job, "state": "running"})
+        )

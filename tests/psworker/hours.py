@@ -1,12 +1,14 @@
-"""Hours that pass for a client in a moment: what it gives up after a time it gives up at once, and nothing else."""
+"""Hours that pass for a client in a moment: what it gives up after a time it gives up at once,
+and nothing else.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.client import Client
-from psworker.patience import Clock
+from psworker.client.client import Client
+from psworker.connection.retry import Clock
 from tests.psworker.fake_server import FakeCluster, lost
 
 

@@ -1,4 +1,6 @@
-"""A client whose network is as late as it may be: it shows who reads what is not there yet or changes what left."""
+"""A client whose network is as late as it may be: it shows who reads what is not there yet or
+changes what left.
+"""
 
 from typing import Any
 
@@ -6,18 +8,19 @@ import numpy as np
 import torch
 
 from pscommon.core.errors import UnreachableError
-from psworker.local import LocalClient
-from psworker.results import PushResult
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
 
 POISON = 0xFF
 """A float of such bytes is NaN, which no weight survives."""
 
 
 class LateClient(LocalClient):
-    """Trains as LocalClient does. Sent bytes are taken as they are at that moment; weights arrive when waited for.
+    """Trains as LocalClient does. Sent bytes are taken as they are at that moment; weights
+    arrive when waited for.
 
-    sent: by push, the stretches that left before `finish`. broken: weights do not arrive any more. open: the push that
-    has begun and is not closed.
+    sent: by push, the stretches that left before `finish`. broken: weights do not arrive any
+    more. open: the push that has begun and is not closed.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,9 @@ class LateClient(LocalClient):
 class LateFlow:
     def __init__(self, client: LateClient, gradients: memoryview, weights: memoryview) -> None:
         self._client = client
-        self._gradients, self._weights = (np.frombuffer(tape, np.uint8) for tape in (gradients, weights))
+        self._gradients, self._weights = (
+            np.frombuffer(tape, np.uint8) for tape in (gradients, weights)
+        )
         self._travelled = np.full_like(self._gradients, POISON)
         self._has_left = np.zeros(len(self._gradients), bool)
         self._arrived = np.ones(len(self._weights), bool)
@@ -58,7 +63,9 @@ class LateFlow:
         rest = ~self._has_left
         self._travelled[rest] = self._gradients[rest]
         self.asking = True
-        result = self._client.exchange(gradients=self._travelled.data, weights=self._new.data, **call)
+        result = self._client.exchange(
+            gradients=self._travelled.data, weights=self._new.data, **call
+        )
         self.asking, self.finished = False, True
         moving = self._client.plan.section("buffer").stop
         self._weights[:moving], self._arrived[:moving] = POISON, False

@@ -56,7 +56,9 @@ class Tied(nn.Module):
 
 
 class Borrowing(nn.Module):
-    """Uses the weights of a module that it never calls, as MultiheadAttention does with its out_proj."""
+    """Uses the weights of a module that it never calls, as MultiheadAttention does with its
+    out_proj.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +121,9 @@ class Recurrent(nn.Module):
 
 
 class Flat(nn.LSTM):
-    """Does on the CPU what cuDNN does: all weights into other memory, by references that it keeps."""
+    """Does on the CPU what cuDNN does: all weights into other memory, by references that it
+    keeps.
+    """
 
     def flatten_parameters(self) -> None:
         for weight in getattr(self, "_flat_weights", ()):
@@ -129,7 +133,11 @@ class Flat(nn.LSTM):
 class Flattening(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.lstm, self.output = nn.Linear(4, 4), Flat(2, 3, batch_first=True), nn.Linear(3, 2)
+        self.into, self.lstm, self.output = (
+            nn.Linear(4, 4),
+            Flat(2, 3, batch_first=True),
+            nn.Linear(3, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.lstm.flatten_parameters()
@@ -200,13 +208,17 @@ def unscaled(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) ->
     x, y = batch(number)
     (1024 * F.mse_loss(model(x), y)).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor([1 / 1024]))
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        grads, torch.zeros(1), torch.tensor([1 / 1024])
+    )
     optimizer.step()
     optimizer.zero_grad()
 
 
 def behind(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Changes gradients by what torch does not count, and some of them by the sign of a zero alone."""
+    """Changes gradients by what torch does not count, and some of them by the sign of a zero
+    alone.
+    """
     backward(model, number)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -258,10 +270,16 @@ def seeded(make: Make) -> nn.Module:
     return make()
 
 
-def both(make: Make, **choice: Any) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any], LateClient]:
+def both(
+    make: Make, **choice: Any
+) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any], LateClient]:
     """The model with a plain optimizer; its twin with a job's; the job's client."""
     client, (model, twin) = LateClient(), (seeded(make) for _ in range(2))
-    return (model, adam(model)), (twin, Job(client).optimizer(adam(twin), twin, **({"overlap": True} | choice))), client
+    return (
+        (model, adam(model)),
+        (twin, Job(client).optimizer(adam(twin), twin, **({"overlap": True} | choice))),
+        client,
+    )
 
 
 def assert_equal(model: nn.Module, twin: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""ps-run with small stand-ins for the servers, the workers and the way to them: real processes that start at once."""
+"""ps-run with small stand-ins for the servers, the workers and the way to them: real processes
+that start at once.
+"""
 
 import os
 import subprocess
@@ -9,7 +11,8 @@ from pathlib import Path
 
 LIMIT = 60.0
 
-# A server: binds, writes its port, ends with 0 when it is asked to or when the first server is gone.
+# A server: binds, writes its port, ends with 0 when it is asked to or when the first server is
+# gone.
 SERVER = r"""
 import os, socket, sys
 def flag(name):
@@ -55,7 +58,7 @@ if line:
 # A worker: the real way to run a script, without torch.
 WORKER = r"""
 import sys
-from psworker.script import Script, run
+from psworker.launch.script import Script, run
 at = sys.argv.index("--")
 sys.exit(run(Script(sys.argv[at + 1], "-m" in sys.argv[:at], tuple(sys.argv[at + 2 :]))))
 """
@@ -64,9 +67,9 @@ sys.exit(run(Script(sys.argv[at + 1], "-m" in sys.argv[:at], tuple(sys.argv[at +
 RUN = r"""
 import functools, socket, sys
 from pathlib import Path
-from pscommon.config import run_command
+from pscommon.settings.command import run_command
 from pscommon.core.errors import UnreachableError
-from psworker.run import cli, launch
+from psworker.run import cli, launcher
 
 here = Path(__file__).parent
 
@@ -90,7 +93,7 @@ class Observer:
     def close(self):
         pass
 
-launch.START_SECONDS = launch.SPARE_START_SECONDS = 0.1
+launcher.START_SECONDS = launcher.SPARE_START_SECONDS = 0.1
 start = functools.partial(
     cli.start,
     server=[sys.executable, "-I", "-S", str(here / "server.py")],
@@ -103,13 +106,20 @@ sys.exit(run_command(cli.COMMAND, start))
 
 
 class Bench:
-    """A folder with the stand-ins and scripts, and a TMPDIR of its own that must be empty in the end."""
+    """A folder with the stand-ins and scripts, and a TMPDIR of its own that must be empty in the
+    end.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
-        for name, code in {"server.py": SERVER, "spare.py": SPARE, "worker.py": WORKER, "run.py": RUN}.items():
+        for name, code in {
+            "server.py": SERVER,
+            "spare.py": SPARE,
+            "worker.py": WORKER,
+            "run.py": RUN,
+        }.items():
             (folder / name).write_text(code)
         self.running: list[subprocess.Popen[str]] = []
 

@@ -7,20 +7,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pscommon.core.data_stream import Spec
 from pscommon.core.errors import FencedError, InvalidRequestError
-from pscommon.core.log import BatchKey
-from pscommon.core.stream import Spec
-from psworker.accumulation import Accumulation
+from pscommon.core.log_entries import BatchKey
+from psworker.client.local_client import LocalClient
+from psworker.core.results import Lease, PushResult
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.optimizer import ServerOptimizer
-from psworker.results import Lease, PushResult
+from psworker.optim.accumulation import GradientAccumulation
+from psworker.optim.optimizer import ServerOptimizer
 
 DATA = torch.linspace(-1.0, 1.0, 11)[:, None]
 
 
 class Groups(LocalClient):
-    """Deals batches in pushes of `sizes` batches each, over and over, and remembers what was pushed."""
+    """Deals batches in pushes of `sizes` batches each, over and over, and remembers what was
+    pushed.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -28,7 +30,9 @@ class Groups(LocalClient):
         self.pushed: list[tuple[tuple[int, ...], int]] = []
         self.returned: list[BatchKey] = []
 
-    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+    def next_batches(
+        self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
         lease = super().next_batches(loop, count, idle, first_open)
         following = tuple(self.following[number % len(self.following)] for number in lease.numbers)
         return Lease(lease.numbers, lease.end, lease.sat_out, following)
@@ -46,7 +50,11 @@ class Groups(LocalClient):
 def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOptimizer, nn.Module]:
     torch.manual_seed(0)
     job, model = Job(client), nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
-    return job, job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, overlap=overlap), model
+    return (
+        job,
+        job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, overlap=overlap),
+        model,
+    )
 
 
 def train(client: LocalClient, batch_size: int, overlap: bool = False) -> tuple[list[bool], Tensor]:
@@ -64,7 +72,9 @@ def train(client: LocalClient, batch_size: int, overlap: bool = False) -> tuple[
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_batches_of_one_update_are_one_push_with_the_mean_over_their_samples(overlap: bool) -> None:
-    """Three batches of 2 and then 2, 2 and 1 in one push each: as batches of 6 and 5 would do it."""
+    """Three batches of 2 and then 2, 2 and 1 in one push each: as batches of 6 and 5 would do
+    it.
+    """
     client = Groups([3])
     pending, weights = train(client, 2, overlap)
 
@@ -105,7 +115,7 @@ def test_given_samples_weigh_each_batch_of_an_update() -> None:
 
 def test_a_parameter_counts_with_the_batches_that_gave_it_a_gradient() -> None:
     first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    total = Accumulation([first, second, third])
+    total = GradientAccumulation([first, second, third])
     first.grad = torch.tensor([4.0, 8.0])
     total.add(1)
     first.grad, second.grad = None, torch.tensor([2.0, 6.0])
@@ -118,7 +128,7 @@ def test_a_parameter_counts_with_the_batches_that_gave_it_a_gradient() -> None:
 
 def test_half_precision_is_summed_in_single() -> None:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    total = Accumulation([parameter])
+    total = GradientAccumulation([parameter])
     for _ in range(300):
         parameter.grad = torch.ones(1, dtype=torch.bfloat16)
         total.add(1)
@@ -158,8 +168,8 @@ def test_a_batch_that_gradscaler_leaves_out_may_be_any_of_an_update(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_loop_may_be_broken_off_with_the_last_batch_of_an_update_in_hand(first: bool) -> None:
-    """As by `if step == most: break`; what had been added up is part of the next update. first: zero_grad() comes
-    before backward(), so that gradients lie there which were pushed."""
+    """As by `if step == most: break`; what had been added up is part of the next update. first:
+    zero_grad() comes before backward(), so that gradients lie there which were pushed."""
     job, optimizer, model = started(client := Groups([2]))
 
     def train(batch: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Weights that still come: whoever reads them through the model finds them; nobody else trains with old ones."""
+"""Weights that still come: whoever reads them through the model finds them; nobody else trains
+with old ones.
+"""
 
 import copy
 from collections.abc import Callable
@@ -10,10 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pscommon.core.errors import InvalidRequestError
-from psworker import overlap
 from psworker.job import Job
+from psworker.optim import overlapped_step as overlap
 from tests.psworker.late_client import LateClient
-from tests.psworker.overlap_cases import Flattening, assert_equal, batch, both, normed, perceptron, usual
+from tests.psworker.overlap_cases import (
+    Flattening,
+    assert_equal,
+    batch,
+    both,
+    normed,
+    perceptron,
+    usual,
+)
 
 READS: list[Callable[[Any], list[Tensor]]] = [
     lambda model: list(model.parameters()),
@@ -48,7 +58,9 @@ def test_weights_and_buffers_are_there_for_whoever_reads_them_through_the_model(
 
 
 def test_a_gradient_of_weights_that_nobody_waited_for_is_refused() -> None:
-    """Also where other layers' gradients, of weights that were waited for, have left before it comes."""
+    """Also where other layers' gradients, of weights that were waited for, have left before it
+    comes.
+    """
     _, (model, optimizer), client = both(perceptron)
     first, rest = model[0], model[1:]
     weight, bias = first.weight, first.bias
@@ -56,7 +68,9 @@ def test_a_gradient_of_weights_that_nobody_waited_for_is_refused() -> None:
         usual(model, optimizer, 0)
 
     loss = rest(F.linear(batch(1)[0], weight, bias)).sum()
-    with pytest.raises(InvalidRequestError, match=r"0\.(weight|bias) has got a gradient, but .*Call job\.wait\(\)"):
+    with pytest.raises(
+        InvalidRequestError, match=r"0\.(weight|bias) has got a gradient, but .*Call job\.wait\(\)"
+    ):
         loss.backward()
 
     assert client.version == 2
@@ -99,7 +113,9 @@ def test_a_layer_before_a_recurrent_one_does_not_wait_for_it() -> None:
     model.into(torch.ones(1, 4))
 
     assert client.open is not None
-    assert client.open.missing >= sum(weight.nbytes for weight in list.__iter__(model.lstm._flat_weights))
+    assert client.open.missing >= sum(
+        weight.nbytes for weight in list.__iter__(model.lstm._flat_weights)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -109,12 +125,16 @@ def test_who_scripts_a_model_that_overlaps_is_told_what_to_do(copied: bool) -> N
     job = Job(LateClient())
     job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
 
-    with pytest.raises(InvalidRequestError, match=r"torch\.jit\.script .*: script a new model that has loaded"):
+    with pytest.raises(
+        InvalidRequestError, match=r"torch\.jit\.script .*: script a new model that has loaded"
+    ):
         torch.jit.script(copy.deepcopy(model) if copied else model)
 
     job.close()
     torch.jit.script(model)
-    assert not any(hasattr(hook, "__name__") for hook in copy.deepcopy(model)._forward_pre_hooks.values())
+    assert not any(
+        hasattr(hook, "__name__") for hook in copy.deepcopy(model)._forward_pre_hooks.values()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -122,4 +142,6 @@ def test_a_scripted_model_is_refused_in_words() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 2)))
 
     with pytest.raises(InvalidRequestError, match=r"0 was scripted or traced, .*: leave overlap"):
-        Job(LateClient()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+        Job(LateClient()).optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True
+        )

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError, QuarantinedError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.stream import Spec
+from pscommon.core.log_entries import BatchKey
+from psworker.client.local_client import LocalClient
+from psworker.core.results import Lease, PushResult
 from psworker.data.map_dataset import map_style
-from psworker.drain import Stopping
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.optimizer import ServerOptimizer
-from psworker.results import Lease, PushResult
+from psworker.optim.optimizer import ServerOptimizer
+from psworker.session.drain import Stopping
 
 
 class Ledger(LocalClient):
@@ -30,7 +30,9 @@ class Ledger(LocalClient):
         self.pulls = 0
         self.loops: list[Spec] = []
 
-    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+    def next_batches(
+        self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
         if loop not in self.loops:
             self.loops.append(loop)
         return super().next_batches(loop, count, idle, first_open)
@@ -62,7 +64,12 @@ class Squares(Dataset[Any]):
         return 10
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.tensor(index), "square": index**2, "noise": torch.rand(()), "luck": random.random()}
+        return {
+            "x": torch.tensor(index),
+            "square": index**2,
+            "noise": torch.rand(()),
+            "luck": random.random(),
+        }
 
 
 def test_an_epoch_shows_every_sample_once_shuffled_anew_each_epoch() -> None:
@@ -89,10 +96,15 @@ def test_epochs_go_on_counting_over_the_calls_of_a_script() -> None:
 def test_drop_last_and_no_shuffle() -> None:
     job, _ = started()
 
-    assert [b.tolist() for b in job.batches(NUMBERS, 4, shuffle=False, drop_last=True)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [b.tolist() for b in job.batches(NUMBERS, 4, shuffle=False, drop_last=True)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
 
 
-@pytest.mark.parametrize("dataset", [(NUMBERS, -NUMBERS), TensorDataset(NUMBERS, -NUMBERS)], ids=["tuple", "dataset"])
+@pytest.mark.parametrize(
+    "dataset", [(NUMBERS, -NUMBERS), TensorDataset(NUMBERS, -NUMBERS)], ids=["tuple", "dataset"]
+)
 def test_tuples_of_tensors_give_their_rows(dataset: Any) -> None:
     job, _ = started()
 
@@ -103,7 +115,11 @@ def test_tuples_of_tensors_give_their_rows(dataset: Any) -> None:
 def test_collate_fn_gets_the_samples() -> None:
     job, _ = started()
 
-    batches = list(job.batches(Squares(), 5, shuffle=False, collate_fn=lambda samples: [s["square"] for s in samples]))
+    batches = list(
+        job.batches(
+            Squares(), 5, shuffle=False, collate_fn=lambda samples: [s["square"] for s in samples]
+        )
+    )
 
     assert batches == [[0, 1, 4, 9, 16], [25, 36, 49, 64, 81]]
 
@@ -118,7 +134,9 @@ def test_loader_processes_give_the_same_batches_augmentation_included(workers: i
         optimizer.step()
 
     alone, _ = started()
-    assert seen == [{k: v.tolist() for k, v in batch.items()} for batch in alone.batches(Squares(), 2, epochs=2)]
+    assert seen == [
+        {k: v.tolist() for k, v in batch.items()} for batch in alone.batches(Squares(), 2, epochs=2)
+    ]
     assert [keys for keys, _ in client.pushed] == [(BatchKey(0, number),) for number in range(10)]
 
 
@@ -212,7 +230,9 @@ class Sparing(Ledger):
         super().__init__()
         self.asked: list[bool] = []
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+    def next_batches(
+        self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
         self.asked.append(idle)
         if not idle and len(self.asked) % 3 == 0:
             return Lease()
@@ -237,7 +257,9 @@ def test_when_there_is_nothing_it_uses_up_what_it_has_then_sits_out_and_pulls(wo
 class Waiting(Ledger):
     """The end is only told to who waits, and never to who still holds what could be pushed."""
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+    def next_batches(
+        self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
         lease = super().next_batches(loop, count, idle, first_open)
         if lease.numbers:
             return lease
@@ -316,7 +338,9 @@ def test_a_tuple_that_has_no_rows_of_tensors(dataset: Any, message: str) -> None
         ({"batch_size": 2, "nun_workers": 1}, "nun_workers=... is known neither"),
     ],
 )
-def test_what_a_loop_cannot_take_is_refused_at_the_call(given: dict[str, Any], message: str) -> None:
+def test_what_a_loop_cannot_take_is_refused_at_the_call(
+    given: dict[str, Any], message: str
+) -> None:
     job, _ = started(client := Ledger())
     with pytest.raises(InvalidRequestError, match=message):
         job.batches(range(4), **given)

@@ -1,4 +1,6 @@
-"""A job without servers must give the very weights that plain torch gives: all of the bridge lies between the two."""
+"""A job without servers must give the very weights that plain torch gives: all of the bridge
+lies between the two.
+"""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pscommon.core.errors import InvalidRequestError
+from psworker.client.local_client import LocalClient
 from psworker.job import Job
-from psworker.local import LocalClient
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -21,13 +23,16 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 def amount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to gather gradients: all at once, and pieces of one tensor by two threads."""
     if request.param == "many tensors":
-        monkeypatch.setattr("psworker.bridge.MANY", 2)
-        monkeypatch.setattr("psworker.bridge.cores", lambda: 2)
+        monkeypatch.setattr("psworker.model.adapter.MANY", 2)
+        monkeypatch.setattr("psworker.model.adapter.cores", lambda: 2)
 
 
 def data(steps: int, width: int = 4) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, width, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(steps)]
+    return [
+        (torch.randn(8, width, generator=generator), torch.randn(8, 2, generator=generator))
+        for _ in range(steps)
+    ]
 
 
 def perceptron() -> nn.Sequential:
@@ -38,7 +43,10 @@ def perceptron() -> nn.Sequential:
 def both(model: nn.Module, make: Make) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
     """The model with a plain optimizer, and its copy with a job's."""
     twin = copy.deepcopy(model)
-    return (model, make(model.parameters())), (twin, Job(LocalClient()).optimizer(make(twin.parameters()), twin))
+    return (model, make(model.parameters())), (
+        twin,
+        Job(LocalClient()).optimizer(make(twin.parameters()), twin),
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> None:
@@ -56,11 +64,15 @@ def assert_equal(model: nn.Module, twin: nn.Module) -> None:
 
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "adagrad that starts from 1": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=1.0),
+    "adagrad that starts from 1": lambda p: torch.optim.Adagrad(
+        p, lr=0.01, initial_accumulator_value=1.0
+    ),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001, momentum=0.5, centered=True),
 }
 sgd = OPTIMIZERS["nesterov"]
@@ -107,7 +119,9 @@ def test_hooks_of_the_optimizer_that_is_handed_over_run_at_the_steps() -> None:
     def hooked(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         clip = nn.utils.clip_grad_norm_
-        optimizer.register_step_pre_hook(lambda o, *_: clip(o.param_groups[0]["params"], 0.1) and None)
+        optimizer.register_step_pre_hook(
+            lambda o, *_: clip(o.param_groups[0]["params"], 0.1) and None
+        )
         optimizer.register_step_post_hook(lambda o, *_: made.append(o))
         optimizer.register_state_dict_post_hook(lambda _, state: states.append(state))
         return optimizer
@@ -127,7 +141,9 @@ def test_hooks_of_the_optimizer_that_is_handed_over_run_at_the_steps() -> None:
 def test_several_groups_each_with_its_hyper_parameters() -> None:
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         first, *rest = parameters
-        return torch.optim.AdamW([{"params": rest, "lr": 0.02}, {"params": [first], "weight_decay": 0.5}], lr=0.01)
+        return torch.optim.AdamW(
+            [{"params": rest, "lr": 0.02}, {"params": [first], "weight_decay": 0.5}], lr=0.01
+        )
 
     plain, mine = both(perceptron(), make)
 
@@ -168,7 +184,12 @@ def test_parameters_outside_the_optimizer_are_frozen() -> None:
 
     train(model, Job(client).optimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model))
 
-    assert [t.role for t in client.plan.spec.tensors] == ["frozen", "frozen", "trainable", "trainable"]
+    assert [t.role for t in client.plan.spec.tensors] == [
+        "frozen",
+        "frozen",
+        "trainable",
+        "trainable",
+    ]
     assert torch.equal(model[0].weight, before["0.weight"])
     assert not torch.equal(model[2].weight, before["2.weight"])
 
@@ -213,7 +234,9 @@ def test_unfreezing_later_trains_what_was_frozen() -> None:
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     """Weight decay and momentum would move it if it were sent as zeros."""
-    plain, mine = both(perceptron(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+    plain, mine = both(
+        perceptron(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)
+    )
 
     for model, optimizer in (plain, mine):
         train(model, optimizer, steps=2)
@@ -300,8 +323,12 @@ def test_storage_that_the_script_swaps_is_taken_back() -> None:
     assert_equal(plain[0], mine[0])
 
 
-@pytest.mark.parametrize("share", [nn.Module.share_memory, nn.Module.state_dict], ids=["share_memory", "queue"])
-def test_a_model_that_was_shared_with_other_processes_trains_on(share: Callable[[nn.Module], Any]) -> None:
+@pytest.mark.parametrize(
+    "share", [nn.Module.share_memory, nn.Module.state_dict], ids=["share_memory", "queue"]
+)
+def test_a_model_that_was_shared_with_other_processes_trains_on(
+    share: Callable[[nn.Module], Any],
+) -> None:
     """torch then moves the storages themselves, also when it sends tensors through a queue."""
     plain, mine = both(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), sgd)
 
@@ -335,7 +362,9 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU on this machine")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU on this machine"
+)
 def test_a_model_on_a_gpu_trains_there() -> None:
     plain, mine = both(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)), sgd)
     model = mine[0].to("cuda")

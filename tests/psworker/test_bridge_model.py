@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, UnsupportedOptimizerError
+from psworker.client.local_client import LocalClient
 from psworker.job import Job
-from psworker.local import LocalClient
 
 
 def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -52,7 +52,9 @@ class Renaming(nn.Module):
         self.inner.register_buffer("cache", torch.zeros(3), persistent=False)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        return {name.removeprefix("inner."): tensor for name, tensor in super().state_dict().items()}
+        return {
+            name.removeprefix("inner."): tensor for name, tensor in super().state_dict().items()
+        }
 
 
 def test_a_model_may_make_its_state_dict_as_it_likes() -> None:
@@ -80,11 +82,15 @@ def local_view(model: nn.Sequential) -> str:
 
 
 @pytest.mark.parametrize("share", [shared_weight, buffer_of_a_weight, local_view])
-def test_tensors_in_the_same_memory_are_refused_by_name(share: Callable[[nn.Sequential], str]) -> None:
+def test_tensors_in_the_same_memory_are_refused_by_name(
+    share: Callable[[nn.Sequential], str],
+) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
     names = share(model)
 
-    with pytest.raises(InvalidRequestError, match=rf"({names}) lie in the same memory: tie the Parameter itself"):
+    with pytest.raises(
+        InvalidRequestError, match=rf"({names}) lie in the same memory: tie the Parameter itself"
+    ):
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
@@ -104,7 +110,9 @@ def test_neighbours_in_memory_are_taken() -> None:
 def test_a_parameter_that_the_model_lacks_is_named() -> None:
     model, stranger = perceptron(), nn.Linear(7, 3)
 
-    with pytest.raises(InvalidRequestError, match=r"parameter 1 of the optimizer's group 0, shape \[3, 7\]"):
+    with pytest.raises(
+        InvalidRequestError, match=r"parameter 1 of the optimizer's group 0, shape \[3, 7\]"
+    ):
         Job(LocalClient()).optimizer(sgd([model[0].weight, stranger.weight]), model)
 
 
@@ -150,10 +158,14 @@ def test_a_model_without_servers_or_device_is_refused() -> None:
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
-@pytest.mark.parametrize("module", [nn.Embedding(4, 3, sparse=True), nn.EmbeddingBag(4, 3, sparse=True)])
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(4, 3, sparse=True), nn.EmbeddingBag(4, 3, sparse=True)]
+)
 def test_a_layer_that_makes_sparse_gradients_is_refused_where_it_trains(module: nn.Module) -> None:
     model = nn.ModuleDict({"words": module, "linear": nn.Linear(3, 1)})
-    with pytest.raises(InvalidRequestError, match=r"words makes sparse gradients.*: make it with sparse=False"):
+    with pytest.raises(
+        InvalidRequestError, match=r"words makes sparse gradients.*: make it with sparse=False"
+    ):
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
     Job(LocalClient()).optimizer(sgd(model["linear"].parameters()), model)
@@ -166,7 +178,9 @@ def test_a_buffer_that_servers_cannot_keep_is_refused_with_the_remedy(dtype: tor
     model = perceptron()
     model.register_buffer("odd", torch.zeros(2, dtype=dtype))
 
-    with pytest.raises(InvalidRequestError, match=rf"buffer odd.*{str(dtype)[6:]}; .*persistent=False"):
+    with pytest.raises(
+        InvalidRequestError, match=rf"buffer odd.*{str(dtype)[6:]}; .*persistent=False"
+    ):
         Job(LocalClient()).optimizer(sgd(model.parameters()), model)
 
 
@@ -183,7 +197,9 @@ def deleted(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [grown, gone, deleted])
-def test_a_buffer_that_does_not_fit_any_more_is_refused_with_the_remedy(change: Callable[[nn.Module], None]) -> None:
+def test_a_buffer_that_does_not_fit_any_more_is_refused_with_the_remedy(
+    change: Callable[[nn.Module], None],
+) -> None:
     model = perceptron()
     model.register_buffer("seen", torch.zeros(2))
     optimizer = Job(LocalClient()).optimizer(sgd(model.parameters()), model)
@@ -228,9 +244,13 @@ def replaced(optimizer: torch.optim.Optimizer) -> None:
 def test_groups_that_are_others_than_the_job_s_are_refused_with_the_remedy(
     change: Callable[[torch.optim.Optimizer], None], handed_over: bool
 ) -> None:
-    """By whichever of the two optimizers that share them; the settings of a group may change, and do nothing else."""
+    """By whichever of the two optimizers that share them; the settings of a group may change,
+    and do nothing else.
+    """
     model = perceptron()
-    plain = torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1)
+    plain = torch.optim.SGD(
+        [{"params": layer.parameters()} for layer in (model[0], model[2])], lr=0.1
+    )
     optimizer = Job(LocalClient()).optimizer(plain, model)
     optimizer.param_groups[0]["lr"] = 0.2
     optimizer.step()
@@ -238,7 +258,9 @@ def test_groups_that_are_others_than_the_job_s_are_refused_with_the_remedy(
     model(torch.ones(1, 4)).sum().backward()
     before = [parameter.detach().clone() for parameter in model.parameters()]
 
-    with pytest.raises(InvalidRequestError, match=r"not those that the job was made with.*requires_grad"):
+    with pytest.raises(
+        InvalidRequestError, match=r"not those that the job was made with.*requires_grad"
+    ):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
 

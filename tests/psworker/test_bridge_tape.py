@@ -1,4 +1,6 @@
-"""Where the tape lies, what a step costs with thousands of tensors, and copies to a GPU that take their time."""
+"""Where the tape lies, what a step costs with thousands of tensors, and copies to a GPU that
+take their time.
+"""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,18 +11,37 @@ import pytest
 import torch
 from torch import nn
 
-from pscommon.core.tape import Range
-from psworker import overlap
-from psworker.bridge import Bridge
-from psworker.changes import Changes
+from pscommon.core.partition import ByteRange
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.model_tape import CudaTape, Landing, Ready, Tape, TwinTape, same_on_device
-from psworker.results import PushResult
+from psworker.model.adapter import ModelAdapter
+from psworker.model.change_detector import ChangeDetector
+from psworker.model.flat_buffer import (
+    CopyEvent,
+    CudaBuffer,
+    DoubleBuffer,
+    FlatBuffer,
+    HostCopy,
+    same_on_device,
+)
+from psworker.optim import overlapped_step as overlap
 from tests.psworker.late_client import LateClient, values
-from tests.psworker.overlap_cases import MODELS, Make, Step, accumulated, adam, clipped, normed, seeded, usual
+from tests.psworker.overlap_cases import (
+    MODELS,
+    Make,
+    Step,
+    accumulated,
+    adam,
+    clipped,
+    normed,
+    seeded,
+    usual,
+)
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU on this machine")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU on this machine"
+)
 
 
 class Remembering(LocalClient):
@@ -72,7 +93,9 @@ def instructions_of_a_step(tensors: int, overlaps: bool) -> int:
     model = nn.ParameterList(shared)
     for name in ("one", "two"):
         model.register_buffer(name, torch.zeros(3))
-    optimizer = Job(Silent()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlaps)
+    optimizer = Job(Silent()).optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlaps
+    )
     count = 0
 
     def counted(frame: FrameType, event: str, _argument: Any) -> Any:
@@ -103,7 +126,7 @@ def test_a_step_has_no_python_for_each_tensor(overlaps: bool) -> None:
     assert many - few < 1000
 
 
-# ---- what a GPU does, without one ------------------------------------------------------------------------------------
+# ---- what a GPU does, without one ----------------------------------------------------------------
 
 
 class Later:
@@ -125,10 +148,12 @@ class Later:
             target.copy_(source)
 
 
-class LaterTape(TwinTape):
-    """Bytes reach the host some time after the call, as they were at the call; until then it holds rubbish."""
+class LaterTape(DoubleBuffer):
+    """Bytes reach the host some time after the call, as they were at the call; until then it
+    holds rubbish.
+    """
 
-    def to_host(self, spans: Sequence[Range]) -> Ready:
+    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
         pairs = [(self.host[start:stop], self.near[start:stop].clone()) for start, stop in spans]
         for target, _ in pairs:
             target.fill_(0xFF)
@@ -137,10 +162,12 @@ class LaterTape(TwinTape):
 
 @pytest.fixture
 def _two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tapes(self: Bridge, memory: tuple[memoryview, memoryview], apart: bool) -> tuple[Tape, Tape]:
+    def tapes(
+        self: ModelAdapter, memory: tuple[memoryview, memoryview], apart: bool
+    ) -> tuple[FlatBuffer, FlatBuffer]:
         return LaterTape(memory[0]), LaterTape(memory[1])
 
-    monkeypatch.setattr(Bridge, "_tapes", tapes)
+    monkeypatch.setattr(ModelAdapter, "_tapes", tapes)
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
@@ -151,7 +178,10 @@ def _two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_copies_that_take_their_time_are_waited_for(make: Make, step: Step, overlaps: bool) -> None:
     plain, model = (seeded(make) for _ in range(2))
-    optimizer, theirs = Job(LateClient()).optimizer(adam(model), model, overlap=overlaps), adam(plain)
+    optimizer, theirs = (
+        Job(LateClient()).optimizer(adam(model), model, overlap=overlaps),
+        adam(plain),
+    )
 
     for number in range(5):
         step(model, optimizer, number)
@@ -163,8 +193,13 @@ def test_copies_that_take_their_time_are_waited_for(make: Make, step: Step, over
 
 @pytest.mark.usefixtures("_two_memories")
 def test_what_is_still_on_its_way_to_the_host_does_not_leave_it() -> None:
-    """Of two buckets the first is asked twice, by itself and by the second; the second has not arrived yet."""
-    client, model = LateClient(), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    """Of two buckets the first is asked twice, by itself and by the second; the second has not
+    arrived yet.
+    """
+    client, model = (
+        LateClient(),
+        nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)),
+    )
     optimizer = Job(client).optimizer(adam(model), model, overlap=True)
 
     model(torch.ones(1, 8)).sum().backward()
@@ -176,17 +211,23 @@ def test_what_is_still_on_its_way_to_the_host_does_not_leave_it() -> None:
 
 
 @pytest.mark.usefixtures("_two_memories")
-def test_what_left_backward_goes_before_the_weights_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_left_backward_goes_before_the_weights_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """To look at them a GPU has to be done with all that it was given."""
-    client, model, sent = LateClient(), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), []
-    check = Changes.check
+    client, model, sent = (
+        LateClient(),
+        nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)),
+        [],
+    )
+    check = ChangeDetector.check
 
-    def noted(changes: Changes, replaced: Iterable[int]) -> None:
+    def noted(changes: ChangeDetector, replaced: Iterable[int]) -> None:
         sent.append([start for start, _ in client.sent[-1]])
         check(changes, replaced)
 
     optimizer = Job(client).optimizer(adam(model), model, overlap=True)
-    monkeypatch.setattr(Changes, "check", noted)
+    monkeypatch.setattr(ChangeDetector, "check", noted)
     for _ in range(2):
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
@@ -195,14 +236,19 @@ def test_what_left_backward_goes_before_the_weights_are_looked_at(monkeypatch: p
     assert sent == [[256, 0], [256, 0]]
 
 
-@pytest.mark.parametrize("same", [Tape(memoryview(bytearray(64))).same, same_on_device], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "same", [FlatBuffer(memoryview(bytearray(64))).same, same_on_device], ids=["host", "device"]
+)
 def test_tensors_are_the_same_where_their_bytes_are(same: Any) -> None:
     nan, square = torch.tensor([torch.nan, 0.0]), torch.arange(6.0).view(2, 3)
     pairs = {
         "equal": (square, square.clone()),
         "not a number": (nan, nan.clone()),
         "sign of zero": (torch.zeros(2), -torch.zeros(2)),
-        "last byte": (torch.tensor([1, 2], dtype=torch.int8), torch.tensor([1, 3], dtype=torch.int8)),
+        "last byte": (
+            torch.tensor([1, 2], dtype=torch.int8),
+            torch.tensor([1, 3], dtype=torch.int8),
+        ),
         "other strides": (square, square.t().contiguous().t()),
         "other type": (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
         "sparse": (torch.zeros(2), torch.zeros(2).to_sparse()),
@@ -214,8 +260,12 @@ def test_tensors_are_the_same_where_their_bytes_are(same: Any) -> None:
     found = dict(zip(pairs, same(views, tensors), strict=True))
 
     assert {name for name, equal in found.items() if equal} == {
-        "equal", "not a number", "other strides", "half", "nothing",
-    }  # fmt: skip
+        "equal",
+        "not a number",
+        "other strides",
+        "half",
+        "nothing",
+    }
     assert same([], []) == []
 
 
@@ -233,7 +283,7 @@ class Event:
 
 def test_a_landing_makes_its_last_part_once_and_not_before_the_first() -> None:
     event, source, target = Event(), torch.full((8,), 1), torch.zeros(8, dtype=torch.int64)
-    landing = Landing(event, [Range(0, 2), Range(4, 6)], source, target)
+    landing = HostCopy(event, [ByteRange(0, 2), ByteRange(4, 6)], source, target)
 
     assert not landing.query()
     assert not target.any()
@@ -245,14 +295,14 @@ def test_a_landing_makes_its_last_part_once_and_not_before_the_first() -> None:
     assert target.max() == 1, "the source may hold something else by now"
 
 
-# ---- a GPU -----------------------------------------------------------------------------------------------------------
+# ---- a GPU ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda
 @needs_cuda
 def test_a_cuda_tape_copies_in_order_of_what_the_model_computes() -> None:
-    tape = CudaTape(memoryview(bytearray(64 << 20)), torch.device("cuda"))
-    everything = [Range(0, 64 << 20)]
+    tape = CudaBuffer(memoryview(bytearray(64 << 20)), torch.device("cuda"))
+    everything = [ByteRange(0, 64 << 20)]
 
     for value in range(1, 20):
         tape.near.fill_(value)

@@ -1,4 +1,6 @@
-"""An exchange may take as long as its bytes move, however slowly; one that stands still is ended."""
+"""An exchange may take as long as its bytes move, however slowly; one that stands still is
+ended.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,16 +9,18 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import UnreachableError
-from pscommon.core.model import OptimizerSpec
-from psworker.client import Client
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
 from tests.psworker.fake_server import FakeCluster
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 ONES = {"w": np.ones(10 * (1 << 18), np.float32)}
 """Ten frames."""
 
 PATIENCE = 1.0
-"""Seconds that a server may be silent. Two more may pass without anything that moves, for the work on so many bytes."""
+"""Seconds that a server may be silent. Two more may pass without anything that moves, for the
+work on so many bytes.
+"""
 
 
 @pytest.fixture
@@ -34,7 +38,9 @@ def slowly(number: int) -> None:
     threading.Event().wait(0.4)
 
 
-@pytest.mark.parametrize("hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"])
+@pytest.mark.parametrize(
+    "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
+)
 def test_what_moves_slowly_arrives(
     cluster: FakeCluster, hooks: Callable[[FakeCluster], dict[int, Callable[[int], None]]]
 ) -> None:
@@ -46,7 +52,9 @@ def test_what_moves_slowly_arrives(
         assert cluster.calls["Exchange"] == 3  # nothing was sent twice; register pulls, too
 
 
-@pytest.mark.parametrize("hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"])
+@pytest.mark.parametrize(
+    "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
+)
 def test_what_stands_still_is_given_up(
     cluster: FakeCluster, hooks: Callable[[FakeCluster], dict[int, Callable[[int], None]]]
 ) -> None:
@@ -62,7 +70,8 @@ def test_what_stands_still_is_given_up(
         hooks(cluster)[0] = stop
         try:
             with pytest.raises(
-                UnreachableError, match=r"between here and [\d.:]+ nothing has moved for 3 s \(tried for"
+                UnreachableError,
+                match=r"between here and [\d.:]+ nothing has moved for 3 s \(tried for",
             ):
                 client.push_pull(ONES)
         finally:

@@ -1,4 +1,6 @@
-"""What a script does in place to weights that live on the servers is said, and what torch refuses it still refuses."""
+"""What a script does in place to weights that live on the servers is said, and what torch
+refuses it still refuses.
+"""
 
 import copy
 from collections.abc import Callable
@@ -8,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pscommon.core.errors import InvalidRequestError
-from psworker import changes
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.optimizer import ServerOptimizer
-from psworker.results import PushResult
+from psworker.model import change_detector as changes
+from psworker.optim.optimizer import ServerOptimizer
 
 SAID = "the script has changed"
 
@@ -23,7 +25,9 @@ def net() -> nn.Sequential:
 
 
 def made(model: nn.Module, overlap: bool = False) -> ServerOptimizer:
-    return Job(LocalClient()).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlap)
+    return Job(LocalClient()).optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlap
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -58,7 +62,10 @@ def replaced(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("change", [counted, uncounted, through_numpy, loaded, replaced])
 def test_a_change_that_is_lost_is_said_once_by_name(
-    change: Callable[[nn.Sequential], None], steps: int, overlap: bool, caplog: pytest.LogCaptureFixture
+    change: Callable[[nn.Sequential], None],
+    steps: int,
+    overlap: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = net()
     optimizer = made(model, overlap)
@@ -72,7 +79,10 @@ def test_a_change_that_is_lost_is_said_once_by_name(
     train(model, optimizer)
 
     assert caplog.text.count(SAID) == 1
-    assert "changed 2.weight in place" in caplog.text or "changed 2.weight, 2.bias in place" in caplog.text
+    assert (
+        "changed 2.weight in place" in caplog.text
+        or "changed 2.weight, 2.bias in place" in caplog.text
+    )
     assert "0.weight" not in caplog.text
 
 
@@ -86,7 +96,9 @@ def test_a_pull_says_what_it_overwrites(caplog: pytest.LogCaptureFixture) -> Non
     assert "changed 2.weight in place" in caplog.text
 
 
-def test_of_many_tensors_few_are_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_tensors_few_are_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(changes, "NAMED", 1)
     model = net()
     optimizer = made(model)
@@ -121,7 +133,9 @@ class Failing(LocalClient):
         raise ConnectionError
 
 
-def test_what_a_failed_call_has_written_is_not_the_script_s(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_failed_call_has_written_is_not_the_script_s(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = net()
     client = Failing()
     optimizer = Job(client).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -133,7 +147,7 @@ def test_what_a_failed_call_has_written_is_not_the_script_s(caplog: pytest.LogCa
     assert SAID not in caplog.text
 
 
-# ---- backward after a step -------------------------------------------------------------------------------------------
+# ---- backward after a step -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -185,15 +199,19 @@ def test_what_had_no_gradient_has_not_changed(overlap: bool) -> None:
     optimizer = made(model, overlap)
 
     mine = gan(model, optimizer, optimizer)
-    theirs = gan(plain, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (plain.judge, plain.maker)))
+    theirs = gan(
+        plain, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (plain.judge, plain.maker))
+    )
 
     assert all(map(torch.equal, mine, theirs))
 
 
-# ---- what changes weights at each forward ----------------------------------------------------------------------------
+# ---- what changes weights at each forward --------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [nn.Embedding(4, 3, max_norm=1.0), nn.EmbeddingBag(4, 3, max_norm=1.0)])
+@pytest.mark.parametrize(
+    "module", [nn.Embedding(4, 3, max_norm=1.0), nn.EmbeddingBag(4, 3, max_norm=1.0)]
+)
 def test_max_norm_is_refused_by_name(module: nn.Module) -> None:
     with pytest.raises(InvalidRequestError, match=r"words has max_norm.*make it without"):
         made(nn.ModuleDict({"words": module}))
@@ -207,7 +225,9 @@ def test_max_norm_of_a_frozen_embedding_is_its_own_affair() -> None:
 
 def test_a_teacher_among_what_trains_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """It never has a gradient, and goes back to what the job has with the next pull."""
-    model = nn.ModuleDict({"student": nn.Linear(4, 1), "teacher": nn.Linear(4, 1).requires_grad_(False)})
+    model = nn.ModuleDict(
+        {"student": nn.Linear(4, 1), "teacher": nn.Linear(4, 1).requires_grad_(False)}
+    )
     optimizer = made(model)
 
     for _ in range(2):

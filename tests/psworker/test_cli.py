@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pscommon import options
+from pscommon.settings import options
 from psworker import cli
-from psworker.script import Script
+from psworker.launch.script import Script
 
 LIMIT = 60.0
 
@@ -32,7 +32,12 @@ def parse(*args: str) -> dict[str, Any]:
     ("line", "script", "module", "rest"),
     [
         (["train.py"], "train.py", False, ()),
-        (["train.py", "--device", "tpu", "-m", "x"], "train.py", False, ("--device", "tpu", "-m", "x")),
+        (
+            ["train.py", "--device", "tpu", "-m", "x"],
+            "train.py",
+            False,
+            ("--device", "tpu", "-m", "x"),
+        ),
         (["train.py", "--", "a", "--", "b"], "train.py", False, ("--", "a", "--", "b")),
         (["--", "train.py", "--help"], "train.py", False, ("--help",)),
         (["--", "-odd.py", "x"], "-odd.py", False, ("x",)),
@@ -71,10 +76,26 @@ def test_the_script_is_told_what_is_known() -> None:
 def test_job_and_rank_are_told_when_given() -> None:
     environ: dict[str, str] = {}
 
-    line = ("--ps", "a:1", "--job", "otter", "--worker-rank", "3", "--worker-count", "4", "--device", "cpu", "x.py")
+    line = (
+        "--ps",
+        "a:1",
+        "--job",
+        "otter",
+        "--worker-rank",
+        "3",
+        "--worker-count",
+        "4",
+        "--device",
+        "cpu",
+        "x.py",
+    )
     cli.export(parse(*line), environ)
 
-    assert (environ["PS_JOB"], environ["PS_WORKER_RANK"], environ["PS_WORKER_COUNT"]) == ("otter", "3", "4")
+    assert (environ["PS_JOB"], environ["PS_WORKER_RANK"], environ["PS_WORKER_COUNT"]) == (
+        "otter",
+        "3",
+        "4",
+    )
 
 
 def test_the_rank_of_a_launcher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +109,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Script]:
     """Stands in for running the script, in this process: collects what would run."""
     scripts: list[Script] = []
     monkeypatch.setattr("psworker.cli.run", lambda script, debug: scripts.append(script) or 0)
-    monkeypatch.setattr("pscommon.logs.set_up", lambda *_, **__: None)
+    monkeypatch.setattr("pscommon.telemetry.logs.set_up", lambda *_, **__: None)
     monkeypatch.setattr("os.environ", dict(os.environ))
     return scripts
 
@@ -100,10 +121,12 @@ def test_no_servers_is_bad_usage(ran: list[Script], capsys: pytest.CaptureFixtur
     assert ran == []
 
 
-def test_logs_tell_its_rank_and_not_a_worker_number(ran: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_tell_its_rank_and_not_a_worker_number(
+    ran: list[Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those are given by the servers, and differ."""
     fields: dict[str, object] = {}
-    monkeypatch.setattr("pscommon.logs.set_up", lambda *_, **told: fields.update(told))
+    monkeypatch.setattr("pscommon.telemetry.logs.set_up", lambda *_, **told: fields.update(told))
 
     assert cli.main(["--ps", "a:1", "--worker-rank", "3", "train.py"]) == 0
     assert fields == {"rank": 3, "job": None}
@@ -111,7 +134,10 @@ def test_logs_tell_its_rank_and_not_a_worker_number(ran: list[Script], monkeypat
 
 @pytest.mark.parametrize("attempt", [None, "0"])
 def test_a_variable_that_nobody_reads_is_named_unless_ps_run_has_done_so(
-    attempt: str | None, ran: list[Script], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    attempt: str | None,
+    ran: list[Script],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PS_DEVISE", "cpu")
     if attempt is not None:
@@ -119,7 +145,9 @@ def test_a_variable_that_nobody_reads_is_named_unless_ps_run_has_done_so(
 
     cli.main(["--ps", "a:1", "train.py"])
 
-    assert ("no setting is called PS_DEVISE; did you mean PS_DEVICE?" in caplog.messages) is (attempt is None)
+    assert ("no setting is called PS_DEVISE; did you mean PS_DEVICE?" in caplog.messages) is (
+        attempt is None
+    )
 
 
 def test_training_without_servers_needs_none(ran: list[Script]) -> None:
@@ -140,7 +168,9 @@ def test_training_without_servers_needs_none(ran: list[Script]) -> None:
         (["--", "-mine.py"], Script("-mine.py")),
     ],
 )
-def test_a_module_may_be_named_as_python_takes_it(ran: list[Script], line: list[str], script: Script | None) -> None:
+def test_a_module_may_be_named_as_python_takes_it(
+    ran: list[Script], line: list[str], script: Script | None
+) -> None:
     assert cli.main(["--ps", "a:1", "--device", "cpu", *line]) == (0 if script else 2)
 
     assert ran == ([script] if script else [])
@@ -157,7 +187,9 @@ def test_servers_and_training_without_them_exclude_each_other(
     assert ran == []
 
 
-def test_a_gpu_that_is_not_there_is_bad_usage(ran: list[Script], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there_is_bad_usage(
+    ran: list[Script], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["--ps", "a:1", "--device", "cuda:99", "train.py"]) == 2
 
     assert "cuda:99" in capsys.readouterr().err
@@ -177,7 +209,7 @@ def test_threads_are_torchs(ran: list[Script]) -> None:
 
 def test_metrics_are_served_where_asked(ran: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:
     binds: list[str] = []
-    monkeypatch.setattr("psworker.metrics.serve", binds.append)
+    monkeypatch.setattr("psworker.session.metrics.serve", binds.append)
 
     assert cli.main(["--ps", "a:1", "--metrics-bind", "127.0.0.1:0", "train.py"]) == 0
     assert binds == ["127.0.0.1:0"]
@@ -190,14 +222,17 @@ def test_bad_usage_exits_with_2(args: list[str], ran: list[Script]) -> None:
 
 
 def test_a_whole_worker_process(tmp_path: Path) -> None:
-    """The script's neighbours are called like modules that we need: they must not get in our way, nor we in theirs."""
+    """The script's neighbours are called like modules that we need: they must not get in our
+    way, nor we in theirs.
+    """
     (tmp_path / "queue.py").write_text("raise RuntimeError('ours was shadowed')")
     (tmp_path / "grpc.py").write_text("raise RuntimeError('ours was shadowed')")
     (tmp_path / "common.py").write_text("WORD = 'neighbour'")
     (tmp_path / "train.py").write_text(
         "import os, sys, logging, torch, common\n"
         "logging.getLogger('mine').info('hello')\n"
-        "print(__name__, sys.argv[1:], common.WORD, os.environ['PS_DEVICE'], torch.get_num_threads())\n"
+        "print(__name__, sys.argv[1:], common.WORD, os.environ['PS_DEVICE'], "
+        "torch.get_num_threads())\n"
         "sys.exit(5)\n"
     )
     line = ["-m", "psworker", "--threads", "1", "--device", "cpu", "train.py", "--ps", "x"]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
-from pscommon.core.log import BatchKey
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.client import Client
+from psworker.client.client import Client
 from tests.psworker.fake_server import FakeCluster
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 
 
 def params(fill: float = 1.0) -> dict[str, Any]:
@@ -45,14 +45,18 @@ def client(cluster: FakeCluster) -> Iterator[Client]:
         yield client
 
 
-def test_one_address_is_enough_and_pull_returns_what_was_registered(client: Client, cluster: FakeCluster) -> None:
+def test_one_address_is_enough_and_pull_returns_what_was_registered(
+    client: Client, cluster: FakeCluster
+) -> None:
     assert list(client.addresses) == cluster.addresses
     assert (client.job, client.worker, client.policy, client.version) == ("job-1", 1, "sync", 0)
     assert client.groups_json == '[{"lr": 0.5}]'
 
     pulled = client.pull()
 
-    assert {name: array.tolist() for name, array in pulled.items()} == {n: a.tolist() for n, a in params().items()}
+    assert {name: array.tolist() for name, array in pulled.items()} == {
+        n: a.tolist() for n, a in params().items()
+    }
 
 
 def test_push_then_pull(client: Client, cluster: FakeCluster) -> None:
@@ -109,7 +113,9 @@ def test_pull_is_at_least_as_new_as_the_last_push(client: Client, cluster: FakeC
     assert {header.min_version for header in cluster.received[-cluster.shards :]} == {1}
 
 
-def test_tensors_without_gradient_stay_and_are_not_sent(client: Client, cluster: FakeCluster) -> None:
+def test_tensors_without_gradient_stay_and_are_not_sent(
+    client: Client, cluster: FakeCluster
+) -> None:
     result = client.push({"w": None, "b": np.full(7, 2, np.float32)}, samples=5)  # type: ignore[dict-item]
 
     assert result.status == "applied"
@@ -148,12 +154,18 @@ def test_any_numpy_float(pair: FakeCluster, dtype: str) -> None:
 
 
 def test_odd_shapes(pair: FakeCluster) -> None:
-    given = {"scalar": np.array(3.0), "empty": np.zeros((0, 4)), "transposed": np.arange(6.0).reshape(2, 3).T}
+    given = {
+        "scalar": np.array(3.0),
+        "empty": np.zeros((0, 4)),
+        "transposed": np.arange(6.0).reshape(2, 3).T,
+    }
     with Client(pair.addresses) as client:
         client.register(given, SGD)
         pulled = client.pull()
 
-    assert {name: array.tolist() for name, array in pulled.items()} == {n: a.tolist() for n, a in given.items()}
+    assert {name: array.tolist() for name, array in pulled.items()} == {
+        n: a.tolist() for n, a in given.items()
+    }
 
 
 def test_more_shards_than_blocks() -> None:
@@ -218,18 +230,30 @@ def test_second_worker_waits_for_the_upload(pair: FakeCluster) -> None:
 
 
 def test_other_model_shows_the_difference(client: Client, cluster: FakeCluster) -> None:
-    other = {"w": np.zeros((100, 31), np.float32), "b": np.zeros(7, np.float32), "extra": np.zeros(1, np.float32)}
+    other = {
+        "w": np.zeros((100, 31), np.float32),
+        "b": np.zeros(7, np.float32),
+        "extra": np.zeros(1, np.float32),
+    }
     with Client(cluster.addresses) as second, pytest.raises(MismatchError) as caught:
-        second.register(other, OptimizerSpec("adam", ({"lr": 0.5},)))
+        second.register(other, OptimizerSettings("adam", ({"lr": 0.5},)))
 
     assert caught.value.reason == "MODEL_MISMATCH"
-    for words in ("extra: not in", "w: float32[100, 31]", "float32[100, 30]", "optimizer: adam, the job has sgd"):
+    for words in (
+        "extra: not in",
+        "w: float32[100, 31]",
+        "float32[100, 30]",
+        "optimizer: adam, the job has sgd",
+    ):
         assert words in str(caught.value)
 
 
 def test_other_placement_is_refused(pair: FakeCluster) -> None:
     pair.digest = "0123"
-    with Client(pair.addresses) as client, pytest.raises(MismatchError, match="place the model otherwise"):
+    with (
+        Client(pair.addresses) as client,
+        pytest.raises(MismatchError, match="place the model otherwise"),
+    ):
         client.register(params(), SGD)
 
 
@@ -256,7 +280,9 @@ def test_unfit_gradient_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("name", ["unknown", "shape", "dtype", "readonly"])
-def test_unfit_out_is_refused_before_anything_is_sent(client: Client, cluster: FakeCluster, name: str) -> None:
+def test_unfit_out_is_refused_before_anything_is_sent(
+    client: Client, cluster: FakeCluster, name: str
+) -> None:
     array = np.zeros(8 if name == "shape" else 7, np.float64 if name == "dtype" else np.float32)
     array.flags.writeable = name != "readonly"
     before = len(cluster.received)
@@ -282,13 +308,18 @@ def test_what_cannot_be_registered(pair: FakeCluster) -> None:
                 client.register(bad, SGD)
         with pytest.raises(InvalidRequestError, match="listed twice"):
             client.agree(_twice())
-        for call in (client.pull, lambda: client.push({}), lambda: client.plan, lambda: client.weights):
+        for call in (
+            client.pull,
+            lambda: client.push({}),
+            lambda: client.plan,
+            lambda: client.weights,
+        ):
             with pytest.raises(InvalidRequestError, match="no model yet"):
                 call()
 
 
 def _twice() -> Any:
-    from psworker.arrays import spec_of
+    from psworker.client.arrays import spec_of
 
     return spec_of({"w": np.zeros(1)}, {"w": np.zeros(1)}, {}, SGD)
 
@@ -310,7 +341,7 @@ def test_nan_is_rejected_with_worker_and_tensor(client: Client, cluster: FakeClu
 
 
 def test_tape_exchange_of_a_bridge(cluster: FakeCluster) -> None:
-    from psworker.arrays import spec_of
+    from psworker.client.arrays import spec_of
 
     with Client(cluster.addresses) as client:
         plan = client.agree(spec_of(params(), {}, {}, SGD))
@@ -348,7 +379,9 @@ def test_unfit_tapes_are_refused(client: Client) -> None:
 def test_weights_missing_from_an_answer_are_asked_for(client: Client, cluster: FakeCluster) -> None:
     def without_weights(header: ps.PushPullHeader, result: ps.ExchangeResult) -> Any:
         server._with_weights = original  # type: ignore[method-assign]
-        return ps.ExchangeResult(outcome=ps.OUTCOME_STALE, version=1, reason="STALE", detail="too old"), []
+        return ps.ExchangeResult(
+            outcome=ps.OUTCOME_STALE, version=1, reason="STALE", detail="too old"
+        ), []
 
     server = cluster.servers[-1]
     original = server._with_weights

@@ -1,4 +1,6 @@
-"""What goes wrong between a worker and its servers: repeated, counted once, and named when it cannot be helped."""
+"""What goes wrong between a worker and its servers: repeated, counted once, and named when it
+cannot be helped.
+"""
 
 import logging
 import threading
@@ -17,15 +19,15 @@ from pscommon.core.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker import patience
-from psworker.client import Client
-from psworker.drain import DrainedError
+from psworker.client.client import Client
+from psworker.connection import retry as patience
+from psworker.session.drain import DrainedError
 from tests.psworker.fake_server import FakeCluster, FakeServer, lost
 from tests.psworker.hours import hours, lost_for, pushes, when_asked
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 SIZE = 5000
 
 
@@ -39,7 +41,9 @@ def cluster() -> Iterator[FakeCluster]:
         yield cluster
 
 
-def connect(cluster: FakeCluster, connect_timeout: float = 20.0, wait_timeout: float = 20.0) -> Client:
+def connect(
+    cluster: FakeCluster, connect_timeout: float = 20.0, wait_timeout: float = 20.0
+) -> Client:
     client = Client(cluster.addresses, connect_timeout=connect_timeout, wait_timeout=wait_timeout)
     client.register({"w": np.ones(SIZE, np.float32)}, SGD)
     return client
@@ -53,7 +57,9 @@ def raising(error: PSError) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
-def test_push_whose_answer_is_lost_counts_once_and_was_applied(cluster: FakeCluster, shards: list[int]) -> None:
+def test_push_whose_answer_is_lost_counts_once_and_was_applied(
+    cluster: FakeCluster, shards: list[int]
+) -> None:
     with connect(cluster) as client:
         for shard in shards:
             cluster.after[shard].extend([lost, lost])
@@ -115,7 +121,9 @@ def test_break_while_pending_sends_the_bytes_again(cluster: FakeCluster) -> None
 
 
 def test_version_is_the_smallest_of_the_shards(cluster: FakeCluster) -> None:
-    """They carry out the log each at its own speed, and a gradient is as old as the oldest part of its weights."""
+    """They carry out the log each at its own speed, and a gradient is as old as the oldest part
+    of its weights.
+    """
     with connect(cluster) as client:
         server = cluster.servers[0]
         original = server._with_weights
@@ -134,7 +142,9 @@ def test_version_is_the_smallest_of_the_shards(cluster: FakeCluster) -> None:
 def test_wait_timeout_names_whom_and_what(cluster: FakeCluster) -> None:
     with connect(cluster, wait_timeout=0.2) as client:
         cluster.waits_for = "worker 2 (rank 1)"
-        with pytest.raises(WaitTimeoutError, match=r"push 1 of worker 1 on shard . at .* for worker 2 \(rank 1\)"):
+        with pytest.raises(
+            WaitTimeoutError, match=r"push 1 of worker 1 on shard . at .* for worker 2 \(rank 1\)"
+        ):
             client.push(gradient())
 
 
@@ -165,7 +175,9 @@ def test_same_push_again_after_a_failure_is_a_duplicate_if_it_counted(cluster: F
     assert cluster.counted == [(1, 1), (1, 2)]
 
 
-def test_same_push_again_after_a_timeout_is_applied_if_it_had_not_counted(cluster: FakeCluster) -> None:
+def test_same_push_again_after_a_timeout_is_applied_if_it_had_not_counted(
+    cluster: FakeCluster,
+) -> None:
     with connect(cluster) as client:
         cluster.waits_for = "worker 2"
         with when_asked(cluster, hours(client)), pytest.raises(WaitTimeoutError):
@@ -218,7 +230,9 @@ def _restart(cluster: FakeCluster, old: FakeServer) -> None:
     cluster.servers[old.shard] = FakeServer(cluster, old.shard, joined=True, bind=old.address)
 
 
-def test_job_that_ends_is_not_waited_for_long(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_ends_is_not_waited_for_long(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is it a failure: somebody has ended it."""
     monkeypatch.setattr(patience, "LAST_SECONDS", 0.0)
     cluster.lease, cluster.stopping = 0.1, True
@@ -255,7 +269,9 @@ def test_fenced_heartbeat_ends_a_waiting_push(cluster: FakeCluster) -> None:
         thread = threading.Thread(target=push)
         thread.start()
         cluster.wait_until(lambda: pushes(cluster))
-        cluster.control["Heartbeat"].append(raising(FencedError("the job went on without worker 1")))
+        cluster.control["Heartbeat"].append(
+            raising(FencedError("the job went on without worker 1"))
+        )
         thread.join(20)
 
         assert type(failures[0]) is FencedError
@@ -266,7 +282,9 @@ def test_fenced_heartbeat_ends_a_waiting_push(cluster: FakeCluster) -> None:
 
 def test_rejected_as_fenced_raises(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
-        fenced = ps.ExchangeResult(outcome=ps.OUTCOME_REJECTED, reason="FENCED", detail="its lease ended")
+        fenced = ps.ExchangeResult(
+            outcome=ps.OUTCOME_REJECTED, reason="FENCED", detail="its lease ended"
+        )
         cluster.outcome = lambda key: fenced  # type: ignore[method-assign]
         with pytest.raises(FencedError, match="its lease ended"):
             client.push(gradient())
@@ -305,7 +323,9 @@ def test_one_shards_error_ends_the_others_at_once(cluster: FakeCluster) -> None:
 def test_bug_in_a_server_names_server_and_method(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.before[1].append(raising(PSError("list index out of range")))
-        with pytest.raises(PSError, match=r"shard 1 at 127.* \(Exchange\) failed: INTERNAL: list index"):
+        with pytest.raises(
+            PSError, match=r"shard 1 at 127.* \(Exchange\) failed: INTERNAL: list index"
+        ):
             client.pull()
 
 
@@ -347,7 +367,9 @@ def test_lost_answer_to_the_upload(cluster: FakeCluster) -> None:
 
 
 def test_nan_in_the_initial_weights_is_refused(cluster: FakeCluster) -> None:
-    nan = ps.ExchangeResult(outcome=ps.OUTCOME_REJECTED, reason="NON_FINITE", detail="worker 1: tensor w")
+    nan = ps.ExchangeResult(
+        outcome=ps.OUTCOME_REJECTED, reason="NON_FINITE", detail="worker 1: tensor w"
+    )
     cluster.outcome = lambda key: nan  # type: ignore[method-assign]
     with Client(cluster.addresses) as client, pytest.raises(PSError, match="tensor w") as caught:
         client.register({"w": np.ones(SIZE, np.float32)}, SGD)

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError, MismatchError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import coordinator_pb2 as co
-from psworker.client import Client
+from psworker.client.client import Client
 from tests.psworker.fake_server import FakeCluster, lost
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 LOOP = LoopSpec(loop=0, size=100, batch_size=10, first_epoch=2)
 
 
@@ -55,7 +55,9 @@ def test_observer_sees_and_takes_no_part(client: Client, cluster: FakeCluster) -
     assert len(cluster.joins) == 1
 
 
-def test_environment_names_servers_job_and_rank(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_names_servers_job_and_rank(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PS_SERVERS", ",".join(cluster.addresses))
     monkeypatch.setenv("PS_WORKER_RANK", "3")
     with Client(device="cuda:1"):
@@ -68,7 +70,11 @@ def test_environment_names_servers_job_and_rank(cluster: FakeCluster, monkeypatc
     with Client(cluster.addresses):
         pass
 
-    assert [(join.rank, join.HasField("rank")) for join in cluster.joins] == [(3, True), (7, True), (0, False)]
+    assert [(join.rank, join.HasField("rank")) for join in cluster.joins] == [
+        (3, True),
+        (7, True),
+        (0, False),
+    ]
     assert cluster.joins[0].device == "cuda:1"
     assert cluster.joins[0].host
     assert cluster.joins[0].pid
@@ -153,7 +159,13 @@ def test_batches_at_once(cluster: FakeCluster) -> None:
 
     assert (lease.numbers, lease.end, lease.sat_out) == ((4, 5), False, False)
     asked = cluster.asked[0]
-    assert (asked.count, asked.idle, asked.received, asked.loop.first_epoch, asked.loop.size) == (2, False, 0, 2, 100)
+    assert (asked.count, asked.idle, asked.received, asked.loop.first_epoch, asked.loop.size) == (
+        2,
+        False,
+        0,
+        2,
+        100,
+    )
 
 
 def test_nothing_at_once_is_an_empty_lease(cluster: FakeCluster) -> None:
@@ -185,7 +197,9 @@ def test_waiting_for_batches_sits_out(client: Client, cluster: FakeCluster) -> N
     assert cluster.asked[-1].received == 2
 
 
-def test_sat_out_worker_pulls_the_version_of_its_batch(client: Client, cluster: FakeCluster) -> None:
+def test_sat_out_worker_pulls_the_version_of_its_batch(
+    client: Client, cluster: FakeCluster
+) -> None:
     cluster.batches.extend([co.NextBatchResponse(), co.NextBatchResponse(numbers=[7], version=1)])
     client.next_batches(LOOP, idle=True)
     with cluster.changed:
@@ -211,7 +225,9 @@ def test_a_client_is_not_pickled_and_says_what_to_do(client: Client) -> None:
         pickle.dumps(client)
 
 
-def test_a_push_ends_when_another_thread_closes_the_client_and_says_so(client: Client, cluster: FakeCluster) -> None:
+def test_a_push_ends_when_another_thread_closes_the_client_and_says_so(
+    client: Client, cluster: FakeCluster
+) -> None:
     cluster.waits_for = "worker 2"
     errors: list[BaseException] = []
 
@@ -226,4 +242,6 @@ def test_a_push_ends_when_another_thread_closes_the_client_and_says_so(client: C
     cluster.wait_until(lambda: any(header.seq for header in cluster.received))
     client.close()
     thread.join(10)
-    assert [(type(error), str(error)) for error in errors] == [(InvalidRequestError, "this Client is closed")]
+    assert [(type(error), str(error)) for error in errors] == [
+        (InvalidRequestError, "this Client is closed")
+    ]

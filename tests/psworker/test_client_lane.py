@@ -1,4 +1,6 @@
-"""The Client over a lane that calls the servers directly, as a simulation does: no thread, no real time."""
+"""The Client over a lane that calls the servers directly, as a simulation does: no thread, no
+real time.
+"""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -7,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.calls import Answer, Cancellation, Receiver
-from psworker.client import Client
-from psworker.patience import Clock
+from psworker.client.client import Client
+from psworker.connection.retry import Clock
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.psworker.fake_server import FakeCluster
 
 
 class DirectLane:
-    """Calls the fake servers' methods in the caller's thread; its clock only moves when somebody pauses."""
+    """Calls the fake servers' methods in the caller's thread; its clock only moves when somebody
+    pauses.
+    """
 
     direct = True
 
@@ -27,7 +31,9 @@ class DirectLane:
         self.waits: list[tuple[int, int]] = []
         self._cluster = cluster
 
-    def learn(self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]) -> None: ...
+    def learn(
+        self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
+    ) -> None: ...
 
     def look_around(self, job: str, timeout: float) -> bool: ...
 
@@ -35,7 +41,9 @@ class DirectLane:
 
     def __getattr__(self, name: str) -> Any:
         method = "".join(part.capitalize() for part in name.split("_"))
-        method = {"NextBatch": "NextBatch", "Report": "ReportMetrics", "Status": "GetStatus"}.get(method, method)
+        method = {"NextBatch": "NextBatch", "Report": "ReportMetrics", "Status": "GetStatus"}.get(
+            method, method
+        )
         return lambda request, timeout: getattr(self._cluster.servers[0], method)(request, None)
 
     def _pass(self, seconds: float) -> None:
@@ -46,11 +54,11 @@ class DirectLane:
         shard: int,
         header: ps.PushPullHeader,
         send: Sequence[memoryview],
-        receiver: Receiver,
+        receiver: AnswerReceiver,
         timeout: float,
         cancellation: Cancellation,
         frames: Iterator[bytes] | None = None,
-    ) -> Answer:
+    ) -> ExchangeAnswer:
         self.waits.append((shard, header.wait_ms))
         sent = ps.PushPullHeader()
         sent.CopyFrom(header)
@@ -58,7 +66,7 @@ class DirectLane:
         data = memoryview(b"".join(views))
         for view in receiver.begin(result) if result.nbytes else ():
             view[:], data = data[: view.nbytes], data[view.nbytes :]
-        return Answer(result, 0.0, 0.0)
+        return ExchangeAnswer(result, 0.0, 0.0)
 
     def close(self) -> None:
         self.now = -1.0
@@ -73,7 +81,7 @@ def cluster() -> Iterator[FakeCluster]:
 def test_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
     before, lane = set(threading.enumerate()), DirectLane(cluster)
     with Client(lane=lane, rank=4, device="sim") as client:
-        client.register({"w": np.ones(600, np.float32)}, OptimizerSpec("sgd", ({"lr": 0.5},)))
+        client.register({"w": np.ones(600, np.float32)}, OptimizerSettings("sgd", ({"lr": 0.5},)))
         result = client.push_pull({"w": np.full(600, 2, np.float32)})
         client.progress(steps=1, step_seconds=1.0, samples_per_second=1.0, phase="compute")
         client.report(loss=0.5)
@@ -88,10 +96,12 @@ def test_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
 
 
 def test_only_the_last_shard_may_wait(cluster: FakeCluster) -> None:
-    """A push is decided once all shards have it: waiting for the first before telling the last would be for ever."""
+    """A push is decided once all shards have it: waiting for the first before telling the last
+    would be for ever.
+    """
     lane = DirectLane(cluster)
     with Client(lane=lane) as client:
-        client.register({"w": np.ones(600, np.float32)}, OptimizerSpec("sgd", ({"lr": 0.5},)))
+        client.register({"w": np.ones(600, np.float32)}, OptimizerSettings("sgd", ({"lr": 0.5},)))
         lane.waits.clear()
         client.push({"w": np.ones(600, np.float32)})
 

@@ -1,4 +1,6 @@
-"""Clients and the life of their process: forks, endings without close, Ctrl-C. Each in a process of its own."""
+"""Clients and the life of their process: forks, endings without close, Ctrl-C. Each in a process
+of its own.
+"""
 
 import os
 import signal
@@ -9,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from psworker.forgotten import DROPPED, ENDED
+from psworker.connection.finalizer import DROPPED, ENDED
 from tests.psworker.fake_server import FakeCluster
 
 ROOT = Path(__file__).parents[2]
 START = """
 import os, signal, sys, threading
 import numpy as np
-from pscommon.core.model import OptimizerSpec
-from psworker.client import Client
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
 client = Client(sys.argv[1].split(","), wait_timeout=60)
 params = {"w": np.ones(1000, np.float32)}
-client.register(params, OptimizerSpec("sgd", ({"lr": 0.5},)))
+client.register(params, OptimizerSettings("sgd", ({"lr": 0.5},)))
 """
 FORKS = """
 for _ in range(20):
@@ -64,7 +66,12 @@ def run(cluster: FakeCluster, program: str, start_with: str = START) -> tuple[in
 
 @pytest.mark.parametrize(
     "ending",
-    ["os._exit(0)", "sys.exit(0)", "import gc; del client; gc.collect(); os._exit(0)", "client.close(); sys.exit(0)"],
+    [
+        "os._exit(0)",
+        "sys.exit(0)",
+        "import gc; del client; gc.collect(); os._exit(0)",
+        "client.close(); sys.exit(0)",
+    ],
 )
 def test_forked_child_ends_and_the_parent_goes_on(cluster: FakeCluster, ending: str) -> None:
     code, out, err = run(cluster, FORKS.replace("ENDING", ending))
@@ -114,7 +121,7 @@ client.close()
 def test_clients_in_children_only(cluster: FakeCluster) -> None:
     program = """
 import os, sys
-from psworker.client import Client
+from psworker.client.client import Client
 for _ in range(2):
     if not os.fork():
         with Client(sys.argv[1]) as client:
@@ -146,7 +153,9 @@ del client
 
 
 def test_client_that_is_collected_in_the_midst_of_a_call(cluster: FakeCluster) -> None:
-    """gRPC's core aborts the process where a channel is closed in the midst of starting a call on it."""
+    """gRPC's core aborts the process where a channel is closed in the midst of starting a call
+    on it.
+    """
     program = """
 from psproto.v1.parameter_server_pb2 import DescribeRequest
 describe = lane._line(lane.addresses[0]).shard.Describe
@@ -205,7 +214,9 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_in_the_midst_of_a_call_leaves_nothing_that_close_would_wait_for(cluster: FakeCluster) -> None:
+def test_ctrl_c_in_the_midst_of_a_call_leaves_nothing_that_close_would_wait_for(
+    cluster: FakeCluster,
+) -> None:
     """gRPC has begun a call, and not yet the thread that will end it."""
     cluster.waits_for = "worker 2"
     program = """
@@ -226,7 +237,10 @@ channel._run_channel_spin_thread = interrupted
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_ctrl_c_ends_a_wait(shards: int) -> None:
-    with FakeCluster(shards=shards, lease=0.05) as cluster, start(cluster, START + INTERRUPTED) as process:
+    with (
+        FakeCluster(shards=shards, lease=0.05) as cluster,
+        start(cluster, START + INTERRUPTED) as process,
+    ):
         cluster.waits_for = "worker 2"
         try:
             cluster.wait_until(lambda: sum(header.seq for header in cluster.received) > 4)

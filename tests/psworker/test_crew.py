@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from psworker.calls import Cancellation
-from psworker.crew import Crew
+from psworker.transport.executor import ShardExecutor
+from psworker.transport.streams import Cancellation
 
 
 class Call:
@@ -19,7 +19,7 @@ class Call:
 
 
 def test_results_come_in_order_from_threads_that_stay() -> None:
-    crew = Crew("crew-test")
+    crew = ShardExecutor("crew-test")
     meet = threading.Barrier(3, timeout=20)
 
     def part(number: int) -> tuple[int, str]:
@@ -30,13 +30,17 @@ def test_results_come_in_order_from_threads_that_stay() -> None:
     second = crew.run([lambda n=n: part(n) for n in range(3)], Cancellation())  # type: ignore[misc]
     crew.close()
 
-    assert first == second == [(0, threading.current_thread().name), (1, "crew-test-1"), (2, "crew-test-2")]
+    assert (
+        first
+        == second
+        == [(0, threading.current_thread().name), (1, "crew-test-1"), (2, "crew-test-2")]
+    )
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crew-test")]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_failure_of_one_ends_the_others_and_is_raised(failing: int) -> None:
-    crew, cancellation = Crew("crew-test"), Cancellation()
+    crew, cancellation = ShardExecutor("crew-test"), Cancellation()
     ended: list[int] = []
 
     def part(number: int) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from psworker.ctl import checks, loopback
+from psworker.ctl import checks
+from psworker.ctl import rpc_speed as loopback
 from psworker.ctl.cli import main
 from tests.ports import free_port
 
@@ -21,18 +22,29 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_healthy_machine_passes(tmp_path: Path, capsys: Output, quick: None) -> None:
-    code = main(["doctor", "--port", str(free_port()), "--data-dir", str(tmp_path), "--output", "json"])
+    code = main(
+        ["doctor", "--port", str(free_port()), "--data-dir", str(tmp_path), "--output", "json"]
+    )
     findings = json.loads(capsys.readouterr().out)
 
     assert code == 0
     assert not [finding for finding in findings if finding["state"] == "problem"]
-    assert {"python", "packages", "torch", "devices", "cores", "memory", "/dev/shm", "loopback gRPC"} <= {
-        finding["check"] for finding in findings
-    }
+    assert {
+        "python",
+        "packages",
+        "torch",
+        "devices",
+        "cores",
+        "memory",
+        "/dev/shm",
+        "loopback gRPC",
+    } <= {finding["check"] for finding in findings}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_problems_are_shown_with_what_to_do_and_give_exit_code_1(tmp_path: Path, capsys: Output, quick: None) -> None:
+def test_problems_are_shown_with_what_to_do_and_give_exit_code_1(
+    tmp_path: Path, capsys: Output, quick: None
+) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -52,7 +64,9 @@ def test_several_ports_are_checked(tmp_path: Path, capsys: Output, quick: None) 
     flags = [word for port in ports for word in ("--port", str(port))]
     assert main(["doctor", *flags, "--data-dir", str(tmp_path), "--output", "json"]) == 0
 
-    assert [f["check"] for f in json.loads(capsys.readouterr().out)][6:8] == [f"port {port}" for port in ports]
+    assert [f["check"] for f in json.loads(capsys.readouterr().out)][6:8] == [
+        f"port {port}" for port in ports
+    ]
 
 
 def test_the_data_directory_of_the_environment_is_checked(
@@ -67,7 +81,9 @@ def test_the_data_directory_of_the_environment_is_checked(
 def test_a_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     # what Docker gives a container
     monkeypatch.setattr(
-        checks.shutil, "disk_usage", lambda path: checks.shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)
+        checks.shutil,
+        "disk_usage",
+        lambda path: checks.shutil._ntuple_diskusage(64 << 20, 0, 64 << 20),
     )
     finding = checks.shared_memory()
 
@@ -79,7 +95,9 @@ def test_a_missing_shared_memory_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_little_memory_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  4000000 kB\nMemAvailable:  500000 kB\nHugePages_Total:  0\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  4000000 kB\nMemAvailable:  500000 kB\nHugePages_Total:  0\n"
+    )
     finding = checks.memory(tmp_path / "meminfo")
 
     assert finding.state == "warning"
@@ -100,7 +118,7 @@ def test_a_loopback_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slow_loopback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "measure", lambda: loopback.Speed(6.0, 1000.0))
+    monkeypatch.setattr(loopback, "measure", lambda: loopback.RpcSpeed(6.0, 1000.0))
 
     assert checks.loopback().state == "warning"
 
@@ -127,7 +145,10 @@ def test_a_torch_that_does_not_load_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(index: int) -> str:
-        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be")
+        raise RuntimeError(
+            "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors "
+            "might be"
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

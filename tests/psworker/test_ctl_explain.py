@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from pscommon.core.errors import REASONS
-from pscommon.exits import EXPLANATIONS, Exit
+from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from psworker.ctl.cli import main
 from psworker.ctl.explain import ERRORS
 from tests.law.sources import dotted, packages
@@ -16,8 +16,8 @@ from tests.law.sources import dotted, packages
 Output = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize("code", list(Exit))
-def test_every_exit_code_is_explained(code: Exit, capsys: Output) -> None:
+@pytest.mark.parametrize("code", list(ExitCode))
+def test_every_exit_code_is_explained(code: ExitCode, capsys: Output) -> None:
     assert main(["explain", str(int(code)), "--output", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
 
@@ -36,7 +36,9 @@ def test_every_reason_is_explained(reason: str, capsys: Output) -> None:
 
 
 def reasons_in_the_source() -> set[str]:
-    """What errors are raised with, what pushes are refused with, and what is compared with a reason."""
+    """What errors are raised with, what pushes are refused with, and what is compared with a
+    reason.
+    """
     found: set[str] = set()
     for source in packages():
         for node in ast.walk(source.tree):
@@ -44,11 +46,24 @@ def reasons_in_the_source() -> set[str]:
             if isinstance(node, ast.Call):
                 name = dotted(node.func).split(".")[-1] or getattr(node.func, "attr", "")
                 parts += [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
-                parts += node.args if name.endswith("Error") or name in ("__init__", "_reject", "_bad") else []
+                parts += (
+                    node.args
+                    if name.endswith("Error") or name in ("__init__", "_reject", "_bad")
+                    else []
+                )
             elif isinstance(node, ast.Compare) and dotted(node.left).endswith("reason"):
                 parts += node.comparators
-            words = (word.value for part in parts for word in ast.walk(part) if isinstance(word, ast.Constant))
-            found |= {word for word in words if isinstance(word, str) and re.fullmatch("[A-Z]{3,}(_[A-Z]+)*", word)}
+            words = (
+                word.value
+                for part in parts
+                for word in ast.walk(part)
+                if isinstance(word, ast.Constant)
+            )
+            found |= {
+                word
+                for word in words
+                if isinstance(word, str) and re.fullmatch("[A-Z]{3,}(_[A-Z]+)*", word)
+            }
     return found
 
 
@@ -59,7 +74,11 @@ def test_every_reason_that_the_source_can_produce_is_explained(capsys: Output) -
     for reason in sorted(found):
         assert main(["explain", reason, "--output", "json"]) == 0, reason
         document = json.loads(capsys.readouterr().out)
-        assert (document["reason"], bool(document["meaning"]), bool(document["what_to_do"])) == (reason, True, True)
+        assert (document["reason"], bool(document["meaning"]), bool(document["what_to_do"])) == (
+            reason,
+            True,
+            True,
+        )
 
 
 @pytest.mark.parametrize("number", sorted(signal.valid_signals()))
@@ -88,7 +107,10 @@ def test_people_get_a_table(capsys: Output) -> None:
 @pytest.mark.parametrize("word", ["99", "128", "193", "NO_SUCH_REASON", "", "-1", "1.5", "²"])
 def test_anything_else_is_bad_usage(word: str, capsys: Output) -> None:
     assert main(["explain", "--", word]) == 2
-    assert "they are 0, 1, 2, 10" in (error := capsys.readouterr().err) or "reasons are INTERNAL" in error
+    assert (
+        "they are 0, 1, 2, 10" in (error := capsys.readouterr().err)
+        or "reasons are INTERNAL" in error
+    )
 
 
 def test_too_few_workers_are_explained_whatever_made_them_few(capsys: Output) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.local_jobs import Announcement
-from psworker.client import Client
+from pscommon.system.local_jobs import JobAnnouncement
+from psworker.client.client import Client
 from psworker.ctl.cli import main
 from tests.psworker.ctl_servers import STATUS, Cluster, serving
 
@@ -40,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_the_only_local_job_needs_no_address(cluster: Cluster, capsys: Output) -> None:
-    Announcement("job-7", cluster.address)
+    JobAnnouncement("job-7", cluster.address)
 
     assert main(["status", "--output", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["job"] == "job-7"
@@ -49,8 +49,8 @@ def test_the_only_local_job_needs_no_address(cluster: Cluster, capsys: Output) -
 
 
 def test_several_local_jobs_are_listed(cluster: Cluster, capsys: Output) -> None:
-    Announcement("job-7", cluster.address)
-    Announcement("job-8", "127.0.0.1:9")
+    JobAnnouncement("job-7", cluster.address)
+    JobAnnouncement("job-8", "127.0.0.1:9")
 
     assert main(["stop"]) == 2
     said = capsys.readouterr().err
@@ -64,17 +64,19 @@ def test_a_client_without_an_address_finds_the_only_local_job(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     cluster.shards = 1
-    Announcement("job-7", cluster.address)
+    JobAnnouncement("job-7", cluster.address)
     with Client(observe=True) as client:
         assert client.status()["job"] == "job-7"
 
-    Announcement("job-8", "127.0.0.1:9")
+    JobAnnouncement("job-8", "127.0.0.1:9")
     monkeypatch.setenv("PS_JOB", "job-7")
     with Client(observe=True) as client:
         assert client.status()["job"] == "job-7"
 
 
-@pytest.mark.parametrize(("word", "suggested"), [("top", False), ("stp", False), ("sop", False), ("stauts", True)])
+@pytest.mark.parametrize(
+    ("word", "suggested"), [("top", False), ("stp", False), ("sop", False), ("stauts", True)]
+)
 def test_stop_is_never_suggested(word: str, suggested: bool, capsys: Output) -> None:
     assert main([word]) == 2
     said = capsys.readouterr().err
@@ -160,7 +162,9 @@ def test_config_without_the_flag_is_of_this_machine(
         (["config", "--ps=127.0.0.1:1"], "--ps goes before the command"),
     ],
 )
-def test_config_says_which_of_two_meanings_it_needs(args: list[str], said: str, capsys: Output) -> None:
+def test_config_says_which_of_two_meanings_it_needs(
+    args: list[str], said: str, capsys: Output
+) -> None:
     assert main(args) == 2
     assert said in capsys.readouterr().err
 

@@ -27,20 +27,29 @@ def test_size(nbytes: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, ""), (0.25, "0.25 s"), (59.94, "59.9 s"), (60, "1 m 0 s"), (200.4, "3 m 20 s"), (7500, "2 h 5 m")],
+    [
+        (None, ""),
+        (0.25, "0.25 s"),
+        (59.94, "59.9 s"),
+        (60, "1 m 0 s"),
+        (200.4, "3 m 20 s"),
+        (7500, "2 h 5 m"),
+    ],
 )
 def test_duration(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(None, ""), (12345678, "12345678"), (0.123456, "0.1235"), (128.0, "128")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, ""), (12345678, "12345678"), (0.123456, "0.1235"), (128.0, "128")]
+)
 def test_number(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
 PRINTS = """
 import sys, click
-from pscommon.config import run_command
+from pscommon.settings.command import run_command
 from psworker.ctl.output import Table, show
 table = Table("", (), [("für",)])
 command = click.Command("ps-ctl", callback=lambda: show(sys.argv[1], {"for": "für"}, lambda: [table]))
@@ -49,13 +58,19 @@ sys.exit(run_command(command, lambda ctx: 0, []))
 
 
 def prints(form: str, where: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """What becomes of a result that a command of ps-ctl prints, with stdout as the shell is told."""
+    """What becomes of a result that a command of ps-ctl prints, with stdout as the shell is
+    told.
+    """
     line = ["sh", "-c", f'exec "$@" {where}', "sh", sys.executable, "-c", PRINTS, form]
-    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        line, env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-@pytest.mark.parametrize(("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "stdout is closed")])
+@pytest.mark.parametrize(
+    ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "stdout is closed")]
+)
 def test_a_result_that_cannot_be_printed_is_said_so(form: str, where: str, why: str) -> None:
     done = prints(form, where)
 

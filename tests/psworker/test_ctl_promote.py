@@ -1,4 +1,6 @@
-"""ps-ctl promote: what is asked of the standby, what is printed, why it may refuse. And the standbys in the status."""
+"""ps-ctl promote: what is asked of the standby, what is printed, why it may refuse. And the
+standbys in the status.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from pscommon.core.errors import MismatchError
 from pscommon.wire.channel import SERVER_OPTIONS
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import add_StandbyServiceServicer_to_server
-from psserver.standby_servicer import StandbyServicer
+from psserver.replication.servicer import StandbyServicer
 from psworker.ctl import views
 from psworker.ctl.cli import main
 
@@ -54,7 +56,9 @@ def test_it_says_who_is_primary_now(serve: Serve, capsys: Output) -> None:
 
 def test_a_refusal_says_why_and_what_to_do(serve: Serve, capsys: Output) -> None:
     def promote(seconds: float) -> pb.PromoteResponse:
-        raise MismatchError("this standby is behind: wait until ps-ctl status shows it in sync", "NOT_IN_SYNC")
+        raise MismatchError(
+            "this standby is behind: wait until ps-ctl status shows it in sync", "NOT_IN_SYNC"
+        )
 
     assert main(["promote", serve(promote)]) == 11
     assert "wait until ps-ctl status shows it in sync" in capsys.readouterr().err
@@ -71,7 +75,10 @@ def test_a_primary_has_nothing_to_be_promoted_to(serve: Serve, capsys: Output) -
         ({}, ""),
         ({"standby": "", "standby_state": "none"}, ""),
         ({"standby": "h:1", "standby_state": "in sync", "standby_behind": 0}, "h:1 in sync"),
-        ({"standby": "h:1", "standby_state": "loading", "standby_behind": 7}, "h:1 loading, 7 records behind"),
+        (
+            {"standby": "h:1", "standby_state": "loading", "standby_behind": 7},
+            "h:1 loading, 7 records behind",
+        ),
     ],
 )
 def test_the_status_shows_standbys(server: dict[str, object], shown: str) -> None:

@@ -1,4 +1,6 @@
-"""ps-ctl's commands that steer a running job: what the servers are asked, what is printed, and how it fails."""
+"""ps-ctl's commands that steer a running job: what the servers are asked, what is printed, and
+how it fails.
+"""
 
 import json
 import os
@@ -41,14 +43,20 @@ def failure(cluster: Cluster, capsys: Output, code: int, *args: str) -> str:
 
 
 def test_drain_names_the_worker(cluster: Cluster, capsys: Output) -> None:
-    assert printed(cluster, capsys, "drain", "3") == {"job": "job-7", "worker": 3, "state": "draining"}
+    assert printed(cluster, capsys, "drain", "3") == {
+        "job": "job-7",
+        "worker": 3,
+        "state": "draining",
+    }
     assert cluster.drained == [3]
 
 
 def test_drain_of_an_unknown_worker_says_who_is_here(cluster: Cluster, capsys: Output) -> None:
     cluster.error = InvalidRequestError("no worker 9 is here to be drained; here are: worker 3")
 
-    assert "no worker 9 is here to be drained; here are: worker 3" in failure(cluster, capsys, 2, "drain", "9")
+    assert "no worker 9 is here to be drained; here are: worker 3" in failure(
+        cluster, capsys, 2, "drain", "9"
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,12 @@ def test_policy_set_asks_for_what_was_said_and_no_more(
     cluster: Cluster, capsys: Output, args: list[str], asked: tuple[str, int | None, int | None]
 ) -> None:
     name, staleness, max_staleness = asked
-    wanted = {"job": "job-7", "policy": name, "staleness": staleness, "max_staleness": max_staleness}
+    wanted = {
+        "job": "job-7",
+        "policy": name,
+        "staleness": staleness,
+        "max_staleness": max_staleness,
+    }
 
     assert printed(cluster, capsys, "policy", "set", *args) == wanted
     assert cluster.policies == [asked]
@@ -106,7 +119,9 @@ def test_numbers_that_no_message_could_carry_are_bad_usage(
     assert text in failure(cluster, capsys, 2, *args.split())
 
 
-def test_a_reason_that_no_message_could_carry_is_bad_usage(cluster: Cluster, capsys: Output) -> None:
+def test_a_reason_that_no_message_could_carry_is_bad_usage(
+    cluster: Cluster, capsys: Output
+) -> None:
     assert "is not UTF-8" in failure(cluster, capsys, 2, "stop", "--reason", "\udcff")
 
 
@@ -128,14 +143,18 @@ def test_restore_asks_for_the_version_and_waits(cluster: Cluster, capsys: Output
 
 
 def test_restore_of_an_unknown_version_is_exit_code_12(cluster: Cluster, capsys: Output) -> None:
-    cluster.error = SnapshotError("no snapshot of version 7 in /data/snapshots; there are [100]", "NO_SNAPSHOT")
+    cluster.error = SnapshotError(
+        "no snapshot of version 7 in /data/snapshots; there are [100]", "NO_SNAPSHOT"
+    )
 
     text = failure(cluster, capsys, 12, "snapshot", "restore", "7")
 
     assert "NO_SNAPSHOT: no snapshot of version 7 in /data/snapshots; there are [100]" in text
 
 
-@pytest.mark.parametrize(("command", "cells"), [("workers", {"slow", "0.125"}), ("status", {"slow", "121"})])
+@pytest.mark.parametrize(
+    ("command", "cells"), [("workers", {"slow", "0.125"}), ("status", {"slow", "121"})]
+)
 def test_health_is_shown(cluster: Cluster, capsys: Output, command: str, cells: set[str]) -> None:
     assert main(["--ps", cluster.address, command]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "host-a:16" in line]

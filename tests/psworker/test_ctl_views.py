@@ -16,14 +16,21 @@ TOLD = {
     **STATUS,
     "candidates": [{"shard": 2, "shards": 3, "address": "10.0.0.2:50051"}],
     "servers": [
-        {**server, "standby": "b:1", "standby_state": "in sync", "standby_behind": 3} for server in STATUS["servers"]
+        {**server, "standby": "b:1", "standby_state": "in sync", "standby_behind": 3}
+        for server in STATUS["servers"]
     ],
 }
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The way to every value in the document."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in pairs:
         if isinstance(key, str):
             yield (*path, key)
@@ -43,7 +50,11 @@ def changed(path: tuple[Any, ...], change: str) -> dict[str, Any]:
 
 
 def all_tables(document: dict[str, Any]) -> list[Table]:
-    return [*views.status(document), views.workers(document), views.snapshots(views.rows(document, "snapshots"))]
+    return [
+        *views.status(document),
+        views.workers(document),
+        views.snapshots(views.rows(document, "snapshots")),
+    ]
 
 
 @pytest.mark.parametrize("change", ["null", "absent"])
@@ -87,7 +98,9 @@ def test_commands_bear_a_server_that_tells_nothing(
     assert "None" not in capsys.readouterr().out
 
 
-def test_json_is_what_the_servers_said_whatever_a_table_would_make_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_what_the_servers_said_whatever_a_table_would_make_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     odd = {**STATUS, "pushes": [1, 2], "metrics": "none yet", "seconds": "long"}
     with serving(Cluster(status=odd)) as cluster:
         assert main(["--ps", cluster.address, "status", "--output", "json"]) == 0

@@ -1,4 +1,6 @@
-"""Steps of a model on a GPU wait for all that they need, whatever the GPU's timing: checked without one."""
+"""Steps of a model on a GPU wait for all that they need, whatever the GPU's timing: checked
+without one.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,13 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pscommon.core.tape import Range
-from psworker import overlap
+from pscommon.core.partition import ByteRange
 from psworker.job import Job
-from psworker.model_tape import CudaTape, Ready
+from psworker.model.flat_buffer import CopyEvent, CudaBuffer
+from psworker.optim import overlapped_step as overlap
 from tests.psworker.cuda_order import Disorder, OrderedClient, fake_gpu
 from tests.psworker.late_client import values
-from tests.psworker.overlap_cases import MODELS, STEPS, Make, Step, adam, normed, perceptron, seeded, usual
+from tests.psworker.overlap_cases import (
+    MODELS,
+    STEPS,
+    Make,
+    Step,
+    adam,
+    normed,
+    perceptron,
+    seeded,
+    usual,
+)
 
 Values = dict[str, Tensor]
 
@@ -23,7 +35,9 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
-def trained(make: Make, step: Step, quick: bool, tape: type[CudaTape] = CudaTape, overlaps: bool = True) -> Values:
+def trained(
+    make: Make, step: Step, quick: bool, tape: type[CudaBuffer] = CudaBuffer, overlaps: bool = True
+) -> Values:
     model = seeded(make)
     with fake_gpu(quick, tape) as order:
         optimizer = Job(OrderedClient(order)).optimizer(adam(model), model, overlap=overlaps)
@@ -79,10 +93,14 @@ def test_steps_of_a_pipeline_are_in_order(make: Make, step: Step) -> None:
 def test_frozen_tensors_take_no_room_for_gradients_on_a_gpu() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1000))
     with fake_gpu(quick=False) as order:
-        optimizer = Job(OrderedClient(order)).optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+        optimizer = Job(OrderedClient(order)).optimizer(
+            torch.optim.SGD(model[0].parameters(), lr=0.1), model
+        )
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        gradients, weights = (order.nbytes(f"{name} on the GPU") for name in ("gradients", "weights"))
+        gradients, weights = (
+            order.nbytes(f"{name} on the GPU") for name in ("gradients", "weights")
+        )
 
     assert gradients < 200
     assert weights > 20_000
@@ -139,7 +157,7 @@ def test_weights_that_one_stream_has_waited_for_are_waited_for_by_the_next() -> 
             optimizer.zero_grad()
 
 
-# ---- that what is wrong would be found -------------------------------------------------------------------------------
+# ---- that what is wrong would be found -----------------------------------------------------------
 
 
 class Done:
@@ -150,31 +168,31 @@ class Done:
         """Waits for nothing."""
 
 
-class ComputesBeforeWeightsCome(CudaTape):
-    def from_host(self, spans: Sequence[Range]) -> None:
+class ComputesBeforeWeightsCome(CudaBuffer):
+    def from_host(self, spans: Sequence[ByteRange]) -> None:
         for start, stop in spans:
             self._pinned[start:stop].copy_(self.host[start:stop])
         self._taken = self._copy(self.near, self._pinned, spans)
 
 
-class LeavesBeforeItIsMade(CudaTape):
-    def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[Range]) -> Ready:
+class LeavesBeforeItIsMade(CudaBuffer):
+    def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[ByteRange]) -> CopyEvent:
         with torch.cuda.stream(self._stream):
             for start, stop in spans:
                 into[start:stop].copy_(out_of[start:stop], non_blocking=True)
         return self._stream.record_event()
 
 
-class SendsWhatHasNotArrived(CudaTape):
-    def to_host(self, spans: Sequence[Range]) -> Ready:
+class SendsWhatHasNotArrived(CudaBuffer):
+    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
         self._copy(self._pinned, self.near, spans)
         for start, stop in spans:
             self.host[start:stop].copy_(self._pinned[start:stop])
         return Done()
 
 
-class GoesPastPinnedMemory(CudaTape):
-    def to_host(self, spans: Sequence[Range]) -> Ready:
+class GoesPastPinnedMemory(CudaBuffer):
+    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
         for start, stop in spans:
             self.host[start:stop].copy_(self.near[start:stop])
         return Done()
@@ -183,15 +201,26 @@ class GoesPastPinnedMemory(CudaTape):
 @pytest.mark.parametrize(
     ("tape", "fault"),
     [
-        (ComputesBeforeWeightsCome, "weights on the GPU: .* by the script's stream does not wait for aten::copy_"),
-        (LeavesBeforeItIsMade, "on the GPU: aten::copy_ .* by stream . does not wait for .* by the script's stream"),
-        (SendsWhatHasNotArrived, "pinned .*: aten::copy_ .* by the host does not wait for aten::copy_ .* by stream"),
+        (
+            ComputesBeforeWeightsCome,
+            "weights on the GPU: .* by the script's stream does not wait for aten::copy_",
+        ),
+        (
+            LeavesBeforeItIsMade,
+            "on the GPU: aten::copy_ .* by stream . does not wait for .* by the script's stream",
+        ),
+        (
+            SendsWhatHasNotArrived,
+            "pinned .*: aten::copy_ .* by the host does not wait for aten::copy_ .* by stream",
+        ),
         (GoesPastPinnedMemory, "between a GPU and memory that is not pinned"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
-def test_a_wait_that_is_missing_is_found(tape: type[CudaTape], fault: str, overlaps: bool) -> None:
+def test_a_wait_that_is_missing_is_found(
+    tape: type[CudaBuffer], fault: str, overlaps: bool
+) -> None:
     with pytest.raises(AssertionError, match=fault):
         trained(perceptron, usual, False, tape, overlaps)
 
@@ -199,12 +228,16 @@ def test_a_wait_that_is_missing_is_found(tape: type[CudaTape], fault: str, overl
 @pytest.mark.parametrize("rests", [True, False])
 def test_pinned_memory_is_written_again_when_the_gpu_has_taken_it(rests: bool) -> None:
     with fake_gpu(quick=False) as order:
-        tape = CudaTape(memoryview(bytearray(64)), torch.device("cpu"))
+        tape = CudaBuffer(memoryview(bytearray(64)), torch.device("cpu"))
         order.watch("pinned", "pinned", tape._pinned)
         order.watch("near", "device", tape.near)
-        tape.from_host([Range(0, 64)])
+        tape.from_host([ByteRange(0, 64)])
         if rests:
             tape.rest()
 
-        with nullcontext() if rests else pytest.raises(Disorder, match=r"pinned: .* by the host does not wait for"):
-            tape.from_host([Range(0, 64)])
+        with (
+            nullcontext()
+            if rests
+            else pytest.raises(Disorder, match=r"pinned: .* by the host does not wait for")
+        ):
+            tape.from_host([ByteRange(0, 64)])

@@ -1,4 +1,6 @@
-"""Finding all servers from some of their addresses, over real connections; the machine alone is in test_search."""
+"""Finding all servers from some of their addresses, over real connections; the machine alone is
+in test_search.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -6,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, PSError, UnreachableError
-from psworker.discovery import addresses_of, describe, discover
+from psworker.connection.discovery import addresses_of, describe, discover
 from tests.psworker.fake_server import FakeCluster
 
 NOBODY = "127.0.0.1:1"
@@ -43,7 +45,11 @@ def test_servers_that_do_not_know_each_other_are_introduced(apart: FakeCluster) 
     found = discover(list(reversed(apart.addresses)))
 
     assert list(found.addresses) == apart.addresses
-    assert [server.introduced for server in apart.servers] == [[], [apart.addresses[0]], [apart.addresses[0]]]
+    assert [server.introduced for server in apart.servers] == [
+        [],
+        [apart.addresses[0]],
+        [apart.addresses[0]],
+    ]
 
 
 def test_own_name_of_shard_0_is_what_others_are_told(apart: FakeCluster) -> None:
@@ -162,7 +168,9 @@ def test_address_of_ipv6() -> None:
     assert addresses_of("[::1]:50051") == ("[::1]:50051",)
 
 
-@pytest.mark.parametrize("given", ["localhost", "a:", "a:b", "a:0", "a:65536", "http://a:1", ":1", "", "a:1 b:2", []])
+@pytest.mark.parametrize(
+    "given", ["localhost", "a:", "a:b", "a:0", "a:65536", "http://a:1", ":1", "", "a:1 b:2", []]
+)
 def test_what_is_no_address(given: str | list[str]) -> None:
     with pytest.raises(InvalidRequestError):
         addresses_of(given)

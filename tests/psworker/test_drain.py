@@ -1,4 +1,6 @@
-"""Leaving when asked: at the next step boundary, with nothing lost, and without waiting long for others."""
+"""Leaving when asked: at the next step boundary, with nothing lost, and without waiting long for
+others.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,20 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import coordinator_pb2 as co
-from psworker import drain
-from psworker.bridge import Bridge
-from psworker.client import Client
-from psworker.drain import Drain, DrainedError, Stopping
+from psworker.client.client import Client
+from psworker.connection.retry import Clock
 from psworker.job import Job
-from psworker.optimizer import ServerOptimizer
-from psworker.patience import Clock
+from psworker.model.adapter import ModelAdapter
+from psworker.optim.optimizer import ServerOptimizer
+from psworker.session import drain
+from psworker.session.drain import Drain, DrainedError, Stopping
 from tests.psworker.fake_server import FakeCluster, lost
 
 ROOT = Path(__file__).parents[2]
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 ONES = {"w": np.ones(50, np.float32)}
 DATA = torch.arange(12.0).reshape(12, 1)
 
@@ -47,13 +49,17 @@ def connect(cluster: FakeCluster) -> Client:
 
 
 @contextmanager
-def started(cluster: FakeCluster, **options: Any) -> Iterator[tuple[Job, nn.Linear, ServerOptimizer]]:
+def started(
+    cluster: FakeCluster, **options: Any
+) -> Iterator[tuple[Job, nn.Linear, ServerOptimizer]]:
     net = nn.Linear(1, 1)
     with Job(Client(cluster.addresses, connect_timeout=20.0, wait_timeout=20.0)) as job:
         yield job, net, job.optimizer(torch.optim.SGD(net.parameters(), lr=0.5), net, **options)
 
 
-def train(job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Callable[[int], object]) -> list[str]:
+def train(
+    job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Callable[[int], object]
+) -> list[str]:
     """A loop; how each step ended. each: called before a step, with its number from 0."""
     results = []
     for step, (x,) in enumerate(job.batches((DATA,), 1)):
@@ -149,11 +155,15 @@ def test_servers_that_are_gone_are_not_waited_for(cluster: FakeCluster) -> None:
             client.pull()
 
 
-def test_a_call_that_takes_long_goes_on_while_the_servers_answer_a_probe(cluster: FakeCluster) -> None:
+def test_a_call_that_takes_long_goes_on_while_the_servers_answer_a_probe(
+    cluster: FakeCluster,
+) -> None:
     """The second probe is later than the time for which a worker waits for others."""
     with connect(cluster) as client:
         probes = cluster.calls["Describe"] + 2 * len(cluster.addresses)
-        cluster.before[0].append(lambda: cluster.wait_until(lambda: cluster.calls["Describe"] >= probes))
+        cluster.before[0].append(
+            lambda: cluster.wait_until(lambda: cluster.calls["Describe"] >= probes)
+        )
         drain.ask_all()
 
         assert list(client.pull()) == ["w"]
@@ -282,7 +292,9 @@ def test_a_script_that_fails_meanwhile_leaves_as_failed(cluster: FakeCluster) ->
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
-def test_a_step_that_waits_for_others_is_given_up(cluster: FakeCluster, options: dict[str, Any]) -> None:
+def test_a_step_that_waits_for_others_is_given_up(
+    cluster: FakeCluster, options: dict[str, Any]
+) -> None:
     cluster.deal(0, 1, 2)
 
     def hold_up(step: int) -> None:
@@ -339,7 +351,9 @@ def test_a_loop_of_the_scripts_own_ends_at_its_second_step(cluster: FakeCluster)
 def test_a_worker_that_waits_for_the_first_weights_stops_too(cluster: FakeCluster) -> None:
     net = nn.Linear(1, 1)
     with Client(cluster.addresses) as uploader:
-        uploader.agree(Bridge(net, torch.optim.SGD(net.parameters(), lr=0.5)).spec)  # and never uploads
+        uploader.agree(
+            ModelAdapter(net, torch.optim.SGD(net.parameters(), lr=0.5)).spec
+        )  # and never uploads
         cluster.control["Register"].extend([lambda: None, drain.ask_all])
 
         with pytest.raises(Stopping, match="asked to leave"), started(cluster):

@@ -21,7 +21,9 @@ def cluster() -> Iterator[FakeCluster]:
         yield cluster
 
 
-RUN = "import sys; from psworker.script import Script, run; sys.exit(run(Script(sys.argv[1])))"
+RUN = (
+    "import sys; from psworker.launch.script import Script, run; sys.exit(run(Script(sys.argv[1])))"
+)
 
 SCRIPT = """
 import torch, psworker
@@ -41,7 +43,10 @@ print("end", flush=True)
 def script(cluster: FakeCluster, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """A worker that trains against the cluster."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'common'}", "PS_SERVERS": ",".join(cluster.addresses)}
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}",
+        "PS_SERVERS": ",".join(cluster.addresses),
+    }
     with subprocess.Popen(
         [sys.executable, "-P", "-c", RUN, str(tmp_path / "train.py")],
         stdout=subprocess.PIPE,
@@ -65,7 +70,9 @@ def test_sigterm_lets_a_worker_end_its_step_and_its_script(
 ) -> None:
     cluster.deal(*range(9))
     hold, held = threading.Event(), threading.Event()
-    cluster.before[0].extend([lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]])  # upload, pull, a push
+    cluster.before[0].extend(
+        [lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]]
+    )  # upload, pull, a push
     assert held.wait(60)
 
     script.send_signal(signal.SIGTERM)
@@ -77,7 +84,9 @@ def test_sigterm_lets_a_worker_end_its_step_and_its_script(
     assert cluster.metrics == {}
 
 
-def test_a_second_sigterm_ends_it_at_once(cluster: FakeCluster, script: "subprocess.Popen[str]") -> None:
+def test_a_second_sigterm_ends_it_at_once(
+    cluster: FakeCluster, script: "subprocess.Popen[str]"
+) -> None:
     cluster.deal(*range(9))
     cluster.waits_for = "worker 9"
     cluster.wait_until(lambda: any(header.seq for header in cluster.received), 60)
@@ -92,8 +101,12 @@ def test_a_second_sigterm_ends_it_at_once(cluster: FakeCluster, script: "subproc
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_script_joins_ends_it_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "train.py").write_text("import signal\nprint('reads its data', flush=True)\nwhile True: signal.pause()")
+def test_a_signal_before_the_script_joins_ends_it_at_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import signal\nprint('reads its data', flush=True)\nwhile True: signal.pause()"
+    )
     with subprocess.Popen(
         [sys.executable, "-P", "-c", RUN, str(tmp_path / "train.py")],
         stdout=subprocess.PIPE,
@@ -109,7 +122,9 @@ def test_a_signal_before_the_script_joins_ends_it_at_once(tmp_path: Path, number
         assert finish(process) == (128 + number, "", "")
 
 
-def test_ctrl_c_lets_a_worker_end_its_step_and_gives_130(cluster: FakeCluster, script: "subprocess.Popen[str]") -> None:
+def test_ctrl_c_lets_a_worker_end_its_step_and_gives_130(
+    cluster: FakeCluster, script: "subprocess.Popen[str]"
+) -> None:
     cluster.deal(*range(9))
     hold, held = threading.Event(), threading.Event()
     cluster.before[0].extend([lambda: None] * 2 + [lambda: (held.set(), hold.wait(30))[0]])
@@ -123,7 +138,9 @@ def test_ctrl_c_lets_a_worker_end_its_step_and_gives_130(cluster: FakeCluster, s
     assert cluster.left == {1: "", 2: ""}
 
 
-def test_a_second_ctrl_c_ends_it_at_once(cluster: FakeCluster, script: "subprocess.Popen[str]") -> None:
+def test_a_second_ctrl_c_ends_it_at_once(
+    cluster: FakeCluster, script: "subprocess.Popen[str]"
+) -> None:
     cluster.deal(*range(9))
     cluster.waits_for = "worker 9"
     cluster.wait_until(lambda: any(header.seq for header in cluster.received), 60)
@@ -166,7 +183,10 @@ def test_ctrl_c_of_a_terminal_ends_no_process_of_a_loader_before_the_worker(
     """It goes to all of them; the worker may be waiting for the next batch."""
     cluster.deal(*range(9))
     (tmp_path / "train.py").write_text(LOADS)
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'common'}", "PS_SERVERS": ",".join(cluster.addresses)}
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}",
+        "PS_SERVERS": ",".join(cluster.addresses),
+    }
     with subprocess.Popen(
         [sys.executable, "-P", "-c", RUN, "train.py"],
         stdout=subprocess.PIPE,

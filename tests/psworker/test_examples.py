@@ -1,4 +1,6 @@
-"""The examples train. Here without servers; tests that start servers run them under every policy."""
+"""The examples train. Here without servers; tests that start servers run them under every
+policy.
+"""
 
 import builtins
 import sys
@@ -10,10 +12,10 @@ import pytest
 import torch
 
 import psworker
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
 from psworker.examples import charlm, digits, linear
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.results import PushResult
 
 Run = Callable[..., LocalClient]
 
@@ -110,7 +112,9 @@ class NumpyClient:
         for name, value in self.weights.items():
             out[name][...] = value
 
-    def push_pull(self, grads: Mapping[str, Any], out: Mapping[str, Any], samples: int) -> PushResult:
+    def push_pull(
+        self, grads: Mapping[str, Any], out: Mapping[str, Any], samples: int
+    ) -> PushResult:
         for name, gradient in grads.items():
             self.weights[name] -= self.lr * gradient
         self.version += 1
@@ -121,7 +125,9 @@ class NumpyClient:
         assert metrics["distance"] < 0.02
 
 
-def test_linear_finds_the_true_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_linear_finds_the_true_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["linear", "--steps", "120"])
     monkeypatch.setattr(psworker, "Client", NumpyClient, raising=False)
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import FencedError, PSError, UnreachableError
-from pscommon.core.log import BatchKey
-from pscommon.core.model import OptimizerSpec
-from pscommon.shared_memory import Region
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.system.shared_memory import SharedRegion
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.client import Client
-from psworker.flow import ClientFlow
-from psworker.patience import Clock
-from psworker.whole_flow import WholeFlow
+from psworker.client.client import Client
+from psworker.connection.retry import Clock
+from psworker.exchange.buffered_push import BufferedPush
+from psworker.exchange.open_push import OpenPush
 from tests.psworker.fake_server import FakeCluster, FakeServer, lost
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 SIZE = 2_000_000
 """Of float32: 4 frames a shard."""
 
@@ -32,7 +32,10 @@ def cluster() -> Iterator[FakeCluster]:
 
 
 def connect(
-    cluster: FakeCluster, connect_timeout: float = 20.0, wait_timeout: float = 20.0, size: int = SIZE
+    cluster: FakeCluster,
+    connect_timeout: float = 20.0,
+    wait_timeout: float = 20.0,
+    size: int = SIZE,
 ) -> Client:
     client = Client(cluster.addresses, connect_timeout=connect_timeout, wait_timeout=wait_timeout)
     client.register({"w": np.ones(size, np.float32)}, SGD)
@@ -45,13 +48,13 @@ def numbers(client: Client) -> tuple[Any, Any]:
     return np.frombuffer(gradients, np.float32), np.frombuffer(weights, np.float32)
 
 
-def begun(cluster: FakeCluster, client: Client) -> ClientFlow:
+def begun(cluster: FakeCluster, client: Client) -> OpenPush:
     """A push whose calls are open, on all shards."""
     opened = [threading.Event() for _ in cluster.servers]
     for shard, event in enumerate(opened):
         cluster.before[shard].appendleft(event.set)
     flow = client.begin()
-    assert isinstance(flow, ClientFlow)
+    assert isinstance(flow, OpenPush)
     assert all(event.wait(20) for event in opened)
     return flow
 
@@ -84,14 +87,14 @@ def cut_at(frame: int) -> Callable[[int], None]:
     return hook
 
 
-def finished(flow: ClientFlow | WholeFlow, client: Client) -> str:
+def finished(flow: OpenPush | BufferedPush, client: Client) -> str:
     result = flow.finish()
     flow.wait(0, client.plan.nbytes)
     flow.close()
     return result.status
 
 
-# ---- before the end --------------------------------------------------------------------------------------------------
+# ---- before the end ------------------------------------------------------------------------------
 
 
 def test_pieces_leave_before_the_push_is_finished(cluster: FakeCluster) -> None:
@@ -126,7 +129,10 @@ def test_wait_returns_as_soon_as_its_bytes_are_here(cluster: FakeCluster) -> Non
     gate = cluster.outgoing[0] = Gate(2)
     with connect_open(cluster, gate) as client:
         flow = begun(cluster, client)
-        weights, (first, second) = numbers(client)[1], (client.plan.range(shard, "trainable") for shard in range(2))
+        weights, (first, second) = (
+            numbers(client)[1],
+            (client.plan.range(shard, "trainable") for shard in range(2)),
+        )
         weights[:] = 9.0
         assert flow.finish().status == "applied"
         assert gate.reached.wait(20)
@@ -156,12 +162,14 @@ def connect_open(cluster: FakeCluster, gate: Gate) -> Client:
     return client
 
 
-# ---- what breaks -----------------------------------------------------------------------------------------------------
+# ---- what breaks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("frame", [0, 2, 4])
-def test_connection_that_is_cut_while_pieces_leave(frame: int, shards: list[int], cluster: FakeCluster) -> None:
+def test_connection_that_is_cut_while_pieces_leave(
+    frame: int, shards: list[int], cluster: FakeCluster
+) -> None:
     """Frame 4 is the closing header. Everything goes again, and counts once."""
     with connect(cluster) as client:
         for shard in shards:
@@ -172,7 +180,7 @@ def test_connection_that_is_cut_while_pieces_leave(frame: int, shards: list[int]
         assert finished(flow, client) == "applied"
         assert (numbers(client)[1] == 0).all()
         assert client.version == 1
-        assert isinstance(client.begin(), ClientFlow)
+        assert isinstance(client.begin(), OpenPush)
     assert cluster.counted == [(1, 1)]
 
 
@@ -208,7 +216,9 @@ def release_when_asked(cluster: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_hours_of_computing_are_neither_silence_nor_waiting(cut: bool, cluster: FakeCluster) -> None:
+def test_hours_of_computing_are_neither_silence_nor_waiting(
+    cut: bool, cluster: FakeCluster
+) -> None:
     """A server is given the usual time once the push is finished, not since it was begun."""
     with connect(cluster, connect_timeout=5.0, wait_timeout=5.0) as client:
         clock = client._connection.lane.clock
@@ -240,7 +250,7 @@ def test_finish_raises_when_nobody_answers_and_the_next_push_is_whole(cluster: F
         flow.close()
         cluster.incoming.clear()
 
-        assert isinstance(whole := client.begin(), WholeFlow)
+        assert isinstance(whole := client.begin(), BufferedPush)
         assert finished(whole, client) == "applied"
         assert (numbers(client)[1] == 0).all()
         assert finished(begun(cluster, client), client) == "applied"
@@ -252,7 +262,9 @@ def test_memory_is_mapped_anew_by_the_script_s_thread_alone(
 ) -> None:
     """Another one would do it while the script computes, and lose what it writes meanwhile."""
     threads: list[str] = []
-    monkeypatch.setattr(Region, "detach", lambda region: threads.append(threading.current_thread().name))
+    monkeypatch.setattr(
+        SharedRegion, "detach", lambda region: threads.append(threading.current_thread().name)
+    )
     with connect(cluster, connect_timeout=0.3) as client:
         flow = begun(cluster, client)
         threads.clear()
@@ -309,7 +321,7 @@ def test_ctrl_c_in_finish_ends_the_calls(cluster: FakeCluster) -> None:
             flow.wait(0, 4)
         cluster.release()
 
-        assert isinstance(client.begin(), WholeFlow)
+        assert isinstance(client.begin(), BufferedPush)
 
 
 def test_client_that_is_closed_with_an_open_push(cluster: FakeCluster) -> None:
@@ -334,7 +346,7 @@ def test_server_that_comes_back_in_the_middle(cluster: FakeCluster) -> None:
     assert cluster.counted == [(1, 1)]
 
 
-# ---- one message each way --------------------------------------------------------------------------------------------
+# ---- one message each way ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "kind"), [(500_000, "ExchangeOnce"), (600_000, "Exchange")])

@@ -1,4 +1,6 @@
-"""The framework adapters without servers; tests/scripts compares their training with the plain frameworks."""
+"""The framework adapters without servers; tests/scripts compares their training with the plain
+frameworks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,9 @@ class Progress:
         self.policy, self.first_version, self.workers = policy, first_version, workers
 
 
-@pytest.mark.parametrize(("policy", "steps"), [("sync", 12), ("local", 12), ("async", 6), ("ssp", 6)])
+@pytest.mark.parametrize(
+    ("policy", "steps"), [("sync", 12), ("local", 12), ("async", 6), ("ssp", 6)]
+)
 def test_steps_before_counts_steps_of_one_worker(policy: str, steps: int) -> None:
     progress: Any = Progress(policy, 12, workers=2)
 
@@ -113,7 +117,9 @@ class TestLightning:
     def installed(self) -> None:
         pytest.importorskip("lightning", reason=EXTRA)
 
-    def fit(self, job: Job, optimizers: int = 1, checkpoint: str | None = None, **options: Any) -> Any:
+    def fit(
+        self, job: Job, optimizers: int = 1, checkpoint: str | None = None, **options: Any
+    ) -> Any:
         from lightning.pytorch import LightningModule, Trainer
 
         from psworker.integrations.lightning import ParameterServerStrategy
@@ -185,7 +191,9 @@ class TestTransformers:
 
     @pytest.mark.filterwarnings("ignore")
     def test_each_update_is_a_step_on_the_servers(self, job: Job, tmp_path: Path) -> None:
-        trainer = self.trainer(job, tmp_path, num_train_epochs=2, gradient_accumulation_steps=3, save_strategy="no")
+        trainer = self.trainer(
+            job, tmp_path, num_train_epochs=2, gradient_accumulation_steps=3, save_strategy="no"
+        )
         trainer.train()
 
         assert job.version == trainer.state.global_step == 4

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import psworker
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.loop import LoopSpec
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.optimizer import ServerOptimizer
-from psworker.results import PushResult
+from psworker.optim.optimizer import ServerOptimizer
 
 
 def model() -> nn.Linear:
@@ -26,7 +26,9 @@ def model() -> nn.Linear:
     return nn.Linear(3, 1)
 
 
-def started(client: LocalClient | None = None, **hyper: Any) -> tuple[Job, nn.Linear, ServerOptimizer]:
+def started(
+    client: LocalClient | None = None, **hyper: Any
+) -> tuple[Job, nn.Linear, ServerOptimizer]:
     job, net = Job(client or LocalClient()), model()
     settings = {"lr": 0.1, "momentum": 0.9} | hyper
     return job, net, job.optimizer(torch.optim.SGD(net.parameters(), **settings), net)
@@ -63,13 +65,17 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=8),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 4), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[4]
+        o,
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 4), lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[4],
     ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
 }
 
 
-def schedule(net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int = 10) -> list[float]:
+def schedule(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int = 10
+) -> list[float]:
     rates = []
     for _ in range(steps):
         gradient(net)
@@ -81,10 +87,16 @@ def schedule(net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, s
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_lr_schedulers_work_unchanged(make: Callable[[torch.optim.Optimizer], Any], early: bool) -> None:
-    """OneCycleLR cycles the momentum too. early: made with the optimizer that is handed over, without a warning."""
+def test_lr_schedulers_work_unchanged(
+    make: Callable[[torch.optim.Optimizer], Any], early: bool
+) -> None:
+    """OneCycleLR cycles the momentum too. early: made with the optimizer that is handed over,
+    without a warning.
+    """
     plain, net = model(), model()
-    theirs, own = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, net))
+    theirs, own = (
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, net)
+    )
     made = make(own) if early else None
     mine = Job(LocalClient()).optimizer(own, net)
 
@@ -226,7 +238,9 @@ def test_a_scheduler_goes_on_from_its_state_dict() -> None:
     assert schedule(other_net, other, other_scheduler, 5) == rates[3:]
 
 
-def used(kind: type[torch.optim.Optimizer], net: nn.Module, steps: int = 1, **hyper: Any) -> torch.optim.Optimizer:
+def used(
+    kind: type[torch.optim.Optimizer], net: nn.Module, steps: int = 1, **hyper: Any
+) -> torch.optim.Optimizer:
     optimizer = kind(net.parameters(), **hyper)
     for _ in range(steps):
         gradient(net)
@@ -256,7 +270,9 @@ def test_an_optimizer_that_has_made_steps_is_refused_and_a_fresh_adagrad_is_not(
 def test_a_job_has_one_model_with_fixed_parameters() -> None:
     job, net, optimizer = started()
 
-    with pytest.raises(psworker.InvalidRequestError, match=r"one model and one optimizer: .* one ModuleDict"):
+    with pytest.raises(
+        psworker.InvalidRequestError, match=r"one model and one optimizer: .* one ModuleDict"
+    ):
         job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
     with pytest.raises(psworker.InvalidRequestError, match="switch requires_grad"):
         optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
@@ -280,10 +296,14 @@ def test_a_nan_is_an_error_that_names_the_tensor_and_changes_nothing() -> None:
 
 
 class Boasting(Recording):
-    """Says that a push took longer than the step that waited for it, as one may that overlaps the script's work."""
+    """Says that a push took longer than the step that waited for it, as one may that overlaps
+    the script's work.
+    """
 
     def exchange(self, **call: Any) -> PushResult:
-        return replace(super().exchange(**call), seconds={"push": 9.0, "wait": 9.0, "apply": 9.0, "pull": 9.0})
+        return replace(
+            super().exchange(**call), seconds={"push": 9.0, "wait": 9.0, "apply": 9.0, "pull": 9.0}
+        )
 
 
 class Stale(Recording):
@@ -330,9 +350,13 @@ def test_stats_tell_where_a_step_s_time_went() -> None:
 
 
 def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the exchange says it spent is taken from the time in which the script waited for it, never added."""
+    """What the exchange says it spent is taken from the time in which the script waited for it,
+    never added.
+    """
     ticks = itertools.count()
-    monkeypatch.setattr("psworker.stats.time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(
+        "psworker.session.step_stats.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    )
     job, net, optimizer = started(Boasting())
     job.enter("compute")  # tick 0
 

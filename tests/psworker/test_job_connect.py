@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import psworker
+from psworker.client.local_client import LocalClient
 from psworker.connect import choose_device
-from psworker.local import LocalClient
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,9 @@ def test_a_rank_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         psworker.connect()
 
 
-def test_workers_are_spread_over_gpus_and_auto_falls_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_spread_over_gpus_and_auto_falls_back_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
@@ -98,8 +100,8 @@ def test_importing_the_package_loads_neither_torch_nor_grpc() -> None:
 
 
 def test_the_public_names_are_there() -> None:
+    from psworker.core.results import PushResult
     from psworker.job import Job
-    from psworker.results import PushResult
 
     assert psworker.Job is Job
     assert psworker.PushResult is PushResult
@@ -131,9 +133,11 @@ def test_with_servers_the_job_stands_on_a_client(
             calls.append((servers, options))
 
     monkeypatch.setenv("PS_SERVERS", "10.0.0.2:5")
-    monkeypatch.setattr("psworker.client.Client", Connected)
+    monkeypatch.setattr("psworker.client.client.Client", Connected)
 
     job = psworker.connect(given, device="cpu", connect_timeout=3.0, wait_timeout=4.0)
 
-    assert calls == [(seen, {"rank": None, "device": "cpu", "connect_timeout": 3.0, "wait_timeout": 4.0})]
+    assert calls == [
+        (seen, {"rank": None, "device": "cpu", "connect_timeout": 3.0, "wait_timeout": 4.0})
+    ]
     assert job.rank == 4

@@ -1,4 +1,6 @@
-"""A Job whose place is lost comes back by itself: what was on its way is stale, all is pulled, the loop goes on."""
+"""A Job whose place is lost comes back by itself: what was on its way is stale, all is pulled,
+the loop goes on.
+"""
 
 import logging
 import threading
@@ -11,9 +13,9 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import FencedError, MismatchError, QuarantinedError
-from psworker.client import Client
+from psworker.client.client import Client
 from psworker.job import Job
-from psworker.optimizer import ServerOptimizer
+from psworker.optim.optimizer import ServerOptimizer
 from tests.psworker.fake_server import FakeCluster
 
 DATA = torch.arange(12.0).reshape(12, 1)
@@ -61,8 +63,12 @@ def backward(net: nn.Module, batch: Any) -> None:
     net(batch[0] if isinstance(batch, (tuple, list)) else batch).sum().backward()
 
 
-def run(job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Step = _nothing, **loader: Any) -> list[str]:
-    """A loop of batches of one; how each step ended. each: called before a step, with its number from 0."""
+def run(
+    job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Step = _nothing, **loader: Any
+) -> list[str]:
+    """A loop of batches of one; how each step ended. each: called before a step, with its number
+    from 0.
+    """
     results = []
     for step, batch in enumerate(job.batches((DATA,), 1, **loader)):
         each(step)
@@ -75,7 +81,9 @@ def run(job: Job, net: nn.Module, optimizer: ServerOptimizer, each: Step = _noth
 
 def committed(cluster: FakeCluster) -> list[tuple[int, int, int]]:
     """Of all pushes that came whole to some shard: worker, seq, batch."""
-    found = [(h.worker, h.seq, h.batches[0].number) for h in cluster.received if h.seq and h.batches]
+    found = [
+        (h.worker, h.seq, h.batches[0].number) for h in cluster.received if h.seq and h.batches
+    ]
     return sorted(set(found))
 
 
@@ -101,10 +109,14 @@ def test_a_step_that_finds_the_place_lost_is_stale_and_the_loop_goes_on(
     assert cluster.counted == [(1, 1), (2, 1)]
     assert cluster.returned == []  # the servers took batch 1 back by themselves
     (text,) = warnings(caplog)
-    assert text == "worker 1 lost its place in job job-1: worker 1 is out of the job: its lease ended"
+    assert (
+        text == "worker 1 lost its place in job job-1: worker 1 is out of the job: its lease ended"
+    )
 
 
-def test_in_a_pipeline_the_push_on_its_way_is_lost_and_the_one_in_hand(cluster: FakeCluster) -> None:
+def test_in_a_pipeline_the_push_on_its_way_is_lost_and_the_one_in_hand(
+    cluster: FakeCluster,
+) -> None:
     cluster.policy = "async"
     cluster.deal(0, 1, 2, 3, None)
     with started(cluster, pipeline=True) as (job, net, optimizer):
@@ -115,11 +127,16 @@ def test_in_a_pipeline_the_push_on_its_way_is_lost_and_the_one_in_hand(cluster: 
 
         assert (job.client.worker, job.stats.stale) == (2, 2)
     assert cluster.counted == [(1, 1), (2, 1)]
-    assert {batch for _, _, batch in committed(cluster)} - {1} == {0, 3}  # 1 may have come to the other shard
+    assert {batch for _, _, batch in committed(cluster)} - {1} == {
+        0,
+        3,
+    }  # 1 may have come to the other shard
     assert cluster.returned == []
 
 
-def test_in_a_pipeline_a_push_that_ends_before_the_place_is_lost_counts(cluster: FakeCluster) -> None:
+def test_in_a_pipeline_a_push_that_ends_before_the_place_is_lost_counts(
+    cluster: FakeCluster,
+) -> None:
     cluster.policy = "async"
     cluster.deal(0, 1, None)
     with started(cluster, pipeline=True) as (job, net, optimizer):
@@ -136,7 +153,10 @@ def test_what_the_step_says(cluster: FakeCluster) -> None:
         optimizer.step()
 
         assert job.last is not None
-        assert (job.last.status, job.last.reason) == ("stale", "FENCED: worker 1 is out of the job: its lease ended")
+        assert (job.last.status, job.last.reason) == (
+            "stale",
+            "FENCED: worker 1 is out of the job: its lease ended",
+        )
 
 
 def test_all_that_the_servers_have_is_in_the_model_then(cluster: FakeCluster) -> None:
@@ -198,7 +218,9 @@ def test_what_the_loader_has_fetched_for_the_old_place_is_passed_over(cluster: F
     assert cluster.counted == [(2, 1), (2, 2)]
 
 
-def test_gradients_of_before_and_after_are_void_and_new_batches_go_back(cluster: FakeCluster) -> None:
+def test_gradients_of_before_and_after_are_void_and_new_batches_go_back(
+    cluster: FakeCluster,
+) -> None:
     """Else the first half would count twice: its batch is somebody else's now."""
     cluster.deal(0, 1, 2, None)
     with started(cluster) as (job, net, optimizer):
@@ -216,7 +238,9 @@ def test_gradients_of_before_and_after_are_void_and_new_batches_go_back(cluster:
     assert committed(cluster) == [(2, 1, 2)]
 
 
-def test_weights_that_do_not_arrive_are_pulled_in_the_midst_of_forward(cluster: FakeCluster) -> None:
+def test_weights_that_do_not_arrive_are_pulled_in_the_midst_of_forward(
+    cluster: FakeCluster,
+) -> None:
     """Its gradients are void: some modules have used other weights than the rest."""
     decided = threading.Event()
 
@@ -260,7 +284,9 @@ def fenced() -> None:
     raise FencedError("out, amid all this")
 
 
-def test_a_loop_that_the_servers_have_again_ahead_of_them_needs_the_script_from_its_start(cluster: FakeCluster) -> None:
+def test_a_loop_that_the_servers_have_again_ahead_of_them_needs_the_script_from_its_start(
+    cluster: FakeCluster,
+) -> None:
     cluster.deal(0, None, 5, None)
     cluster.open_loop = 1
     with started(cluster) as (job, net, optimizer):
@@ -277,7 +303,9 @@ def test_a_loop_that_the_servers_have_again_ahead_of_them_needs_the_script_from_
 
 
 @pytest.mark.parametrize("back_to", [0, 1])
-def test_steps_of_a_loop_that_was_broken_off_are_not_lost_without_a_word(cluster: FakeCluster, back_to: int) -> None:
+def test_steps_of_a_loop_that_was_broken_off_are_not_lost_without_a_word(
+    cluster: FakeCluster, back_to: int
+) -> None:
     """Nobody would make them again. Back to where it was left nothing is missing."""
     cluster.deal(0, 1, 5, 6, None)
     with started(cluster) as (job, net, optimizer):
@@ -295,7 +323,9 @@ def test_steps_of_a_loop_that_was_broken_off_are_not_lost_without_a_word(cluster
                 run(job, net, optimizer, fence_at(cluster, 0))
 
 
-def test_a_loop_that_has_ended_on_the_servers_too_is_no_reason_to_stop(cluster: FakeCluster) -> None:
+def test_a_loop_that_has_ended_on_the_servers_too_is_no_reason_to_stop(
+    cluster: FakeCluster,
+) -> None:
     cluster.deal(0, None, 5, 6, None)
     cluster.open_loop = 1
     with started(cluster) as (job, net, optimizer):
@@ -305,7 +335,9 @@ def test_a_loop_that_has_ended_on_the_servers_too_is_no_reason_to_stop(cluster: 
 
 
 def test_a_loop_that_only_tests_has_nothing_that_could_come_again(cluster: FakeCluster) -> None:
-    """Its batches count with no push, so the servers never see its end while this worker holds them."""
+    """Its batches count with no push, so the servers never see its end while this worker holds
+    them.
+    """
     cluster.deal(0, None)
     with started(cluster) as (job, net, _optimizer):
         with torch.no_grad():
@@ -319,7 +351,8 @@ def test_a_loop_that_only_tests_has_nothing_that_could_come_again(cluster: FakeC
 
 
 @pytest.mark.parametrize(
-    "error", [QuarantinedError("3 bad gradients in a row"), MismatchError("another job", "JOB_MISMATCH")]
+    "error",
+    [QuarantinedError("3 bad gradients in a row"), MismatchError("another job", "JOB_MISMATCH")],
 )
 def test_what_cannot_be_healed_is_raised(cluster: FakeCluster, error: Exception) -> None:
     def hook() -> None:

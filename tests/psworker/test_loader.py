@@ -1,4 +1,6 @@
-"""Loaders as a script sees them: an `iter()` for each pass, with length, data set and batch size."""
+"""Loaders as a script sees them: an `iter()` for each pass, with length, data set and batch
+size.
+"""
 
 from typing import Any
 
@@ -8,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.log import BatchKey
+from pscommon.core.log_entries import BatchKey
 from psworker.job import Job
-from psworker.optimizer import ServerOptimizer
+from psworker.optim.optimizer import ServerOptimizer
 from tests.support.loader_ledger import Count, Ledger
 
 NUMBERS = torch.arange(10.0)
@@ -58,7 +60,9 @@ def test_each_iter_of_a_loader_with_epochs_goes_through_all_of_them() -> None:
 
 
 def test_loaders_that_alternate_have_epochs_of_their_own() -> None:
-    """A second loader over a data set of the same size does not change the orders of the first one."""
+    """A second loader over a data set of the same size does not change the orders of the first
+    one.
+    """
     job, optimizer, _ = started()
     alone, other_optimizer, _ = started()
     one, other = job.batches(NUMBERS, 4), job.batches(-NUMBERS, 4)
@@ -67,7 +71,9 @@ def test_loaders_that_alternate_have_epochs_of_their_own() -> None:
     seen = []
     for _ in range(3):
         seen += passes(one, optimizer, 1)
-        assert sorted(x for batch in passes(other, optimizer, 1)[0] for x in batch) == sorted((-NUMBERS).tolist())
+        assert sorted(x for batch in passes(other, optimizer, 1)[0] for x in batch) == sorted(
+            (-NUMBERS).tolist()
+        )
 
     assert seen == expected
 
@@ -152,7 +158,9 @@ def test_a_pass_that_is_still_held_ends_when_the_next_one_begins() -> None:
     assert len(passes(loader, optimizer, 1)[0]) == 5
 
     assert client.returned == [BatchKey(0, 1), BatchKey(0, 2)]
-    with pytest.raises(InvalidRequestError, match=r"left when iter\(\) began the loader's next one.*another loader"):
+    with pytest.raises(
+        InvalidRequestError, match=r"left when iter\(\) began the loader's next one.*another loader"
+    ):
         next(held)
 
 
@@ -203,7 +211,8 @@ def test_a_batch_size_that_is_missing_is_named() -> None:
     job, _, _ = started()
 
     with pytest.raises(
-        InvalidRequestError, match=r"batch_size is missing. Try: job\.batches\(dataset, batch_size=32\)"
+        InvalidRequestError,
+        match=r"batch_size is missing. Try: job\.batches\(dataset, batch_size=32\)",
     ):
         job.batches(NUMBERS)
 
@@ -218,7 +227,9 @@ def test_passes_without_servers_are_never_skipped() -> None:
 
 
 def test_iterators_that_never_begin_hold_nothing_up() -> None:
-    """Some frameworks call iter() more often than they go through a pass, and hold what it gave for a while."""
+    """Some frameworks call iter() more often than they go through a pass, and hold what it gave
+    for a while.
+    """
     job, optimizer, client = started()
     loader, other = job.batches(NUMBERS, 5), job.batches(NUMBERS[:4], 4)
     held, also_held = iter(loader), iter(loader)

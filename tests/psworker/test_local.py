@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import psworker
-from pscommon.core.loop import LoopSpec
+from pscommon.core.data_loop import LoopSpec
+from psworker.client.local_client import LocalClient
 from psworker.job import Job
-from psworker.local import LocalClient
 
 
 def net() -> nn.Module:
@@ -73,7 +73,9 @@ def test_overlap_without_servers_is_plain_training(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("size", [0, 2])
-def test_the_device_where_a_script_makes_its_tensors_is_its_own_affair(overlap: bool, size: int) -> None:
+def test_the_device_where_a_script_makes_its_tensors_is_its_own_affair(
+    overlap: bool, size: int
+) -> None:
     """torch.set_default_device("cuda") is usual. This one would give tensors without bytes."""
     model = nn.ParameterList(torch.ones(size) for _ in range(3))
     plain = torch.optim.SGD([{"params": model.parameters()}], lr=0.5, momentum=0.9)

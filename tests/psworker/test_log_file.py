@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from psworker.run.log_file import LogFile
+from psworker.launch.log_file import LogFile
 
 
 def test_a_refusal_is_told_once_and_what_comes_later_is_tried_again(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from psworker.loops import Loops
+from psworker.session.open_loops import OpenLoops
 
 
 class Iterator:
@@ -17,7 +17,7 @@ def leases(loop: int) -> Any:
     return SimpleNamespace(loop=loop)
 
 
-def gone_through(loops: Loops, *numbers: int) -> None:
+def gone_through(loops: OpenLoops, *numbers: int) -> None:
     """Loops in a row, each to its end."""
     for number in numbers:
         loop = leases(number)
@@ -30,15 +30,17 @@ def gone_through(loops: Loops, *numbers: int) -> None:
     ("ended", "again"),
     [({0, 1, 2}, False), ({0, 1}, True), ({1, 2}, True), (set(), True)],
 )
-def test_servers_that_lack_the_end_of_a_loop_have_it_ahead_of_them(ended: set[int], again: bool) -> None:
-    loops = Loops()
+def test_servers_that_lack_the_end_of_a_loop_have_it_ahead_of_them(
+    ended: set[int], again: bool
+) -> None:
+    loops = OpenLoops()
     gone_through(loops, 0, 1, 2)
 
     assert loops.come_again(ended.__contains__, 1) is again
 
 
 def test_numbers_that_the_script_left_out_are_no_loops_of_before() -> None:
-    loops = Loops()
+    loops = OpenLoops()
     gone_through(loops, 1, 4)
 
     assert not loops.come_again({1, 4}.__contains__, 1)
@@ -46,7 +48,7 @@ def test_numbers_that_the_script_left_out_are_no_loops_of_before() -> None:
 
 
 def test_a_loop_inside_another_may_come_again_with_it() -> None:
-    loops = Loops()
+    loops = OpenLoops()
     outer, inner = leases(0), leases(1)
     loops.begin(outer)
     loops.begin(inner)
@@ -57,7 +59,7 @@ def test_a_loop_inside_another_may_come_again_with_it() -> None:
 
 
 def test_a_loop_whose_iterator_was_dropped_will_not_begin() -> None:
-    loops, kept, dropped = Loops(), Iterator(), Iterator()
+    loops, kept, dropped = OpenLoops(), Iterator(), Iterator()
     loops.make(0, dropped)
     loops.make(1, kept)
     loops.begin(leases(2))

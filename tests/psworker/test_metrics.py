@@ -12,10 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pscommon.core.errors import TakenError
-from pscommon.core.model import OptimizerSpec
-from psworker import metrics
-from psworker.client import Client
-from psworker.metrics import MAX_REPORTED, WorkerMetrics
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
+from psworker.session import metrics
+from psworker.session.metrics import MAX_REPORTED, WorkerMetrics
 from tests.psworker.fake_server import FakeCluster
 
 
@@ -51,7 +51,9 @@ def test_a_step(registry: CollectorRegistry) -> None:
 
 
 def test_reported_values(registry: CollectorRegistry) -> None:
-    """The last value counts; a loss is also there under its own name, and is not a number before."""
+    """The last value counts; a loss is also there under its own name, and is not a number
+    before.
+    """
     worker = WorkerMetrics(registry)
     assert math.isnan(registry.get_sample_value("ps_worker_loss") or 0)
 
@@ -71,7 +73,9 @@ def test_reported_names_are_bounded(registry: CollectorRegistry) -> None:
         worker.reported(f"value {number}", number)
     worker.reported("value 0", 7)
 
-    assert registry.get_sample_value("ps_worker_reported", {"name": f"value {MAX_REPORTED}"}) is None
+    assert (
+        registry.get_sample_value("ps_worker_reported", {"name": f"value {MAX_REPORTED}"}) is None
+    )
     assert registry.get_sample_value("ps_worker_reported", {"name": "value 0"}) == 7
 
 
@@ -99,19 +103,32 @@ def test_serving() -> None:
 
 
 def test_a_script_that_works_with_arrays_is_counted() -> None:
-    """Without a Job: the time of its pulls and pushes is known (these servers say: all waiting), the rest its own."""
+    """Without a Job: the time of its pulls and pushes is known (these servers say: all waiting),
+    the rest its own.
+    """
     address, arrays = metrics.serve("127.0.0.1:0"), {"w": np.ones(3, np.float32)}
     with FakeCluster(shards=1) as cluster, Client(cluster.addresses) as client:
-        client.register(arrays, OptimizerSpec("sgd", ({"lr": 0.5},)))
+        client.register(arrays, OptimizerSettings("sgd", ({"lr": 0.5},)))
         client.pull()
         client.push(arrays, samples=3)
         client.push_pull(arrays)
         client.report(loss=0.5)
 
     lines = scrape(address)
-    assert {"ps_worker_steps_total 2.0", "ps_worker_samples_total 4.0", "ps_worker_loss 0.5"} <= set(lines)
-    spent = {name: float(seconds) for name, _, seconds in (line.rpartition(" ") for line in lines) if "_sum" in name}
-    assert all(spent[f'ps_worker_phase_seconds_sum{{phase="{phase}"}}'] > 0 for phase in ("pull", "wait", "compute"))
+    assert {
+        "ps_worker_steps_total 2.0",
+        "ps_worker_samples_total 4.0",
+        "ps_worker_loss 0.5",
+    } <= set(lines)
+    spent = {
+        name: float(seconds)
+        for name, _, seconds in (line.rpartition(" ") for line in lines)
+        if "_sum" in name
+    }
+    assert all(
+        spent[f'ps_worker_phase_seconds_sum{{phase="{phase}"}}'] > 0
+        for phase in ("pull", "wait", "compute")
+    )
 
 
 def test_serving_is_once_per_process() -> None:
@@ -138,6 +155,8 @@ def test_names_follow_the_conventions(registry: CollectorRegistry) -> None:
     """Prometheus' own linter finds nothing to say."""
     WorkerMetrics(registry).reported("loss", 1.0)
     text = generate_latest(registry).decode()
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=20
+    )
 
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

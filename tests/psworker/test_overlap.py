@@ -1,7 +1,7 @@
 """With overlap a job gives the very weights that plain torch gives, however late the network is.
 
-The client of these tests fills weights with NaN until they are waited for, and takes gradients as they are when they
-leave: so a wait or a second sending that is forgotten shows.
+The client of these tests fills weights with NaN until they are waited for, and takes gradients
+as they are when they leave: so a wait or a second sending that is forgotten shows.
 """
 
 import copy
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pscommon.core.errors import NonFiniteError, UnreachableError
-from psworker import overlap
+from psworker.core.results import PushResult
 from psworker.job import Job
-from psworker.results import PushResult
+from psworker.optim import overlapped_step as overlap
 from tests.psworker.late_client import LateClient, values
 from tests.psworker.overlap_cases import (
     MODELS,

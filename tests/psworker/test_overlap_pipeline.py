@@ -1,4 +1,6 @@
-"""In a pipeline one push is on its way while the next gradient is computed, and nothing is lost or counted twice."""
+"""In a pipeline one push is on its way while the next gradient is computed, and nothing is lost
+or counted twice.
+"""
 
 import logging
 import threading
@@ -10,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError, NonFiniteError, UnreachableError
-from pscommon.core.loop import LoopSpec
+from psworker.client.local_client import LocalClient
+from psworker.core.results import Lease, PushResult
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.results import Lease, PushResult
 from tests.psworker.late_client import values
 
 DEADLINE = 30.0
 
 
 class Held(LocalClient):
-    """An async job. A push waits for `go`; entered: set while one does. ends: how pushes end other than applied."""
+    """An async job. A push waits for `go`; entered: set while one does. ends: how pushes end
+    other than applied.
+    """
 
     policy = "async"
 
@@ -74,7 +78,9 @@ def step(model: nn.Module, optimizer: Any, number: int) -> None:
 
 
 def delayed(steps: int) -> dict[str, Tensor]:
-    """Plain torch, but each gradient is of weights that lack the step before. Buffers are those of plain torch."""
+    """Plain torch, but each gradient is of weights that lack the step before. Buffers are those
+    of plain torch.
+    """
     model, seen = net(), net()
     optimizer = sgd(model)
     for number in range(steps):
@@ -109,9 +115,9 @@ class Crowded(Held):
         if call["gradients"] is not None and call["weights"] is not None:
             names = [spec.name for spec in self.plan.spec.tensors]
             extent = self.plan.extent(names.index("1.running_mean"))
-            torch.frombuffer(call["weights"], dtype=torch.uint8)[extent.start : extent.stop].view(torch.float32).fill_(
-                7
-            )
+            torch.frombuffer(call["weights"], dtype=torch.uint8)[extent.start : extent.stop].view(
+                torch.float32
+            ).fill_(7)
         return result
 
 
@@ -190,7 +196,9 @@ def test_looking_at_the_state_brings_the_last_step() -> None:
 
 
 def test_hyper_parameters_travel_with_every_push() -> None:
-    """How the last one ended, and so whether its groups counted, is not known when the next one is made."""
+    """How the last one ended, and so whether its groups counted, is not known when the next one
+    is made.
+    """
     client = Held()
     _, model, optimizer = started(client)
 
@@ -218,7 +226,9 @@ ENDS: dict[str, Callable[[Job, nn.Module, Any], object]] = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_a_rejected_push_is_told_at_the_first_occasion(end: Callable[[Job, nn.Module, Any], object]) -> None:
+def test_a_rejected_push_is_told_at_the_first_occasion(
+    end: Callable[[Job, nn.Module, Any], object],
+) -> None:
     job, model, optimizer = started(Held(NAN))
     step(model, optimizer, 0)
 
@@ -255,13 +265,17 @@ def test_a_push_that_fails_on_its_way_goes_again_and_counts_once() -> None:
 
 
 class Idle(Held):
-    """Nobody gets data to wait for while this worker's own batches are undecided: that would be waiting for itself."""
+    """Nobody gets data to wait for while this worker's own batches are undecided: that would be
+    waiting for itself.
+    """
 
     def __init__(self, *ends: PushResult | None) -> None:
         super().__init__(*ends)
         self.returned: list[int] = []
 
-    def next_batches(self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+    def next_batches(
+        self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
         lease = super().next_batches(loop, count, idle, first_open)
         assert not (lease.end and idle) or len(self.pushes) == loop.total + len(self.returned)
         return lease if idle or lease.numbers else Lease()
@@ -298,9 +312,13 @@ def test_samples_and_batches_go_with_their_own_gradient() -> None:
         optimizer.zero_grad()
         assert job.stats.steps == number + 1
 
-    assert [(push["samples"], [key.number for key in push["batches"]]) for push in client.pushes] == [
-        (4, [0]), (4, [1]), (3, [2]),
-    ]  # fmt: skip
+    assert [
+        (push["samples"], [key.number for key in push["batches"]]) for push in client.pushes
+    ] == [
+        (4, [0]),
+        (4, [1]),
+        (3, [2]),
+    ]
 
 
 class Sync(LocalClient):

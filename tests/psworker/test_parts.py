@@ -3,11 +3,11 @@
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import Plan
-from psworker.parts import Move, digest_of
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import PartitionPlan
+from psworker.exchange.transfer import ShardTransfer, digest_of
 
-PLAN = Plan(
+PLAN = PartitionPlan(
     ModelSpec(
         (
             TensorSpec("frozen", (64,), "uint8", "frozen"),
@@ -15,7 +15,7 @@ PLAN = Plan(
             TensorSpec("a", (64,), "float32"),
             TensorSpec("b", (64,), "float32"),
         ),
-        OptimizerSpec("sgd"),
+        OptimizerSettings("sgd"),
     ),
     shards=2,
 )
@@ -45,42 +45,53 @@ def blocks(views: list[memoryview]) -> list[int]:
 def test_gradients_go_before_buffers_and_buffers_come_before_weights(
     shard: int, absent: list[int], everything: bool, expected: list[int]
 ) -> None:
-    move = Move(PLAN, memoryview(tape()), memoryview(tape()), frozenset(absent), everything)
-    trainable, buffers, frozen = ([0, 1, 2, 3], [8], []) if shard == 0 else ([4, 5, 6, 7], [9], [10])
+    move = ShardTransfer(
+        PLAN, memoryview(tape()), memoryview(tape()), frozenset(absent), everything
+    )
+    trainable, buffers, frozen = (
+        ([0, 1, 2, 3], [8], []) if shard == 0 else ([4, 5, 6, 7], [9], [10])
+    )
 
     assert blocks(move.sent(shard)) == expected
     assert blocks(move.received(shard)) == [*buffers, *trainable, *(frozen if everything else [])]
 
 
 def test_nothing_to_send_or_receive() -> None:
-    assert Move(PLAN, weights=memoryview(tape())).sent(0) == []
-    assert Move(PLAN, gradients=memoryview(tape())).received(0) == []
+    assert ShardTransfer(PLAN, weights=memoryview(tape())).sent(0) == []
+    assert ShardTransfer(PLAN, gradients=memoryview(tape())).received(0) == []
 
 
 def test_received_bytes_land_on_the_tape() -> None:
     memory = tape()
-    for view in Move(PLAN, weights=memoryview(memory)).received(1):
+    for view in ShardTransfer(PLAN, weights=memoryview(memory)).received(1):
         view[:] = bytes(len(view))
 
     assert [memory[block * 64] for block in range(11)] == [0, 1, 2, 3, 0, 0, 0, 0, 8, 0, 10]
 
 
 def test_digest_is_of_what_is_sent() -> None:
-    def digest(number: int = 0, absent: frozenset[int] = frozenset(), content: bytes = b"") -> bytes:
-        return digest_of(Move(PLAN, memoryview(tape(number)), None, absent), content)
+    def digest(
+        number: int = 0, absent: frozenset[int] = frozenset(), content: bytes = b""
+    ) -> bytes:
+        return digest_of(ShardTransfer(PLAN, memoryview(tape(number)), None, absent), content)
 
     assert digest() == digest()
     assert len({digest(), digest(1), digest(absent=frozenset([2])), digest(content=b"x")}) == 4
 
 
 def test_digest_is_the_same_for_any_number_of_servers() -> None:
-    """Else a push whose answer was lost would count twice when servers come or go before it is made again."""
+    """Else a push whose answer was lost would count twice when servers come or go before it is
+    made again.
+    """
     for absent in (frozenset[int](), frozenset({2})):
-        moves = [Move(Plan(PLAN.spec, shards), memoryview(tape()), None, absent) for shards in (1, 2, 3)]
+        moves = [
+            ShardTransfer(PartitionPlan(PLAN.spec, shards), memoryview(tape()), None, absent)
+            for shards in (1, 2, 3)
+        ]
         assert len({digest_of(move, b"header") for move in moves}) == 1
 
 
 @pytest.mark.parametrize("index", [-1, 0, 1, 4])
 def test_only_trainable_tensors_can_be_absent(index: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"tensor {index} cannot be absent"):
-        Move(PLAN, memoryview(tape()), None, frozenset([index]))
+        ShardTransfer(PLAN, memoryview(tape()), None, frozenset([index]))

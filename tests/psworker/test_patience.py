@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from pscommon.core.errors import FencedError, UnreachableError, WaitTimeoutError
-from psworker.drain import DrainedError
-from psworker.patience import Clock, Limits, Patience, Waits
+from psworker.connection.retry import Clock, PendingRequests, RetryDeadline, TimeLimits
+from psworker.session.drain import DrainedError
 
 SILENT = UnreachableError("shard 1 at a:1 does not answer", "UNREACHABLE")
 
@@ -26,7 +26,7 @@ class Time:
         return Clock(lambda: self.now, self.sleep)
 
 
-def fail_for_ever(patience: Patience, error: UnreachableError = SILENT) -> None:
+def fail_for_ever(patience: RetryDeadline, error: UnreachableError = SILENT) -> None:
     while True:
         patience.failed(error)
 
@@ -37,7 +37,7 @@ def time() -> Time:
 
 
 def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=5))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=5))
     with pytest.raises(UnreachableError, match=r"a:1 does not answer \(tried for 1. s\)") as caught:
         fail_for_ever(patience)
 
@@ -50,19 +50,21 @@ def test_silence_is_borne_for_connect_seconds_with_growing_pauses(time: Time) ->
 def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that_it_fails(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the job moves to other servers and one is gone, what is sent to it begins anew with each look around."""
+    """While the job moves to other servers and one is gone, what is sent to it begins anew with
+    each look around.
+    """
     caplog.set_level(logging.INFO)
-    limits = Limits(connect=60, wait=60)
+    limits = TimeLimits(connect=60, wait=60)
     for _ in range(200):
-        Patience("push 7", time.clock(), limits).failed(SILENT)
-    Patience("push 8", time.clock(), limits).failed(SILENT)
+        RetryDeadline("push 7", time.clock(), limits).failed(SILENT)
+    RetryDeadline("push 8", time.clock(), limits).failed(SILENT)
 
     assert time.now == pytest.approx(110.05)
     assert [record.getMessage()[:6] for record in caplog.records] == ["push 7", "push 7", "push 8"]
 
 
 def test_an_answer_ends_the_silence(time: Time) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     for _ in range(5):
         time.now += 9
         patience.failed(SILENT)
@@ -74,7 +76,7 @@ def test_an_answer_ends_the_silence(time: Time) -> None:
 
 def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> None:
     """However long that takes: on a slow line, or for a large model."""
-    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     patience.asked()
     for _ in range(5):
         time.now += 9
@@ -94,7 +96,7 @@ def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> 
 
 
 def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=60))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=60))
     time.now += 59
     patience.waited("worker 2")
     patience.progress()
@@ -108,8 +110,10 @@ def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
 
 
 def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=1, wait=60))
-    with pytest.raises(WaitTimeoutError, match="push 7 waited 60 s for a server that is not ready: no model yet"):
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=1, wait=60))
+    with pytest.raises(
+        WaitTimeoutError, match="push 7 waited 60 s for a server that is not ready: no model yet"
+    ):
         fail_for_ever(patience, UnreachableError("no model yet", "NOT_READY"))
 
     assert 160 <= time.now < 161
@@ -117,7 +121,7 @@ def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> 
 
 
 def test_nobody_is_to_hold_a_request_for_longer_than_silence_is_borne(time: Time) -> None:
-    assert Patience("push 7", time.clock(), Limits(connect=2, wait=60)).left(5) == 1
+    assert RetryDeadline("push 7", time.clock(), TimeLimits(connect=2, wait=60)).left(5) == 1
 
 
 def test_ask_repeats_silence_and_lateness(time: Time) -> None:
@@ -129,11 +133,13 @@ def test_ask_repeats_silence_and_lateness(time: Time) -> None:
             raise answer
         return answer
 
-    assert Patience("x", time.clock(), Limits(connect=10, wait=10)).ask(call) == "here"
+    assert RetryDeadline("x", time.clock(), TimeLimits(connect=10, wait=10)).ask(call) == "here"
 
 
-def test_waiting_is_logged_before_ten_seconds_are_over(time: Time, caplog: pytest.LogCaptureFixture) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000))
+def test_waiting_is_logged_before_ten_seconds_are_over(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     with caplog.at_level(logging.INFO, "psworker"):
         for _ in range(31):
             time.now += 1
@@ -143,7 +149,7 @@ def test_waiting_is_logged_before_ten_seconds_are_over(time: Time, caplog: pytes
 
 
 def test_server_that_does_not_wait_is_not_flooded(time: Time) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     patience.left(5)
     patience.waited("worker 2")
     patience.left(5)
@@ -159,14 +165,16 @@ def test_no_point_in_going_on(time: Time) -> None:
     def check() -> None:
         raise FencedError("worker 3 is out")
 
-    patience = Patience("push 7", time.clock(), Limits(connect=10, wait=1000, check=check))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000, check=check))
     for go_on in (lambda: patience.waited("worker 2"), lambda: patience.failed(SILENT)):
         with pytest.raises(FencedError):
             go_on()
 
 
 def test_job_that_ends_is_not_worth_waiting_for(time: Time) -> None:
-    patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000, hurry=lambda: True))
+    patience = RetryDeadline(
+        "push 7", time.clock(), TimeLimits(connect=60, wait=1000, hurry=lambda: True)
+    )
     with pytest.raises(DrainedError):
         fail_for_ever(patience)
 
@@ -175,18 +183,24 @@ def test_job_that_ends_is_not_worth_waiting_for(time: Time) -> None:
 
 def test_pauses_end_where_the_wait_has_to(time: Time) -> None:
     """A worker that is to leave by then makes no attempt that lasts longer."""
-    patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000, deadline=lambda: 103.0))
+    patience = RetryDeadline(
+        "push 7", time.clock(), TimeLimits(connect=60, wait=1000, deadline=lambda: 103.0)
+    )
     assert patience.left(5) == 3
     time.now += 4
     assert patience.left(5) == 0
 
 
-def test_people_are_reminded_of_a_request_that_a_server_sits_on(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+def test_people_are_reminded_of_a_request_that_a_server_sits_on(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
     """Before ten seconds are over, as long as it has it; no call that hangs goes without a line."""
     caplog.set_level(logging.INFO, "psworker")
-    waits = Waits()
-    patience = Patience(
-        "push 7 of worker 2 on shard 1 at a:1", time.clock(), Limits(connect=60, wait=1000, waits=waits)
+    waits = PendingRequests()
+    patience = RetryDeadline(
+        "push 7 of worker 2 on shard 1 at a:1",
+        time.clock(),
+        TimeLimits(connect=60, wait=1000, waits=waits),
     )
     patience.asked()
     for _ in range(25):
@@ -203,10 +217,12 @@ def test_people_are_reminded_of_a_request_that_a_server_sits_on(time: Time, capl
     ]
 
 
-def test_a_request_is_a_wait_only_while_it_is_asked(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_is_a_wait_only_while_it_is_asked(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "psworker")
-    waits = Waits()
-    patience = Patience("asking", time.clock(), Limits(connect=60, wait=1000, waits=waits))
+    waits = PendingRequests()
+    patience = RetryDeadline("asking", time.clock(), TimeLimits(connect=60, wait=1000, waits=waits))
 
     def hangs() -> int:
         time.now += 10
@@ -219,10 +235,12 @@ def test_a_request_is_a_wait_only_while_it_is_asked(time: Time, caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == ["asking: no answer for 10 s"]
 
 
-def test_a_server_that_falls_silent_is_news_and_said_at_once(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_falls_silent_is_news_and_said_at_once(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
     """Once for each silence; the next lines have time."""
     caplog.set_level(logging.INFO, "psworker")
-    patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
     patience.failed(SILENT)
     patience.failed(SILENT)
     time.now += 8
@@ -233,10 +251,12 @@ def test_a_server_that_falls_silent_is_news_and_said_at_once(time: Time, caplog:
     assert caplog.messages == [text, "push 7 waits for worker 2", text]
 
 
-def test_a_reminder_names_whom_the_last_answer_named(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reminder_names_whom_the_last_answer_named(
+    time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
     """Until there is silence instead."""
     caplog.set_level(logging.INFO, "psworker")
-    patience = Patience("push 7", time.clock(), Limits(connect=60, wait=1000))
+    patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
     time.now += 5
     patience.waited("worker 2")
     patience.asked()

@@ -1,10 +1,10 @@
 """Numbers of pushes."""
 
-from psworker.core.pushes import Pushes
+from psworker.core.push_sequence import PushSequence
 
 
 def test_numbers_count_from_one() -> None:
-    pushes = Pushes()
+    pushes = PushSequence()
     numbers = []
     for _ in range(3):
         numbers.append(pushes.open())
@@ -14,7 +14,7 @@ def test_numbers_count_from_one() -> None:
 
 
 def test_same_push_after_a_failure_keeps_its_number() -> None:
-    pushes = Pushes()
+    pushes = PushSequence()
     pushes.open()
     pushes.fail(b"gradient")
     assert pushes.in_doubt
@@ -28,7 +28,7 @@ def test_same_push_after_a_failure_keeps_its_number() -> None:
 
 
 def test_other_push_after_a_failure_gets_a_new_number() -> None:
-    pushes = Pushes()
+    pushes = PushSequence()
     pushes.open()
     pushes.fail(b"gradient")
 

@@ -1,4 +1,6 @@
-"""A Client whose place in the job is lost: it says so, and comes back as a new worker when it is told to."""
+"""A Client whose place in the job is lost: it says so, and comes back as a new worker when it is
+told to.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import FencedError, InvalidRequestError, MismatchError, QuarantinedError
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import OptimizerSpec
+from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.client import Client
-from psworker.model import MOST_PLACES
+from psworker.client.client import Client
+from psworker.exchange.model_exchange import MOST_PLACES
 from tests.psworker.fake_server import FakeCluster, lost
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 LOOP = LoopSpec(0, size=8, batch_size=1)
 
 
@@ -73,7 +75,9 @@ def test_its_rank_and_attempt_stay(cluster: FakeCluster, monkeypatch: pytest.Mon
     assert [(join.rank, join.attempt, join.job) for join in cluster.joins] == [(5, 3, "job-1")] * 2
 
 
-def test_an_attempt_without_a_rank_says_nothing(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_without_a_rank_says_nothing(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PS_WORKER_ATTEMPT", "3")
     with connect(cluster):
         assert not cluster.joins[0].HasField("rank")
@@ -146,7 +150,11 @@ def test_it_has_got_no_data_yet(cluster: FakeCluster) -> None:
 
         assert client.next_batches(LOOP).numbers == (3,)
 
-    assert [(request.worker, request.received) for request in cluster.asked] == [(1, 0), (1, 1), (2, 0)]
+    assert [(request.worker, request.received) for request in cluster.asked] == [
+        (1, 0),
+        (1, 1),
+        (2, 0),
+    ]
 
 
 def test_it_counts_as_no_newer_than_servers_that_went_back(cluster: FakeCluster) -> None:
@@ -163,7 +171,9 @@ def test_it_counts_as_no_newer_than_servers_that_went_back(cluster: FakeCluster)
 
 
 def test_a_push_in_doubt_is_not_repeated_under_the_new_number(cluster: FakeCluster) -> None:
-    """It may have counted; as another worker's it would count again. So the caller decides what to push now."""
+    """It may have counted; as another worker's it would count again. So the caller decides what
+    to push now.
+    """
     with connect(cluster) as client:
         for shard in range(2):
             cluster.after[shard].append(lambda: (cluster.fence(1), lost())[1])
@@ -213,7 +223,9 @@ def test_before_a_model_is_registered_it_only_joins(cluster: FakeCluster) -> Non
         assert client.worker == 2
 
 
-def test_an_observer_and_a_closed_client_have_no_place_to_come_back_to(cluster: FakeCluster) -> None:
+def test_an_observer_and_a_closed_client_have_no_place_to_come_back_to(
+    cluster: FakeCluster,
+) -> None:
     with (
         Client(cluster.addresses, observe=True) as observer,
         pytest.raises(InvalidRequestError, match="an observer has no place"),
@@ -246,9 +258,13 @@ def test_servers_that_start_again_are_waited_for(cluster: FakeCluster) -> None:
         assert client.push(gradient()).status == "applied"
 
 
-def test_a_quarantined_push_raises_what_it_is_and_its_worker_does_not_come_back(cluster: FakeCluster) -> None:
+def test_a_quarantined_push_raises_what_it_is_and_its_worker_does_not_come_back(
+    cluster: FakeCluster,
+) -> None:
     with connect(cluster) as client:
-        bad = ps.ExchangeResult(outcome=ps.OUTCOME_REJECTED, reason="QUARANTINED", detail="3 bad gradients in a row")
+        bad = ps.ExchangeResult(
+            outcome=ps.OUTCOME_REJECTED, reason="QUARANTINED", detail="3 bad gradients in a row"
+        )
         cluster.outcome = lambda key: bad  # type: ignore[method-assign]
         with pytest.raises(QuarantinedError, match="3 bad gradients"):
             client.push(gradient())

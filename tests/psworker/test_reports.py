@@ -1,4 +1,6 @@
-"""Reported values on their way to the servers: at most one per second and name, never waiting for a device."""
+"""Reported values on their way to the servers: at most one per second and name, never waiting
+for a device.
+"""
 
 import math
 import warnings
@@ -10,7 +12,7 @@ import torch
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.limits import MAX_METRICS, MAX_NAME_CHARACTERS
-from psworker.reports import Reports
+from psworker.session.reports import ReportBuffer
 
 
 class Clock:
@@ -47,15 +49,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def reports(clock: Clock) -> Reports:
-    return Reports(clock)
+def reports(clock: Clock) -> ReportBuffer:
+    return ReportBuffer(clock)
 
 
-def unsent(reports: Reports) -> dict[str, float]:
+def unsent(reports: ReportBuffer) -> dict[str, float]:
     return {report.name: report.value for report in reports.unsent()}
 
 
-def test_the_first_value_is_sent_and_the_next_one_a_second_later(reports: Reports, clock: Clock) -> None:
+def test_the_first_value_is_sent_and_the_next_one_a_second_later(
+    reports: ReportBuffer, clock: Clock
+) -> None:
     reports.add({"loss": 3.0}, version=1)
     sent = reports.unsent()
     assert [(report.name, report.value, report.version) for report in sent] == [("loss", 3.0, 1)]
@@ -70,7 +74,7 @@ def test_the_first_value_is_sent_and_the_next_one_a_second_later(reports: Report
     assert reports.age(reports.unsent()[0]) == 1.0
 
 
-def test_names_take_turns_of_their_own(reports: Reports, clock: Clock) -> None:
+def test_names_take_turns_of_their_own(reports: ReportBuffer, clock: Clock) -> None:
     reports.add({"loss": 3.0}, 1)
     clock.now += 0.5
     reports.add({"loss": 2.0, "accuracy": 0.5}, 1)
@@ -78,7 +82,9 @@ def test_names_take_turns_of_their_own(reports: Reports, clock: Clock) -> None:
     assert unsent(reports) == {"loss": 3.0, "accuracy": 0.5}
 
 
-def test_a_value_stays_until_it_is_confirmed_and_a_newer_one_takes_its_place(reports: Reports, clock: Clock) -> None:
+def test_a_value_stays_until_it_is_confirmed_and_a_newer_one_takes_its_place(
+    reports: ReportBuffer, clock: Clock
+) -> None:
     reports.add({"loss": 3.0}, 1)
     first = reports.unsent()
     clock.now += 1.0
@@ -90,7 +96,9 @@ def test_a_value_stays_until_it_is_confirmed_and_a_newer_one_takes_its_place(rep
     assert unsent(reports) == {"loss": 2.0}
 
 
-def test_a_device_is_read_once_a_second_and_only_by_the_thread_that_reports(reports: Reports, clock: Clock) -> None:
+def test_a_device_is_read_once_a_second_and_only_by_the_thread_that_reports(
+    reports: ReportBuffer, clock: Clock
+) -> None:
     log: list[float] = []
     for step in range(100):
         reports.add({"loss": OnDevice(float(step), log)}, step)
@@ -104,7 +112,7 @@ def test_a_device_is_read_once_a_second_and_only_by_the_thread_that_reports(repo
     assert log == [0.0, 99.0]
 
 
-def test_at_the_end_all_is_read(reports: Reports) -> None:
+def test_at_the_end_all_is_read(reports: ReportBuffer) -> None:
     log: list[float] = []
     reports.add({"loss": OnDevice(2.0, log)}, 1)
     reports.add({"loss": OnDevice(1.0, log)}, 2)
@@ -116,10 +124,19 @@ def test_at_the_end_all_is_read(reports: Reports) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [0.5, 1, True, np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([[2]]),
-     torch.tensor(0.5, requires_grad=True), torch.tensor(1.5, requires_grad=True) * 2],
-)  # fmt: skip
-def test_numbers_of_all_kinds_give_no_warning(reports: Reports, value: Any) -> None:
+    [
+        0.5,
+        1,
+        True,
+        np.float32(0.5),
+        np.array(0.5),
+        torch.tensor(0.5),
+        torch.tensor([[2]]),
+        torch.tensor(0.5, requires_grad=True),
+        torch.tensor(1.5, requires_grad=True) * 2,
+    ],
+)
+def test_numbers_of_all_kinds_give_no_warning(reports: ReportBuffer, value: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reports.add({"loss": value}, 1)
@@ -127,7 +144,7 @@ def test_numbers_of_all_kinds_give_no_warning(reports: Reports, value: Any) -> N
     assert isinstance(unsent(reports)["loss"], float)
 
 
-def test_values_that_are_not_finite_are_values(reports: Reports) -> None:
+def test_values_that_are_not_finite_are_values(reports: ReportBuffer) -> None:
     reports.add({"loss": math.nan, "norm": torch.tensor(math.inf)}, 1)
 
     assert str(unsent(reports)) == "{'loss': nan, 'norm': inf}"
@@ -145,10 +162,15 @@ def test_values_that_are_not_finite_are_values(reports: Reports) -> None:
         ({"x" * (MAX_NAME_CHARACTERS + 1): 1.0}, "a name has 1 to 256 printable characters"),
         ({"a\nb": 1.0}, "a name has 1 to 256 printable characters"),
         ({"\ud800": 1.0}, "a name has 1 to 256 printable characters"),
-        ({f"n{i}": 1.0 for i in range(MAX_METRICS + 1)}, f"more than {MAX_METRICS} different names"),
+        (
+            {f"n{i}": 1.0 for i in range(MAX_METRICS + 1)},
+            f"more than {MAX_METRICS} different names",
+        ),
     ],
 )
-def test_misuse_says_what_is_taken(reports: Reports, values: dict[str, Any], said: str) -> None:
+def test_misuse_says_what_is_taken(
+    reports: ReportBuffer, values: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         reports.add(values, 1)
     assert unsent(reports) == {}
@@ -156,7 +178,7 @@ def test_misuse_says_what_is_taken(reports: Reports, values: dict[str, Any], sai
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-def test_a_real_device(reports: Reports, clock: Clock) -> None:
+def test_a_real_device(reports: ReportBuffer, clock: Clock) -> None:
     value = torch.zeros((), device="cuda")
     for _ in range(3):
         value += 1

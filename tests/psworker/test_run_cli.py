@@ -1,4 +1,6 @@
-"""ps-run from outside: real processes and signals, with small stand-ins for the servers and for the way to them."""
+"""ps-run from outside: real processes and signals, with small stand-ins for the servers and for
+the way to them.
+"""
 
 import json
 import os
@@ -22,7 +24,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def pids(text: str) -> list[int]:
     """Of all processes that have said their number."""
-    return [int(line.split()[2]) for line in text.splitlines() if line.split()[1:2] in (["server"], ["worker"])]
+    return [
+        int(line.split()[2])
+        for line in text.splitlines()
+        if line.split()[1:2] in (["server"], ["worker"])
+    ]
 
 
 def gone(pid: int) -> bool:
@@ -43,7 +49,9 @@ WAITING = GOOD + "\nimport signal\nsignal.pause()"
 def test_a_run_that_goes_well(bench: Bench) -> None:
     summary = bench.folder / "summary.json"
 
-    result = bench.run("--servers", "2", "--workers", "2", "--summary", str(summary), bench.script(GOOD))
+    result = bench.run(
+        "--servers", "2", "--workers", "2", "--summary", str(summary), bench.script(GOOD)
+    )
 
     assert result.returncode == 0, result.stderr
     content = json.loads(summary.read_text())
@@ -73,7 +81,9 @@ def test_a_run_that_goes_well(bench: Bench) -> None:
     assert list(bench.temporary.iterdir()) == []
 
 
-def test_a_summary_that_cannot_be_written_any_more_fails_the_run_but_hides_no_result(bench: Bench) -> None:
+def test_a_summary_that_cannot_be_written_any_more_fails_the_run_but_hides_no_result(
+    bench: Bench,
+) -> None:
     (bench.folder / "there").mkdir()
     script = bench.script(GOOD + "\nos.rmdir('there')")
 
@@ -144,7 +154,9 @@ def test_log_dir_holds_a_file_for_each_process(bench: Bench) -> None:
     logs = bench.folder / "a" / "b"
 
     for _ in range(2):  # the second run replaces the files of the first
-        assert bench.run("--workers", "2", "--log-dir", str(logs), bench.script(GOOD)).returncode == 0
+        assert (
+            bench.run("--workers", "2", "--log-dir", str(logs), bench.script(GOOD)).returncode == 0
+        )
 
     assert sorted(path.name for path in logs.iterdir()) == ["s0.log", "w0.log", "w1.log"]
     assert (logs / "w1.log").read_text().count("worker") == 1
@@ -191,9 +203,13 @@ def test_weights_that_cannot_be_read_are_said_so(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_everything_and_leaves_nothing(bench: Bench, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_everything_and_leaves_nothing(
+    bench: Bench, number: signal.Signals, code: int
+) -> None:
     summary = bench.folder / "summary.json"
-    process = bench.popen("--servers", "2", "--workers", "2", "--summary", str(summary), bench.script(WAITING))
+    process = bench.popen(
+        "--servers", "2", "--workers", "2", "--summary", str(summary), bench.script(WAITING)
+    )
     seen = wait_for_workers(process, 2)
 
     process.send_signal(number)
@@ -209,7 +225,9 @@ def test_a_signal_ends_everything_and_leaves_nothing(bench: Bench, number: signa
 
 
 def test_a_second_ctrl_c_kills_what_does_not_want_to_end(bench: Bench) -> None:
-    stubborn = "import signal; signal.signal(15, lambda *_: print('worker', 0, 'no', flush=True))\n" + GOOD
+    stubborn = (
+        "import signal; signal.signal(15, lambda *_: print('worker', 0, 'no', flush=True))\n" + GOOD
+    )
     process = bench.popen("--grace", "1h", bench.script(stubborn + "\nwhile True: signal.pause()"))
     seen = wait_for_workers(process, 1)
 
@@ -228,7 +246,9 @@ LOUD = "for number in range(200_000): print('x' * 100, number)"
 
 
 def test_a_worker_says_what_our_stdout_cannot_encode(bench: Bench) -> None:
-    script = bench.script("import sys; sys.stdout.reconfigure(encoding='utf-8')\nprint('a \u2192 b')\n" + GOOD)
+    script = bench.script(
+        "import sys; sys.stdout.reconfigure(encoding='utf-8')\nprint('a \u2192 b')\n" + GOOD
+    )
 
     result = bench.run(script, PYTHONIOENCODING="latin-1")
 
@@ -261,7 +281,9 @@ def test_signals_count_while_nobody_reads(bench: Bench) -> None:
 
 
 def test_the_end_is_there_for_whoever_reads_late(bench: Bench) -> None:
-    process = bench.popen("--summary", "summary.json", bench.script(GOOD + "\n" + LOUD.replace("200", "20")))
+    process = bench.popen(
+        "--summary", "summary.json", bench.script(GOOD + "\n" + LOUD.replace("200", "20"))
+    )
     out = wait_for_workers(process, 1)
     assert process.stdout is not None
     while not (bench.folder / "summary.json").exists():
@@ -275,7 +297,9 @@ def test_the_end_is_there_for_whoever_reads_late(bench: Bench) -> None:
 
 
 def test_grace_is_how_long_a_stubborn_process_has(bench: Bench) -> None:
-    stubborn = "import signal; signal.signal(15, signal.SIG_IGN)\n" + GOOD + "\nwhile True: signal.pause()"
+    stubborn = (
+        "import signal; signal.signal(15, signal.SIG_IGN)\n" + GOOD + "\nwhile True: signal.pause()"
+    )
     process = bench.popen("--grace", "300ms", bench.script(stubborn))
     seen = wait_for_workers(process, 1)
 
@@ -306,12 +330,24 @@ USAGE = {
     "ssp without a bound": (["--policy", "ssp", "train.py"], "--policy ssp needs --staleness"),
     "a bound without ssp": (["--staleness", "2", "train.py"], "--staleness bounds --policy ssp"),
     "no servers": (["--servers", "0", "train.py"], "--servers"),
-    "more needed than there are": (["--min-workers", "3", "--workers", "2", "train.py"], "--min-workers 3"),
+    "more needed than there are": (
+        ["--min-workers", "3", "--workers", "2", "train.py"],
+        "--min-workers 3",
+    ),
     "summary into nowhere": (["--summary", "no/where.json", "train.py"], "--summary no/where.json"),
-    "summary below a file": (["--summary", "train.py/where.json", "train.py"], "--summary train.py/where.json"),
+    "summary below a file": (
+        ["--summary", "train.py/where.json", "train.py"],
+        "--summary train.py/where.json",
+    ),
     "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
-    "no ports for all": (["--metrics-bind", "127.0.0.1:65535", "train.py"], "the last process would need 65536"),
-    "log file that is a folder": (["--log-dir", ".", "--workers", "2", "train.py"], "w1.log is a folder"),
+    "no ports for all": (
+        ["--metrics-bind", "127.0.0.1:65535", "train.py"],
+        "the last process would need 65536",
+    ),
+    "log file that is a folder": (
+        ["--log-dir", ".", "--workers", "2", "train.py"],
+        "w1.log is a folder",
+    ),
     "unknown flag": (["--polcy", "sync", "train.py"], "--policy"),
 }
 

@@ -9,11 +9,19 @@ import pytest
 from rich.console import Console
 
 from pscommon.core.errors import UnreachableError
-from pscommon.core.metric import MetricRow
-from psworker.progress_text import pass_text
-from psworker.run.display import LINE_SECONDS, LiveDisplay, PlainDisplay, Spoken, open_display, panel, progress
+from pscommon.core.metric_row import MetricRow
+from psworker.ctl.pass_text import pass_text
+from psworker.run.display import (
+    LINE_SECONDS,
+    LiveDisplay,
+    LogStream,
+    PlainDisplay,
+    open_display,
+    panel,
+    progress,
+)
+from psworker.run.job_poller import JobPoller, JobResult, Status
 from psworker.run.output import Output
-from psworker.run.watch import Result, Status, Watch
 
 LIMIT = 30.0
 STATUS: dict[str, Any] = {
@@ -31,7 +39,14 @@ STATUS: dict[str, Any] = {
             "step_seconds": 0.05,
             "samples_per_second": 640,
         },
-        {"rank": 1, "state": "lost", "phase": "push", "steps": 9, "step_seconds": 0.05, "samples_per_second": 999},
+        {
+            "rank": 1,
+            "state": "lost",
+            "phase": "push",
+            "steps": 9,
+            "step_seconds": 0.05,
+            "samples_per_second": 999,
+        },
     ],
 }
 
@@ -69,7 +84,10 @@ def terminal(tmp_path: Path) -> Kept:
 
 
 def test_progress_in_one_line() -> None:
-    assert progress(STATUS) == "running: version 120, loss 0.4123, 640 samples/s, accuracy 0.5, 7680 samples, workers 1"
+    assert (
+        progress(STATUS)
+        == "running: version 120, loss 0.4123, 640 samples/s, accuracy 0.5, 7680 samples, workers 1"
+    )
     assert progress({**STATUS, "waiting_for": "worker 3"}).endswith("waiting for worker 3")
     assert "loss not finite, 640 samples/s, accuracy 0.5" in progress(
         {**STATUS, "metrics": {"accuracy": 0.5, "loss": None}}
@@ -79,9 +97,14 @@ def test_progress_in_one_line() -> None:
 
 
 def test_the_current_pass_comes_before_what_a_narrow_terminal_cuts_off() -> None:
-    status = {**STATUS, "progress": {"pass": 2, "passes": 5, "percent": 43.2, "remaining_seconds": 12.4}}
+    status = {
+        **STATUS,
+        "progress": {"pass": 2, "passes": 5, "percent": 43.2, "remaining_seconds": 12.4},
+    }
 
-    assert progress(status).startswith("running: version 120, pass 2 of 5: 43 %, 12 s left, loss 0.4123, 640 samples/s")
+    assert progress(status).startswith(
+        "running: version 120, pass 2 of 5: 43 %, 12 s left, loss 0.4123, 640 samples/s"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +138,7 @@ def test_lines_have_the_name_of_their_process_and_keep_their_stream(out: Kept, e
 
 
 def test_logs_of_our_own_are_said(out: Kept, err: Kept) -> None:
-    Spoken(PlainDisplay(out, err)).write("one\ntwo\n")
+    LogStream(PlainDisplay(out, err)).write("one\ntwo\n")
 
     assert err.text() == "[run] one\n[run] two\n"
 
@@ -147,7 +170,9 @@ def test_progress_does_not_pile_up_where_nobody_reads(
     monkeypatch.setattr(Output, "is_behind", True)
 
     PlainDisplay(out, err).tick(STATUS, 1e9)
-    with LiveDisplay(Console(file=cast(TextIO, terminal), force_terminal=True), out, terminal) as display:
+    with LiveDisplay(
+        Console(file=cast(TextIO, terminal), force_terminal=True), out, terminal
+    ) as display:
         before = terminal.text()
         display.tick(STATUS, 1.0)
         assert terminal.text() == before
@@ -227,11 +252,11 @@ class Observer:
         self.closed = True
 
 
-def ask(observer: Observer, before: Status | None = None) -> tuple[Result, str]:
+def ask(observer: Observer, before: Status | None = None) -> tuple[JobResult, str]:
     """before: the status of an earlier look."""
-    results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+    results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
     stops: queue.SimpleQueue[str] = queue.SimpleQueue()
-    watch = Watch(lambda address: observer, results.put, stops.put)
+    watch = JobPoller(lambda address: observer, results.put, stops.put)
     watch.status = before or {}
     watch.start("127.0.0.1:1")
     watch.collect()
@@ -243,7 +268,7 @@ def ask(observer: Observer, before: Status | None = None) -> tuple[Result, str]:
 
 
 def test_watch_hands_out_the_result_and_stops_the_job() -> None:
-    assert ask(Observer()) == (Result(STATUS, "f" * 64, ""), "")
+    assert ask(Observer()) == (JobResult(STATUS, "f" * 64, ""), "")
 
 
 def test_watch_hands_out_the_history_that_it_has_seen_last() -> None:
@@ -264,30 +289,46 @@ def test_watch_hands_out_the_history_that_it_has_seen_last() -> None:
 
 
 def gone_back(version: int, ended: bool, state: str = "past") -> dict[str, Any]:
-    """A status of servers that hold their workers for this, and have come so far with their data."""
-    return {"version": version, "workers": [{"state": state}, {"state": "past"}], "data": [{"ended": ended}]}
+    """A status of servers that hold their workers for this, and have come so far with their
+    data.
+    """
+    return {
+        "version": version,
+        "workers": [{"state": state}, {"state": "past"}],
+        "data": [{"ended": ended}],
+    }
 
 
 @pytest.mark.parametrize(
     ("status", "undone"),
     [
-        (gone_back(40, ended=False), "the servers went back to version 40 after the workers were done"),
+        (
+            gone_back(40, ended=False),
+            "the servers went back to version 40 after the workers were done",
+        ),
         (gone_back(40, ended=True), ""),  # to where the training ended
-        (gone_back(40, ended=False, state="left"), ""),  # somebody did it again, or its script had enough
+        (
+            gone_back(40, ended=False, state="left"),
+            "",
+        ),  # somebody did it again, or its script had enough
         ({"version": 40, "workers": []}, ""),
     ],
 )
-def test_watch_knows_when_training_was_lost_after_the_workers_were_done(status: dict[str, Any], undone: str) -> None:
+def test_watch_knows_when_training_was_lost_after_the_workers_were_done(
+    status: dict[str, Any], undone: str
+) -> None:
     result, _ = ask(Observer(status=status))
 
     assert result.undone.startswith(undone)
     assert bool(result.undone) is bool(undone)
 
 
-@pytest.mark.parametrize("now", [gone_back(40, ended=True), {"version": 40, "workers": [], "data": []}])
+@pytest.mark.parametrize(
+    "now", [gone_back(40, ended=True), {"version": 40, "workers": [], "data": []}]
+)
 def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
-    observer, results = Observer(status={"version": 50}), list[Result]()
-    watch = Watch(lambda address: observer, results.append, lambda problem: None)
+    observer, results = Observer(status={"version": 50}), list[JobResult]()
+    watch = JobPoller(lambda address: observer, results.append, lambda problem: None)
     watch._poll()
     observer.answers["status"] = now
 
@@ -296,9 +337,11 @@ def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
     assert "went back to version 40" in results[0].undone
 
 
-def test_watch_looks_no_more_once_the_servers_are_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_looks_no_more_once_the_servers_are_told_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A look at servers that are gone lasts until they have been silent for long enough."""
-    monkeypatch.setattr("psworker.run.watch.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("psworker.run.job_poller.POLL_SECONDS", 0.01)
     looks: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     class Counting(Observer):
@@ -306,7 +349,9 @@ def test_watch_looks_no_more_once_the_servers_are_told_to_end(monkeypatch: pytes
             looks.put("look")
             return STATUS
 
-    watch = Watch(lambda address: Counting(), lambda result: None, lambda problem: looks.put("stopped"))
+    watch = JobPoller(
+        lambda address: Counting(), lambda result: None, lambda problem: looks.put("stopped")
+    )
     watch.start("127.0.0.1:1")
     assert [looks.get(timeout=LIMIT) for _ in range(3)] == ["look"] * 3
 
@@ -321,8 +366,8 @@ def test_watch_looks_no_more_once_the_servers_are_told_to_end(monkeypatch: pytes
 
 def idle(first: Status, *later: Status) -> str:
     """Why the run is idle, after these looks at its servers."""
-    observer, results = Observer(status=first), list[Result]()
-    watch = Watch(lambda address: observer, results.append, lambda problem: None)
+    observer, results = Observer(status=first), list[JobResult]()
+    watch = JobPoller(lambda address: observer, results.append, lambda problem: None)
     for status in (first, *later):
         observer.answers["status"] = status
         watch._poll()
@@ -339,7 +384,10 @@ LEFT, ENDED = [{"ended": True}, {"ended": False}], [{"ended": True}]
     [
         ({"steps": 0, "model": None, "data": []}, "no worker has registered a model"),
         ({"steps": 0, "model": MODEL, "data": LEFT}, "no step was counted, and data is left"),
-        ({"steps": 9, "model": MODEL, "data": LEFT}, "no step was counted, and data is left"),  # a resumed job's steps
+        (
+            {"steps": 9, "model": MODEL, "data": LEFT},
+            "no step was counted, and data is left",
+        ),  # a resumed job's steps
         ({"steps": 9, "model": MODEL, "data": ENDED}, ""),
         ({"steps": 0, "model": MODEL, "data": []}, ""),
     ],
@@ -351,8 +399,8 @@ def test_watch_knows_that_no_step_of_this_run_was_counted(status: dict[str, Any]
 
 
 def test_watch_calls_no_run_idle_whose_servers_do_not_answer_at_the_end() -> None:
-    observer, results = Observer(status={"steps": 0, "model": None, "data": []}), list[Result]()
-    watch = Watch(lambda address: observer, results.append, lambda problem: None)
+    observer, results = Observer(status={"steps": 0, "model": None, "data": []}), list[JobResult]()
+    watch = JobPoller(lambda address: observer, results.append, lambda problem: None)
     watch._poll()
     observer.answers["status"] = UnreachableError("gone")
 
@@ -364,7 +412,7 @@ def test_watch_calls_no_run_idle_whose_servers_do_not_answer_at_the_end() -> Non
 def test_watch_says_why_there_are_no_weights() -> None:
     result, _ = ask(Observer(sha=UnreachableError("no model")))
 
-    assert result == Result(STATUS, None, "no model")
+    assert result == JobResult(STATUS, None, "no model")
 
 
 @pytest.mark.parametrize(
@@ -374,7 +422,9 @@ def test_watch_says_why_there_are_no_weights() -> None:
         ({"state": "waiting for a model", "model": {"tensors": 2}}, "has not brought its weights"),
     ],
 )
-def test_watch_asks_for_no_weights_where_there_cannot_be_any(status: dict[str, Any], why: str) -> None:
+def test_watch_asks_for_no_weights_where_there_cannot_be_any(
+    status: dict[str, Any], why: str
+) -> None:
     result, _ = ask(Observer(status=status))
 
     assert result.sha256 is None
@@ -389,7 +439,9 @@ def test_watch_takes_no_old_status_for_the_last_word() -> None:
 
 
 def test_watch_survives_servers_that_do_not_answer() -> None:
-    result, problem = ask(Observer(status=UnreachableError("starting"), stop=UnreachableError("refused")))
+    result, problem = ask(
+        Observer(status=UnreachableError("starting"), stop=UnreachableError("refused"))
+    )
 
-    assert result == Result({}, "f" * 64, "")
+    assert result == JobResult({}, "f" * 64, "")
     assert problem == "refused"

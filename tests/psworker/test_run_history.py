@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.metric import MetricRow
+from pscommon.core.metric_row import MetricRow
 from psworker.run.cli import check_output
 from psworker.run.history import COLUMNS, digest, write_csv
-from psworker.run.report import table
+from psworker.run.summary import table
 
 BEGAN = 1_700_000_000.25
 ROWS = [
@@ -30,7 +30,11 @@ def test_the_file_has_a_line_for_each_value(tmp_path: Path) -> None:
 
     with open(tmp_path / "h.csv", newline="") as file:
         lines = list(csv.reader(file))
-    assert tuple(lines[0]) == COLUMNS == ("time", "seconds", "version", "worker", "rank", "name", "value")
+    assert (
+        tuple(lines[0])
+        == COLUMNS
+        == ("time", "seconds", "version", "worker", "rank", "name", "value")
+    )
     assert lines[1] == ["2023-11-14T22:13:20.250Z", "0.000", "0", "2", "1", "loss", "9.0"]
     assert lines[3][1:] == ["1.000", "2", "1", "0", "loss", "nan"]
     assert lines[6][1:] == ["4.000", "4", "1", "0", 'a "name", quoted', "inf"]
@@ -69,10 +73,18 @@ def test_the_digest_is_of_the_lowest_rank() -> None:
 
 def test_the_table_shows_where_a_value_came_from() -> None:
     content = {
-        "metrics": {"accuracy": 0.97, "loss": 0.5, "norm": None}, "history": digest(ROWS), "steps": 4, "samples": 8,
-        "seconds": 1.0, "policy": "sync", "staleness": None, "restarts": 0, "weights_sha256": "ab", "saved": None,
+        "metrics": {"accuracy": 0.97, "loss": 0.5, "norm": None},
+        "history": digest(ROWS),
+        "steps": 4,
+        "samples": 8,
+        "seconds": 1.0,
+        "policy": "sync",
+        "staleness": None,
+        "restarts": 0,
+        "weights_sha256": "ab",
+        "saved": None,
         "this_run": {"steps": 4, "samples": 8, "resumed_version": None},
-    }  # fmt: skip
+    }
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in table(content).splitlines()}
 
     assert lines["loss"] == "0.5  (first 2.5, least 0.5, greatest 2.5)"
@@ -81,7 +93,11 @@ def test_the_table_shows_where_a_value_came_from() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--history", "--summary"])
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(tmp_path: Path, flag: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{flag} .*its folder does not exist or cannot be written to"):
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_training(
+    tmp_path: Path, flag: str
+) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=f"{flag} .*its folder does not exist or cannot be written to"
+    ):
         check_output(flag, tmp_path / "nowhere" / "h.csv")
     check_output(flag, tmp_path / "h.csv")

@@ -2,9 +2,17 @@
 
 from typing import Any
 
-from psworker.run.launch import hung
-from psworker.run.messages import Bound, Exited, Hung, Kill, Say, Signalled, Start
-from psworker.run.supervise import Supervisor
+from psworker.launch.events import (
+    KillProcess,
+    ProcessExited,
+    ServerBound,
+    ShowMessage,
+    SignalReceived,
+    StartProcess,
+    WorkerHung,
+)
+from psworker.launch.supervisor import Supervisor
+from psworker.run.launcher import hung
 
 
 def row(worker: int, pid: int, is_hung: bool, host: str = "here") -> dict[str, Any]:
@@ -13,7 +21,13 @@ def row(worker: int, pid: int, is_hung: bool, host: str = "here") -> dict[str, A
 
 def test_those_that_have_no_other_place_are_found() -> None:
     """A script that comes out of its hang joins again, in the same process."""
-    rows = [row(10, 7, False), row(1, 5, True), row(9, 7, True), row(3, 6, True, "there"), row(4, 8, False)]
+    rows = [
+        row(10, 7, False),
+        row(1, 5, True),
+        row(9, 7, True),
+        row(3, 6, True, "there"),
+        row(4, 8, False),
+    ]
 
     assert hung({"workers": rows}, "here") == {5}
     assert hung({}, "here") == set()
@@ -22,30 +36,30 @@ def test_those_that_have_no_other_place_are_found() -> None:
 def started() -> Supervisor:
     machine = Supervisor(1, 2, max_restarts=1, durable=False, grace=5.0)
     machine.start(0.0)
-    machine.step(Bound("s0"), 0.0)
+    machine.step(ServerBound("s0"), 0.0)
     return machine
 
 
 def test_it_is_killed_and_started_again() -> None:
     machine = started()
 
-    say, kill = machine.step(Hung("w1"), 0.0)
+    say, kill = machine.step(WorkerHung("w1"), 0.0)
 
-    assert isinstance(say, Say)
+    assert isinstance(say, ShowMessage)
     assert "w1 is killed: its script makes no call (--progress-timeout)" in say.text
-    assert kill == Kill("w1")
-    assert Start("w1", 1) in machine.step(Exited("w1", -9), 0.0)
+    assert kill == KillProcess("w1")
+    assert StartProcess("w1", 1) in machine.step(ProcessExited("w1", -9), 0.0)
 
 
 def test_one_that_has_ended_meanwhile_is_not_killed() -> None:
     machine = started()
-    machine.step(Exited("w1", 0), 0.0)
+    machine.step(ProcessExited("w1", 0), 0.0)
 
-    assert machine.step(Hung("w1"), 0.0) == []
+    assert machine.step(WorkerHung("w1"), 0.0) == []
 
 
 def test_a_run_that_ends_anyway_gives_it_its_grace() -> None:
     machine = started()
-    machine.step(Signalled(2), 0.0)
+    machine.step(SignalReceived(2), 0.0)
 
-    assert machine.step(Hung("w1"), 0.0) == []
+    assert machine.step(WorkerHung("w1"), 0.0) == []

@@ -1,4 +1,6 @@
-"""What ps-run does about killed processes: it reports its workers' ends, and removes the folders of killed runs."""
+"""What ps-run does about killed processes: it reports its workers' ends, and removes the folders
+of killed runs.
+"""
 
 import os
 import signal
@@ -8,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pscommon.process_id import process_id
-from psworker.temporary_folder import OWNER, make_folder
+from pscommon.system.process_id import process_id
+from psworker.launch.temporary_folder import OWNER, make_folder
 from tests.e2e.workers import until
 from tests.psworker.run_bench import LIMIT, Bench, bench_in
 
@@ -66,10 +68,14 @@ def test_the_folder_of_a_killed_run_is_removed_by_the_next(bench: Bench) -> None
 
 
 def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that goes on, of one that was kept for its logs, of a system elsewhere, and what a link leads to."""
+    """Of a run that goes on, of one that was kept for its logs, of a system elsewhere, and what
+    a link leads to.
+    """
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     running = make_folder("ps-run-")
-    kept, elsewhere, target = (tmp_path / name for name in ("ps-run-kept", "ps-run-elsewhere", "target"))
+    kept, elsewhere, target = (
+        tmp_path / name for name in ("ps-run-kept", "ps-run-elsewhere", "target")
+    )
     for folder in (kept, elsewhere, target):
         folder.mkdir()
     (kept / "w0.log").write_text("precious")
@@ -82,8 +88,13 @@ def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     newest = make_folder("ps-run-")
     assert {path.name for path in tmp_path.iterdir()} == {
-        running.name, newest.name, kept.name, elsewhere.name, "target", "ps-run-link",
-    }  # fmt: skip
+        running.name,
+        newest.name,
+        kept.name,
+        elsewhere.name,
+        "target",
+        "ps-run-link",
+    }
     assert (target / OWNER).exists()
 
     (tmp_path / "ps-run-link").unlink()

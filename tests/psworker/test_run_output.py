@@ -1,4 +1,6 @@
-"""The streams of ps-run: nobody who must go on waits for a reader, and nothing that can be written is lost."""
+"""The streams of ps-run: nobody who must go on waits for a reader, and nothing that can be
+written is lost.
+"""
 
 import io
 import os
@@ -137,7 +139,11 @@ def test_no_stream_at_all_takes_everything() -> None:
 
 
 def test_two_streams_into_one_file_keep_their_order(tmp_path: Path) -> None:
-    with open(tmp_path / "both", "a") as one, open(tmp_path / "both", "a") as two, outputs(one, two) as (out, err):
+    with (
+        open(tmp_path / "both", "a") as one,
+        open(tmp_path / "both", "a") as two,
+        outputs(one, two) as (out, err),
+    ):
         for number in range(100):
             (out if number % 2 else err).write(f"{number}\n")
 

@@ -6,20 +6,22 @@ from typing import Any
 import click
 import pytest
 
-from pscommon import options
-from pscommon.config import given
+from pscommon.settings import options
+from pscommon.settings.command import given
+from psworker.launch.plan import RunPlan
+from psworker.launch.script import Script
 from psworker.run.cli import COMMAND
-from psworker.run.plan import Plan
-from psworker.script import Script
 
 FOLDER = Path("/tmp/x")
 BOUND = {"s0": "127.0.0.1:4000"}
 
 
-def plan(*args: str, environ: dict[str, str] | None = None, cores: int = 8, module: bool = False) -> Plan:
+def plan(
+    *args: str, environ: dict[str, str] | None = None, cores: int = 8, module: bool = False
+) -> RunPlan:
     with COMMAND.make_context("ps-run", [*args, "train.py"]) as ctx:
         script = Script("train.py", module, ("--lr", "1"))
-        return Plan(
+        return RunPlan(
             script,
             ctx.params,
             frozenset(given(ctx)),
@@ -58,7 +60,10 @@ def test_a_server_that_is_started_again_keeps_its_port() -> None:
 
 def test_min_workers_is_the_number_of_workers_unless_given() -> None:
     assert flags(plan("--workers", "3").command("s0", {}))["--min-workers"] == "3"
-    assert flags(plan("--workers", "3", "--min-workers", "2").command("s0", {}))["--min-workers"] == "2"
+    assert (
+        flags(plan("--workers", "3", "--min-workers", "2").command("s0", {}))["--min-workers"]
+        == "2"
+    )
 
 
 SERVER_VALUES = {
@@ -104,7 +109,12 @@ def test_what_nobody_chose_is_left_to_the_servers() -> None:
 
 
 def test_every_server_flag_is_either_passed_on_or_decided_here() -> None:
-    passed_on = {*options.FORWARDED_TO_SERVERS, options.THREADS, options.METRICS_BIND, *options.LOGGING}
+    passed_on = {
+        *options.FORWARDED_TO_SERVERS,
+        options.THREADS,
+        options.METRICS_BIND,
+        *options.LOGGING,
+    }
     decided_here = {*options.PLACEMENT, options.EXIT_WHEN_DONE, *options.STANDBY}
 
     assert set(options.SERVER) == passed_on | decided_here
@@ -120,7 +130,11 @@ def test_workers_get_one_address_their_rank_and_the_script() -> None:
     assert flags(line)["--device"] == "cpu"
     assert line[line.index("--") :] == ["--", "train.py", "--lr", "1"]
     again = cluster.environment("w1", attempt=2)
-    assert (again["PS_WORKER_RANK"], again["PS_WORKER_COUNT"], again["PS_WORKER_ATTEMPT"]) == ("1", "2", "2")
+    assert (again["PS_WORKER_RANK"], again["PS_WORKER_COUNT"], again["PS_WORKER_ATTEMPT"]) == (
+        "1",
+        "2",
+        "2",
+    )
 
 
 def test_a_module_is_marked_before_the_script() -> None:
@@ -139,7 +153,9 @@ def test_a_module_is_marked_before_the_script() -> None:
         ((), {"OMP_NUM_THREADS": "3"}, None, None),
     ],
 )
-def test_cores_are_shared_out(args: tuple[str, ...], environ: dict[str, str], server: str, worker: str) -> None:
+def test_cores_are_shared_out(
+    args: tuple[str, ...], environ: dict[str, str], server: str, worker: str
+) -> None:
     cluster = plan(*args, environ=environ)
 
     assert flags(cluster.command("s0", {})).get("--threads") == server
@@ -150,18 +166,29 @@ def test_cores_are_shared_out(args: tuple[str, ...], environ: dict[str, str], se
 def test_metrics_ports_count_up_over_all_processes() -> None:
     cluster = plan("--servers", "2", "--workers", "2", "--metrics-bind", "127.0.0.1:9000")
 
-    ports = [flags(cluster.command(name, BOUND))["--metrics-bind"] for name in ("s0", "s1", "w0", "w1")]
+    ports = [
+        flags(cluster.command(name, BOUND))["--metrics-bind"] for name in ("s0", "s1", "w0", "w1")
+    ]
 
     assert ports == [f"127.0.0.1:{port}" for port in (9000, 9001, 9002, 9003)]
 
 
 def test_metrics_ports_stay_free_ones_if_asked_for() -> None:
-    assert flags(plan("--metrics-bind", "127.0.0.1:0").command("w0", BOUND))["--metrics-bind"] == "127.0.0.1:0"
+    assert (
+        flags(plan("--metrics-bind", "127.0.0.1:0").command("w0", BOUND))["--metrics-bind"]
+        == "127.0.0.1:0"
+    )
 
 
 def test_settings_in_our_environment_travel_as_flags_only() -> None:
     """What the script may have called PS_ of its own is for the script."""
-    environ = {"PS_POLICY": "async", "PS_CONFIG": "x.toml", "PS_SERVERS": "2", "PATH": "/bin", "PS_MINE": "1"}
+    environ = {
+        "PS_POLICY": "async",
+        "PS_CONFIG": "x.toml",
+        "PS_SERVERS": "2",
+        "PATH": "/bin",
+        "PS_MINE": "1",
+    }
     cluster = plan(environ=environ)
 
     server = cluster.environment("s0", 0)
@@ -172,7 +199,9 @@ def test_settings_in_our_environment_travel_as_flags_only() -> None:
     assert not {"PS_POLICY", "PS_CONFIG", "PS_SERVERS"} & worker.keys()
 
 
-@pytest.mark.parametrize(("wanted", "passed"), [("auto", "text"), ("text", "text"), ("json", "json")])
+@pytest.mark.parametrize(
+    ("wanted", "passed"), [("auto", "text"), ("text", "text"), ("json", "json")]
+)
 def test_children_write_text_since_we_show_their_lines(wanted: str, passed: str) -> None:
     cluster = plan("--log-format", wanted, "--log-level", "debug")
 
@@ -181,9 +210,13 @@ def test_children_write_text_since_we_show_their_lines(wanted: str, passed: str)
 
 
 def test_what_is_passed_on_parses_again() -> None:
-    cluster = plan("--lease", "250ms", "--data-dir", "/data", "--snapshot-every", "10m", "--resume", "never")
+    cluster = plan(
+        "--lease", "250ms", "--data-dir", "/data", "--snapshot-every", "10m", "--resume", "never"
+    )
 
-    with options.command("server", "ps-server").make_context("ps-server", cluster.command("s0", {})[1:]) as ctx:
+    with options.command("server", "ps-server").make_context(
+        "ps-server", cluster.command("s0", {})[1:]
+    ) as ctx:
         settings: dict[str, Any] = ctx.params
     assert isinstance(ctx, click.Context)
 

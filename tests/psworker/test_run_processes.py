@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from psworker.run import tether
-from psworker.run.processes import TAIL_LINES, Lines, Process
+from psworker.launch import orphan_guard as tether
+from psworker.launch.processes import TAIL_LINES, LineSplitter, ManagedProcess
 
 LIMIT = 30.0
 
@@ -24,7 +24,7 @@ class Started:
         self.codes: list[int] = []
         self.said = threading.Event()
         self.log = folder / "w0.log"
-        self.process = Process(
+        self.process = ManagedProcess(
             "w0",
             [sys.executable, "-I", "-S", "-u", "-c", code],
             {"PATH": os.environ["PATH"]},
@@ -96,7 +96,9 @@ def test_a_signal_is_a_negative_code(start: Start) -> None:
 
 
 def test_terminate_is_sigterm_to_the_process(start: Start) -> None:
-    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('up'); signal.pause()"
+    code = (
+        "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('up'); signal.pause()"
+    )
     started = start(code)
     assert started.said.wait(LIMIT)
 
@@ -108,7 +110,8 @@ def test_terminate_is_sigterm_to_the_process(start: Start) -> None:
 def test_kill_takes_everything_along_that_the_process_started(start: Start) -> None:
     code = (
         "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN);"
-        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; signal.pause()']);"
+        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; "
+        "signal.pause()']);"
         "print(child.pid); signal.pause()"
     )
     started = start(code)
@@ -123,7 +126,8 @@ def test_kill_takes_everything_along_that_the_process_started(start: Start) -> N
 def test_what_an_ended_process_leaves_behind_is_killed_too(start: Start) -> None:
     code = (
         "import subprocess, sys;"
-        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; signal.pause()']);"
+        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; "
+        "signal.pause()']);"
         "print(child.pid)"
     )
     started = start(code)
@@ -142,7 +146,9 @@ def test_killing_what_has_ended_is_harmless(start: Start) -> None:
     assert started.codes == [0]
 
 
-def test_what_the_script_raised_goes_to_the_log_and_is_kept_apart(start: Start, tmp_path: Path) -> None:
+def test_what_the_script_raised_goes_to_the_log_and_is_kept_apart(
+    start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "w0.traceback").write_text("Traceback\nValueError: x\n")
 
     started = start("print('before')")
@@ -153,7 +159,9 @@ def test_what_the_script_raised_goes_to_the_log_and_is_kept_apart(start: Start, 
     assert not (tmp_path / "w0.traceback").exists()
 
 
-@pytest.mark.parametrize(("broken", "why"), [("full", "No space left on device"), ("a folder", "Is a directory")])
+@pytest.mark.parametrize(
+    ("broken", "why"), [("full", "No space left on device"), ("a folder", "Is a directory")]
+)
 def test_a_log_that_cannot_be_written_costs_the_log_and_not_the_process(
     start: Start, tmp_path: Path, broken: str, why: str
 ) -> None:
@@ -198,7 +206,9 @@ sys.exit(tether["main"](int(sys.argv[2]), command, watch=WATCH))
 def test_a_tethered_process_ends_with_a_parent_that_is_killed(watch: bool) -> None:
     code = TETHERED.replace("WATCH", str(watch))
     line = [sys.executable, "-I", "-S", "-c", PARENT, code, tether.__file__]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
 
@@ -208,7 +218,16 @@ def test_a_tethered_process_ends_with_a_parent_that_is_killed(watch: bool) -> No
 
 
 def test_a_command_whose_parent_is_already_gone_never_starts() -> None:
-    line = [sys.executable, "-I", "-S", tether.__file__, "1", sys.executable, "-c", "print('started')"]
+    line = [
+        sys.executable,
+        "-I",
+        "-S",
+        tether.__file__,
+        "1",
+        sys.executable,
+        "-c",
+        "print('started')",
+    ]
 
     result = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT, check=False)
 
@@ -217,7 +236,7 @@ def test_a_command_whose_parent_is_already_gone_never_starts() -> None:
 
 class TestLines:
     def test_cut_at_line_ends_wherever_the_chunks_end(self) -> None:
-        lines = Lines()
+        lines = LineSplitter()
 
         assert lines.feed(b"on") == []
         assert lines.feed(b"e\ntwo\nth") == ["one", "two"]
@@ -225,10 +244,10 @@ class TestLines:
         assert lines.flush() == []
 
     def test_a_progress_bar_is_its_last_state(self) -> None:
-        assert Lines().feed(b"\r 10%\r 55%\r100%\ndone\r\n") == ["100%", "done"]
+        assert LineSplitter().feed(b"\r 10%\r 55%\r100%\ndone\r\n") == ["100%", "done"]
 
     def test_bytes_that_are_no_text_do_not_hurt(self) -> None:
-        assert Lines().feed(b"\xff\n") == ["\N{REPLACEMENT CHARACTER}"]
+        assert LineSplitter().feed(b"\xff\n") == ["\N{REPLACEMENT CHARACTER}"]
 
     def test_a_line_without_end_comes_in_pieces(self) -> None:
-        assert Lines().feed(b"x" * 100_000) == ["x" * 100_000]
+        assert LineSplitter().feed(b"x" * 100_000) == ["x" * 100_000]

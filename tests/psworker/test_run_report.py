@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from psworker.run import report
-from psworker.run.ending import Outcome, describe, exit_status, is_retryable
-from psworker.run.watch import Result
+from psworker.launch.outcome import RunOutcome, describe, exit_status, is_retryable
+from psworker.run import summary as report
+from psworker.run.job_poller import JobResult
 
 SETTINGS: dict[str, Any] = {"policy": "ssp", "staleness": 3, "servers": 2, "workers": 4}
-RESULT = Result({"steps": 10, "samples": 320, "metrics": {"loss": 0.25, "accuracy": 0.987654321}}, "f" * 64)
+RESULT = JobResult(
+    {"steps": 10, "samples": 320, "metrics": {"loss": 0.25, "accuracy": 0.987654321}}, "f" * 64
+)
 
 
 def test_summary_of_a_run_that_went_well() -> None:
-    assert report.summary(Outcome("done"), RESULT, SETTINGS, 1.23456, 2) == {
+    assert report.summary(RunOutcome("done"), RESULT, SETTINGS, 1.23456, 2) == {
         "status": "done",
         "seconds": 1.235,
         "steps": 10,
@@ -35,44 +37,57 @@ def test_summary_of_a_run_that_went_well() -> None:
 
 
 def test_summary_of_a_run_that_never_got_to_training() -> None:
-    content = report.summary(Outcome("failed", 10, "s0", 10, "s0 exited"), Result({}), SETTINGS, 1.0, 0)
+    content = report.summary(
+        RunOutcome("failed", 10, "s0", 10, "s0 exited"), JobResult({}), SETTINGS, 1.0, 0
+    )
 
-    assert (content["steps"], content["samples"], content["metrics"], content["weights_sha256"]) == (0, 0, {}, None)
+    assert (
+        content["steps"],
+        content["samples"],
+        content["metrics"],
+        content["weights_sha256"],
+    ) == (0, 0, {}, None)
     assert content["error"] == {"process": "s0", "exit_code": 10, "reason": "s0 exited"}
 
 
 def test_a_resumed_run_tells_what_it_added_to_the_job_s_totals() -> None:
-    resumed = Result(RESULT.status, "f" * 64, resumed={"version": 3, "steps": 6, "samples": 300})
-    content = report.summary(Outcome("done"), resumed, SETTINGS, 1.0, 0)
+    resumed = JobResult(RESULT.status, "f" * 64, resumed={"version": 3, "steps": 6, "samples": 300})
+    content = report.summary(RunOutcome("done"), resumed, SETTINGS, 1.0, 0)
 
     assert (content["steps"], content["samples"]) == (10, 320)
     assert content["this_run"] == {"steps": 4, "samples": 20, "resumed_version": 3}
-    assert "steps           10  (320 samples)\n  this run        4  (20 samples)" in report.table(content)
+    assert "steps           10  (320 samples)\n  this run        4  (20 samples)" in report.table(
+        content
+    )
 
 
 SAVING = {**SETTINGS, "data_dir": Path("data"), "save": None}
 
 
 def test_a_run_that_has_a_data_directory_tells_whether_its_end_is_saved() -> None:
-    done = report.summary(Outcome("done"), RESULT, SAVING, 1.0, 0)
+    done = report.summary(RunOutcome("done"), RESULT, SAVING, 1.0, 0)
     assert done["saved"] is True
     assert "not_saved" not in done
     assert "saved" not in report.table(done)
 
-    lost = report.summary(Outcome("done", 15), RESULT, SAVING, 1.0, 0, "the disk is full")
+    lost = report.summary(RunOutcome("done", 15), RESULT, SAVING, 1.0, 0, "the disk is full")
     assert (lost["status"], lost["saved"], lost["not_saved"]) == ("done", False, "the disk is full")
     assert report.table(lost).splitlines()[-1] == f"  saved           {report.NOT_SAVED}"
     assert report.table(lost, coloured=True).splitlines()[-1].startswith("\x1b[31m  saved ")
 
-    interrupted = report.summary(Outcome("interrupted", 130), RESULT, SAVING, 1.0, 0)
+    interrupted = report.summary(RunOutcome("interrupted", 130), RESULT, SAVING, 1.0, 0)
     assert interrupted["saved"] is None
-    assert report.summary(Outcome("interrupted", 130), RESULT, SAVING, 1.0, 0, "")["saved"] is True
-    interrupted = report.summary(Outcome("interrupted", 130), RESULT, SAVING, 1.0, 0, "the disk is full")
+    assert (
+        report.summary(RunOutcome("interrupted", 130), RESULT, SAVING, 1.0, 0, "")["saved"] is True
+    )
+    interrupted = report.summary(
+        RunOutcome("interrupted", 130), RESULT, SAVING, 1.0, 0, "the disk is full"
+    )
     assert interrupted["saved"] is False
 
 
 def test_a_run_whose_servers_went_back_to_before_it_has_added_nothing() -> None:
-    resumed = Result(RESULT.status, resumed={"version": 9, "steps": 12, "samples": 400})
+    resumed = JobResult(RESULT.status, resumed={"version": 9, "steps": 12, "samples": 400})
 
     assert report.this_run(resumed) == {"steps": 0, "samples": 0, "resumed_version": 9}
 
@@ -89,7 +104,9 @@ def test_summary_file_is_whole_json(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_finite_is_null_and_said_to_people(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    content = report.summary(Outcome("done"), Result({"metrics": {"loss": None}}, "f"), SETTINGS, 1.0, 0)
+    content = report.summary(
+        RunOutcome("done"), JobResult({"metrics": {"loss": None}}, "f"), SETTINGS, 1.0, 0
+    )
 
     report.write_summary(path, {**content, "best": float("inf")})
 
@@ -136,7 +153,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 
 def test_table() -> None:
-    content = report.summary(Outcome("done"), RESULT, SETTINGS, 12.3, 1)
+    content = report.summary(RunOutcome("done"), RESULT, SETTINGS, 12.3, 1)
 
     assert report.table(content).splitlines() == [
         "  accuracy        0.987654",
@@ -150,24 +167,31 @@ def test_table() -> None:
 
 
 def test_no_name_of_a_metric_breaks_the_table() -> None:
-    result = Result({"metrics": {"": 1.0, "a\nb": 2.0, "test accuracy": 3.0, "µ": 4.0}}, "f" * 64)
+    result = JobResult(
+        {"metrics": {"": 1.0, "a\nb": 2.0, "test accuracy": 3.0, "µ": 4.0}}, "f" * 64
+    )
 
-    lines = report.table(report.summary(Outcome("done"), result, SETTINGS, 12.3, 0)).splitlines()
+    lines = report.table(report.summary(RunOutcome("done"), result, SETTINGS, 12.3, 0)).splitlines()
 
     assert [line.split("  ")[1] for line in lines[:4]] == ["''", r"'a\nb'", "test accuracy", "µ"]
 
 
 def test_a_run_that_trained_nothing_says_why() -> None:
-    result = Result({"steps": 0}, None, "no worker has registered a model")
+    result = JobResult({"steps": 0}, None, "no worker has registered a model")
 
-    content = report.summary(Outcome("done"), result, SETTINGS, 12.3, 0)
+    content = report.summary(RunOutcome("done"), result, SETTINGS, 12.3, 0)
 
     assert content["problem"] == "no worker has registered a model"
-    assert report.table(content).splitlines()[-1] == "  weights sha256  unknown: no worker has registered a model"
+    assert (
+        report.table(content).splitlines()[-1]
+        == "  weights sha256  unknown: no worker has registered a model"
+    )
 
 
 def test_box_names_process_code_remedy_log_and_the_end_of_it() -> None:
-    outcome = Outcome("failed", 10, "s1", 10, "s1 exited with 10: taken", ("w0 was killed by SIGKILL",))
+    outcome = RunOutcome(
+        "failed", 10, "s1", 10, "s1 exited with 10: taken", ("w0 was killed by SIGKILL",)
+    )
 
     lines = report.box(outcome, Path("/logs/s1.log"), ["last words"], []).splitlines()
 
@@ -183,14 +207,21 @@ def test_box_names_process_code_remedy_log_and_the_end_of_it() -> None:
 
 
 def test_box_shows_a_traceback_instead_of_the_tail() -> None:
-    lines = report.box(Outcome("failed", 1, "w0", 1, "w0 exited with 1"), None, ["tail"], ["Traceback", "ValueError"])
+    lines = report.box(
+        RunOutcome("failed", 1, "w0", 1, "w0 exited with 1"),
+        None,
+        ["tail"],
+        ["Traceback", "ValueError"],
+    )
 
     assert "│ ValueError" in lines
     assert "tail" not in lines
 
 
 def test_box_of_a_run_without_a_step_blames_no_process() -> None:
-    lines = report.box(Outcome("failed", 16, reason="nothing was trained"), Path("/logs"), [], []).splitlines()
+    lines = report.box(
+        RunOutcome("failed", 16, reason="nothing was trained"), Path("/logs"), [], []
+    ).splitlines()
 
     assert lines[0].startswith("╭─ exit code 16 ─")
     assert lines[1] == "│ nothing was trained"
@@ -201,7 +232,7 @@ def test_box_of_a_run_without_a_step_blames_no_process() -> None:
 def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
     traceback = [f"line {number}" for number in range(1000)]
 
-    lines = report.box(Outcome("failed", 1, "w0", 1, "x"), None, [], traceback).splitlines()
+    lines = report.box(RunOutcome("failed", 1, "w0", 1, "x"), None, [], traceback).splitlines()
 
     assert lines[-2] == "│ line 999"
     assert len(lines) < 100
@@ -212,7 +243,13 @@ def test_box_of_a_very_long_traceback_keeps_its_end() -> None:
     [
         (-9, True, 137, "was killed by SIGKILL"),
         (-11, True, 139, "was killed by SIGSEGV"),
-        (20, True, 20, "exited with 20: the servers were unreachable for too long, or went on without this worker"),
+        (
+            20,
+            True,
+            20,
+            "exited with 20: the servers were unreachable for too long, or went on without this "
+            "worker",
+        ),
         (21, True, 21, "exited with 21: too few workers"),
         (137, True, 137, "exited with 137: as if killed by SIGKILL"),
         (143, True, 143, "exited with 143: terminated (SIGTERM)"),

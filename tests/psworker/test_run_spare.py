@@ -29,7 +29,10 @@ while not Path("done").exists():
 def spare_of(bench: Bench, before: int = 0) -> int:
     """The spare server's pid, once it is another one than before."""
     path = bench.folder / "spare"
-    return until(lambda: path.exists() and (found := int(path.read_text())) != before and found, "a spare server")
+    return until(
+        lambda: path.exists() and (found := int(path.read_text())) != before and found,
+        "a spare server",
+    )
 
 
 def server_of(run: "subprocess.Popen[str]") -> int:
@@ -39,7 +42,9 @@ def server_of(run: "subprocess.Popen[str]") -> int:
 
 
 def test_a_spare_server_takes_the_place_of_one_that_was_killed(bench: Bench) -> None:
-    """Its arguments and its exit code are those of any server, and soon there is another spare one."""
+    """Its arguments and its exit code are those of any server, and soon there is another spare
+    one.
+    """
     run = bench.popen("--servers", "1", "--workers", "1", "--data-dir", "data", bench.script(WAITS))
     first = server_of(run)
     spare = spare_of(bench)
@@ -67,9 +72,16 @@ def test_a_spare_server_that_has_died_is_not_missed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--data-dir", "data", "--max-restarts", "0")])
-def test_there_is_no_spare_server_where_none_could_be_of_use(bench: Bench, flags: tuple[str, ...]) -> None:
+def test_there_is_no_spare_server_where_none_could_be_of_use(
+    bench: Bench, flags: tuple[str, ...]
+) -> None:
     run = bench.popen(
-        "--servers", "1", "--workers", "1", *flags, bench.script("import threading; threading.Event().wait(1)")
+        "--servers",
+        "1",
+        "--workers",
+        "1",
+        *flags,
+        bench.script("import threading; threading.Event().wait(1)"),
     )
     run.communicate(timeout=LIMIT)
 

@@ -1,12 +1,12 @@
-"""The supervisor's decisions, as transcripts: what happens on the left, what ps-run does about it on the right."""
+"""The supervisor's decisions, as transcripts: what happens on the left, what ps-run does about
+it on the right.
+"""
 
 import pytest
 
-from psworker.run.ending import Outcome
-from psworker.run.messages import (
-    Bound,
-)
-from psworker.run.supervise import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
+from psworker.launch.events import ServerBound
+from psworker.launch.outcome import RunOutcome
+from psworker.launch.supervisor import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
 from tests.support.supervisor_events import STARTED, event, play
 
 WELL = """
@@ -296,7 +296,7 @@ def test_transcript_with_snapshots(transcript: str) -> None:
 def test_the_outcome_names_the_first_failure_and_what_came_before() -> None:
     outcome = play(TRANSCRIPTS["restarts are counted over all processes"], durable=False)
 
-    assert outcome == Outcome(
+    assert outcome == RunOutcome(
         "failed",
         137,
         "w0",
@@ -309,11 +309,13 @@ def test_the_outcome_names_the_first_failure_and_what_came_before() -> None:
     )
 
 
-@pytest.mark.parametrize(("last", "ending"), [("exit s0 0", False), ("signal 2", True), ("exit w0 1", True)])
+@pytest.mark.parametrize(
+    ("last", "ending"), [("exit s0 0", False), ("signal 2", True), ("exit w0 1", True)]
+)
 def test_a_run_whose_workers_go_on_is_not_ending(last: str, ending: bool) -> None:
     machine = Supervisor(1, 2, max_restarts=0, durable=False, grace=5.0)
     machine.start(0.0)
-    machine.step(Bound("s0"), 0.0)
+    machine.step(ServerBound("s0"), 0.0)
     assert not machine.is_ending
 
     machine.step(event(last), 0.0)

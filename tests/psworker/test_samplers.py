@@ -1,4 +1,6 @@
-"""Samplers and DataLoaders that are given to `job.batches`: what they choose is honoured, or refused with a reason."""
+"""Samplers and DataLoaders that are given to `job.batches`: what they choose is honoured, or
+refused with a reason.
+"""
 
 import random
 from collections.abc import Iterator
@@ -18,13 +20,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.loop import LoopSpec
+from psworker.core.results import PushResult
 from psworker.data import order as orders
 from psworker.data.order import order_of
 from psworker.job import Job
-from psworker.optimizer import ServerOptimizer
-from psworker.results import PushResult
+from psworker.optim.optimizer import ServerOptimizer
 from tests.support.loader_ledger import Count, Ledger
 
 NUMBERS = torch.arange(10.0)
@@ -95,7 +97,7 @@ class Endless(Sampler[int]):
             yield 0
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
+# ---- order ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -109,7 +111,13 @@ def test_batches_are_runs_of_what_a_sampler_gives(workers: int) -> None:
     assert client.weights == [2, 2, 1]
     (spec,) = client.loops
     assert isinstance(spec, LoopSpec)
-    assert (spec.size, spec.sampler, spec.shuffle, spec.batches, len(spec.order)) == (5, "Evens", False, 0, 32)
+    assert (spec.size, spec.sampler, spec.shuffle, spec.batches, len(spec.order)) == (
+        5,
+        "Evens",
+        False,
+        0,
+        32,
+    )
 
 
 def test_a_sampler_with_drop_last_leaves_the_rest_out() -> None:
@@ -173,7 +181,9 @@ def test_a_sampler_draws_the_same_whatever_was_drawn_before(sampler: Any) -> Non
 
 
 def test_a_sampler_that_draws_has_another_order_in_each_pass_and_for_each_seed() -> None:
-    one, other, third = (order_of(Drawn(), 2, False, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
+    one, other, third = (
+        order_of(Drawn(), 2, False, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    )
 
     assert len({tuple(order.indices.tolist()) for order in (one, other, third)}) == 3
     assert len({order.digest for order in (one, other, third)}) == 3
@@ -206,7 +216,7 @@ def test_a_sampler_without_a_length_has_one_during_a_pass() -> None:
         optimizer.step()
 
 
-# ---- misuse ----------------------------------------------------------------------------------------------------------
+# ---- misuse --------------------------------------------------------------------------------------
 
 
 class Stopper(Sampler[int]):
@@ -223,13 +233,22 @@ DISTRIBUTED = DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ign
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch_size": 2, "sampler": Evens(), "shuffle": True}, "sampler excludes shuffle=True.*leave out shuffle"),
-        ({"batch_size": 2, "batch_sampler": Buckets()}, "batch_sampler excludes batch_size:.*leave out batch_size"),
+        (
+            {"batch_size": 2, "sampler": Evens(), "shuffle": True},
+            "sampler excludes shuffle=True.*leave out shuffle",
+        ),
+        (
+            {"batch_size": 2, "batch_sampler": Buckets()},
+            "batch_sampler excludes batch_size:.*leave out batch_size",
+        ),
         (
             {"batch_sampler": Buckets(), "shuffle": True, "drop_last": True, "sampler": Evens()},
             "batch_sampler excludes shuffle=True, drop_last, sampler",
         ),
-        ({"batch_size": 2, "sampler": DISTRIBUTED}, "sampler=DistributedSampler would divide the data twice"),
+        (
+            {"batch_size": 2, "sampler": DISTRIBUTED},
+            "sampler=DistributedSampler would divide the data twice",
+        ),
         (
             {"batch_sampler": BatchSampler(DISTRIBUTED, 2, False)},
             "batch_sampler=DistributedSampler would divide the data twice.*Try: leave it out",
@@ -240,12 +259,17 @@ DISTRIBUTED = DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ign
             r"sampler is an iterator \(list_iterator\), which gives one pass only",
         ),
         ({"batch_sampler": (x for x in [[1]])}, r"batch_sampler is an iterator \(generator\)"),
-        ({"batch_size": 2, "sampler": Evens(), "epochs": 2}, "sampler excludes epochs=2.*for epoch in range"),
+        (
+            {"batch_size": 2, "sampler": Evens(), "epochs": 2},
+            "sampler excludes epochs=2.*for epoch in range",
+        ),
         ({"batch_sampler": Buckets(), "epochs": 0}, "batch_sampler excludes epochs=0"),
         ({"batch_size": 0, "sampler": Evens()}, "batch_size must be at least 1"),
     ],
 )
-def test_what_cannot_go_together_is_refused_at_the_call(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_go_together_is_refused_at_the_call(
+    given: dict[str, Any], message: str
+) -> None:
     job, _, _ = started()
 
     with pytest.raises(InvalidRequestError, match=message):
@@ -255,18 +279,32 @@ def test_what_cannot_go_together_is_refused_at_the_call(given: dict[str, Any], m
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch_size": 2, "sampler": Stopper(["a"])}, "sampler Stopper failed to give indices: 'str'"),
-        ({"batch_size": 2, "sampler": Stopper([1.5])}, "sampler Stopper failed to give indices: 'float'"),
-        ({"batch_size": 2, "sampler": Stopper([2**70])}, "sampler Stopper failed to give indices: .*64 bits"),
+        (
+            {"batch_size": 2, "sampler": Stopper(["a"])},
+            "sampler Stopper failed to give indices: 'str'",
+        ),
+        (
+            {"batch_size": 2, "sampler": Stopper([1.5])},
+            "sampler Stopper failed to give indices: 'float'",
+        ),
+        (
+            {"batch_size": 2, "sampler": Stopper([2**70])},
+            "sampler Stopper failed to give indices: .*64 bits",
+        ),
         (
             {"batch_sampler": Stopper([1, 2])},
             "batch_sampler Stopper gave 1 instead of a list of indices. Try: sampler=",
         ),
         ({"batch_sampler": Stopper([[1], []])}, "batch_sampler Stopper gave an empty batch"),
-        ({"batch_sampler": Stopper([[1], [None]])}, "sampler Stopper failed to give indices: 'NoneType'"),
+        (
+            {"batch_sampler": Stopper([[1], [None]])},
+            "sampler Stopper failed to give indices: 'NoneType'",
+        ),
     ],
 )
-def test_what_a_sampler_must_not_give_is_refused_at_the_pass(given: dict[str, Any], message: str) -> None:
+def test_what_a_sampler_must_not_give_is_refused_at_the_pass(
+    given: dict[str, Any], message: str
+) -> None:
     """The pass has not begun then: the next one has its number."""
     job, optimizer, client = started()
 
@@ -276,21 +314,36 @@ def test_what_a_sampler_must_not_give_is_refused_at_the_pass(given: dict[str, An
     assert client.loops == [LoopSpec(0, 10, 5)]
 
 
-@pytest.mark.parametrize("given", [{"batch_size": 2, "sampler": Endless()}, {"batch_sampler": Stopper([[0] * 3] * 40)}])
-def test_a_sampler_without_an_end_is_refused(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "given", [{"batch_size": 2, "sampler": Endless()}, {"batch_sampler": Stopper([[0] * 3] * 40)}]
+)
+def test_a_sampler_without_an_end_is_refused(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(orders, "INDICES_LIMIT", 100)
     job, _, _ = started()
 
-    with pytest.raises(InvalidRequestError, match="gave more than 100 indices in a pass, and perhaps has no end"):
+    with pytest.raises(
+        InvalidRequestError, match="gave more than 100 indices in a pass, and perhaps has no end"
+    ):
         iter(job.batches(NUMBERS, **given))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch_size": 2, "sampler": Evens()}, "a stream is read in order, in this process: sampler cannot apply"),
-        ({"batch_sampler": Buckets()}, "a stream is read in order, in this process: batch_sampler cannot apply"),
-        ({"batch_size": 2, "drop_last": True, "num_workers": 1}, "drop_last, num_workers cannot apply"),
+        (
+            {"batch_size": 2, "sampler": Evens()},
+            "a stream is read in order, in this process: sampler cannot apply",
+        ),
+        (
+            {"batch_sampler": Buckets()},
+            "a stream is read in order, in this process: batch_sampler cannot apply",
+        ),
+        (
+            {"batch_size": 2, "drop_last": True, "num_workers": 1},
+            "drop_last, num_workers cannot apply",
+        ),
         ({}, "batch_size is missing"),
     ],
 )
@@ -301,7 +354,7 @@ def test_a_stream_takes_no_sampler(given: dict[str, Any], message: str) -> None:
         job.batches(Count(), **given)
 
 
-# ---- DataLoader ------------------------------------------------------------------------------------------------------
+# ---- DataLoader ----------------------------------------------------------------------------------
 
 
 def doubled(samples: list[Tensor]) -> Tensor:
@@ -313,18 +366,26 @@ def doubled(samples: list[Tensor]) -> Tensor:
     [
         ({"batch_size": 4}, {"batch_size": 4, "shuffle": False}),
         ({}, {"batch_size": 1, "shuffle": False}),
-        ({"batch_size": 4, "shuffle": True, "drop_last": True}, {"batch_size": 4, "drop_last": True}),
+        (
+            {"batch_size": 4, "shuffle": True, "drop_last": True},
+            {"batch_size": 4, "drop_last": True},
+        ),
         ({"batch_size": 4, "shuffle": True, "num_workers": 2}, {"batch_size": 4}),
         ({"batch_size": 2, "sampler": Evens()}, {"batch_size": 2, "sampler": Evens()}),
         ({"batch_sampler": Buckets(), "num_workers": 1}, {"batch_sampler": Buckets()}),
-        ({"batch_size": 4, "collate_fn": doubled}, {"batch_size": 4, "shuffle": False, "collate_fn": doubled}),
+        (
+            {"batch_size": 4, "collate_fn": doubled},
+            {"batch_size": 4, "shuffle": False, "collate_fn": doubled},
+        ),
         (
             {"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=6)},
             {"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=6)},
         ),
     ],
 )
-def test_a_data_loader_gives_the_batches_that_its_options_give(options: dict[str, Any], same: dict[str, Any]) -> None:
+def test_a_data_loader_gives_the_batches_that_its_options_give(
+    options: dict[str, Any], same: dict[str, Any]
+) -> None:
     job, optimizer, _ = started()
     other, other_optimizer, _ = started()
     given = DataLoader(NUMBERS, **options)  # type: ignore[arg-type]
@@ -361,7 +422,11 @@ def test_a_data_loader_s_epochs_and_seed_are_given_in_the_call() -> None:
 def test_a_data_loader_over_a_stream_is_read_as_the_stream() -> None:
     job, optimizer, _ = started()
 
-    assert passed(job.batches(DataLoader(Count(), batch_size=2)), optimizer) == [[0, 1], [2, 3], [4]]
+    assert passed(job.batches(DataLoader(Count(), batch_size=2)), optimizer) == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
 
 
 class Wrapped(DataLoader[Any]):
@@ -372,7 +437,11 @@ class Wrapped(DataLoader[Any]):
 @pytest.mark.parametrize(
     ("loader", "call", "message"),
     [
-        (DataLoader(NUMBERS, 2), {"batch_size": 2}, "the DataLoader says itself what batch_size is"),  # type: ignore[arg-type]
+        (
+            DataLoader(NUMBERS, 2),
+            {"batch_size": 2},
+            "the DataLoader says itself what batch_size is",
+        ),  # type: ignore[arg-type]
         (
             DataLoader(NUMBERS, 2),  # type: ignore[arg-type]
             {"shuffle": False, "num_workers": 2, "sampler": Evens()},
@@ -380,13 +449,23 @@ class Wrapped(DataLoader[Any]):
         ),
         (Wrapped(NUMBERS, 2), {}, "Wrapped has an __iter__ of its own"),
         (DataLoader(NUMBERS, batch_size=None), {}, "batch_size=None makes no batches"),  # type: ignore[arg-type]
-        (DataLoader(Count(), 2, num_workers=1), {}, "num_workers, prefetch_factor cannot apply to it"),
+        (
+            DataLoader(Count(), 2, num_workers=1),
+            {},
+            "num_workers, prefetch_factor cannot apply to it",
+        ),
         (DataLoader(Count(), 2, drop_last=True), {}, "drop_last cannot apply to it"),
-        (DataLoader(NUMBERS, 2, sampler=DISTRIBUTED), {}, "sampler=DistributedSampler would divide the data twice"),  # type: ignore[arg-type]
+        (
+            DataLoader(NUMBERS, 2, sampler=DISTRIBUTED),
+            {},
+            "sampler=DistributedSampler would divide the data twice",
+        ),  # type: ignore[arg-type]
         (DataLoader(NUMBERS, 2, sampler=Evens()), {"epochs": 2}, "sampler excludes epochs=2"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_data_loader_cannot_be_here_is_refused(loader: Any, call: dict[str, Any], message: str) -> None:
+def test_what_a_data_loader_cannot_be_here_is_refused(
+    loader: Any, call: dict[str, Any], message: str
+) -> None:
     job, _, _ = started()
 
     with pytest.raises(InvalidRequestError, match=message):

@@ -16,13 +16,18 @@ LIMIT = 60.0
 # No torch and no servers: only what runs the script.
 RUN = """
 import sys
-from psworker.script import Script, run
+from psworker.launch.script import Script, run
 sys.exit(run(Script(sys.argv[2], sys.argv[1] == "module", tuple(sys.argv[4:])), debug=sys.argv[3] == "debug"))
 """
 
 
 def popen(
-    target: str, *args: str, folder: Path, module: bool = False, debug: bool = False, **environment: str
+    target: str,
+    *args: str,
+    folder: Path,
+    module: bool = False,
+    debug: bool = False,
+    **environment: str,
 ) -> subprocess.Popen[str]:
     how = ["module" if module else "file", target, "debug" if debug else ""]
     return subprocess.Popen(
@@ -79,7 +84,13 @@ print(json.dumps([own, kinds, spec, sys.argv, sys.path[0], sys.modules["__main__
     "target", ["inner/train.py", "link.py", "inner", "app.zip", "bytes.pyc", "-m pack", "-m pack.a"]
 )
 def test_a_script_finds_what_it_would_without_us(tmp_path: Path, target: str) -> None:
-    for name in ("inner/train.py", "inner/__main__.py", "pack/__init__.py", "pack/__main__.py", "pack/a.py"):
+    for name in (
+        "inner/train.py",
+        "inner/__main__.py",
+        "pack/__init__.py",
+        "pack/__main__.py",
+        "pack/a.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(PROBE if "init" not in name else "")
     (tmp_path / "link.py").symlink_to("inner/train.py")
@@ -87,7 +98,11 @@ def test_a_script_finds_what_it_would_without_us(tmp_path: Path, target: str) ->
         app.write(tmp_path / "inner" / "__main__.py", "__main__.py")
     py_compile.compile(str(tmp_path / "inner" / "train.py"), str(tmp_path / "bytes.pyc"))
     plain = subprocess.run(
-        [sys.executable, *target.split(), "--lr", "1"], cwd=tmp_path, capture_output=True, timeout=LIMIT, check=True
+        [sys.executable, *target.split(), "--lr", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=LIMIT,
+        check=True,
     )
 
     module, name = target.startswith("-m"), target.split()[-1]
@@ -106,7 +121,10 @@ def test_the_script_is_still_there_for_exit_handlers(tmp_path: Path) -> None:
 
 
 def test_a_script_may_change_the_current_folder(tmp_path: Path) -> None:
-    result = run("import os; os.chdir('/'); print(os.path.exists(__file__), __annotations__)", folder=tmp_path)
+    result = run(
+        "import os; os.chdir('/'); print(os.path.exists(__file__), __annotations__)",
+        folder=tmp_path,
+    )
 
     assert result.stdout == "True {}\n", result.stderr
 
@@ -114,14 +132,20 @@ def test_a_script_may_change_the_current_folder(tmp_path: Path) -> None:
 def test_the_scripts_own_excepthook_reports(tmp_path: Path) -> None:
     hook = "import sys\nsys.excepthook = lambda kind, error, _: print(kind.__name__, error)\n"
 
-    result = run(hook + "raise ValueError('x')", folder=tmp_path, PS_TRACEBACK_FILE=str(tmp_path / "traceback"))
+    result = run(
+        hook + "raise ValueError('x')",
+        folder=tmp_path,
+        PS_TRACEBACK_FILE=str(tmp_path / "traceback"),
+    )
 
     assert (result.returncode, result.stdout, result.stderr) == (1, "ValueError x\n", "")
     assert not (tmp_path / "traceback").exists()
 
 
 def test_an_excepthook_that_fails_hides_nothing(tmp_path: Path) -> None:
-    result = run("import sys\nsys.excepthook = lambda *_: 1 / 0\nraise ValueError('x')", folder=tmp_path)
+    result = run(
+        "import sys\nsys.excepthook = lambda *_: 1 / 0\nraise ValueError('x')", folder=tmp_path
+    )
 
     assert result.returncode == 1
     assert "ZeroDivisionError" in result.stderr
@@ -130,14 +154,22 @@ def test_an_excepthook_that_fails_hides_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_scripts_folder_is_first_and_no_other_is_lost(tmp_path: Path, safe: bool) -> None:
-    """Without -P the interpreter has put a folder of its own first: the script's replaces that one."""
+    """Without -P the interpreter has put a folder of its own first: the script's replaces that
+    one.
+    """
     (tmp_path / "train.py").write_text("import json, sys; print(json.dumps(sys.path))")
     line = [sys.executable, *(["-P"] if safe else []), "-c"]
     plain = subprocess.run(
-        [*line, "import json, sys; print(json.dumps(sys.path))"], capture_output=True, timeout=LIMIT, check=True
+        [*line, "import json, sys; print(json.dumps(sys.path))"],
+        capture_output=True,
+        timeout=LIMIT,
+        check=True,
     )
     ours = subprocess.run(
-        [*line, RUN, "file", str(tmp_path / "train.py"), ""], capture_output=True, timeout=LIMIT, check=True
+        [*line, RUN, "file", str(tmp_path / "train.py"), ""],
+        capture_output=True,
+        timeout=LIMIT,
+        check=True,
     )
 
     before, after = json.loads(plain.stdout), json.loads(ours.stdout)
@@ -149,7 +181,9 @@ def test_a_module_is_main_with_the_current_folder_first(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "train.py").write_text("import sys; print(__name__, __spec__.name, sys.argv[1:], sys.path[0])")
+    (package / "train.py").write_text(
+        "import sys; print(__name__, __spec__.name, sys.argv[1:], sys.path[0])"
+    )
 
     result = finish(popen("pack.train", "--lr", "1", folder=tmp_path, module=True))
 
@@ -158,7 +192,8 @@ def test_a_module_is_main_with_the_current_folder_first(tmp_path: Path) -> None:
 
 def test_classes_of_the_script_can_be_pickled(tmp_path: Path) -> None:
     result = run(
-        "import pickle\nclass Sample: pass\nprint(type(pickle.loads(pickle.dumps(Sample()))) is Sample)",
+        "import pickle\nclass Sample: pass\nprint(type(pickle.loads(pickle.dumps(Sample()))) is "
+        "Sample)",
         folder=tmp_path,
     )
 
@@ -209,7 +244,9 @@ def test_a_launcher_can_take_the_traceback_instead_of_stderr(tmp_path: Path) -> 
     assert file.read_text().splitlines()[-1] == "ValueError: bad data"
 
 
-EXPECTED = "from pscommon.core.errors import MismatchError\nraise MismatchError('conv1 has another shape')"
+EXPECTED = (
+    "from pscommon.core.errors import MismatchError\nraise MismatchError('conv1 has another shape')"
+)
 
 
 def test_an_expected_error_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
@@ -239,7 +276,8 @@ def test_exit_handlers_run_and_find_what_was_raised(tmp_path: Path) -> None:
 
 def test_sigterm_unwinds_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import signal\ntry:\n    print('up', flush=True); signal.pause()\nfinally:\n    print('left')\n"
+        "import signal\ntry:\n    print('up', flush=True); signal.pause()\nfinally:\n    "
+        "print('left')\n"
     )
     process = popen("train.py", folder=tmp_path)
     assert process.stdout is not None
@@ -253,7 +291,8 @@ def test_sigterm_unwinds_the_script(tmp_path: Path) -> None:
 
 def test_a_script_that_finishes_after_sigterm_is_done(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import signal, threading\ntold = threading.Event()\nsignal.signal(15, lambda *_: told.set())\n"
+        "import signal, threading\ntold = threading.Event()\nsignal.signal(15, lambda *_: "
+        "told.set())\n"
         "print('up', flush=True); told.wait()\nprint('drained')"
     )
     process = popen("train.py", folder=tmp_path)

@@ -6,29 +6,35 @@ from dataclasses import replace
 import pytest
 
 from pscommon.core.errors import MismatchError, UnreachableError
-from psworker.core.search import Described, Search
+from psworker.core.server_search import ServerDescription, ServerSearch
 
 GRACE = 5.0
 
 
 def described(
-    shard: int, shards: int = 3, job: str = "j", knows: dict[int, str] | None = None, follows: str = "s0:1"
-) -> Described:
+    shard: int,
+    shards: int = 3,
+    job: str = "j",
+    knows: dict[int, str] | None = None,
+    follows: str = "s0:1",
+) -> ServerDescription:
     """The answer of the server s<shard>:1, which knows itself and whom the test says."""
     known = {shard: f"s{shard}:1"} | (knows or {})
-    return Described(job, shard, shards, tuple(known.get(i, "") for i in range(shards)), follows)
+    return ServerDescription(
+        job, shard, shards, tuple(known.get(i, "") for i in range(shards)), follows
+    )
 
 
 EVERYBODY = {i: f"s{i}:1" for i in range(3)}
 
 
 def test_asks_only_what_was_given_at_first() -> None:
-    assert Search(["s1:1", "s2:1"], 0.0, GRACE).to_ask() == ["s1:1", "s2:1"]
+    assert ServerSearch(["s1:1", "s2:1"], 0.0, GRACE).to_ask() == ["s1:1", "s2:1"]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_answers_in_any_order_complete_it(order: tuple[int, ...]) -> None:
-    search = Search([f"s{order[0]}:1"], 0.0, GRACE)
+    search = ServerSearch([f"s{order[0]}:1"], 0.0, GRACE)
     for shard in order:
         assert not search.complete
         search.answered(f"s{shard}:1", described(shard, knows=EVERYBODY), 0.0)
@@ -39,7 +45,7 @@ def test_answers_in_any_order_complete_it(order: tuple[int, ...]) -> None:
 
 
 def test_follower_leads_to_shard_0_and_shard_0_to_all() -> None:
-    search = Search(["s2:1"], 0.0, GRACE)
+    search = ServerSearch(["s2:1"], 0.0, GRACE)
     search.answered("s2:1", described(2), 0.0)
     assert search.has_news()
     assert search.to_ask() == ["s0:1", "s2:1"]
@@ -50,7 +56,7 @@ def test_follower_leads_to_shard_0_and_shard_0_to_all() -> None:
 
 
 def test_given_address_is_used_where_the_advertised_one_is_another() -> None:
-    search = Search(["localhost:9"], 0.0, GRACE)
+    search = ServerSearch(["localhost:9"], 0.0, GRACE)
     search.answered("localhost:9", described(0, shards=1), 0.0)
 
     assert search.cluster().addresses == ("localhost:9",)
@@ -58,14 +64,14 @@ def test_given_address_is_used_where_the_advertised_one_is_another() -> None:
 
 @pytest.mark.parametrize("nowhere", ["0.0.0.0:1", "[::]:1"])
 def test_address_of_all_interfaces_leads_nowhere(nowhere: str) -> None:
-    search = Search(["s0:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1"], 0.0, GRACE)
     search.answered("s0:1", described(0, knows={1: nowhere}, shards=2), 0.0)
 
     assert nowhere not in search.to_ask()
 
 
 def test_newer_word_of_shard_0_counts_more_than_hearsay() -> None:
-    search = Search(["s1:1"], 0.0, GRACE)
+    search = ServerSearch(["s1:1"], 0.0, GRACE)
     search.answered("s1:1", described(1, knows={2: "old:1"}), 0.0)
     search.answered("s0:1", described(0, knows=EVERYBODY), 0.0)
 
@@ -74,7 +80,7 @@ def test_newer_word_of_shard_0_counts_more_than_hearsay() -> None:
 
 
 def test_introductions_wait_for_all() -> None:
-    search = Search(["s0:1", "s1:1", "s2:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1", "s1:1", "s2:1"], 0.0, GRACE)
     search.answered("s0:1", described(0), 0.0)
     search.answered("s1:1", described(1, job="", follows=""), 0.0)
     assert search.introductions() == []
@@ -87,15 +93,15 @@ def test_introductions_wait_for_all() -> None:
 
 
 def test_server_on_all_interfaces_is_introduced_by_the_address_that_works() -> None:
-    search = Search(["a:1", "b:1"], 0.0, GRACE)
-    search.answered("a:1", Described("j", 0, 2, ("0.0.0.0:1", ""), "0.0.0.0:1"), 0.0)
-    search.answered("b:1", Described("", 1, 2, ("", "0.0.0.0:1"), ""), 0.0)
+    search = ServerSearch(["a:1", "b:1"], 0.0, GRACE)
+    search.answered("a:1", ServerDescription("j", 0, 2, ("0.0.0.0:1", ""), "0.0.0.0:1"), 0.0)
+    search.answered("b:1", ServerDescription("", 1, 2, ("", "0.0.0.0:1"), ""), 0.0)
 
     assert search.introductions() == [("b:1", "a:1")]
 
 
 def test_one_address_that_leads_to_shard_0_may_wait_for_the_rest() -> None:
-    search = Search(["s0:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1"], 0.0, GRACE)
     search.answered("s0:1", described(0), 0.0)
     search.check(now=1000.0)
 
@@ -105,7 +111,7 @@ def test_one_address_that_leads_to_shard_0_may_wait_for_the_rest() -> None:
 
 
 def test_grace_starts_anew_when_something_is_learned() -> None:
-    search = Search(["s0:1", "s1:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1", "s1:1"], 0.0, GRACE)
     search.answered("s0:1", described(0), 0.0)
     search.answered("s1:1", described(1, follows=""), 4.0)
     search.answered("s0:1", described(0), 6.0)
@@ -115,7 +121,7 @@ def test_grace_starts_anew_when_something_is_learned() -> None:
 
 
 def test_silent_address_might_be_the_missing_shard() -> None:
-    search = Search(["s0:1", "x:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1", "x:1"], 0.0, GRACE)
     search.answered("s0:1", described(0), 0.0)
     search.failed("x:1", "refused")
     search.check(now=1000.0)
@@ -127,7 +133,7 @@ def test_silent_address_might_be_the_missing_shard() -> None:
 
 def test_a_server_that_answered_and_is_gone_is_what_the_search_waited_for() -> None:
     """Of another shard, which it did not know, nobody can say anything."""
-    search = Search(["s0:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1"], 0.0, GRACE)
     search.answered("s0:1", described(0, shards=2), 0.0)
     search.failed("s0:1", "refused")
     search.check(now=1000.0)
@@ -140,16 +146,18 @@ def test_a_server_that_answered_and_is_gone_is_what_the_search_waited_for() -> N
 
 
 def test_shard_0_works_with_another_server() -> None:
-    search = Search(["s0:1", "stray:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1", "stray:1"], 0.0, GRACE)
     search.answered("s0:1", described(0, shards=2, knows={1: "s1:1"}), 0.0)
-    search.answered("stray:1", Described("", 1, 2, ("", "stray:1"), "s0:1"), 0.0)
+    search.answered("stray:1", ServerDescription("", 1, 2, ("", "stray:1"), "s0:1"), 0.0)
     search.check(now=4.9)
-    with pytest.raises(MismatchError, match="stray:1 says that it is shard 1, but shard 0 at s0:1 works with s1:1"):
+    with pytest.raises(
+        MismatchError, match="stray:1 says that it is shard 1, but shard 0 at s0:1 works with s1:1"
+    ):
         search.check(now=5.0)
 
 
 def test_follower_that_has_not_joined_is_named() -> None:
-    search = Search(["s0:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1"], 0.0, GRACE)
     search.answered("s0:1", described(0, shards=2, knows={1: "s1:1"}), 0.0)
     search.answered("s1:1", described(1, shards=2, job=""), 0.0)
 
@@ -159,11 +167,11 @@ def test_follower_that_has_not_joined_is_named() -> None:
 
 def test_nonsense_is_refused() -> None:
     with pytest.raises(MismatchError, match="shard 3 of 3"):
-        Search(["a:1"], 0.0, GRACE).answered("a:1", Described("j", 3, 3, (), ""), 0.0)
+        ServerSearch(["a:1"], 0.0, GRACE).answered("a:1", ServerDescription("j", 3, 3, (), ""), 0.0)
 
 
 def test_server_may_get_another_job_but_not_another_place() -> None:
-    search = Search(["s0:1"], 0.0, GRACE)
+    search = ServerSearch(["s0:1"], 0.0, GRACE)
     search.answered("s0:1", described(0, shards=2), 0.0)
     search.answered("s0:1", described(0, shards=2, job="restarted"), 0.0)
     with pytest.raises(MismatchError, match="not servers of one job"):
@@ -172,14 +180,14 @@ def test_server_may_get_another_job_but_not_another_place() -> None:
 
 def test_while_the_number_of_servers_changes_who_knows_of_it_counts() -> None:
     """2 became 3: one has not heard of it, and one that was asked has left since."""
-    search = Search(["s1:1", "s0:1"], 0.0, GRACE)
+    search = ServerSearch(["s1:1", "s0:1"], 0.0, GRACE)
     search.answered("s1:1", described(1, shards=2, knows=EVERYBODY), 0.0)
     search.answered("s0:1", replace(described(0, knows=EVERYBODY), layout=1), 0.0)
     assert not search.complete
     search.answered("s2:1", replace(described(2, knows=EVERYBODY), layout=1), 0.0)
     assert search.cluster().addresses == ("s0:1", "s1:1", "s2:1")
 
-    fewer = Search(["s1:1", "s0:1"], 0.0, GRACE)
+    fewer = ServerSearch(["s1:1", "s0:1"], 0.0, GRACE)
     fewer.answered("s1:1", described(1, shards=2), 0.0)
     fewer.answered("s0:1", replace(described(0, shards=1), layout=1), 0.0)
     assert fewer.cluster().addresses == ("s0:1",)
@@ -187,7 +195,7 @@ def test_while_the_number_of_servers_changes_who_knows_of_it_counts() -> None:
 
 def test_a_server_that_is_about_to_leave_is_no_nonsense() -> None:
     """3 became 1: two that were given have heard of it, and have not ended yet."""
-    search = Search(["s2:1", "s1:1", "s0:1"], 0.0, GRACE)
+    search = ServerSearch(["s2:1", "s1:1", "s0:1"], 0.0, GRACE)
     search.answered("s2:1", replace(described(2, shards=1, knows={0: "s0:1"}), layout=1), 0.0)
     search.answered("s1:1", described(1, shards=3), 0.0)
     search.answered("s0:1", replace(described(0, shards=1), layout=1), 0.0)

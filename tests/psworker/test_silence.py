@@ -4,15 +4,17 @@ import logging
 
 import pytest
 
-from psworker.lease import Silence
+from psworker.connection.membership import SilenceLogger
 
 LOST = "shard 0 at a:1 (Heartbeat) did not answer in time"
 
 
 def told(caplog: pytest.LogCaptureFixture, answers: str, seconds: float = 1.0) -> list[str]:
-    """What is said of heartbeats so many seconds apart: "." for one that was answered, "x" for one that was not."""
+    """What is said of heartbeats so many seconds apart: "." for one that was answered, "x" for
+    one that was not.
+    """
     caplog.set_level(logging.INFO, "psworker")
-    silence = Silence(7, 0.0)
+    silence = SilenceLogger(7, 0.0)
     for number, answer in enumerate(answers, 1):
         silence.look(number * seconds, LOST if answer == "x" else "")
     return caplog.messages

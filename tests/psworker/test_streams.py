@@ -1,4 +1,6 @@
-"""Streams as a script sees them: in order, from where it had counted, with the end of each source found in time."""
+"""Streams as a script sees them: in order, from where it had counted, with the end of each
+source found in time.
+"""
 
 import random
 from collections.abc import Iterator
@@ -10,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import psworker
+from pscommon.core.data_stream import StreamSpec
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.log import BatchKey
-from pscommon.core.stream import StreamSpec
+from pscommon.core.log_entries import BatchKey
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
+from psworker.data.stream_dataset import StreamReader
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.optimizer import ServerOptimizer
-from psworker.results import PushResult
-from psworker.streams import Stream
+from psworker.optim.optimizer import ServerOptimizer
 
 
 class Recorder(LocalClient):
@@ -101,17 +103,28 @@ def test_a_push_says_how_many_samples_it_found_and_whether_the_source_ends() -> 
 def test_a_reader_goes_to_where_the_ledger_says() -> None:
     """A source that another worker had begun, a batch that came back, one behind the end."""
     spec, data = StreamSpec(0, sources=2, batch_size=3), Sources(10, 7)
-    stream = Stream(spec, data, list, seed=None)
-    read = {where: stream.read(spec.number(*where)) for where in [(1, 1), (1, 2), (0, 2), (0, 1), (1, 5)]}
+    stream = StreamReader(spec, data, list, seed=None)
+    read = {
+        where: stream.read(spec.number(*where))
+        for where in [(1, 1), (1, 2), (0, 2), (0, 1), (1, 5)]
+    }
 
-    assert [samples for _, samples in read.values()] == [[13, 14, 15], [16], [6, 7, 8], [3, 4, 5], []]
+    assert [samples for _, samples in read.values()] == [
+        [13, 14, 15],
+        [16],
+        [6, 7, 8],
+        [3, 4, 5],
+        [],
+    ]
     assert [found.key.end for found, _ in read.values()] == [False, True, False, False, True]
     assert data.opened == [(1, 3), (0, 6), (0, 3), (1, 15)]
 
 
 def test_an_iterable_dataset_passes_over_what_has_counted() -> None:
     spec = StreamSpec(0, sources=1, batch_size=4)
-    stream = Stream(spec, psworker.streams.stream_of(Count(10), 1), list, seed=None)
+    stream = StreamReader(
+        spec, psworker.data.stream_dataset.stream_of(Count(10), 1), list, seed=None
+    )
 
     assert stream.read(spec.number(0, 2))[1] == [8, 9]
 
@@ -123,13 +136,13 @@ class Noisy:
 
 def test_what_is_drawn_for_a_sample_does_not_depend_on_where_reading_began() -> None:
     spec = StreamSpec(0, sources=1, batch_size=3)
-    whole, later = (Stream(spec, Noisy(), list, seed=5) for _ in range(2))
+    whole, later = (StreamReader(spec, Noisy(), list, seed=5) for _ in range(2))
     together = [whole.read(spec.number(0, place))[1] for place in range(3)]
 
     assert later.read(spec.number(0, 2))[1] == together[2]
     assert later.read(spec.number(0, 1))[1] == together[1]
     assert len({noise for batch in together for _, noise in batch}) == 9
-    assert Stream(spec, Noisy(), list, seed=6).read(0)[1] != together[0]
+    assert StreamReader(spec, Noisy(), list, seed=6).read(0)[1] != together[0]
 
 
 def test_a_script_s_randomness_is_that_of_the_batch() -> None:

@@ -1,4 +1,6 @@
-"""The worker's tapes and whom it offers them to. The servers are a lane that attaches in this process, or does not."""
+"""The worker's tapes and whom it offers them to. The servers are a lane that attaches in this
+process, or does not.
+"""
 
 import logging
 import stat
@@ -10,65 +12,81 @@ import numpy as np
 import pytest
 
 from pscommon.core.errors import FencedError, InvalidRequestError, UnreachableError
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.tape import Plan
-from pscommon.shared_memory import FOLDER, Attached, NotSharedError, Offer, attach
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import PartitionPlan
+from pscommon.system.shared_memory import (
+    FOLDER,
+    AttachedRegion,
+    MemoryOffer,
+    NotSharedError,
+    attach,
+)
 from psproto.v1 import parameter_server_pb2 as ps
-from psworker.lease import Place
-from psworker.parts import Move
-from psworker.tapes import Tapes
+from psworker.connection.membership import WorkerMembership
+from psworker.exchange.shared_buffers import ClientBuffers
+from psworker.exchange.transfer import ShardTransfer
 
 TENSORS = (TensorSpec("w", (5000,), "float32"), TensorSpec("mean", (900,), "float32", "buffer"))
-PLAN = Plan(ModelSpec(TENSORS, OptimizerSpec("sgd")), 2)
-PLACE = Place("job-1", 7)
+PLAN = PartitionPlan(ModelSpec(TENSORS, OptimizerSettings("sgd")), 2)
+PLACE = WorkerMembership("job-1", 7)
 
 Hook = Callable[[], None]
 
 
 class Servers:
-    """Two of them; `before` is called in place of shard 1's answer when it is asked next, and may raise."""
+    """Two of them; `before` is called in place of shard 1's answer when it is asked next, and
+    may raise.
+    """
 
     def __init__(self) -> None:
         self.addresses = ["shard 0", "shard 1"]
         self.requests: list[tuple[int, ps.AttachMemoryRequest]] = []
         self.modes: list[int] = []
-        self.memory: dict[int, Attached] = {}
+        self.memory: dict[int, AttachedRegion] = {}
         self.refuses: dict[int, str] = {}
         self.before: Hook = lambda: None
 
-    def attach(self, shard: int, request: ps.AttachMemoryRequest, timeout: float) -> ps.AttachMemoryResponse:
+    def attach(
+        self, shard: int, request: ps.AttachMemoryRequest, timeout: float
+    ) -> ps.AttachMemoryResponse:
         self.requests.append((shard, request))
         self.modes.append(stat.S_IMODE((FOLDER / request.name).stat().st_mode))
         if shard == 1:
             self.before()
         if shard in self.refuses:
             return ps.AttachMemoryResponse(reason=self.refuses[shard])
-        self.memory[shard] = attach(Offer(request.name, request.token, request.nbytes))
+        self.memory[shard] = attach(MemoryOffer(request.name, request.token, request.nbytes))
         return ps.AttachMemoryResponse(attached=True)
 
     def tape(self, shard: int, half: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """As the server sees it: 0 the gradients, 1 the weights."""
-        return np.frombuffer(self.memory[shard].memory, np.uint8)[half * PLAN.nbytes :][: PLAN.nbytes]
+        return np.frombuffer(self.memory[shard].memory, np.uint8)[half * PLAN.nbytes :][
+            : PLAN.nbytes
+        ]
 
 
-def offered(lanes: Any = "auto", **refuses: str) -> tuple[Tapes, Any]:
+def offered(lanes: Any = "auto", **refuses: str) -> tuple[ClientBuffers, Any]:
     servers: Any = Servers()
     servers.refuses = {int(shard[1:]): reason for shard, reason in refuses.items()}
-    tapes = Tapes(PLAN.nbytes, lanes)
+    tapes = ClientBuffers(PLAN.nbytes, lanes)
     tapes.gradients[:4], tapes.weights[:4] = b"grad", b"weig"
     tapes.offer(servers, PLACE, 5.0)
     return tapes, servers
 
 
 def files(servers: Servers) -> list[Path]:
-    return [FOLDER / request.name for _, request in servers.requests if (FOLDER / request.name).exists()]
+    return [
+        FOLDER / request.name for _, request in servers.requests if (FOLDER / request.name).exists()
+    ]
 
 
 def test_offer_is_one_file_that_is_ours_alone_and_has_no_name_afterwards() -> None:
     tapes, servers = offered()
 
     assert [shard for shard, _ in servers.requests] == [0, 1]
-    assert {(r.job, r.worker, r.memory, r.nbytes) for _, r in servers.requests} == {("job-1", 7, 1, 2 * PLAN.nbytes)}
+    assert {(r.job, r.worker, r.memory, r.nbytes) for _, r in servers.requests} == {
+        ("job-1", 7, 1, 2 * PLAN.nbytes)
+    }
     assert servers.modes == [0o600, 0o600]
     assert files(servers) == []
     assert (tapes.number, sorted(tapes.shards)) == (1, [0, 1])
@@ -101,7 +119,9 @@ def test_offer_that_stands_is_not_repeated_and_one_that_was_ended_is() -> None:
 
 
 def test_memory_that_is_held_is_mapped_anew_when_it_is_released() -> None:
-    """Another thread may find that an offer is over while the script writes: what it wrote would be lost."""
+    """Another thread may find that an offer is over while the script writes: what it wrote would
+    be lost.
+    """
     tapes, servers = offered()
     tapes.hold()
 
@@ -122,10 +142,12 @@ def test_gradients_that_lie_elsewhere_are_copied_for_the_servers_that_share() ->
     tapes, servers = offered(_1="no")
     elsewhere = memoryview(bytearray(range(256)) * (PLAN.nbytes // 256 + 1))[: PLAN.nbytes]
     tapes.gradients[:] = bytes(PLAN.nbytes)
-    tapes.take_in(Move(PLAN, elsewhere, None))
+    tapes.take_in(ShardTransfer(PLAN, elsewhere, None))
     first, second = PLAN.range(0, "trainable"), PLAN.range(1, "trainable")
 
-    assert bytes(servers.tape(0, 0)[first.start : first.stop]) == bytes(elsewhere[first.start : first.stop])
+    assert bytes(servers.tape(0, 0)[first.start : first.stop]) == bytes(
+        elsewhere[first.start : first.stop]
+    )
     assert not any(servers.tape(0, 0)[second.start : second.stop])
 
 
@@ -134,7 +156,7 @@ def test_weights_that_belong_elsewhere_are_copied_from_those_that_wrote_them() -
         tapes, servers = offered()
         servers.tape(0, 1)[:] = 5
         elsewhere = memoryview(bytearray(b"\1" * PLAN.nbytes))
-        tapes.give_out(Move(PLAN, None, elsewhere), lost)
+        tapes.give_out(ShardTransfer(PLAN, None, elsewhere), lost)
 
         for shard, value in enumerate((5, 1 if lost else 5)):
             for role in ("trainable", "buffer"):
@@ -146,8 +168,8 @@ def test_own_tapes_are_not_copied() -> None:
     """They would be written while servers read them."""
     tapes, servers = offered()
     servers.tape(0, 1)[:] = 5
-    tapes.take_in(Move(PLAN, tapes.gradients, tapes.weights))
-    tapes.give_out(Move(PLAN, tapes.gradients, tapes.weights), ())
+    tapes.take_in(ShardTransfer(PLAN, tapes.gradients, tapes.weights))
+    tapes.give_out(ShardTransfer(PLAN, tapes.gradients, tapes.weights), ())
 
     assert set(tapes.weights) == {5}
     assert bytes(tapes.gradients[:4]) == b"grad"
@@ -168,9 +190,11 @@ def test_server_that_refuses_is_named_in_one_line(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("lanes", ["auto", "shm"])
 def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: Any) -> None:
-    """It may be starting again. Until then everything goes over gRPC, even where memory is demanded."""
+    """It may be starting again. Until then everything goes over gRPC, even where memory is
+    demanded.
+    """
     servers: Any = Servers()
-    tapes = Tapes(PLAN.nbytes, lanes)
+    tapes = ClientBuffers(PLAN.nbytes, lanes)
 
     def fails() -> None:
         servers.before = lambda: None
@@ -189,7 +213,7 @@ def test_server_that_does_not_answer_is_asked_again_with_the_next_call(lanes: An
 
 def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc() -> None:
     servers: Any = Servers()
-    tapes = Tapes(PLAN.nbytes, "auto")
+    tapes = ClientBuffers(PLAN.nbytes, "auto")
 
     def fenced() -> None:
         servers.before = lambda: None
@@ -199,16 +223,18 @@ def test_an_offer_of_a_worker_that_is_out_is_an_error_and_not_a_reason_for_grpc(
     with pytest.raises(FencedError):
         tapes.offer(servers, PLACE, 5.0)
 
-    tapes.offer(servers, Place("job-1", 8), 5.0)
+    tapes.offer(servers, WorkerMembership("job-1", 8), 5.0)
     assert sorted(tapes.shards) == [0, 1]
 
 
 def test_demanded_memory_that_one_server_refuses_is_used_by_nobody() -> None:
-    with pytest.raises(InvalidRequestError, match="--lanes shm is not possible: shard 1: no, thanks"):
+    with pytest.raises(
+        InvalidRequestError, match="--lanes shm is not possible: shard 1: no, thanks"
+    ):
         offered("shm", _1="no, thanks")
     servers: Any = Servers()
     servers.refuses = {1: "no"}
-    tapes = Tapes(PLAN.nbytes, "shm")
+    tapes = ClientBuffers(PLAN.nbytes, "shm")
     with pytest.raises(InvalidRequestError):
         tapes.offer(servers, PLACE, 5.0)
     tapes.gradients[0] = 9
@@ -225,7 +251,7 @@ def test_no_offer_where_grpc_is_wanted() -> None:
 
 def test_interrupted_offer_leaves_no_name_and_the_next_one_works() -> None:
     servers: Any = Servers()
-    tapes = Tapes(PLAN.nbytes, "auto")
+    tapes = ClientBuffers(PLAN.nbytes, "auto")
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -241,7 +267,7 @@ def test_interrupted_offer_leaves_no_name_and_the_next_one_works() -> None:
     assert (tapes.number, sorted(tapes.shards)) == (2, [0, 1])
     _, request = servers.requests[-1]
     with pytest.raises(NotSharedError, match="No such file"):
-        attach(Offer(request.name, request.token, request.nbytes))
+        attach(MemoryOffer(request.name, request.token, request.nbytes))
 
 
 def test_views_outlive_close() -> None:

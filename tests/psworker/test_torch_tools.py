@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from pscommon.core.errors import InvalidRequestError
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.optimizer import ServerOptimizer
-from psworker.results import PushResult
+from psworker.optim.optimizer import ServerOptimizer
 
 
 def started(client: LocalClient, overlap: bool = False) -> tuple[Job, ServerOptimizer, nn.Linear]:
@@ -71,14 +71,20 @@ def gradient(model: Infinite) -> float:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_what_gradscaler_leaves_out_weighs_nothing_later(first: bool, overlap: bool, unscaled: bool) -> None:
-    """first: zero_grad() comes before backward. Hooks run where there is a step, and see no scale in gradients."""
+def test_what_gradscaler_leaves_out_weighs_nothing_later(
+    first: bool, overlap: bool, unscaled: bool
+) -> None:
+    """first: zero_grad() comes before backward. Hooks run where there is a step, and see no
+    scale in gradients.
+    """
     job, model = Job(client := Watching()), Infinite()
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, overlap=overlap)
     seen: list[float] = []
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(model)))
-    for batch in job.batches(torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 2.0, 2.0, 4.0]), 2, shuffle=False):
+    for batch in job.batches(
+        torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 2.0, 2.0, 4.0]), 2, shuffle=False
+    ):
         if first:
             optimizer.zero_grad()
         scaler.scale(model(batch)).backward()  # type: ignore[no-untyped-call]
@@ -123,7 +129,9 @@ def test_gradscaler_divides_as_for_any_other_optimizer(dtype: torch.dtype) -> No
     models = [nn.Linear(30, 20, dtype=dtype) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     plain, ours = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
-    for model, optimizer in zip(models, (plain, Job(LocalClient()).optimizer(ours, models[1])), strict=True):
+    for model, optimizer in zip(
+        models, (plain, Job(LocalClient()).optimizer(ours, models[1])), strict=True
+    ):
         scaler = torch.amp.GradScaler("cpu", init_scale=3.7)
         for step in range(3):
             x = torch.randn(8, 30, dtype=dtype, generator=torch.Generator().manual_seed(step))
@@ -152,7 +160,9 @@ def test_copies_of_a_scheduler_run_ahead_and_those_of_its_optimizer_make_no_step
     scheduler = copy.deepcopy(torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
     copied = scheduler.optimizer
     model(torch.ones(4, 3)).sum().backward()
-    with pytest.raises(InvalidRequestError, match=r"a copy of a job's optimizer.*that job\.optimizer"):
+    with pytest.raises(
+        InvalidRequestError, match=r"a copy of a job's optimizer.*that job\.optimizer"
+    ):
         copied.step()
     scheduler.step()
     scheduler.step()

@@ -54,11 +54,21 @@ psworker.Clientt("host:1")
 @pytest.mark.timeout(300)
 @pytest.mark.full
 def test_scripts_as_mypy_sees_them(tmp_path: Path) -> None:
-    """One run with a cache of its own: of two runs over one cache, one can find it locked, and then mypy crashes."""
+    """One run with a cache of its own: of two runs over one cache, one can find it locked, and
+    then mypy crashes.
+    """
     pytest.importorskip("mypy")
     for name, script in {"arrays": ARRAYS, "torch_script": TORCH, "mistake": MISTAKE}.items():
         (tmp_path / f"{name}.py").write_text(script)
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary", "."]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=silent",
+        "--no-error-summary",
+        ".",
+    ]
 
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
 
@@ -68,7 +78,9 @@ def test_scripts_as_mypy_sees_them(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    spec = psworker.OptimizerSpec("adam", lr=np.float32(0.5), betas=(np.float64(0.5), 0.25), amsgrad=np.bool_(True))
+    spec = psworker.OptimizerSpec(
+        "adam", lr=np.float32(0.5), betas=(np.float64(0.5), 0.25), amsgrad=np.bool_(True)
+    )
     assert spec.groups == ({"lr": 0.5, "betas": (0.5, 0.25), "amsgrad": True},)
     assert [type(value) for value in spec.groups[0].values()] == [float, tuple, bool]
     assert psworker.OptimizerSpec.from_json(spec.as_json()).groups == spec.groups

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from psworker.client.local_client import LocalClient
+from psworker.core.results import PushResult
 from psworker.job import Job
-from psworker.local import LocalClient
-from psworker.optimizer import ServerOptimizer
-from psworker.results import PushResult
+from psworker.optim.optimizer import ServerOptimizer
 
 NUMBERS = torch.arange(10.0)[:, None]
 

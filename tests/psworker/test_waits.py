@@ -1,4 +1,6 @@
-"""Nobody waits without a line that says for whom; and every call waits for servers that are away for a while."""
+"""Nobody waits without a line that says for whom; and every call waits for servers that are away
+for a while.
+"""
 
 import logging
 import threading
@@ -9,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import PSError, UnreachableError
-from pscommon.core.log import BatchKey
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import OptimizerSpec
-from psworker import patience
-from psworker.client import Client
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
+from psworker.connection import retry as patience
 from tests.psworker.fake_server import FakeCluster, FakeServer
 
-SGD = OptimizerSpec("sgd", ({"lr": 0.5},))
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
 ONES = {"w": np.ones(50, np.float32)}
 
 
@@ -60,17 +62,24 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     log.setLevel(level)
 
 
-def test_a_server_that_sits_on_a_push_is_named_while_it_does(cluster: FakeCluster, lines: Lines) -> None:
+def test_a_server_that_sits_on_a_push_is_named_while_it_does(
+    cluster: FakeCluster, lines: Lines
+) -> None:
     """Though no call has ended: the push's number, the shard and its address."""
     with connect(cluster) as client:
         cluster.before[1].append(lambda: _until(lines.said))
 
         client.push(ONES)
 
-    assert lines.texts[0] == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+    assert (
+        lines.texts[0]
+        == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+    )
 
 
-def test_so_is_one_that_sits_on_the_end_of_a_flow_but_the_script_is_not(cluster: FakeCluster, lines: Lines) -> None:
+def test_so_is_one_that_sits_on_the_end_of_a_flow_but_the_script_is_not(
+    cluster: FakeCluster, lines: Lines
+) -> None:
     with connect(cluster) as client:
         seen = len(cluster.beats)
         flow = client.begin()
@@ -84,7 +93,10 @@ def test_so_is_one_that_sits_on_the_end_of_a_flow_but_the_script_is_not(cluster:
         seen = len(cluster.beats)
         cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
 
-    assert lines.texts[0] == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+    assert (
+        lines.texts[0]
+        == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+    )
     assert len(lines.texts) == said
 
 
@@ -109,7 +121,9 @@ CALLS: dict[str, Callable[[Client], Any]] = {
 def test_every_call_outlives_a_server_that_is_away_for_a_while(
     cluster: FakeCluster, what: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Away, or there again and not ready; for far longer than any pause, far shorter than --connect-timeout."""
+    """Away, or there again and not ready; for far longer than any pause, far shorter than
+    --connect-timeout.
+    """
     monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.05)
 
     def away() -> None:
@@ -117,7 +131,10 @@ def test_every_call_outlives_a_server_that_is_away_for_a_while(
 
     with connect(cluster) as client:
         cluster.deal(0)
-        for hooks in (*(cluster.before[shard] for shard in (0, 1)), *map(cluster.control.__getitem__, METHODS)):
+        for hooks in (
+            *(cluster.before[shard] for shard in (0, 1)),
+            *map(cluster.control.__getitem__, METHODS),
+        ):
             hooks.extend([away] * 12)
 
         CALLS[what](client)

@@ -1,9 +1,10 @@
-"""`python -m tests.scripts`: the scripts of plain/ beside their changed/ twins, under every policy.
+"""`python -m tests.scripts`: the scripts of plain/ beside their changed/ twins, under every
+policy.
 
-Each script is the kind of code that people bring: a training loop written for one process. The twin in
-changed/ differs in the lines that README asks for. A plain run takes batches of N samples; a job of two
-workers takes N/2 each, so sync must end with the loss of the plain run where nothing in the script is
-random. `--write FILE` writes the table as Markdown.
+Each script is the kind of code that people bring: a training loop written for one process. The
+twin in changed/ differs in the lines that README asks for. A plain run takes batches of N
+samples; a job of two workers takes N/2 each, so sync must end with the loss of the plain run
+where nothing in the script is random. `--write FILE` writes the table as Markdown.
 """
 
 import argparse
@@ -93,13 +94,24 @@ def plain_loss(script: Script) -> float:
     return run(command)
 
 
-def job_loss(script: Script, workers: int, *options: str | Path, arguments: Sequence[str] = ()) -> float:
+def job_loss(
+    script: Script, workers: int, *options: str | Path, arguments: Sequence[str] = ()
+) -> float:
     """Return the loss that a job of two servers ends with."""
     ps_run = Path(sys.executable).parent / "ps-run"
     batch = ["--batch-size", str(script.batch_size // workers)]
     with tempfile.TemporaryDirectory() as folder:
         summary = Path(folder) / "summary.json"
-        cluster = ["--servers", "2", "--workers", str(workers), "--device", "cpu", "--summary", summary]
+        cluster = [
+            "--servers",
+            "2",
+            "--workers",
+            str(workers),
+            "--device",
+            "cpu",
+            "--summary",
+            summary,
+        ]
         loss = run([ps_run, *cluster, *options, HERE / "changed" / script.name, *batch, *arguments])
         status = json.loads(summary.read_text())["status"]
     if status != "done":
@@ -126,7 +138,9 @@ class Row:
         """Note a loss that differs from the plain one by more than a relative tolerance."""
         plain, loss = self.losses["plain"], self.losses[name]
         if not abs(loss - plain) <= tolerance * abs(plain):
-            self.problems.append(f"{name} {loss} differs from plain {plain} by more than {tolerance}")
+            self.problems.append(
+                f"{name} {loss} differs from plain {plain} by more than {tolerance}"
+            )
 
     @property
     def cells(self) -> list[str]:

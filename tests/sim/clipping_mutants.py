@@ -4,18 +4,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import psserver.core.job_log as job_log_module
-from pscommon.core.log import Contribution, Entry, Measure, PushKey, Report
-from pscommon.core.model import ModelSpec
-from psserver.core.clipping import Measurement
-from psserver.core.coordinator import Coordinator
-from psserver.core.pending import Pending
-from psserver.core.policy import policy
+import psserver.core.job.entry_log as job_log_module
+from pscommon.core.log_entries import Contribution, Entry, Measure, PushKey, ShardReport
+from pscommon.core.model_spec import ModelSpec
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.pending_pushes import PendingPushes
+from psserver.core.job.policy import policy
+from psserver.core.shard.clipping import Measurement
 from tests.sim.scenario import SHRINK, Scenario
 from tests.sim.servers import SimShard
 
 
-class TakesAnyMeasurement(Coordinator):
+class TakesAnyMeasurement(CoordinatorMachine):
     """Clips an update by what was measured of another one."""
 
     def _square_norm(self, contributions: tuple[Contribution, ...]) -> float | None:
@@ -24,14 +24,16 @@ class TakesAnyMeasurement(Coordinator):
         return super()._square_norm(contributions)
 
 
-class MeasurementOverReshard(Coordinator):
+class MeasurementOverReshard(CoordinatorMachine):
     """Adds up what shards of two layouts measured."""
 
     def _lay_out(self, shards: int, index: int) -> None:
         measurement = self.pending.measurement
         super()._lay_out(shards, index)
         if measurement is not None:
-            kept = {shard: value for shard, value in measurement.square_norms.items() if shard < shards}
+            kept = {
+                shard: value for shard, value in measurement.square_norms.items() if shard < shards
+            }
             self.pending.measurement = replace(measurement, square_norms=kept)
 
 
@@ -42,15 +44,17 @@ class ForgetsWhatItMeasured(SimShard):
         super().recover_machine({key: value for key, value in state.items() if key != "measured"})
 
 
-class ForgetsTheMeasurement(Coordinator):
+class ForgetsTheMeasurement(CoordinatorMachine):
     """Made again, or a standby's, it does not know what it waits for."""
 
-    def become(self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0) -> None:
+    def become(
+        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
+    ) -> None:
         super().become(whole, model, now, snapshot)
         self.pending.measurement = None
 
 
-class ClipsEachPush(Coordinator):
+class ClipsEachPush(CoordinatorMachine):
     """Clips each push of a round by its own norm instead of their average."""
 
     def _clipped(self, contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...] | None:
@@ -58,13 +62,13 @@ class ClipsEachPush(Coordinator):
         return None if None in clipped else tuple(each[0] for each in clipped if each is not None)
 
 
-class AnswersUnwritten(Coordinator):
+class AnswersUnwritten(CoordinatorMachine):
     """Acts on what shards measured without having it written down."""
 
-    def has_measured(self, report: Report) -> bool:
+    def has_measured(self, report: ShardReport) -> bool:
         return False
 
-    def reached(self, report: Report) -> None:
+    def reached(self, report: ShardReport) -> None:
         super().reached(report)
         if self.pending.measurement is not None and report.epoch == self.epoch:
             self.pending.measurement.take(report)
@@ -83,25 +87,38 @@ def first_answer(measurement: Measurement, shards: int) -> float | None:
     return next(iter(measurement.square_norms.values()), None)
 
 
-def always(pending: Pending, key: PushKey) -> bool:
+def always(pending: PendingPushes, key: PushKey) -> bool:
     """Takes 0 for the norm of a push at which some shard did not look."""
     return True
 
 
 def clipped_with_standbys_that_lag(scenario: Scenario) -> Scenario:
     return replace(
-        scenario, policy=policy("sync"), on_loss=SHRINK, workers=3, shards=3, durable=True, standbys=6, lag=True,
-        reshards=0, switches=0, clip_norm=1.0,
-    )  # fmt: skip
+        scenario,
+        policy=policy("sync"),
+        on_loss=SHRINK,
+        workers=3,
+        shards=3,
+        durable=True,
+        standbys=6,
+        lag=True,
+        reshards=0,
+        switches=0,
+        clip_norm=1.0,
+    )
 
 
 def clipped_sync(scenario: Scenario) -> Scenario:
-    return replace(scenario, policy=policy("sync"), workers=3, shards=max(2, scenario.shards), clip_norm=1.0)
+    return replace(
+        scenario, policy=policy("sync"), workers=3, shards=max(2, scenario.shards), clip_norm=1.0
+    )
 
 
 def clipped_among_cuts(scenario: Scenario) -> Scenario:
     """Logs that start a new segment between a Measure and its update."""
-    return replace(clipped_sync(scenario), durable=True, lag=False, every=1, server_kills=4, standbys=2)
+    return replace(
+        clipped_sync(scenario), durable=True, lag=False, every=1, server_kills=4, standbys=2
+    )
 
 
 SCENARIOS: Mapping[str, Callable[[Scenario], Scenario]] = {
@@ -123,5 +140,5 @@ CLASSES: dict[str, dict[str, type]] = {
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "a log that needs pushes for updates alone": (job_log_module, "counted", counted_by_updates),
     "the norm of one shard for that of all": (Measurement, "square_norm", first_answer),
-    "a push that was not measured has no norm": (Pending, "is_measured", always),
+    "a push that was not measured has no norm": (PendingPushes, "is_measured", always),
 }

@@ -1,12 +1,14 @@
-"""What survives a server of the simulated world: snapshots, and the logs of the shard and of the coordinator."""
+"""What survives a server of the simulated world: snapshots, and the logs of the shard and of the
+coordinator.
+"""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscommon.core.log import Apply, PushKey, Reject
-from psserver.core.coordinator import Coordinator
-from psserver.core.recorder import Command
+from pscommon.core.log_entries import Apply, PushKey, Reject
+from psserver.core.commands.recorder import RecordedCommand
+from psserver.core.job.coordinator import CoordinatorMachine
 from tests.sim.mirror import Mirror
 
 History = list[tuple[PushKey, ...]]
@@ -33,8 +35,8 @@ class Segment:
 
 @dataclass
 class Disk:
-    """What survives a server. parts: by index of the cut, its weights and the history of this version; log and job: of
-    the shard and the coordinator. mirror: its standby, if it has one."""
+    """What survives a server. parts: by index of the cut, its weights and the history of this
+    version; log and job: of the shard and the coordinator. mirror: its standby, if it has one."""
 
     parts: dict[int, tuple[list[float], History]] = field(default_factory=dict)
     log: list[Segment] = field(default_factory=list)
@@ -48,7 +50,9 @@ class Disk:
 
 
 def since(log: list[Segment], version: int | None) -> list[Segment]:
-    """What was written since a snapshot; of the segments that were begun at its version only the last."""
+    """What was written since a snapshot; of the segments that were begun at its version only the
+    last.
+    """
     if version is None:
         return log
     older = [segment for segment in log if segment.version <= version]
@@ -78,11 +82,13 @@ class JobJournal:
         """What was written before is void."""
         self.disk.job = [Segment(version, json.dumps(state), [], shards)]
 
-    def write(self, command: Command) -> None:
+    def write(self, command: RecordedCommand) -> None:
         self.disk.job[-1].records.append(json.dumps(command.as_json()))
         if self.disk.mirror is not None:
             self.disk.mirror.tell("command", json.dumps(command.as_json()))
 
-    def rotate(self, coordinator: Coordinator) -> None:
+    def rotate(self, coordinator: CoordinatorMachine) -> None:
         """A new segment goes on from here."""
-        self.disk.job.append(Segment(coordinator.version, json.dumps(coordinator.whole()), [], coordinator.shards))
+        self.disk.job.append(
+            Segment(coordinator.version, json.dumps(coordinator.whole()), [], coordinator.shards)
+        )

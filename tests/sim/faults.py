@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from pscommon.core.errors import InvalidRequestError, PSError
-from psserver.core.coordinator import Coordinator
-from psserver.core.recorder import Recorder
+from psserver.core.commands.recorder import Recorder
+from psserver.core.job.coordinator import CoordinatorMachine
 from tests.sim import absurd
 from tests.sim.scenario import Scenario
 from tests.sim.servers import check
@@ -25,7 +25,7 @@ class Faults:
     proofs: int
     now: float
     down: set[int]
-    coordinator: Coordinator
+    coordinator: CoordinatorMachine
     recorder: Recorder
     is_over: bool
 
@@ -39,14 +39,21 @@ class Faults:
         if self.scenario.proven:
             self.after(self.rng.random() * 0.5, lambda: self.prove_dead(victim.worker))
         others = any(not worker.draining for worker in victims if worker is not victim)
-        if not others or self.scenario.returns or self.rng.random() < 0.5 or not self.coordinator.started:
+        if (
+            not others
+            or self.scenario.returns
+            or self.rng.random() < 0.5
+            or not self.coordinator.started
+        ):
             attempt = victim.attempt + 1 if self.rng.random() < 0.5 else victim.attempt
             self.to_come += 1
             self.after(self.rng.random() * 8, lambda: self.start_worker(victim.rank, attempt))
         self.worker_ended()
 
     def prove_dead(self, worker: int | None) -> None:
-        """The system of a worker says that its process is gone, though what it sent may still be on the way."""
+        """The system of a worker says that its process is gone, though what it sent may still be
+        on the way.
+        """
         if worker is None or 0 in self.down:
             return
         self.recorder.tick(self.now, {worker: "its process has ended"})
@@ -57,11 +64,19 @@ class Faults:
         check(not waits, "others wait for worker {}, which is dead", worker)
 
     def worker_ended(self) -> None:
-        self.is_over = not self.to_come and not any(worker.alive and not worker.done for worker in self.workers)
+        self.is_over = not self.to_come and not any(
+            worker.alive and not worker.done for worker in self.workers
+        )
 
     def bring_back(self) -> None:
-        """Nobody knows any more that the job had started: who has left since is brought back by its operator."""
-        here = {worker.rank for worker in self.workers if worker.alive and not worker.done and not worker.draining}
+        """Nobody knows any more that the job had started: who has left since is brought back by
+        its operator.
+        """
+        here = {
+            worker.rank
+            for worker in self.workers
+            if worker.alive and not worker.done and not worker.draining
+        }
         for rank in sorted(set(range(self.scenario.workers)) - here):
             self.bring_back_one(rank)
 
@@ -82,21 +97,32 @@ class Faults:
 
     def hang_worker(self) -> None:
         """A worker's script makes no call for a while; its heartbeats go on."""
-        victims = [worker for worker in self.workers if worker.alive and not worker.done and worker.worker]
+        victims = [
+            worker for worker in self.workers if worker.alive and not worker.done and worker.worker
+        ]
         if victims:
             victim = self.rng.choice(victims)
-            victim.hangs_from, victim.hangs_until = self.now, self.now + self.rng.choice([4.0, 30.0])
+            victim.hangs_from, victim.hangs_until = (
+                self.now,
+                self.now + self.rng.choice([4.0, 30.0]),
+            )
 
     def drain_worker(self) -> None:
         """A worker is asked to leave, if others are left."""
-        victims = [worker for worker in self.workers if worker.alive and not worker.done and worker.used == []]
+        victims = [
+            worker
+            for worker in self.workers
+            if worker.alive and not worker.done and worker.used == []
+        ]
         if len(victims) > 1 and self.coordinator.started:
             self.rng.choice(victims).draining = True
 
     def send_absurd_requests(self) -> None:
-        """A process that is no correct worker joins and sends what it should not, or what raises a planted error.
+        """A process that is no correct worker joins and sends what it should not, or what raises
+        a planted error.
 
-        What is refused changes nothing. Its numbers are its own, so what it asks for harms only itself.
+        What is refused changes nothing. Its numbers are its own, so what it asks for harms only
+        itself.
         """
         if 0 in self.down:
             return
@@ -110,7 +136,11 @@ class Faults:
             try:
                 self.recorder.do(name, self.now, **args)
             except InvalidRequestError:
-                check(json.dumps(coordinator.state()) == before, "a refused {} changed something", name)
+                check(
+                    json.dumps(coordinator.state()) == before,
+                    "a refused {} changed something",
+                    name,
+                )
             except PSError:
                 continue
         with suppress(ZeroDivisionError, PSError):
@@ -123,7 +153,9 @@ class Faults:
         """Every shard reports a push of it that must not count."""
         before, push = self.coordinator.version, absurd.unfit_push(self.coordinator, rng, worker)
         for shard in self.shards[: self.coordinator.shards]:
-            self.recorder.report(replace(shard.machine.report(), staged=(push,), measured=None), self.now)
+            self.recorder.report(
+                replace(shard.machine.report(), staged=(push,), measured=None), self.now
+            )
         check(self.coordinator.version == before, "{} was applied", push)
         here = {shard.machine.epoch for shard in self.shards} == {self.coordinator.epoch}
         if here and self.all_ready and self.coordinator.move is None:
@@ -131,6 +163,8 @@ class Faults:
 
     def switch_policy(self) -> None:
         if 0 not in self.down:
-            row = self.rng.choice([("sync", None, None, 0), ("async", None, None, 0), ("ssp", 1, None, 0)])
+            row = self.rng.choice(
+                [("sync", None, None, 0), ("async", None, None, 0), ("ssp", 1, None, 0)]
+            )
             self.recorder.do("set_policy", self.now, row=row)
             self.flush()

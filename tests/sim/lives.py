@@ -1,12 +1,14 @@
-"""Servers of the simulated world die, come back or are followed by their standbys; and all go back to a snapshot."""
+"""Servers of the simulated world die, come back or are followed by their standbys; and all go
+back to a snapshot.
+"""
 
 import json
 import random
 from collections import Counter
 
-from pscommon.core.log import Apply, Reject
-from psserver.core.coordinator import Coordinator
-from psserver.core.recorder import Recorder
+from pscommon.core.log_entries import Apply, Reject
+from psserver.core.commands.recorder import Recorder
+from psserver.core.job.coordinator import CoordinatorMachine
 from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.mirror import Mirror, mirror_of
 from tests.sim.scenario import Scenario
@@ -19,7 +21,7 @@ class Lives:
     rng: random.Random
     scenario: Scenario
     recorder: Recorder
-    coordinator: Coordinator
+    coordinator: CoordinatorMachine
     shards: list[SimShard]
     disks: list[Disk]
     down: set[int]
@@ -38,7 +40,9 @@ class Lives:
         self.down.add(number)
         self.shards[number].up = False
         if self.coordinator.pending.measurement is not None:
-            self.amid_measures["takeover" if self.disks[number].mirror is not None else "restart"] += 1
+            self.amid_measures[
+                "takeover" if self.disks[number].mirror is not None else "restart"
+            ] += 1
         self.restarts += 1
         self.after(self.rng.random() * 4, lambda: self.start_server(number))
 
@@ -67,17 +71,26 @@ class Lives:
         elif number == 0:
             self.go_back()
         if mirror is not None and not mirror.lacks and 0 not in self.down:
-            check(self.coordinator.log.can_go_on(new.machine.report()), "shard {} cannot go on", number)
+            check(
+                self.coordinator.log.can_go_on(new.machine.report()),
+                "shard {} cannot go on",
+                number,
+            )
         self.disks[number].mirror = None
         self.shards[number].send_report()
 
     def attach_standby(self) -> None:
-        """A server that lives gets a standby; the one that it had is given up. Perhaps it dies soon."""
+        """A server that lives gets a standby; the one that it had is given up. Perhaps it dies
+        soon.
+        """
         number = self.rng.randrange(self.layout)
         shard = self.shards[number]
         if number not in self.down and shard.is_ready and self.coordinator.move is None:
             self.disks[number].mirror = mirror_of(shard, self.coordinator if number == 0 else None)
-            self.after(self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(), lambda: self.kill_server(number))
+            self.after(
+                self.rng.choice([0.02, 0.5, 5.0, 20.0]) * self.rng.random(),
+                lambda: self.kill_server(number),
+            )
 
     def recover_coordinator(self) -> None:
         mirror, saved = self.disks[0].mirror, self.saved
@@ -111,19 +124,27 @@ class Lives:
         """Be the coordinator that died, or its standby that is in sync with it."""
         before, disk, log = self.coordinator.state(), self.disks[0], self.coordinator.log
         self.recorder = (
-            promoted_coordinator(self, disk.mirror) if disk.mirror else recovered_coordinator(self, disk, self.saved)
+            promoted_coordinator(self, disk.mirror)
+            if disk.mirror
+            else recovered_coordinator(self, disk, self.saved)
         )
         after = self.coordinator.state()
         check(json.dumps(before) == json.dumps(after), "recovered {} is not {}", after, before)
         if disk.mirror:
-            check(log.after(log.base) == self.coordinator.log.after(log.base), "entries after {} are lost", log.base)
+            check(
+                log.after(log.base) == self.coordinator.log.after(log.base),
+                "entries after {} are lost",
+                log.base,
+            )
         self.recorder.journal.rotate(self.coordinator)
         self.recorder.recovered(self.now, self.generation, resumes=True)
         self.flush()
 
     def go_back(self) -> None:
         """All shards return to the newest complete snapshot, or to the beginning."""
-        check(not self.scenario.durable or self.scenario.lag, "updates are lost in spite of the log")
+        check(
+            not self.scenario.durable or self.scenario.lag, "updates are lost in spite of the log"
+        )
         self.rollbacks += 1
         self.generation += 1
         saved, self.disks[0].mirror = self.saved, None

@@ -1,11 +1,13 @@
-"""Standbys of the simulated servers: made at some moment, and told all records from then on; some tell before that."""
+"""Standbys of the simulated servers: made at some moment, and told all records from then on;
+some tell before that.
+"""
 
 import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pscommon.core.log import PushKey
-from psserver.core.coordinator import Coordinator
+from pscommon.core.log_entries import PushKey
+from psserver.core.job.coordinator import CoordinatorMachine
 
 if TYPE_CHECKING:
     from tests.sim.servers import SimShard
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Mirror:
-    """What a standby has been told: the whole state, and what came since. shards: how many there were at first.
+    """What a standby has been told: the whole state, and what came since. shards: how many there
+    were at first.
 
     whole: of the coordinator. lacks: it may not have all that its primary has told others.
     """
@@ -35,16 +38,27 @@ class Mirror:
         return [record for each, record in self.line if each == kind]
 
     def fall_behind(self, count: int) -> None:
-        """The newest were under way when the primary died, and others knew of them already (--shipping async)."""
+        """The newest were under way when the primary died, and others knew of them already
+        (--shipping async).
+        """
         self.lacks = True
         del self.line[max(0, len(self.line) - count) :]
 
 
-def mirror_of(shard: "SimShard", coordinator: Coordinator | None) -> Mirror:
+def mirror_of(shard: "SimShard", coordinator: CoordinatorMachine | None) -> Mirror:
     """A standby attaches now. coordinator: of shard 0."""
     machine = shard.machine
     staged = [shard.push_record(machine.staged[key], shard.kept[key]) for key in machine.staged]
     whole = (
-        json.dumps(coordinator.whole() | {"model": coordinator.model is not None}) if coordinator is not None else ""
+        json.dumps(coordinator.whole() | {"model": coordinator.model is not None})
+        if coordinator is not None
+        else ""
     )
-    return Mirror(shard.shards, json.dumps(machine.state()), staged, list(shard.weights), list(shard.history), whole)
+    return Mirror(
+        shard.shards,
+        json.dumps(machine.state()),
+        staged,
+        list(shard.weights),
+        list(shard.history),
+        whole,
+    )

@@ -1,25 +1,27 @@
-"""Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation proves nothing."""
+"""Bugs planted by hand, one at a time: each must be caught by the simulation, or the simulation
+proves nothing.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import psserver.core.recorder as recorder_module
-import psserver.core.updates as updates_module
+import psserver.core.commands.recorder as recorder_module
+import psserver.core.job.update_rounds as updates_module
 import tests.sim.servers as servers_module
 from pscommon.core.errors import PSError
-from pscommon.core.log import Contribution, Entry, PushKey, Reshard, Staged
-from pscommon.core.model import ModelSpec
-from psserver.core.batch_ledger import Loop
-from psserver.core.coordinator import Coordinator
-from psserver.core.ledger import Ledger
-from psserver.core.pending import Pending
-from psserver.core.policy import Policy, choose, policy
-from psserver.core.recorder import NO_DEATHS, Command, Recorder, perform
-from psserver.core.request_checks import Unfit
-from psserver.core.roster import Member, Roster
-from psserver.core.shard import Outcome, Shard
+from pscommon.core.log_entries import Contribution, Entry, PushKey, Reshard, Staged
+from pscommon.core.model_spec import ModelSpec
+from psserver.core.commands.recorder import NO_DEATHS, RecordedCommand, Recorder, perform
+from psserver.core.commands.request_checks import UnfitPush
+from psserver.core.data.data_ledger import DataLedger
+from psserver.core.data.map_loop import MapLoop
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.pending_pushes import PendingPushes
+from psserver.core.job.policy import Policy, choose, policy
+from psserver.core.shard.state_machine import PushOutcome, ShardMachine
+from psserver.core.workers.membership import Member, Membership
 from tests.sim.absurd import FAULT
 from tests.sim.disks import JobJournal
 from tests.sim.scenario import Scenario
@@ -34,12 +36,14 @@ class SumsInArrivalOrder(SimShard):
         return super().averages([counted[key] for key in self.kept if key in counted])
 
 
-class ShardForgets(Shard):
+class ShardForgets(ShardMachine):
     """Keeps no table of pushes that were counted: a repeated one is staged again."""
 
-    def outcome(self, key: PushKey) -> Outcome | None:
+    def outcome(self, key: PushKey) -> PushOutcome | None:
         return (
-            None if key not in self.staged and key.seq in self._outcomes.get(key.worker, {}) else super().outcome(key)
+            None
+            if key not in self.staged and key.seq in self._outcomes.get(key.worker, {})
+            else super().outcome(key)
         )
 
     def offer(self, push: Staged) -> bool:
@@ -47,14 +51,14 @@ class ShardForgets(Shard):
         return super().offer(push)
 
 
-class NoDuplicateCheck(Coordinator):
+class NoDuplicateCheck(CoordinatorMachine):
     """Counts every push that the shards hold, also one that was counted before."""
 
     def _forget(self, key: PushKey) -> None:
         self.pending.forget(key)
 
 
-class ReadyOnOneShard(Pending):
+class ReadyOnOneShard(PendingPushes):
     """Takes a push for staged everywhere as soon as one shard has it."""
 
     def staged(self, shard: int, staged: Staged) -> None:
@@ -62,7 +66,7 @@ class ReadyOnOneShard(Pending):
         self._ready.setdefault(staged.key, staged)
 
 
-class LosesPlaces(Coordinator):
+class LosesPlaces(CoordinatorMachine):
     """Does not give the successor of a dead worker what that was leased."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,46 +92,58 @@ class ForgetsOutcomes(SimShard):
 class ForgetsCommands(JobJournal):
     """Does not write down to whom batches were dealt."""
 
-    def write(self, command: Command) -> None:
+    def write(self, command: RecordedCommand) -> None:
         if command.name != "next_batches":
             super().write(command)
 
 
-class ForgetsEntries(Coordinator):
+class ForgetsEntries(CoordinatorMachine):
     """Gives its standby no entries that shards have not carried out yet."""
 
     def whole(self) -> dict[str, Any]:
         whole = super().whole()
-        return whole | {"log": whole["log"] | {"base": self.log.index, "digest": self.log.digest, "entries": []}}
+        return whole | {
+            "log": whole["log"] | {"base": self.log.index, "digest": self.log.digest, "entries": []}
+        }
 
 
-class ForgetsTheCut(Coordinator):
+class ForgetsTheCut(CoordinatorMachine):
     """Does not tell its standby of the snapshot that is being written."""
 
     def whole(self) -> dict[str, Any]:
         return super().whole() | {"cut": None}
 
 
-def bound_off_by_one(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]) -> Sequence[PushKey]:
+def bound_off_by_one(
+    row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
+) -> Sequence[PushKey]:
     """Lets a worker get S + 1 ahead."""
-    looser = row if row.bound is None or row.barrier else Policy(row.name, row.bound + 1, row.barrier)
+    looser = (
+        row if row.bound is None or row.barrier else Policy(row.name, row.bound + 1, row.barrier)
+    )
     return choose(looser, clocks, ready)
 
 
-def part_of_the_roster(row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]) -> Sequence[PushKey]:
+def part_of_the_roster(
+    row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
+) -> Sequence[PushKey]:
     """Closes a round with whoever has pushed."""
-    return choose(row, {w: c for w, c in clocks.items() if w in ready} if row.barrier else clocks, ready)
+    return choose(
+        row, {w: c for w, c in clocks.items() if w in ready} if row.barrier else clocks, ready
+    )
 
 
-class LosesBatchesOfTheDead(Coordinator):
+class LosesBatchesOfTheDead(CoordinatorMachine):
     """Never gives the batches of a lost worker to anybody else."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.ledger.give_back = lambda worker: self.ledger.loops.get(0) and self.ledger.loops[0].drop(worker)  # type: ignore
+        self.ledger.give_back = lambda worker: (
+            self.ledger.loops.get(0) and self.ledger.loops[0].drop(worker)
+        )  # type: ignore
 
 
-class CommitsWhenHandedOut(Loop):
+class CommitsWhenHandedOut(MapLoop):
     """Counts a batch when it is handed out instead of with the push that used it."""
 
     def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
@@ -137,7 +153,7 @@ class CommitsWhenHandedOut(Loop):
         return numbers
 
 
-class StagedOverReshard(Shard):
+class StagedOverReshard(ShardMachine):
     """Keeps what was staged for another number of shards."""
 
     def done(self, entry: Entry, square_norm: float = 0.0) -> None:
@@ -154,14 +170,14 @@ class KeepsOldBytes(SimShard):
         return True
 
 
-class AdoptsNoOutcomes(Shard):
+class AdoptsNoOutcomes(ShardMachine):
     """Joins in a move without knowing what has counted."""
 
     def adopt(self, state: Mapping[str, Any]) -> None:
         super().adopt({**state, "outcomes": []})
 
 
-class CountsInMove(Coordinator):
+class CountsInMove(CoordinatorMachine):
     """Counts pushes as soon as all shards hold them, before the move is safe on the disk."""
 
     def advance(self, now: float) -> None:
@@ -170,10 +186,12 @@ class CountsInMove(Coordinator):
         self.move = move
 
 
-class TakesAMoveForOver(Coordinator):
+class TakesAMoveForOver(CoordinatorMachine):
     """Believes, made again in a move, that the snapshot which ends it is written."""
 
-    def become(self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0) -> None:
+    def become(
+        self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
+    ) -> None:
         super().become(whole, model, now, sys.maxsize)
 
 
@@ -192,7 +210,7 @@ class ForgetsWhatItHolds(SimShard):
         self.frozen = frozen
 
 
-class TrustsTheReborn(Coordinator):
+class TrustsTheReborn(CoordinatorMachine):
     """Believes that a shard which died in a move still holds its new part."""
 
     def reborn(self, shard: int, now: float) -> None: ...
@@ -201,7 +219,9 @@ class TrustsTheReborn(Coordinator):
 RECOVERED = Recorder.recovered
 
 
-def keeps_everybody(recorder: Recorder, now: float, generation: int, whole: bool = True, resumes: bool = False) -> None:
+def keeps_everybody(
+    recorder: Recorder, now: float, generation: int, whole: bool = True, resumes: bool = False
+) -> None:
     """Lets workers go on where they stand, though who took over may lack what they were told."""
     RECOVERED(recorder, now, generation, resumes=resumes)
 
@@ -209,7 +229,9 @@ def keeps_everybody(recorder: Recorder, now: float, generation: int, whole: bool
 TICK = Recorder.tick
 
 
-def gives_up_places_of_the_dead(recorder: Recorder, now: float, deaths: Mapping[int, str] = NO_DEATHS) -> list[Member]:
+def gives_up_places_of_the_dead(
+    recorder: Recorder, now: float, deaths: Mapping[int, str] = NO_DEATHS
+) -> list[Member]:
     """Takes a proof of death for the end of a place, whatever --on-worker-loss says."""
     members = recorder.coordinator.roster.members
     for worker, proof in deaths.items():
@@ -218,12 +240,14 @@ def gives_up_places_of_the_dead(recorder: Recorder, now: float, deaths: Mapping[
     return TICK(recorder, now)
 
 
-def believes_late_messages(roster: Roster, now: float) -> list[Member]:
+def believes_late_messages(roster: Membership, now: float) -> list[Member]:
     """Takes what a dead worker sent before for a sign of life."""
     return [member for member in roster.here() if now - member.heard_at > roster.lease]
 
 
-def replay_until_an_error(coordinator: Coordinator, commands: Iterable[Command]) -> int:
+def replay_until_an_error(
+    coordinator: CoordinatorMachine, commands: Iterable[RecordedCommand]
+) -> int:
     """Stops where a recorded command raises an unexpected error."""
     for count, command in enumerate(commands):
         try:
@@ -238,12 +262,14 @@ def replay_until_an_error(coordinator: Coordinator, commands: Iterable[Command])
 class ForgetsFailedCommands(JobJournal):
     """Does not write down a command that raised an unexpected error."""
 
-    def write(self, command: Command) -> None:
+    def write(self, command: RecordedCommand) -> None:
         if FAULT not in command.args.get("metrics", ()):
             super().write(command)
 
 
-def no_unfit_pushes(coordinator: Coordinator, news: Iterable[Staged]) -> dict[PushKey, Unfit]:
+def no_unfit_pushes(
+    coordinator: CoordinatorMachine, news: Iterable[Staged]
+) -> dict[PushKey, UnfitPush]:
     """Lets every push be applied."""
     return {}
 
@@ -288,9 +314,13 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "a round closed by part of its roster": (updates_module, "choose", part_of_the_roster),
     "a push counted on one shard only": (updates_module, "Pending", ReadyOnOneShard),
     "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
-    "a dead worker is believed to live": (Roster, "expired", believes_late_messages),
+    "a dead worker is believed to live": (Membership, "expired", believes_late_messages),
     "a replay ends at a command that failed": (servers_module, "replay", replay_until_an_error),
     "an unfit push is not refused": (recorder_module, "unfit_pushes", no_unfit_pushes),
     "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),
-    "a batch counts when it is handed out": (Ledger.open.__globals__, "Loop", CommitsWhenHandedOut),
+    "a batch counts when it is handed out": (
+        DataLedger.open.__globals__,
+        "Loop",
+        CommitsWhenHandedOut,
+    ),
 }

@@ -13,7 +13,10 @@ def main() -> None:
         world.run()
     finally:
         for apply in world.decided:
-            pushes = [(c.key, [b.number for b in world.pushes[c.key].staged.batches]) for c in apply.contributions]
+            pushes = [
+                (c.key, [b.number for b in world.pushes[c.key].staged.batches])
+                for c in apply.contributions
+            ]
             print(f"version {apply.version}: {pushes}")
         for member in world.coordinator.roster:
             print(member, member.state, member.reason)

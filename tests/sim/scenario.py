@@ -3,23 +3,24 @@
 import random
 from dataclasses import dataclass, replace
 
-from psserver.core.policy import Policy, policy
-from psserver.core.rules import OnLoss
+from psserver.core.job.policy import Policy, policy
+from psserver.core.job.settings import WorkerLossMode
 
 LEASE = 5.0
-SHRINK = OnLoss()
+SHRINK = WorkerLossMode()
 HORIZON = 3000.0
 PROGRESS_TIMEOUT = 7.0
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a run looks like; `for_seed` draws one. durable: --durability log. returns: whoever dies is started again.
+    """What a run looks like; `for_seed` draws one. durable: --durability log. returns: whoever
+    dies is started again.
 
-    bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started; lag: they may lack the
-    newest records when they take over (--shipping async). proven: it is soon known for certain that a worker has died.
-    hangs: scripts that make no call for a while. absurd: processes that send absurd requests.
-    clip_norm: of the job's optimizer.
+    bad: every so-many-eth batch has NaN in its gradient. standbys: how often one is started;
+    lag: they may lack the newest records when they take over (--shipping async). proven: it is
+    soon known for certain that a worker has died. hangs: scripts that make no call for a while.
+    absurd: processes that send absurd requests. clip_norm: of the job's optimizer.
     """
 
     seed: int
@@ -31,7 +32,7 @@ class Scenario:
     accumulate: int
     loss: float
     every: int | None
-    on_loss: OnLoss = SHRINK
+    on_loss: WorkerLossMode = SHRINK
     durable: bool = False
     returns: bool = False
     worker_kills: int = 0
@@ -51,38 +52,69 @@ class Scenario:
 
     @staticmethod
     def for_seed(seed: int) -> "Scenario":
-        """Any job with any faults; every fourth is one that has to end with the bits of its quiet run."""
+        """Any job with any faults; every fourth is one that has to end with the bits of its
+        quiet run.
+        """
         rng = random.Random(seed)
         workers = rng.randint(1, 3)
         backup = rng.choice([0, 0, 1]) if workers > 1 else 0
-        row = rng.choice([policy("sync", backup=backup), policy("async"), policy("ssp", rng.choice([1, 1, 2, 3]))])
+        row = rng.choice(
+            [
+                policy("sync", backup=backup),
+                policy("async"),
+                policy("ssp", rng.choice([1, 1, 2, 3])),
+            ]
+        )
         durable = rng.random() < 0.5
         faults = rng.random() < 0.8
         standbys = rng.choice([0, 0, 1, 3]) * durable
         scenario = Scenario(
-            seed, row, workers, shards=rng.randint(1, 3), batches=rng.randint(2, 5), epochs=rng.randint(1, 2),
-            accumulate=rng.choice([1, 1, 1, 2]), loss=rng.choice([0.0, 0.05, 0.15]), every=rng.choice([None, 2, 3]),
-            on_loss=rng.choice([OnLoss(), OnLoss("wait", 20.0)]), durable=durable, returns=rng.random() < 0.5,
+            seed,
+            row,
+            workers,
+            shards=rng.randint(1, 3),
+            batches=rng.randint(2, 5),
+            epochs=rng.randint(1, 2),
+            accumulate=rng.choice([1, 1, 1, 2]),
+            loss=rng.choice([0.0, 0.05, 0.15]),
+            every=rng.choice([None, 2, 3]),
+            on_loss=rng.choice([WorkerLossMode(), WorkerLossMode("wait", 20.0)]),
+            durable=durable,
+            returns=rng.random() < 0.5,
             worker_kills=rng.choice([0, 1, 2, 3]) * faults,
             server_kills=rng.choice([0, 1, 3 if durable else 1]) * faults,
-            pauses=rng.choice([0, 0, 1]) * faults, drains=rng.choice([0, 0, 0, 1]) * (workers > 1),
-            switches=rng.choice([0, 0, 0, 1]) * durable, bad=rng.choice([0, 0, 3]) * durable,
+            pauses=rng.choice([0, 0, 1]) * faults,
+            drains=rng.choice([0, 0, 0, 1]) * (workers > 1),
+            switches=rng.choice([0, 0, 0, 1]) * durable,
+            bad=rng.choice([0, 0, 3]) * durable,
             standbys=standbys,
-            reshards=rng.choice([0, 0, 1, 2]), proven=random.Random(seed * 31 + 7).random() < 0.5,
-            absurd=2 * (seed % 5 == 1), clip_norm=random.Random(seed * 131 + 3).choice([None, 1.0, 1e9]),
-        )  # fmt: skip
+            reshards=rng.choice([0, 0, 1, 2]),
+            proven=random.Random(seed * 31 + 7).random() < 0.5,
+            absurd=2 * (seed % 5 == 1),
+            clip_norm=random.Random(seed * 131 + 3).choice([None, 1.0, 1e9]),
+        )
         if seed % 4 == 0:
             return scenario.made_reproducible(rng)
         hangs = random.Random(f"hangs of {seed}").choice([0, 0, 1]) * faults
         timeout = PROGRESS_TIMEOUT if hangs else None
-        return replace(scenario, lag=standbys > 0 and rng.random() < 0.5, hangs=hangs, progress_timeout=timeout)
+        return replace(
+            scenario, lag=standbys > 0 and rng.random() < 0.5, hangs=hangs, progress_timeout=timeout
+        )
 
     def made_reproducible(self, rng: random.Random) -> "Scenario":
         """The same job, with servers and workers that die as they like and always come back."""
         return replace(
-            self, policy=policy("sync"), on_loss=OnLoss("wait", 20.0), durable=True, returns=True, drains=0, switches=0,
-            every=rng.choice([1, 2]), server_kills=rng.randint(1, 4), worker_kills=rng.randint(0, 3),
-        )  # fmt: skip
+            self,
+            policy=policy("sync"),
+            on_loss=WorkerLossMode("wait", 20.0),
+            durable=True,
+            returns=True,
+            drains=0,
+            switches=0,
+            every=rng.choice([1, 2]),
+            server_kills=rng.randint(1, 4),
+            worker_kills=rng.randint(0, 3),
+        )
 
     @property
     def is_reproducible(self) -> bool:
@@ -92,12 +124,28 @@ class Scenario:
         if self.lag:
             return False
         stays = kept or not self.pauses
-        return row.barrier and not row.backup and self.durable and same_workers and stays and not self.hangs
+        return (
+            row.barrier
+            and not row.backup
+            and self.durable
+            and same_workers
+            and stays
+            and not self.hangs
+        )
 
     @property
     def quiet(self) -> "Scenario":
         """The same job, and nothing goes wrong."""
         return Scenario(
-            self.seed, self.policy, self.workers, self.shards, self.batches, self.epochs, self.accumulate, 0.0, None,
-            bad=self.bad, clip_norm=self.clip_norm,
-        )  # fmt: skip
+            self.seed,
+            self.policy,
+            self.workers,
+            self.shards,
+            self.batches,
+            self.epochs,
+            self.accumulate,
+            0.0,
+            None,
+            bad=self.bad,
+            clip_norm=self.clip_norm,
+        )

@@ -1,6 +1,8 @@
-"""Servers of the simulated world: the real machines, the duties of the shells around them, and their disks.
+"""Servers of the simulated world: the real machines, the duties of the shells around them, and
+their disks.
 
-A server is a process: killing it takes its memory, its disk stays. Server 0 is a shard and the coordinator.
+A server is a process: killing it takes its memory, its disk stays. Server 0 is a shard and the
+coordinator.
 """
 
 import json
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pscommon.core.log import (
+from pscommon.core.log_entries import (
     Apply,
     Begin,
     Contribution,
@@ -17,16 +19,16 @@ from pscommon.core.log import (
     Entry,
     Measure,
     PushKey,
-    Report,
     Reshard,
+    ShardReport,
     Staged,
 )
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.cuts import PartReport
-from psserver.core.move import Move
-from psserver.core.recorder import Command, Recorder, replay
-from psserver.core.roster import State
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.reshard_phase import ReshardPhase
+from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.workers.membership import WorkerState
 from tests.sim.disks import Disk, History, Saved, Segment, since
 from tests.sim.mirror import Mirror
 
@@ -38,7 +40,9 @@ UNITS = 3
 
 
 def model_of(clip_norm: float | None) -> ModelSpec:
-    return ModelSpec((TensorSpec("w", (1,), "float64"),), OptimizerSpec("sgd", clip_norm=clip_norm))
+    return ModelSpec(
+        (TensorSpec("w", (1,), "float64"),), OptimizerSettings("sgd", clip_norm=clip_norm)
+    )
 
 
 class InvariantError(AssertionError):
@@ -61,7 +65,9 @@ class Push:
 
 def gradient(number: int, base: int, unit: int) -> float:
     """Any deterministic function with a wild range of sizes."""
-    return math.sin(number * 12.9898 + base * 4.1414 + unit * 78.233) * 10.0 ** ((number * 7 + unit * 3) % 19)
+    return math.sin(number * 12.9898 + base * 4.1414 + unit * 78.233) * 10.0 ** (
+        (number * 7 + unit * 3) % 19
+    )
 
 
 def part_of(whole: Sequence[float], shard: int, shards: int) -> list[float]:
@@ -70,9 +76,11 @@ def part_of(whole: Sequence[float], shard: int, shards: int) -> list[float]:
 
 
 class SimShard:
-    """A Shard with a few weights, and the shell's duties: keep bytes, write them down, carry out entries, report.
+    """A Shard with a few weights, and the shell's duties: keep bytes, write them down, carry out
+    entries, report.
 
-    shards: how many have its numbers; frozen: those from before a move, as long as others may need them.
+    shards: how many have its numbers; frozen: those from before a move, as long as others may
+    need them.
     """
 
     def __init__(self, world: "World", shard: int, shards: int, disk: Disk) -> None:
@@ -81,7 +89,9 @@ class SimShard:
         self.disk = disk
         self.shards = shards
         self.weights: list[float] = []
-        self.frozen: tuple[int, int, list[float]] | None = None  # index of the Reshard, shards, weights
+        self.frozen: tuple[int, int, list[float]] | None = (
+            None  # index of the Reshard, shards, weights
+        )
         self.kept: dict[PushKey, list[float]] = {}
         self.history: History = []
         self.part: PartReport | None = None
@@ -95,9 +105,14 @@ class SimShard:
     def start_log(self, version: int) -> None:
         """A new segment: the machine as it is, and what is staged."""
         if self.world.scenario.durable and not self.replaying:
-            records = [self.push_record(self.machine.staged[key], self.kept[key]) for key in self.machine.staged]
+            records = [
+                self.push_record(self.machine.staged[key], self.kept[key])
+                for key in self.machine.staged
+            ]
             held = self.frozen[:2] if self.frozen is not None else None
-            self.disk.log.append(Segment(version, json.dumps(self.machine.state()), records, self.shards, held))
+            self.disk.log.append(
+                Segment(version, json.dumps(self.machine.state()), records, self.shards, held)
+            )
 
     def clear_log(self) -> None:
         """What came before is void, for a standby too."""
@@ -143,14 +158,16 @@ class SimShard:
             self.said += 1
             report, number = self.machine.report(), self.said
             recorder = self.world.recorder
-            self.world.send(lambda: self.world.recorder is recorder and self.hear_report(report, number), self)
+            self.world.send(
+                lambda: self.world.recorder is recorder and self.hear_report(report, number), self
+            )
 
     def send_part(self) -> None:
         """Its file of a snapshot is written. Said again and again: it may be lost on the way."""
         if (part := self.part) is not None:
             self.world.send(lambda: self.world.on_part(self.machine.shard, part), self)
 
-    def hear_report(self, report: Report, number: int) -> None:
+    def hear_report(self, report: ShardReport, number: int) -> None:
         """A line keeps the order of what is said on it."""
         if number > self.heard:
             self.heard = number
@@ -161,14 +178,23 @@ class SimShard:
             self.write(entry)
             self.carry_out(entry)
             self.machine.done(entry, self.measured(entry) if isinstance(entry, Measure) else 0.0)
-            self.kept = {key: value for key, value in self.kept.items() if key in self.machine.staged}
+            self.kept = {
+                key: value for key, value in self.kept.items() if key in self.machine.staged
+            }
             if isinstance(entry, Cut):
                 self.start_log(entry.version)
 
     def carry_out(self, entry: Entry) -> None:
         if isinstance(entry, Apply):
-            check(not self.machine.missing(entry), "shard {} lacks a push of {}", self.machine.shard, entry)
-            check(not self.machine.moving, "shard {} has no numbers for {}", self.machine.shard, entry)
+            check(
+                not self.machine.missing(entry),
+                "shard {} lacks a push of {}",
+                self.machine.shard,
+                entry,
+            )
+            check(
+                not self.machine.moving, "shard {} has no numbers for {}", self.machine.shard, entry
+            )
             self.apply(entry)
             self.frozen = None  # every shard holds its new part
         elif isinstance(entry, Begin):
@@ -182,20 +208,34 @@ class SimShard:
             self.send_part()
 
     def measured(self, entry: Measure) -> float:
-        check(not self.machine.missing(entry), "shard {} lacks a push of {}", self.machine.shard, entry)
+        check(
+            not self.machine.missing(entry),
+            "shard {} lacks a push of {}",
+            self.machine.shard,
+            entry,
+        )
         check(not self.machine.moving, "shard {} has no numbers for {}", self.machine.shard, entry)
         return sum(mean * mean for mean in self.averages(entry.contributions))
 
     def apply(self, entry: Apply) -> None:
         means = self.averages(entry.contributions)
-        check(len(means) == len(self.weights), "{} gradients for {} weights", len(means), len(self.weights))
+        check(
+            len(means) == len(self.weights),
+            "{} gradients for {} weights",
+            len(means),
+            len(self.weights),
+        )
         self.weights = [weight - mean for weight, mean in zip(self.weights, means, strict=True)]
         self.history.append(tuple(c.key for c in entry.contributions))
 
     def averages(self, contributions: Sequence[Contribution]) -> list[float]:
         total = sum(c.samples for c in contributions)
         shares = [(self.kept[c.key], c.samples / total * c.scale) for c in contributions]
-        check(len({len(gradient) for gradient, _ in shares}) == 1, "pushes of different layouts in {}", contributions)
+        check(
+            len({len(gradient) for gradient, _ in shares}) == 1,
+            "pushes of different layouts in {}",
+            contributions,
+        )
         means = [0.0] * len(shares[0][0])
         for gradient, share in shares:
             means = [mean + value * share for mean, value in zip(means, gradient, strict=True)]
@@ -203,7 +243,7 @@ class SimShard:
 
     # ---- another number of shards
 
-    def move_in(self, move: Move) -> None:
+    def move_in(self, move: ReshardPhase) -> None:
         """Make the new part of what the shards had before, if all who had it are there."""
         if not self.machine.moving or self.machine.index < move.index:
             return
@@ -211,7 +251,11 @@ class SimShard:
             return  # of an earlier move: a line is in order, so no shard hears of one that late
         whole: list[float] = []
         for source in self.world.shards[: move.before]:
-            if not source.up or source.frozen is None or source.frozen[:2] != (move.index, move.before):
+            if (
+                not source.up
+                or source.frozen is None
+                or source.frozen[:2] != (move.index, move.before)
+            ):
                 return
             whole += source.frozen[2]
         self.weights = part_of(whole, self.machine.shard, self.shards)
@@ -219,7 +263,7 @@ class SimShard:
         self.void()
         self.send_report()
 
-    def adopt(self, state: str, history: History, move: Move) -> None:
+    def adopt(self, state: str, history: History, move: ReshardPhase) -> None:
         """This shard is new: it knows what another one knows."""
         if self.is_ready:
             return  # told twice
@@ -265,7 +309,9 @@ class SimShard:
         self.start_log(0)
 
     def recover(self, saved: Saved | None, epoch: int) -> None:
-        """Be what this shard was: the snapshot, and its own log on top of it, if the log goes with it."""
+        """Be what this shard was: the snapshot, and its own log on top of it, if the log goes
+        with it.
+        """
         if self.asked:
             return  # told twice
         self.asked = True
@@ -285,7 +331,9 @@ class SimShard:
         self.replay(json.dumps(base), first.shards, records)
 
     def take_over(self, mirror: Mirror) -> None:
-        """Be the standby, which now is the shard. It may lack entries that were carried out and not reported yet."""
+        """Be the standby, which now is the shard. It may lack entries that were carried out and
+        not reported yet.
+        """
         if mirror.lacks:
             return self.go_on_as(mirror)
         records, told = mirror.told("record"), self.world.coordinator.log.told(self.machine.shard)
@@ -294,12 +342,15 @@ class SimShard:
                 break
             records.pop()
             self.disk.log[-1].records.pop()  # what the dead one has written is not this one's log
-            self.before = None  # the coordinator will tell them again: until then this is not what the dead one was
+            # the coordinator will tell them again: until then this is not what the dead one was
+            self.before = None
         self.weights, self.history = list(mirror.weights), list(mirror.history)
         return self.replay(mirror.state, mirror.shards, [*mirror.staged, *records])
 
     def go_on_as(self, mirror: Mirror) -> None:
-        """Whatever it lacks; what the dead one has written is of no use then, before there is another snapshot."""
+        """Whatever it lacks; what the dead one has written is of no use then, before there is
+        another snapshot.
+        """
         self.before = None
         self.weights, self.history = list(mirror.weights), list(mirror.history)
         self.disk.log = []
@@ -322,7 +373,9 @@ class SimShard:
             check(mine == theirs, "recovered {} is not {}", mine, theirs)
 
     def everything(self, moving: bool) -> Any:
-        """What a shard that is made again from its log has to be. moving: less what the move has given it."""
+        """What a shard that is made again from its log has to be. moving: less what the move has
+        given it.
+        """
         state = self.machine.state()
         if moving:
             return {**state, "moving": True}, self.frozen, self.history
@@ -332,12 +385,18 @@ class SimShard:
         self.machine.recover(state)
 
 
-def check_decision(apply: Apply, coordinator: Coordinator) -> None:
+def check_decision(apply: Apply, coordinator: CoordinatorMachine) -> None:
     """Is it what the policy promises?"""
     row = coordinator.policy
-    active = {m.worker: m.clock for m in coordinator.roster if m.state is State.ACTIVE}
+    active = {m.worker: m.clock for m in coordinator.roster if m.state is WorkerState.ACTIVE}
     counted = [c.key.worker for c in apply.contributions]
-    check(set(counted) <= set(active), "version {} counts workers {} of {}", apply.version, counted, active)
+    check(
+        set(counted) <= set(active),
+        "version {} counts workers {} of {}",
+        apply.version,
+        counted,
+        active,
+    )
     if row.barrier:
         least = max(1, len(active) - row.backup)
         check(len(counted) >= least, "round {} has {} of {}", apply.version, counted, list(active))
@@ -348,7 +407,7 @@ def check_decision(apply: Apply, coordinator: Coordinator) -> None:
         check(max(clocks) - min(clocks) <= row.bound, "clocks {} at bound {}", clocks, row.bound)
 
 
-def watch(coordinator: Coordinator) -> None:
+def watch(coordinator: CoordinatorMachine) -> None:
     """Check each decision as it is made."""
     append = coordinator.log.append
 
@@ -367,7 +426,10 @@ def recovered_coordinator(world: "World", disk: Disk, saved: Saved | None) -> Re
     if saved is not None:
         coordinator.become(json.loads(segments[0].base), world.model, world.now, saved.index)
     for segment in segments:
-        replay(coordinator, (Command.from_json(json.loads(record)) for record in segment.records))
+        replay(
+            coordinator,
+            (RecordedCommand.from_json(json.loads(record)) for record in segment.records),
+        )
     watch(coordinator)
     return Recorder(coordinator, world.recorder.journal)
 
@@ -377,6 +439,9 @@ def promoted_coordinator(world: "World", mirror: Mirror) -> Recorder:
     coordinator = world.new_coordinator(-1, mirror.shards)
     whole = json.loads(mirror.whole)
     coordinator.become(whole, world.model if whole["model"] else None, world.now)
-    replay(coordinator, (Command.from_json(json.loads(command)) for command in mirror.told("command")))
+    replay(
+        coordinator,
+        (RecordedCommand.from_json(json.loads(command)) for command in mirror.told("command")),
+    )
     watch(coordinator)
     return Recorder(coordinator, world.recorder.journal)

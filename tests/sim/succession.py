@@ -1,9 +1,11 @@
-"""One shard's primaries and standbys, over lines that break and processes that are stopped: the protocol alone.
+"""One shard's primaries and standbys, over lines that break and processes that are stopped: the
+protocol alone.
 
-The real machines of both ends (core/shipping.py, core/succession.py), a lease in memory; a shard is the list of its
-records. Clients ask for rounds: a round is a record, and its answer is told when the machine says that it may be; and
-shard 0 is told how far the shard is. Checked: no round is closed by two primaries, nothing that was told is ever
-missing, who has handed over tells nothing more while it still lives, and terms only grow for a client.
+The real machines of both ends (core/shipping.py, core/succession.py), a lease in memory; a shard
+is the list of its records. Clients ask for rounds: a round is a record, and its answer is told
+when the machine says that it may be; and shard 0 is told how far the shard is. Checked: no round
+is closed by two primaries, nothing that was told is ever missing, who has handed over tells
+nothing more while it still lives, and terms only grow for a client.
 """
 
 import heapq
@@ -11,9 +13,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from psserver.core.shipping import Phase, Shipping
-from psserver.core.succession import Succession
-from psserver.core.tenure import Tenure
+from psserver.core.shard.failover import FailoverMachine
+from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from tests.sim.servers import check
 
 BEAT = 0.5
@@ -27,12 +29,12 @@ class MemoryLease:
     """A tenure that all processes of a simulation share."""
 
     def __init__(self) -> None:
-        self.tenure: Tenure | None = None
+        self.tenure: PrimaryRecord | None = None
 
-    def read(self) -> Tenure | None:
+    def read(self) -> PrimaryRecord | None:
         return self.tenure
 
-    def swap(self, old: Tenure | None, new: Tenure) -> bool:
+    def swap(self, old: PrimaryRecord | None, new: PrimaryRecord) -> bool:
         if self.tenure != old:
             return False
         self.tenure = new
@@ -50,14 +52,14 @@ class Round:
 
 @dataclass
 class Process:
-    """A server: a primary (shipping) or a standby (succession). awake_at: until then it is stopped. over: how many
-    records its successor began with, to which it has handed over."""
+    """A server: a primary (shipping) or a standby (succession). awake_at: until then it is
+    stopped. over: how many records its successor began with, to which it has handed over."""
 
     name: str
     alive: bool = True
     awake_at: float = 0.0
-    shipping: Shipping | None = None
-    succession: Succession | None = None
+    shipping: ReplicationMachine | None = None
+    succession: FailoverMachine | None = None
     records: list[str] = field(default_factory=list)
     waiting: list[Round] = field(default_factory=list)
     over: int | None = None
@@ -65,11 +67,11 @@ class Process:
 
 
 class Succeeding:
-    """A history of one shard, from a seed. sync: how the primaries ship. locked: there is a failover lock; without it
-    none of them dies, and only an operator makes a standby primary."""
+    """A history of one shard, from a seed. sync: how the primaries ship. locked: there is a
+    failover lock; without it none of them dies, and only an operator makes a standby primary."""
 
-    shipping_class: type[Shipping] = Shipping
-    succession_class: type[Succession] = Succession
+    shipping_class: type[ReplicationMachine] = ReplicationMachine
+    succession_class: type[FailoverMachine] = FailoverMachine
     follows_lower_terms = False
     locked = True
 
@@ -81,11 +83,13 @@ class Succeeding:
         self.lease, self.now, self.count = MemoryLease() if self.locked else None, 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.cut_until = 0.0
-        self.told: dict[int, tuple[str, str, int]] = {}  # by round: which record, by whom, in which term
+        self.told: dict[
+            int, tuple[str, str, int]
+        ] = {}  # by round: which record, by whom, in which term
         self.believed: dict[int, tuple[str, int]] = {}
         self.highest = self.takeovers = self.deposed = self.alone = self.switches = 0
         self.processes: dict[str, Process] = {}
-        first = Tenure(1, "p0")
+        first = PrimaryRecord(1, "p0")
         if self.lease is not None:
             self.lease.swap(None, first)
         self.add(Process("p0", shipping=self.shipping_class(first, self.lease, self.sync, 0.0)))
@@ -140,7 +144,7 @@ class Succeeding:
     def tick(self, process: Process) -> None:
         if process.shipping is not None:
             process.shipping.tick(self.now)
-            self.alone += process.shipping.phase is Phase.ALONE
+            self.alone += process.shipping.phase is ReplicationPhase.ALONE
             self.report(process, process.shipping)
             self.answer(process)
         elif process.succession is not None:
@@ -151,7 +155,7 @@ class Succeeding:
     def beat(self, process: Process) -> None:
         """The primary's line is never silent."""
         shipping = process.shipping
-        if shipping is not None and shipping.phase is not Phase.ALONE:
+        if shipping is not None and shipping.phase is not ReplicationPhase.ALONE:
             self.ship(process, None)
         if process.alive:
             self.after(BEAT, self.on(process, lambda: self.beat(process)))
@@ -163,11 +167,16 @@ class Succeeding:
         assert shipping is not None
         ticket = shipping.append() if record is not None else shipping.sent
         if ticket or record is None:
-            self.send(process, lambda standby, line: self.hear(standby, process.name, line, ticket, record))
+            self.send(
+                process,
+                lambda standby, line: self.hear(standby, process.name, line, ticket, record),
+            )
         return ticket
 
     def send(self, process: Process, deliver: Callable[[Process, int], None]) -> None:
-        """To the standby of the line of now; nothing overtakes anything, and a line that is cut loses the rest."""
+        """To the standby of the line of now; nothing overtakes anything, and a line that is cut
+        loses the rest.
+        """
         shipping = process.shipping
         assert shipping is not None
         if not shipping.standby:
@@ -194,9 +203,11 @@ class Succeeding:
         process.waiting.append(Round(len(process.records), shipping.line, ticket))
         self.answer(process)
 
-    def report(self, process: Process, shipping: Shipping) -> None:
-        """Shard 0 is to hear how far this shard is, once its standby is as far: of all records, be there none since."""
-        newest = shipping.sent if shipping.phase is not Phase.ALONE else 0
+    def report(self, process: Process, shipping: ReplicationMachine) -> None:
+        """Shard 0 is to hear how far this shard is, once its standby is as far: of all records,
+        be there none since.
+        """
+        newest = shipping.sent if shipping.phase is not ReplicationPhase.ALONE else 0
         process.waiting.append(Round(len(process.records), shipping.line, newest))
 
     def answer(self, process: Process) -> None:
@@ -205,7 +216,10 @@ class Succeeding:
         for each in list(process.waiting):
             if shipping.may_tell(each.line, each.ticket, self.now):
                 process.waiting.remove(each)
-                for number in (*range(len(self.told) + 1, each.number), *([each.number] if each.number else [])):
+                for number in (
+                    *range(len(self.told) + 1, each.number),
+                    *([each.number] if each.number else []),
+                ):
                     self.tell(process, number, shipping.term)
         if shipping.deposed:
             self.deposed += 1
@@ -213,25 +227,45 @@ class Succeeding:
 
     def tell(self, process: Process, number: int, term: int) -> None:
         record, known = process.records[number - 1], self.told.get(number)
-        check(process.over is None or number <= process.over, "{} told {} after it handed over", process.name, number)
+        check(
+            process.over is None or number <= process.over,
+            "{} told {} after it handed over",
+            process.name,
+            number,
+        )
         if self.sync or (known is not None and known[2] == term):
-            check(known is None or known[0] == record, "round {} was closed as {} and as {}", number, known, record)
+            check(
+                known is None or known[0] == record,
+                "round {} was closed as {} and as {}",
+                number,
+                known,
+                record,
+            )
         self.told[number] = (record, process.name, term)
         delay = 0.01 if self.rng.random() < 0.9 else self.rng.random() * 5.0
         self.after(delay, lambda: self.believe(number, record, term))
 
     def believe(self, number: int, record: str, term: int) -> None:
-        """A client (or another shard) hears how a round ended, perhaps late, and refuses what is of a lower term."""
+        """A client (or another shard) hears how a round ended, perhaps late, and refuses what is
+        of a lower term.
+        """
         if term < self.highest and not self.follows_lower_terms:
             return
         self.highest = max(term, self.highest)
         known, known_term = self.believed.get(number, (record, term))
-        check(known == record or term > known_term, "round {} was {}, now {} of term {}", number, known, record, term)
+        check(
+            known == record or term > known_term,
+            "round {} was {}, now {} of term {}",
+            number,
+            known,
+            record,
+            term,
+        )
         self.believed[number] = (record, term)
 
     # ---- the standby
 
-    def follow(self, process: Process, succession: Succession) -> None:
+    def follow(self, process: Process, succession: FailoverMachine) -> None:
         primaries = [p for p in self.processes.values() if p.shipping is not None and p.alive]
         primary = self.rng.choice(primaries) if primaries else None
         if process.listens_to == ("", 0) and primary is not None and self.now >= self.cut_until:
@@ -248,7 +282,7 @@ class Succeeding:
             return
         if standby.listens_to != ("", 0):
             return
-        if shipping.phase is not Phase.ALONE:
+        if shipping.phase is not ReplicationPhase.ALONE:
             if shipping.standby == standby.name:
                 shipping.lose(shipping.line)  # its line is cut, for it is here again
             return
@@ -257,9 +291,14 @@ class Succeeding:
         state, term = list(primary.records), shipping.term
         ticket = shipping.append()
         shipping.loaded()
-        self.send(primary, lambda process, line: self.load(process, primary.name, line, ticket, state, term))
+        self.send(
+            primary,
+            lambda process, line: self.load(process, primary.name, line, ticket, state, term),
+        )
 
-    def load(self, process: Process, primary: str, line: int, ticket: int, state: list[str], term: int) -> None:
+    def load(
+        self, process: Process, primary: str, line: int, ticket: int, state: list[str], term: int
+    ) -> None:
         succession = process.succession
         if succession is None:
             return
@@ -270,7 +309,9 @@ class Succeeding:
         succession.loaded = True
         self.hear(process, primary, line, ticket, None)
 
-    def hear(self, process: Process, primary: str, line: int, ticket: int, record: str | None) -> None:
+    def hear(
+        self, process: Process, primary: str, line: int, ticket: int, record: str | None
+    ) -> None:
         succession = process.succession
         if succession is None:
             return
@@ -286,7 +327,7 @@ class Succeeding:
 
         self.after(0.01, self.on(source, acked))
 
-    def promote(self, process: Process, tenure: Tenure) -> None:
+    def promote(self, process: Process, tenure: PrimaryRecord) -> None:
         self.takeovers += 1
         succession, process.succession = process.succession, None
         assert succession is not None
@@ -295,14 +336,29 @@ class Succeeding:
             process.shipping = self.shipping_class(tenure, self.lease, self.sync, self.now)
             if succession.whole:
                 for number, (record, name, _) in self.told.items():
-                    held = process.records[number - 1] if number <= len(process.records) else "nothing"
-                    check(held == record, "{} has {} where {} told {}", process.name, held, name, record)
+                    held = (
+                        process.records[number - 1] if number <= len(process.records) else "nothing"
+                    )
+                    check(
+                        held == record,
+                        "{} has {} where {} told {}",
+                        process.name,
+                        held,
+                        name,
+                        record,
+                    )
             else:  # what it lacks is done again: rounds that were told may be closed anew, in a higher term
                 self.told = {n: each for n, each in self.told.items() if n <= len(process.records)}
-                highest_alive = [p for p in self.processes.values() if p.shipping and p is not process and p.alive]
+                highest_alive = [
+                    p
+                    for p in self.processes.values()
+                    if p.shipping and p is not process and p.alive
+                ]
                 for other in highest_alive:
                     assert other.shipping is not None
-                    now_tells = other.awake_at <= self.now and other.shipping.may_tell(0, 0, self.now)
+                    now_tells = other.awake_at <= self.now and other.shipping.may_tell(
+                        0, 0, self.now
+                    )
                     check(not now_tells, "{} and {} both answer", process.name, other.name)
             self.newcomer()
 
@@ -322,7 +378,9 @@ class Succeeding:
         """Of the two, any; a standby's place is filled again."""
         alive = [process for process in self.processes.values() if process.alive]
         victim = self.rng.choice(alive)
-        standbys = [process for process in alive if process.succession is not None and process is not victim]
+        standbys = [
+            process for process in alive if process.succession is not None and process is not victim
+        ]
         if victim.succession is not None:
             victim.alive = False
             self.newcomer()
@@ -332,24 +390,45 @@ class Succeeding:
     def stop(self) -> None:
         """SIGSTOP, and later SIGCONT: for less or for longer than it takes to be given up."""
         process = self.rng.choice([process for process in self.processes.values() if process.alive])
-        process.awake_at = max(process.awake_at, self.now + self.rng.choice([0.3, 1.5, 2.1, 4.0, 8.0]))
+        process.awake_at = max(
+            process.awake_at, self.now + self.rng.choice([0.3, 1.5, 2.1, 4.0, 8.0])
+        )
 
     def switch(self) -> None:
-        """Somebody wants the standby to be primary: the primary hands over to it, if it is in sync."""
+        """Somebody wants the standby to be primary: the primary hands over to it, if it is in
+        sync.
+        """
         for process in [] if self.now < self.cut_until else list(self.processes.values()):
-            standby = self.processes.get(process.shipping.standby) if process.shipping is not None else None
-            if process.alive and process.awake_at <= self.now and process.over is None and standby is not None:
+            standby = (
+                self.processes.get(process.shipping.standby)
+                if process.shipping is not None
+                else None
+            )
+            if (
+                process.alive
+                and process.awake_at <= self.now
+                and process.over is None
+                and standby is not None
+            ):
                 assert process.shipping is not None
                 if process.shipping.freeze():
                     self.hand_over(process, standby)
 
     def hand_over(self, primary: Process, standby: Process, since: float | None = None) -> None:
-        """The old primary lives for a moment after that, or is stopped, and its line is cut first."""
-        shipping, succession, since = primary.shipping, standby.succession, self.now if since is None else since
+        """The old primary lives for a moment after that, or is stopped, and its line is cut
+        first.
+        """
+        shipping, succession, since = (
+            primary.shipping,
+            standby.succession,
+            self.now if since is None else since,
+        )
         if shipping is None or succession is None or not standby.alive:
             return None
         if not shipping.handed_over and self.now - since < STEP_DOWN:
-            return self.after(TICK, self.on(primary, lambda: self.hand_over(primary, standby, since)))
+            return self.after(
+                TICK, self.on(primary, lambda: self.hand_over(primary, standby, since))
+            )
         succession.handed_over = shipping.handed_over
         primary.alive = shipping.handed_over
         if (tenure := succession.take_over()) is not None:
@@ -369,11 +448,22 @@ class Succeeding:
         self.cut_until = self.now + self.rng.choice([0.3, 1.9, 2.1, 5.0])
 
     def verify(self) -> None:
-        primaries = [p for p in self.processes.values() if p.shipping is not None and p.alive and p.over is None]
+        primaries = [
+            p
+            for p in self.processes.values()
+            if p.shipping is not None and p.alive and p.over is None
+        ]
         held = self.lease.read() if self.lease is not None else None
-        leading = [p for p in primaries if p.shipping is not None and held in (None, p.shipping.tenure)]
+        leading = [
+            p for p in primaries if p.shipping is not None and held in (None, p.shipping.tenure)
+        ]
         check(len(leading) <= 1, "{} primaries at the end", len(leading))
         if leading and self.sync:
             records = leading[0].records
             for number, (record, name, _) in self.told.items():
-                check(number <= len(records) and records[number - 1] == record, "{} told {}, lost", name, record)
+                check(
+                    number <= len(records) and records[number - 1] == record,
+                    "{} told {}, lost",
+                    name,
+                    record,
+                )

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import psserver.core.recorder as recorder_module
-import psserver.core.shard as shard_module
-from pscommon.core.log import Apply, Cut, Entry
-from psserver.core.policy import policy
-from psserver.core.recorder import HUNG
-from psserver.core.rules import OnLoss
+import psserver.core.commands.recorder as recorder_module
+import psserver.core.shard.state_machine as shard_module
+from pscommon.core.log_entries import Apply, Cut, Entry
+from psserver.core.commands.recorder import HUNG
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import WorkerLossMode
 from tests.sim import clipping_mutants, mutants
 from tests.sim.scenario import Scenario
 from tests.sim.servers import UNITS, InvariantError, SimShard, part_of
@@ -36,7 +36,10 @@ def run_range(first: int, last: int) -> None:
         try:
             run(seed)
         except Exception as error:
-            sys.exit(f"seed {seed}: {type(error).__name__}: {error}\nreplay: python -m tests.sim.replay {seed}")
+            sys.exit(
+                f"seed {seed}: {type(error).__name__}: {error}\nreplay: python -m "
+                f"tests.sim.replay {seed}"
+            )
 
 
 def children_seconds() -> float:
@@ -54,10 +57,13 @@ def test_ten_thousand_histories_keep_every_invariant(part: int) -> None:
     children = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(n * share), str((n + 1) * share)],
-            cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for n in range(part * PROCESSES, (part + 1) * PROCESSES)
-    ]  # fmt: skip
+    ]
     failures = [message for child in children if (message := child.communicate()[1])]
 
     assert not failures, "\n".join(failures)
@@ -66,7 +72,9 @@ def test_ten_thousand_histories_keep_every_invariant(part: int) -> None:
 
 
 def test_the_seeds_reach_what_they_should() -> None:
-    """A simulation in which nothing goes wrong proves nothing: losses, restarts, snapshots and waits do happen."""
+    """A simulation in which nothing goes wrong proves nothing: losses, restarts, snapshots and
+    waits do happen.
+    """
     seen: Counter[str] = Counter()
     for seed in range(400):
         world = run(seed)
@@ -100,7 +108,12 @@ def test_the_seeds_reach_what_they_should() -> None:
     )
     assert min(seen[name] for name in reached) >= 20
     assert seen["hung"] >= 5
-    fewer = ("gone back to a snapshot", "reproduced", "taken over in a job that moved", "taken over by one that lags")
+    fewer = (
+        "gone back to a snapshot",
+        "reproduced",
+        "taken over in a job that moved",
+        "taken over by one that lags",
+    )
     assert min(seen[name] for name in fewer) >= 5
     amid = ("evict", "reshard", "cut", "restart", "takeover", "measure", "reject")
     assert min(seen[f"{name} amid a measure"] for name in amid) >= 3
@@ -147,7 +160,9 @@ def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 def quiet(policy_name: str, workers: int, seed: int) -> Scenario:
     """Delays and losses, but nobody dies."""
     row = policy(policy_name, 2 if policy_name == "ssp" else None)
-    return Scenario(seed, row, workers, shards=2, batches=7, epochs=2, accumulate=1, loss=0.1, every=None)
+    return Scenario(
+        seed, row, workers, shards=2, batches=7, epochs=2, accumulate=1, loss=0.1, every=None
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -175,7 +190,9 @@ def test_async_depends_on_the_network() -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_clipped_sync_gives_the_same_bits_on_any_network(shards: int) -> None:
-    """What is measured, and so how much an update is clipped, does not depend on when reports come."""
+    """What is measured, and so how much an update is clipped, does not depend on when reports
+    come.
+    """
     results = set()
     for seed in range(20):
         world = World(replace(quiet("sync", 3, seed), shards=shards, clip_norm=1e6))
@@ -197,7 +214,9 @@ def test_a_cut_is_one_version_on_all_shards() -> None:
 
 def replayed(world: World, shard: SimShard, version: int) -> list[float]:
     """The weights of a shard at a version, from the world's own record."""
-    return part_of([unit_at(world, unit, version) for unit in range(UNITS)], shard.machine.shard, shard.shards)
+    return part_of(
+        [unit_at(world, unit, version) for unit in range(UNITS)], shard.machine.shard, shard.shards
+    )
 
 
 def unit_at(world: World, unit: int, version: int) -> float:
@@ -212,42 +231,54 @@ def unit_at(world: World, unit: int, version: int) -> float:
 
 
 def test_shard_carries_out_each_entry_once_and_in_order() -> None:
-    from psserver.core.shard import Shard
+    from psserver.core.shard.state_machine import ShardMachine
 
-    shard = Shard(0)
+    shard = ShardMachine(0)
     shard.follow(1, 0)
     entries: list[Entry] = [Cut(1, 0), Cut(2, 0), Cut(3, 0)]
-    carried = [e.index for part in ([2], [1, 2], [1], [3, 1]) for e in shard.accept(1, [entries[i - 1] for i in part])]
+    carried = [
+        e.index
+        for part in ([2], [1, 2], [1], [3, 1])
+        for e in shard.accept(1, [entries[i - 1] for i in part])
+    ]
 
     assert carried == [1, 2, 3]
 
 
 def test_shard_refuses_to_apply_what_it_does_not_hold() -> None:
-    from pscommon.core.log import Contribution, PushKey
-    from psserver.core.shard import LogError, Shard
+    from pscommon.core.log_entries import Contribution, PushKey
+    from psserver.core.shard.state_machine import LogInvariantError, ShardMachine
 
-    shard = Shard(0)
+    shard = ShardMachine(0)
     shard.begun = True
 
-    with pytest.raises(LogError):
+    with pytest.raises(LogInvariantError):
         shard.done(Apply(1, 1, (Contribution(PushKey(1, 1), 1, 0),)))
 
 
 def test_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "verify", lambda self: (_ for _ in ()).throw(InvariantError("planted")))
+    monkeypatch.setattr(
+        World, "verify", lambda self: (_ for _ in ()).throw(InvariantError("planted"))
+    )
 
-    with pytest.raises(SystemExit, match=r"seed 7: .*planted\nreplay: python -m tests.sim.replay 7"):
+    with pytest.raises(
+        SystemExit, match=r"seed 7: .*planted\nreplay: python -m tests.sim.replay 7"
+    ):
         run_range(7, 8)
 
 
 @pytest.mark.parametrize("timeout", [None, 7.0])
-@pytest.mark.parametrize("on_loss", [OnLoss(), OnLoss("wait", 500.0)], ids=str)
+@pytest.mark.parametrize("on_loss", [WorkerLossMode(), WorkerLossMode("wait", 500.0)], ids=str)
 @pytest.mark.parametrize("policy_name", ["sync", "ssp"])
 def test_others_go_on_without_a_worker_whose_script_hangs_where_there_is_a_progress_timeout(
-    policy_name: str, on_loss: OnLoss, timeout: float | None
+    policy_name: str, on_loss: WorkerLossMode, timeout: float | None
 ) -> None:
-    """Its place is not kept: it lives. It comes back as a new worker, and not before its script does."""
-    world = World(replace(quiet(policy_name, 2, 1), batches=12, on_loss=on_loss, progress_timeout=timeout))
+    """Its place is not kept: it lives. It comes back as a new worker, and not before its script
+    does.
+    """
+    world = World(
+        replace(quiet(policy_name, 2, 1), batches=12, on_loss=on_loss, progress_timeout=timeout)
+    )
     ended, places = list[bool](), list[int]()
 
     def hang() -> None:

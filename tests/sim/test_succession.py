@@ -1,12 +1,14 @@
-"""Primaries and standbys of one shard: no history has two that close a round, and each planted bug is caught."""
+"""Primaries and standbys of one shard: no history has two that close a round, and each planted
+bug is caught.
+"""
 
 from collections import Counter
 
 import pytest
 
-from psserver.core.shipping import Phase, Shipping
-from psserver.core.succession import Succession
-from psserver.core.tenure import Tenure
+from psserver.core.shard.failover import FailoverMachine
+from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
 from tests.sim.servers import InvariantError
 from tests.sim.succession import Succeeding
 
@@ -40,29 +42,29 @@ def test_without_a_lock_switches_lose_nothing_and_leave_one_primary() -> None:
     assert seen["rounds"] > 50 * SEEDS
 
 
-class TakesOverWithoutTheSwap(Succession):
+class TakesOverWithoutTheSwap(FailoverMachine):
     """Silence is enough for it."""
 
-    def take_over(self) -> Tenure | None:
-        return Tenure(self.term + 1, self.name) if self.loaded else None
+    def take_over(self) -> PrimaryRecord | None:
+        return PrimaryRecord(self.term + 1, self.name) if self.loaded else None
 
 
-class GoesOnAloneWithoutTheSwap(Shipping):
+class GoesOnAloneWithoutTheSwap(ReplicationMachine):
     """Silence is enough for it."""
 
     def lose(self, line: int) -> None:
         if line == self.line:
-            self.phase, self.standby = Phase.ALONE, ""
+            self.phase, self.standby = ReplicationPhase.ALONE, ""
 
 
-class TellsBeforeItIsAcknowledged(Shipping):
+class TellsBeforeItIsAcknowledged(ReplicationMachine):
     """Does not wait for its standby."""
 
     def may_tell(self, line: int, number: int, now: float) -> bool:
         return not self.deposed
 
 
-class AnswersAtOnce(Succession):
+class AnswersAtOnce(FailoverMachine):
     """async: does not wait until the other one has looked."""
 
     @property
@@ -70,7 +72,7 @@ class AnswersAtOnce(Succession):
         return 0.0
 
 
-class TakesOverBeforeItHasAll(Shipping):
+class TakesOverBeforeItHasAll(ReplicationMachine):
     """Says that the standby has all, as soon as nothing more is told."""
 
     @property
@@ -78,12 +80,16 @@ class TakesOverBeforeItHasAll(Shipping):
         return self._frozen is not None
 
 
-class GoesOnWhenItsStandbyHangsUp(Shipping):
+class GoesOnWhenItsStandbyHangsUp(ReplicationMachine):
     """Also where it hands over to that one: a moment later it ends."""
 
     def lose(self, line: int) -> None:
-        if line == self.line and self.phase is not Phase.ALONE and (self.phase is not Phase.IN_SYNC or self._swap("")):
-            self.phase, self.standby = Phase.ALONE, ""
+        if (
+            line == self.line
+            and self.phase is not ReplicationPhase.ALONE
+            and (self.phase is not ReplicationPhase.IN_SYNC or self._swap(""))
+        ):
+            self.phase, self.standby = ReplicationPhase.ALONE, ""
 
 
 MUTANTS: dict[str, dict[str, object]] = {

@@ -3,17 +3,19 @@
 import math
 from typing import TYPE_CHECKING
 
-from pscommon.core.log import Apply
-from psserver.core.roster import GENERATION
-from psserver.core.shard import Outcome
+from pscommon.core.log_entries import Apply
+from psserver.core.shard.state_machine import PushOutcome
+from psserver.core.workers.membership import GENERATION
 from tests.sim.servers import UNITS, Push, check
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 
-def check_outcome(world: "World", push: Push, outcome: Outcome) -> None:
-    """A worker has been told that this is how its push ended. All may have gone back since the shards said so."""
+def check_outcome(world: "World", push: Push, outcome: PushOutcome) -> None:
+    """A worker has been told that this is how its push ended. All may have gone back since the
+    shards said so.
+    """
     if push.staged.key.worker < GENERATION * world.generation:
         return
     if outcome.status == "applied" and outcome.detail != "long ago":
@@ -24,7 +26,8 @@ def check_outcome(world: "World", push: Push, outcome: Outcome) -> None:
 def verify(world: "World") -> None:
     """All shards counted the same pushes, each batch once, and the weights are their sums.
 
-    Where updates were lost and nobody has come since who was not told to leave, they are not done again.
+    Where updates were lost and nobody has come since who was not told to leave, they are not
+    done again.
     """
     history = [tuple(c.key for c in apply.contributions) for apply in world.decided]
     for shard in world.shards:
@@ -34,7 +37,9 @@ def verify(world: "World") -> None:
     done = counted + [reject.key for reject in world.dropped]
     batches = sorted(batch.number for key in done for batch in world.pushes[key].staged.batches)
     newest = GENERATION * world.generation
-    deserted = world.generation and all(w.draining for w in world.workers if (w.worker or 0) > newest)
+    deserted = world.generation and all(
+        w.draining for w in world.workers if (w.worker or 0) > newest
+    )
     expected = sorted(set(batches)) if deserted else list(range(world.loop.total))
     check(batches == expected, "batches that counted: {} of {}", batches, world.loop.total)
     if deserted and not world.coordinator.begun:
@@ -44,7 +49,9 @@ def verify(world: "World") -> None:
     if scenario.is_reproducible and scenario.quiet != scenario:
         quiet = type(world)(scenario.quiet)
         quiet.run()
-        same = world.weights == quiet.weights or (world.is_inexact and are_close(world.weights, quiet.weights))
+        same = world.weights == quiet.weights or (
+            world.is_inexact and are_close(world.weights, quiet.weights)
+        )
         check(same, "disturbed, the weights are {}, else {}", world.weights, quiet.weights)
 
 
@@ -67,7 +74,9 @@ def verify_sums(world: "World") -> None:
 
 
 def verify_scale(world: "World", apply: Apply) -> None:
-    """Each update is scaled by what torch's clip_grad_norm_ gives for the norm of its average, on all shards."""
+    """Each update is scaled by what torch's clip_grad_norm_ gives for the norm of its average,
+    on all shards.
+    """
     clip_norm = world.scenario.clip_norm
     total = sum(c.samples for c in apply.contributions)
     means = [
@@ -82,4 +91,6 @@ def verify_scale(world: "World", apply: Apply) -> None:
 
 
 def are_close(some: list[float], others: list[float]) -> bool:
-    return all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-6) for a, b in zip(some, others, strict=True))
+    return all(
+        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-6) for a, b in zip(some, others, strict=True)
+    )

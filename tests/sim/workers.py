@@ -1,13 +1,15 @@
-"""Workers of the simulated world: join, register, upload if told to, then batches and pushes until the data ends."""
+"""Workers of the simulated world: join, register, upload if told to, then batches and pushes
+until the data ends.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pscommon.core.errors import FencedError
-from pscommon.core.log import BatchKey, PushKey, Staged
-from psserver.core.recorder import Recorder
-from psserver.core.shard import Outcome
-from psworker.core.pushes import Pushes
+from pscommon.core.log_entries import BatchKey, PushKey, Staged
+from psserver.core.commands.recorder import Recorder
+from psserver.core.shard.state_machine import PushOutcome
+from psworker.core.push_sequence import PushSequence
 from tests.sim.servers import UNITS, Push, check, gradient, part_of
 
 if TYPE_CHECKING:
@@ -17,8 +19,9 @@ RETRY = 0.7
 
 
 class SimWorker:
-    """A worker's process. It may be killed (alive), stopped for a while (awake_at), or asked to leave (draining); its
-    script may hang for a while (hangs_until, since hangs_from), and its heartbeats go on."""
+    """A worker's process. It may be killed (alive), stopped for a while (awake_at), or asked to
+    leave (draining); its script may hang for a while (hangs_until, since hangs_from), and its
+    heartbeats go on."""
 
     def __init__(self, world: "World", rank: int, attempt: int = 0) -> None:
         self.world = world
@@ -39,15 +42,18 @@ class SimWorker:
         """(Back) to the beginning, as new."""
         self.begun += 1
         self.worker = self.base = self.at_least = self.received = 0
-        self.numbers = Pushes()
+        self.numbers = PushSequence()
         self.used: list[int] = []
-        self.outcomes: dict[int, Outcome] = {}
-        self.call("join", self.joined, rank=self.rank, host="h", pid=1, device="cpu", attempt=self.attempt)
+        self.outcomes: dict[int, PushOutcome] = {}
+        self.call(
+            "join", self.joined, rank=self.rank, host="h", pid=1, device="cpu", attempt=self.attempt
+        )
 
     # ---- time and messages
 
     def later(self, seconds: float, action: Callable[[], None], script: bool = True) -> None:
-        """Act then, or when this process is woken; never after its death, or after it has begun again.
+        """Act then, or when this process is woken; never after its death, or after it has begun
+        again.
 
         script: its script acts, which may hang.
         """
@@ -65,7 +71,9 @@ class SimWorker:
         self.world.after(seconds, act)
 
     def call(self, name: str, then: Callable[[Any], None], **args: Any) -> None:
-        """A request to the coordinator, repeated until it is answered (not None); late answers are dropped."""
+        """A request to the coordinator, repeated until it is answered (not None); late answers
+        are dropped.
+        """
 
         def request(recorder: Recorder, now: float) -> Any:
             if name == "register" and recorder.coordinator.doubtful(args["worker"], now):
@@ -76,7 +84,9 @@ class SimWorker:
         self.asked += 1
         self.ask(self.asked, request, then)
 
-    def ask(self, number: int, request: Callable[[Recorder, float], Any], then: Callable[[Any], None]) -> None:
+    def ask(
+        self, number: int, request: Callable[[Recorder, float], Any], then: Callable[[Any], None]
+    ) -> None:
         if number != self.asked:
             return
         world = self.world
@@ -88,7 +98,10 @@ class SimWorker:
                 answer = error
             world.flush()
             if answer is not None:
-                world.send(lambda: self.later(0.0, lambda: self.answer(number, answer, then)), world.shards[0])
+                world.send(
+                    lambda: self.later(0.0, lambda: self.answer(number, answer, then)),
+                    world.shards[0],
+                )
 
         world.send(serve, world.shards[0])
         self.later(RETRY, lambda: self.ask(number, request, then))
@@ -151,9 +164,14 @@ class SimWorker:
         if self.draining and not self.used:
             return self.finish()
         return self.call(
-            "next_batches", lambda batches: self.got(batches, idle),
-            worker=self.worker, spec=self.world.loop, received=self.received, count=1, idle=idle,
-        )  # fmt: skip
+            "next_batches",
+            lambda batches: self.got(batches, idle),
+            worker=self.worker,
+            spec=self.world.loop,
+            received=self.received,
+            count=1,
+            idle=idle,
+        )
 
     def got(self, batches: Any, idle: bool) -> None:
         if batches.numbers:
@@ -178,8 +196,12 @@ class SimWorker:
         seq, _ = self.numbers.open()
         key, number = PushKey(self.worker, seq), sum(self.used)
         problem = "NON_FINITE: tensor w" if self.world.is_bad(number) else ""
-        staged = Staged(key, len(self.used), self.base, tuple(BatchKey(0, n) for n in self.used), problem)
-        push = Push(staged, self.rank, tuple(gradient(number, self.base, unit) for unit in range(UNITS)))
+        staged = Staged(
+            key, len(self.used), self.base, tuple(BatchKey(0, n) for n in self.used), problem
+        )
+        push = Push(
+            staged, self.rank, tuple(gradient(number, self.base, unit) for unit in range(UNITS))
+        )
         self.world.pushes[key] = push
         self.used = []
         self.outcomes.clear()
@@ -187,13 +209,17 @@ class SimWorker:
         self.await_outcome(push)
 
     def deliver(self, push: Push) -> None:
-        """To those that have not answered; cut for the shards that there were when it heard of them last."""
+        """To those that have not answered; cut for the shards that there were when it heard of
+        them last.
+        """
         shards = self.shards
         for number, shard in enumerate(self.world.shards[:shards]):
             if number in self.outcomes:
                 continue
             part = part_of(push.gradients, number, shards)
-            self.world.send(lambda shard=shard, part=part: shard.push(push.staged, part, shards), shard)
+            self.world.send(
+                lambda shard=shard, part=part: shard.push(push.staged, part, shards), shard
+            )
 
     def await_outcome(self, push: Push) -> None:
         """Ask each shard until it has decided; a push that may not have come is sent again."""
@@ -202,7 +228,11 @@ class SimWorker:
         if any(outcome.reason == "FENCED" for outcome in outcomes):
             self.restart()
         elif len(outcomes) == self.world.layout:
-            check(len({(o.status, o.version) for o in outcomes}) == 1, "shards disagree on {}", push.staged.key)
+            check(
+                len({(o.status, o.version) for o in outcomes}) == 1,
+                "shards disagree on {}",
+                push.staged.key,
+            )
             self.numbers.close()
             self.at_least = max(self.at_least, *(outcome.version for outcome in outcomes))
             self.world.acknowledged(push, outcomes[0])
@@ -213,24 +243,34 @@ class SimWorker:
             self.later(self.world.rng.random() * RETRY, lambda: self.await_outcome(push))
 
     def listen(self, push: Push) -> None:
-        """What a shard has answered stays answered, whoever comes after it; for other shards all begins anew."""
+        """What a shard has answered stays answered, whoever comes after it; for other shards all
+        begins anew.
+        """
         if self.shards != self.world.layout and self.world.rng.random() < 0.3:
             self.shards = self.world.layout  # it was told that there are others
             self.outcomes.clear()
             self.deliver(push)
         for number, shard in enumerate(self.world.shards[: self.shards]):
-            outcome = shard.machine.outcome(push.staged.key) if shard.is_ready and shard.up else None
+            outcome = (
+                shard.machine.outcome(push.staged.key) if shard.is_ready and shard.up else None
+            )
             if outcome is not None and self.world.rng.random() < 0.7:
                 self.outcomes.setdefault(number, outcome)
 
     def finish(self) -> None:
         self.done = True
-        if self.world.takeovers and not self.world.coordinator.started:  # its script had hung over all that
+        if (
+            self.world.takeovers and not self.world.coordinator.started
+        ):  # its script had hung over all that
             self.world.bring_back_one(self.rank)
         self.world.worker_ended()
         worker = self.worker
         self.asked += 1
-        self.ask(self.asked, lambda recorder, now: recorder.do("leave", now, worker=worker, reason="") or True, _ignore)
+        self.ask(
+            self.asked,
+            lambda recorder, now: recorder.do("leave", now, worker=worker, reason="") or True,
+            _ignore,
+        )
 
 
 def _ignore(answer: Any) -> None: ...

@@ -1,7 +1,9 @@
-"""A whole cluster in one thread: the real machines over a network that delays, drops, repeats and reorders.
+"""A whole cluster in one thread: the real machines over a network that delays, drops, repeats
+and reorders.
 
-A seed decides everything. Gradients are floats of very different sizes, so that another order of sums gives other bits.
-Each invariant of ARCHITECTURE.md is checked, as far as possible from the world's own record of who pushed what.
+A seed decides everything. Gradients are floats of very different sizes, so that another order of
+sums gives other bits. Each invariant of ARCHITECTURE.md is checked, as far as possible from the
+world's own record of who pushed what.
 """
 
 import heapq
@@ -12,16 +14,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import FencedError
-from pscommon.core.log import Apply, Entry, Measure, PushKey, Reject, Report
-from pscommon.core.loop import LoopSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.cuts import Every, PartReport
-from psserver.core.following import Way, way_for
-from psserver.core.recorder import Recorder
-from psserver.core.rules import Rules
-from psserver.core.shard import NO_LOG, Outcome, Shard
-from psserver.core.waiting import waiting_for
+from pscommon.core.log_entries import Apply, Entry, Measure, PushKey, Reject, ShardReport
+from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.waiting import waiting_for
+from psserver.core.job.catch_up import CatchUp, way_for
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
+from psserver.core.shard.state_machine import NO_LOG, PushOutcome, ShardMachine
 from tests.sim import verdict
 from tests.sim.absurd import Faulty
 from tests.sim.disks import Disk, JobJournal, Saved
@@ -45,9 +47,9 @@ class World(Faults, Lives):
     """The cluster, its clock and its network."""
 
     scenario: Scenario
-    coordinator_class: type[Coordinator] = Faulty
+    coordinator_class: type[CoordinatorMachine] = Faulty
     shard_class: type[SimShard] = SimShard
-    machine_class: type[Shard] = Shard
+    machine_class: type[ShardMachine] = ShardMachine
     journal_class: type[JobJournal] = JobJournal
     now: float = 0.0
     queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -57,7 +59,9 @@ class World(Faults, Lives):
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
         self.model = model_of(self.scenario.clip_norm)
         self.loop = LoopSpec(0, self.scenario.batches, 1, self.scenario.epochs, False, True, 0)
-        self._count = self.to_come = self.messages = self.restarts = self.rollbacks = self.takeovers = 0
+        self._count = self.to_come = self.messages = self.restarts = self.rollbacks = (
+            self.takeovers
+        ) = 0
         self.proofs = 0
         self.generation = self._flushed = 0
         self.decided: list[Apply] = []
@@ -65,7 +69,9 @@ class World(Faults, Lives):
         self.saved: Saved | None = None
         self.perfect = self.is_over = False
         self.is_measuring = False
-        self.amid_measures: Counter[str] = Counter()  # what has come between a Measure and the next update
+        self.amid_measures: Counter[str] = (
+            Counter()
+        )  # what has come between a Measure and the next update
         self.layout = self.scenario.shards
         self.moves = 0
         self.disks = [Disk() for _ in range(UNITS)]
@@ -98,23 +104,32 @@ class World(Faults, Lives):
     def new_shard(self, number: int) -> SimShard:
         return self.shard_class(self, number, self.layout, self.disks[number])
 
-    def new_coordinator(self, epoch: int, shards: int) -> Coordinator:
+    def new_coordinator(self, epoch: int, shards: int) -> CoordinatorMachine:
         scenario = self.scenario
-        wanted = 1 if self.rollbacks else scenario.workers  # some may have ended before all went back
-        rules = Rules(
-            scenario.policy, wanted, LEASE, Every(steps=scenario.every), scenario.on_loss, bad_gradients="skip",
+        wanted = (
+            1 if self.rollbacks else scenario.workers
+        )  # some may have ended before all went back
+        rules = JobRules(
+            scenario.policy,
+            wanted,
+            LEASE,
+            SnapshotInterval(steps=scenario.every),
+            scenario.on_loss,
+            bad_gradients="skip",
             progress_timeout=scenario.progress_timeout,
-        )  # fmt: skip
+        )
         return self.coordinator_class(shards, rules, epoch)
 
     def new_recorder(self, epoch: int) -> Recorder:
         coordinator = self.new_coordinator(epoch, self.layout)
         watch(coordinator)
-        journal = self.journal_class(self.disks[0], epoch, self.layout) if self.scenario.durable else None
+        journal = (
+            self.journal_class(self.disks[0], epoch, self.layout) if self.scenario.durable else None
+        )
         return Recorder(coordinator, journal)
 
     @property
-    def coordinator(self) -> Coordinator:
+    def coordinator(self) -> CoordinatorMachine:
         return self.recorder.coordinator
 
     @property
@@ -130,7 +145,9 @@ class World(Faults, Lives):
 
     @property
     def is_inexact(self) -> bool:
-        """May bits differ from a run with another number of shards? A norm is the sum of what each shard measures."""
+        """May bits differ from a run with another number of shards? A norm is the sum of what
+        each shard measures.
+        """
         return self.scenario.clip_norm is not None and self.moves > 0
 
     def is_bad(self, number: int) -> bool:
@@ -143,7 +160,9 @@ class World(Faults, Lives):
         heapq.heappush(self.queue, (self.now + seconds, self._count, action))
 
     def send(self, deliver: Callable[[], None], server: SimShard) -> None:
-        """To or from a server, over the network: late, perhaps twice, perhaps never; its death breaks the line."""
+        """To or from a server, over the network: late, perhaps twice, perhaps never; its death
+        breaks the line.
+        """
         rng = self.rng
 
         def arrive() -> None:
@@ -167,7 +186,9 @@ class World(Faults, Lives):
                 raise InvariantError(f"no progress: {waiting_for(self.coordinator, self.now)}")
             self.now, _, action = heapq.heappop(queue)
             action()
-        if self.scenario.durable or not (self.down or any(not shard.is_ready for shard in self.shards)):
+        if self.scenario.durable or not (
+            self.down or any(not shard.is_ready for shard in self.shards)
+        ):
             self.settle()
             self.verify()
 
@@ -186,7 +207,10 @@ class World(Faults, Lives):
     def is_settled(self) -> bool:
         """Does every shard stand where the log ends?"""
         where = self.coordinator.epoch, self.coordinator.log.index
-        there = all(shard.is_ready and (shard.machine.epoch, shard.machine.index) == where for shard in self.shards)
+        there = all(
+            shard.is_ready and (shard.machine.epoch, shard.machine.index) == where
+            for shard in self.shards
+        )
         return there and self.coordinator.move is None
 
     # ---- the shell of the coordinator
@@ -213,19 +237,27 @@ class World(Faults, Lives):
         except FencedError:
             self.send(lambda: sender.later(0.0, lambda: sender.fenced(worker)), self.shards[0])
 
-    def on_report(self, report: Report, shard: SimShard) -> None:
+    def on_report(self, report: ShardReport, shard: SimShard) -> None:
         if 0 in self.down or not shard.up or (shard.is_ready and report.epoch == NO_LOG):
             return
-        if shard.is_ready and report.epoch == self.coordinator.epoch and self.goes_on(shard, report):
+        if (
+            shard.is_ready
+            and report.epoch == self.coordinator.epoch
+            and self.goes_on(shard, report)
+        ):
             self.recorder.report(report, self.now)
             self.flush()
             self.tell(shard, self.coordinator.entries_after(report.index))
-            if (move := self.coordinator.move) is not None and report.moving and report.shard < move.shards:
+            if (
+                (move := self.coordinator.move) is not None
+                and report.moving
+                and report.shard < move.shards
+            ):
                 self.send(lambda: shard.move_in(move), shard)
         else:
             self.introduce(shard, report)
 
-    def goes_on(self, shard: SimShard, report: Report) -> bool:
+    def goes_on(self, shard: SimShard, report: ShardReport) -> bool:
         """Does what it has belong to the log of now? Asked when the two meet."""
         if shard.met is not self.recorder and self.coordinator.log.can_go_on(report):
             shard.met = self.recorder
@@ -236,35 +268,38 @@ class World(Faults, Lives):
                 self.recorder.do("shard_lost", self.now, shard=report.shard)
         return shard.met is self.recorder
 
-    def introduce(self, shard: SimShard, report: Report) -> None:
+    def introduce(self, shard: SimShard, report: ShardReport) -> None:
         """A shard that does not follow the log of now is told how it can."""
         coordinator = self.coordinator
         if not shard.is_ready and not shard.is_known:
             shard.is_known = True
             self.recorder.do("reborn", self.now, shard=report.shard)
         way = way_for(
-            coordinator, report, not shard.is_ready,
-            self.scenario.durable and not shard.asked, self.saved is not None and self.rollbacks > 0,
-        )  # fmt: skip
+            coordinator,
+            report,
+            not shard.is_ready,
+            self.scenario.durable and not shard.asked,
+            self.saved is not None and self.rollbacks > 0,
+        )
         saved, epoch = self.saved, coordinator.epoch
         action: Callable[[], None]
-        if way is Way.RECOVER:
+        if way is CatchUp.RECOVER:
             action = lambda: shard.recover(saved, epoch)  # noqa: E731
-        elif way is Way.RESTORE:
+        elif way is CatchUp.RESTORE:
             assert saved is not None
             action = lambda: shard.load(saved, epoch)  # noqa: E731
-        elif way is Way.BEGIN:
+        elif way is CatchUp.BEGIN:
             self.recorder.do("shard_lost", self.now, shard=shard.machine.shard)
             base = coordinator.log.base
             action = lambda: shard.follow(epoch, base)  # noqa: E731
-        elif way is Way.ADOPT:
+        elif way is CatchUp.ADOPT:
             donor, move = self.shards[0], coordinator.move
             assert move is not None
             if donor.machine.index < move.index:
                 return None
             state, history = json.dumps(donor.machine.state()), list(donor.history)
             action = lambda: shard.adopt(state, history, move)  # noqa: E731
-        elif way is Way.GO_BACK:
+        elif way is CatchUp.GO_BACK:
             return self.go_back()
         else:
             return None
@@ -278,21 +313,30 @@ class World(Faults, Lives):
         cutting = self.coordinator.cuts.finished
         assert cutting is not None
         self.saved = Saved(
-            cutting.version, cutting.index, json.dumps(cutting.state), self.coordinator.shards,
+            cutting.version,
+            cutting.index,
+            json.dumps(cutting.state),
+            self.coordinator.shards,
             tuple(self.decided[: cutting.version]),
             tuple(reject for reject in self.dropped if reject.index <= cutting.index),
-        )  # fmt: skip
+        )
         self.recorder.do("filed", self.now)
         if self.coordinator.move is not None:
             self.recorder.do("settle", self.now)
         for number, disk in enumerate(self.disks):
-            if number >= len(self.shards) or self.shards[number].is_ready:  # who still reads its log, hears of it later
-                disk.log = [segment for segment in disk.log if segment.version >= cutting.version] or disk.log[-1:]
+            if (
+                number >= len(self.shards) or self.shards[number].is_ready
+            ):  # who still reads its log, hears of it later
+                disk.log = [
+                    segment for segment in disk.log if segment.version >= cutting.version
+                ] or disk.log[-1:]
             disk.job = [segment for segment in disk.job if segment.version >= cutting.version]
         self.flush()
 
     def flush(self) -> None:
-        """Take note of new decisions and send them to all shards. Who is not needed any more, ends."""
+        """Take note of new decisions and send them to all shards. Who is not needed any more,
+        ends.
+        """
         coordinator = self.coordinator
         if len(self.shards) > self.layout and coordinator.move is None:
             self.end_servers()
@@ -307,7 +351,9 @@ class World(Faults, Lives):
                 self.tell(shard, new)
 
     def tell(self, shard: SimShard, entries: list[Entry]) -> None:
-        """What comes over the line to a coordinator that has died comes before the next line, or not at all."""
+        """What comes over the line to a coordinator that has died comes before the next line, or
+        not at all.
+        """
         recorder, epoch = self.recorder, self.coordinator.epoch
 
         def hear() -> None:
@@ -322,12 +368,17 @@ class World(Faults, Lives):
         if isinstance(entry, Apply | Measure):
             self.is_measuring = isinstance(entry, Measure)
         if isinstance(entry, Apply):
-            check(entry.version == len(self.decided) + 1, "version {} after {}", entry.version, len(self.decided))
+            check(
+                entry.version == len(self.decided) + 1,
+                "version {} after {}",
+                entry.version,
+                len(self.decided),
+            )
             self.decided.append(entry)
         elif isinstance(entry, Reject) and entry.reason == "NON_FINITE":
             self.dropped.append(entry)
 
-    def acknowledged(self, push: Push, outcome: Outcome | None) -> None:
+    def acknowledged(self, push: Push, outcome: PushOutcome | None) -> None:
         """A worker has been told how its push ended."""
         assert outcome is not None
         verdict.check_outcome(self, push, outcome)
@@ -339,12 +390,18 @@ class World(Faults, Lives):
     # ---- faults
 
     def reshard(self) -> None:
-        """The model moves to another number of servers; those that come are up already. Somebody may die meanwhile."""
+        """The model moves to another number of servers; those that come are up already. Somebody
+        may die meanwhile.
+        """
         if self.perfect or all(worker.done for worker in self.workers):
             return None
-        shards = self.rng.choice([number for number in range(1, UNITS + 1) if number != self.layout])
+        shards = self.rng.choice(
+            [number for number in range(1, UNITS + 1) if number != self.layout]
+        )
         keeps = self.scenario.durable or self.rng.random() < 0.5
-        if not self.all_ready or not self.recorder.do("reshard", self.now, shards=shards, keeps=keeps):
+        if not self.all_ready or not self.recorder.do(
+            "reshard", self.now, shards=shards, keeps=keeps
+        ):
             return self.after(0.5, self.reshard)
         self.layout, self.moves = shards, self.moves + 1
         self.shards += [self.new_shard(number) for number in range(len(self.shards), shards)]

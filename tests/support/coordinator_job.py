@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from pscommon.core.log import Apply, BatchKey, Entry, PushKey, Report, Staged
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from psserver.core.coordinator import Batches, Coordinator
-from psserver.core.cuts import Every
-from psserver.core.policy import Policy, policy
-from psserver.core.recorder import Recorder
-from psserver.core.rules import Rules
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import Apply, BatchKey, Entry, PushKey, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.recorder import Recorder
+from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.job.policy import Policy, policy
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import SnapshotInterval
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 LOOP = LoopSpec(0, size=4, batch_size=1)
 
 
@@ -23,19 +23,25 @@ class Job:
         row: Policy | None = None,
         workers: int = 2,
         shards: int = 1,
-        every: Every | None = None,
+        every: SnapshotInterval | None = None,
         lease: float = 5.0,
         bad_gradients: str = "abort",
     ) -> None:
-        rules = Rules(row or policy("sync"), workers, lease, every or Every(), bad_gradients=bad_gradients)
-        self.lead(Coordinator(shards, rules))
+        rules = JobRules(
+            row or policy("sync"),
+            workers,
+            lease,
+            every or SnapshotInterval(),
+            bad_gradients=bad_gradients,
+        )
+        self.lead(CoordinatorMachine(shards, rules))
         self.now = 0.0
         self._told = 0
         self._staged: dict[int, list[Staged]] = {shard: [] for shard in range(shards)}
         for _ in range(workers):
             self.add()
 
-    def lead(self, coordinator: Coordinator) -> None:
+    def lead(self, coordinator: CoordinatorMachine) -> None:
         self.coordinator, self.recorder = coordinator, Recorder(coordinator)
 
     def add(self) -> int:
@@ -60,9 +66,11 @@ class Job:
             self.report(shard)
 
     def report(self, shard: int, index: int = 0, epoch: int = 0) -> None:
-        self.recorder.report(Report(shard, epoch, index, tuple(self._staged[shard])), self.now)
+        self.recorder.report(ShardReport(shard, epoch, index, tuple(self._staged[shard])), self.now)
 
-    def ask(self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP) -> Batches | None:
+    def ask(
+        self, worker: int, received: int = 0, idle: bool = False, loop: LoopSpec = LOOP
+    ) -> BatchesReply | None:
         return self.coordinator.next_batches(worker, loop, received, 1, idle, self.now)
 
     def news(self) -> list[Entry]:
@@ -73,4 +81,8 @@ class Job:
 
     def applied(self) -> list[list[int]]:
         """Workers of each new Apply."""
-        return [[c.key.worker for c in entry.contributions] for entry in self.news() if isinstance(entry, Apply)]
+        return [
+            [c.key.worker for c in entry.contributions]
+            for entry in self.news()
+            if isinstance(entry, Apply)
+        ]

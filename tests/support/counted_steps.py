@@ -11,12 +11,18 @@ PAUSE = 0.05
 
 
 def job(folder: Path, *flags: object, **options: object) -> ForkedJob:
-    return ForkedJob(folder, 1, ["--lease", f"{LEASE:g}s", *flags], train, **{"pause": PAUSE, **options})
+    return ForkedJob(
+        folder, 1, ["--lease", f"{LEASE:g}s", *flags], train, **{"pause": PAUSE, **options}
+    )
 
 
 def steps(job: ForkedJob, *names: str) -> list[float]:
     """When these workers (none: all) made their steps, in order."""
-    logs = [life.log for life in job.all if life.name.startswith("w") and (life.name in names or not names)]
+    logs = [
+        life.log
+        for life in job.all
+        if life.name.startswith("w") and (life.name in names or not names)
+    ]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
     return sorted(float(line.split()[1]) for line in lines if line.startswith("step "))
 

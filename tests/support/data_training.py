@@ -6,16 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pscommon.core.loop import LoopSpec
+from pscommon.core.data_loop import LoopSpec
 from psworker import Job
-from psworker.optimizer import ServerOptimizer
+from psworker.optim.optimizer import ServerOptimizer
 from tests.e2e.workers import status
 
 Batch = tuple[int, ...]
 SIZE, BATCH, EPOCHS = 18, 4, 5
 LOOP = LoopSpec(0, SIZE, BATCH, EPOCHS, seed=7)
 ALL = [tuple(LOOP.indices(number).tolist()) for number in range(LOOP.total)]
-"""5 batches an epoch, 25 in all: neither 2 nor 3 workers get equal shares. An epoch's last batch is a small one."""
+"""5 batches an epoch, 25 in all: neither 2 nor 3 workers get equal shares. An epoch's last batch
+is a small one.
+"""
 
 
 def started(job: Job) -> tuple[nn.Module, ServerOptimizer]:
@@ -33,8 +35,12 @@ def compute(model: nn.Module, batch: Tensor) -> Batch:
     return tuple(batch.tolist())
 
 
-def train(job: Job, each: Callable[[int], object] = lambda step: None, into: list[Batch] | None = None) -> list[Batch]:
-    """A whole loop, with `each` called before every step; the batches that were used, which are added to `into`."""
+def train(
+    job: Job, each: Callable[[int], object] = lambda step: None, into: list[Batch] | None = None
+) -> list[Batch]:
+    """A whole loop, with `each` called before every step; the batches that were used, which are
+    added to `into`.
+    """
     model, optimizer = started(job)
     used = [] if into is None else into
     for step, batch in enumerate(batches(job)):
@@ -50,5 +56,10 @@ def assert_each_once(shares: list[list[Batch]], address: str = "") -> None:
     assert sorted(batch for share in shares for batch in share) == sorted(ALL)
     if address:
         (row,) = status(address)["data"]
-        assert (row["committed"], row["leased"], row["dropped"], row["ended"]) == (len(ALL), 0, 0, True)
+        assert (row["committed"], row["leased"], row["dropped"], row["ended"]) == (
+            len(ALL),
+            0,
+            0,
+            True,
+        )
         assert status(address)["samples"] == EPOCHS * SIZE

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from pscommon.core.log import BatchKey
-from pscommon.core.stream import Spec
-from psworker.local import LocalClient
-from psworker.results import Lease, PushResult
+from pscommon.core.data_stream import Spec
+from pscommon.core.log_entries import BatchKey
+from psworker.client.local_client import LocalClient
+from psworker.core.results import Lease, PushResult
 
 
 class Ledger(LocalClient):
@@ -23,7 +23,9 @@ class Ledger(LocalClient):
         self.returned: list[BatchKey] = []
         self.dropped: list[BatchKey] = []
 
-    def next_batches(self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None) -> Lease:
+    def next_batches(
+        self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
         if loop not in self.loops:
             self.loops.append(loop)
         return super().next_batches(loop, count, idle, first_open)

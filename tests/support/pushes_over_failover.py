@@ -22,7 +22,9 @@ def pushed(job: StandbyJob, rank: int) -> int:
 
 
 def running(job: StandbyJob, *shards: int) -> None:
-    """All servers, standbys for these shards, and workers that push; returns once they do and all are in sync."""
+    """All servers, standbys for these shards, and workers that push; returns once they do and
+    all are in sync.
+    """
     job.start_all(WORKERS)
     job.start(*(f"b{shard}" for shard in shards))
     awaited(job, lambda: min(pushed(job, rank) for rank in range(WORKERS)) > 5, "pushes")
@@ -40,16 +42,26 @@ def awaited(job: StandbyJob, condition: Callable[[], object], what: str) -> None
 def goes_on(job: StandbyJob, since: float, seconds: float = FAILOVER) -> float:
     """Workers push again; returns for how long nobody could while the machine ran."""
     before = [pushed(job, rank) for rank in range(WORKERS)]
-    awaited(job, lambda: all(pushed(job, rank) > before[rank] + 2 for rank in range(WORKERS)), "pushes again")
+    awaited(
+        job,
+        lambda: all(pushed(job, rank) > before[rank] + 2 for rank in range(WORKERS)),
+        "pushes again",
+    )
     took = machine_seconds(since)
     assert took <= seconds, f"{took:.1f} s\n{job.said()}"
     more = [pushed(job, rank) for rank in range(WORKERS)]
-    awaited(job, lambda: all(pushed(job, rank) > more[rank] + MORE for rank in range(WORKERS)), "more pushes")
+    awaited(
+        job,
+        lambda: all(pushed(job, rank) > more[rank] + MORE for rank in range(WORKERS)),
+        "more pushes",
+    )
     return took
 
 
 def at_one_version(job: StandbyJob) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Status and weights of the same version. The end of a worker may close a round between two readings."""
+    """Status and weights of the same version. The end of a worker may close a round between two
+    readings.
+    """
     while True:
         found, weights = status(job.address), weights_of(job.address)
         if status(job.address)["version"] == found["version"]:
@@ -57,8 +69,8 @@ def at_one_version(job: StandbyJob) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def finish(job: StandbyJob, policy: str, as_new: bool = False) -> None:
-    """What was acknowledged is what has counted, on every shard; but for the push that each worker was in when it
-    was killed here, or had to come as new."""
+    """What was acknowledged is what has counted, on every shard; but for the push that each
+    worker was in when it was killed here, or had to come as new."""
     for rank in range(WORKERS):
         job.lives[f"w{rank}"].kill()
     found, weights = at_one_version(job)

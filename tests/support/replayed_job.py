@@ -3,16 +3,16 @@
 import json
 from typing import Any
 
-from pscommon.core.log import BatchKey, PushKey, Report, Staged
-from pscommon.core.loop import LoopSpec
-from pscommon.core.model import ModelSpec, OptimizerSpec, TensorSpec
-from pscommon.core.stream import StreamSpec
-from psserver.core.coordinator import Coordinator
-from psserver.core.policy import Policy
-from psserver.core.recorder import Command, Recorder, replay
-from psserver.core.rules import Rules
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
+from pscommon.core.log_entries import BatchKey, PushKey, ShardReport, Staged
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import Policy
+from psserver.core.job.settings import JobRules
 
-MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSpec("sgd", ({"lr": 0.1},)))
+MODEL = ModelSpec((TensorSpec("w", (1,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},)))
 
 
 class Book:
@@ -21,37 +21,45 @@ class Book:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def write(self, command: Command) -> None:
+    def write(self, command: RecordedCommand) -> None:
         self.lines.append(json.dumps(command.as_json()))
 
-    def rotate(self, coordinator: Coordinator) -> None:
+    def rotate(self, coordinator: CoordinatorMachine) -> None:
         """One segment is enough here."""
 
     @property
-    def commands(self) -> list[Command]:
-        return [Command.from_json(json.loads(line)) for line in self.lines]
+    def commands(self) -> list[RecordedCommand]:
+        return [RecordedCommand.from_json(json.loads(line)) for line in self.lines]
 
 
 class Job:
     """A coordinator of two shards whose commands are recorded. Honest workers take turns."""
 
-    def __init__(self, row: Policy, workers: int = 2, kind: type[Coordinator] = Coordinator, **rules: Any) -> None:
-        self.rules, self.kind = Rules(row, workers, **{"bad_gradients": "skip", **rules}), kind
+    def __init__(
+        self,
+        row: Policy,
+        workers: int = 2,
+        kind: type[CoordinatorMachine] = CoordinatorMachine,
+        **rules: Any,
+    ) -> None:
+        self.rules, self.kind = JobRules(row, workers, **{"bad_gradients": "skip", **rules}), kind
         self.book, self.now = Book(), 0.0
         self.recorder = Recorder(self.made(), self.book)
         self.seqs: dict[int, int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.workers = [self.join() for _ in range(workers)]
 
-    def made(self) -> Coordinator:
+    def made(self) -> CoordinatorMachine:
         return self.kind(2, self.rules, 0, epoch=5)
 
     @property
-    def coordinator(self) -> Coordinator:
+    def coordinator(self) -> CoordinatorMachine:
         return self.recorder.coordinator
 
     def join(self) -> int:
-        worker: int = self.recorder.do("join", self.now, rank=None, host="h", pid=1, device="cpu").worker
+        worker: int = self.recorder.do(
+            "join", self.now, rank=None, host="h", pid=1, device="cpu"
+        ).worker
         if self.recorder.do("register", self.now, worker=worker, spec=MODEL) == "upload":
             self.report(Staged(PushKey(worker, 0), 1, 0))
             self.recorder.do("register", self.now, worker=worker, spec=MODEL)
@@ -60,13 +68,21 @@ class Job:
 
     def report(self, *staged: Staged) -> None:
         for shard in range(2):
-            self.recorder.report(Report(shard, 5, self.coordinator.log.index, staged), self.now)
+            self.recorder.report(
+                ShardReport(shard, 5, self.coordinator.log.index, staged), self.now
+            )
 
     def step(self, worker: int, spec: LoopSpec | StreamSpec) -> None:
         """Ask for a batch, and push where there is one."""
         received = self.received.get((worker, spec.loop), 0)
         batches = self.recorder.do(
-            "next_batches", self.now, worker=worker, spec=spec, received=received, count=1, idle=True
+            "next_batches",
+            self.now,
+            worker=worker,
+            spec=spec,
+            received=received,
+            count=1,
+            idle=True,
         )
         if batches is None or not batches.numbers:
             return
@@ -78,15 +94,19 @@ class Job:
 
     def push(self, worker: int, *batches: BatchKey) -> None:
         self.seqs[worker] += 1
-        self.report(Staged(PushKey(worker, self.seqs[worker]), 1, self.coordinator.version, batches))
+        self.report(
+            Staged(PushKey(worker, self.seqs[worker]), 1, self.coordinator.version, batches)
+        )
 
-    def replayed(self) -> Coordinator:
+    def replayed(self) -> CoordinatorMachine:
         """The coordinator made again from its commands, as a restart does it and a standby."""
         coordinator = self.made()
         replay(coordinator, self.book.commands)
         return coordinator
 
 
-def whole(coordinator: Coordinator) -> str:
-    """Everything that a coordinator has decided, NaN included. How far shards say that they are is not recorded."""
+def whole(coordinator: CoordinatorMachine) -> str:
+    """Everything that a coordinator has decided, NaN included. How far shards say that they are
+    is not recorded.
+    """
     return json.dumps(coordinator.whole() | {"log": [], "failure": str(coordinator.failure)})

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from psproto.v1 import coordinator_pb2 as co
-from psserver.coordinator_servicer import Coordinator
+from psserver.coordinator.servicer import ControlPlaneServicer
 from psworker import Client, OptimizerSpec
 from tests.e2e.conftest import Cluster
 from tests.e2e.workers import until
@@ -19,7 +19,9 @@ EACH = OptimizerSpec("sgd", lr=1.0)
 
 
 class Pusher(threading.Thread):
-    """A worker that pushes ones until it is told to stop; with lr 1 each makes every weight one less."""
+    """A worker that pushes ones until it is told to stop; with lr 1 each makes every weight one
+    less.
+    """
 
     def __init__(self, address: str, lanes: str) -> None:
         super().__init__(daemon=True)
@@ -70,9 +72,12 @@ def reshard(cluster: Cluster, shards: int, **settings: object) -> co.ReshardResp
     before = cluster.servers[0].hub.fleet.shards  # type: ignore[union-attr]
     for shard in range(before, shards):
         cluster.add(shard, shards, **settings)
-        until(lambda shard=shard: (shard, shards) in cluster.servers[0].hub.fleet.candidates, "a candidate")
+        until(
+            lambda shard=shard: (shard, shards) in cluster.servers[0].hub.fleet.candidates,
+            "a candidate",
+        )
     request = co.ReshardRequest(shards=shards, wait_ms=20_000)
-    return Coordinator(cluster.servers[0].hub).Reshard(request, None)  # type: ignore[arg-type]
+    return ControlPlaneServicer(cluster.servers[0].hub).Reshard(request, None)  # type: ignore[arg-type]
 
 
 def weights(address: str) -> dict[str, np.ndarray]:

@@ -43,5 +43,9 @@ def _marked(tree: ast.Module, mark: str) -> Iterator[str]:
 
 def _keys(tree: ast.Module, name: str) -> Iterator[str]:
     for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and dotted(node.target) == name and isinstance(node.value, ast.Dict):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and dotted(node.target) == name
+            and isinstance(node.value, ast.Dict)
+        ):
             yield from (ast.literal_eval(key) for key in node.value.keys if key is not None)

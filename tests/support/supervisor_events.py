@@ -1,24 +1,24 @@
 """Events for the supervisor of ps-run, and what it answers."""
 
-from psworker.run.ending import Outcome
-from psworker.run.messages import (
+from psworker.launch.events import (
     Action,
-    Bound,
-    Collect,
-    Collected,
+    CollectResult,
     Event,
-    Exited,
-    Finish,
-    Kill,
-    Say,
-    Signalled,
-    Start,
+    FinishRun,
+    KillProcess,
+    ProcessExited,
+    ResultCollected,
+    ServerBound,
+    ShowMessage,
+    SignalReceived,
+    StartProcess,
     StopAnswered,
     StopJob,
-    Terminate,
+    TerminateProcess,
     Tick,
 )
-from psworker.run.supervise import Supervisor
+from psworker.launch.outcome import RunOutcome
+from psworker.launch.supervisor import Supervisor
 
 STARTED = """
 begin        | start s0
@@ -27,8 +27,10 @@ bound s1     |
 """
 
 
-def play(transcript: str, *, durable: bool) -> Outcome | None:
-    """Feeds the events on the left; the actions must be those on the right. Returns the outcome, if it came to one."""
+def play(transcript: str, *, durable: bool) -> RunOutcome | None:
+    """Feeds the events on the left; the actions must be those on the right. Returns the outcome,
+    if it came to one.
+    """
     machine = Supervisor(2, 2, max_restarts=2, durable=durable, grace=5.0)
     now, outcome = 1000.0, None
     for line in transcript.strip().splitlines():
@@ -41,22 +43,24 @@ def play(transcript: str, *, durable: bool) -> Outcome | None:
 
         assert ", ".join(map(show, actions)) == expected, f"after {what!r}"
 
-        outcome = next((action.outcome for action in actions if isinstance(action, Finish)), outcome)
+        outcome = next(
+            (action.outcome for action in actions if isinstance(action, FinishRun)), outcome
+        )
     return outcome
 
 
 def event(text: str) -> Event:
     match text.split():
         case ["bound", name]:
-            return Bound(name)
+            return ServerBound(name)
         case ["exit", name, code, *successor]:
-            return Exited(name, int(code), "".join(successor))
+            return ProcessExited(name, int(code), "".join(successor))
         case ["signal", number]:
-            return Signalled(int(number))
+            return SignalReceived(int(number))
         case ["collected"]:
-            return Collected()
+            return ResultCollected()
         case ["went", "back"]:
-            return Collected("the servers went back")
+            return ResultCollected("the servers went back")
         case ["stop", answer]:
             return StopAnswered("" if answer == "ok" else answer)
         case ["after", _]:
@@ -66,17 +70,17 @@ def event(text: str) -> Event:
 
 def show(action: Action) -> str:
     match action:
-        case Start(name, attempt):
+        case StartProcess(name, attempt):
             return f"start {name}" + (" again" if attempt else "")
-        case Terminate(name):
+        case TerminateProcess(name):
             return f"term {name}"
-        case Kill(name):
+        case KillProcess(name):
             return f"kill {name}"
-        case Collect():
+        case CollectResult():
             return "collect"
         case StopJob():
             return "stop job"
-        case Say():
+        case ShowMessage():
             return "say"
-        case Finish(outcome):
+        case FinishRun(outcome):
             return f"finish {outcome.status} {outcome.code} {outcome.culprit}".strip()

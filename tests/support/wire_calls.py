@@ -34,15 +34,23 @@ Open = Callable[[str], grpc.Channel]
 
 
 def reason_of(failure: grpc.RpcError) -> tuple[str, str, set[str]]:
-    """Canonical code, ErrorInfo's reason, and the kinds of all details that came with a failed call."""
+    """Canonical code, ErrorInfo's reason, and the kinds of all details that came with a failed
+    call.
+    """
     call = cast(grpc.Call, failure)
     found = rpc_status.from_call(call)
     assert found is not None, f"no google.rpc.Status came with: {call.details()}"
-    (info,) = [detail for detail in found.details if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR)]
+    (info,) = [
+        detail for detail in found.details if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR)
+    ]
     error = error_details_pb2.ErrorInfo()
     info.Unpack(error)
     assert error.domain == "paramserver"
-    return call.code().name, error.reason, {detail.TypeName().rpartition(".")[2] for detail in found.details}
+    return (
+        call.code().name,
+        error.reason,
+        {detail.TypeName().rpartition(".")[2] for detail in found.details},
+    )
 
 
 def exchange(channel: grpc.Channel, frames: Iterable[bytes]) -> Iterator[bytes]:

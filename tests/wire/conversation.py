@@ -1,7 +1,9 @@
-"""The recorded conversation between one worker, two servers and a standby, and how its messages are compared.
+"""The recorded conversation between one worker, two servers and a standby, and how its messages
+are compared.
 
-What differs from run to run is masked: addresses by a placeholder for each process, the log's random number by LOG_ID,
-and the fields in MASKED. `base` of LinkShardResponse depends on time alone: it says which entries were let go of.
+What differs from run to run is masked: addresses by a placeholder for each process, the log's
+random number by LOG_ID, and the fields in MASKED. `base` of LinkShardResponse depends on time
+alone: it says which entries were let go of.
 """
 
 import base64
@@ -21,7 +23,11 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "wire" / "conversation.json"
 
 WORKER, SHARD_0, SHARD_1, STANDBY = "worker", "shard 0", "shard 1", "standby"
 
-PLACEHOLDERS = {SHARD_0: "shard-0.invalid:1", SHARD_1: "shard-1.invalid:1", STANDBY: "standby.invalid:1"}
+PLACEHOLDERS = {
+    SHARD_0: "shard-0.invalid:1",
+    SHARD_1: "shard-1.invalid:1",
+    STANDBY: "standby.invalid:1",
+}
 """Addresses in the fixture."""
 
 LOG_ID = 7
@@ -30,8 +36,13 @@ LOG_ID = 7
 Kind = Literal["request", "closed", "answer", "end"]
 """closed: the client sends no more requests. end: the data is the name of the gRPC status code."""
 
-STREAMS = {"/psproto.v1.CoordinatorService/LinkShard": SHARD_1, "/psproto.v1.StandbyService/Replicate": STANDBY}
-"""Calls that stay open as long as both processes live, and their client; a worker makes all other calls."""
+STREAMS = {
+    "/psproto.v1.CoordinatorService/LinkShard": SHARD_1,
+    "/psproto.v1.StandbyService/Replicate": STANDBY,
+}
+"""Calls that stay open as long as both processes live, and their client; a worker makes all
+other calls.
+"""
 
 HEARTBEAT = "/psproto.v1.CoordinatorService/Heartbeat"
 
@@ -40,11 +51,21 @@ EXCHANGE = "/psproto.v1.ParameterServerService/Exchange"
 
 MASKED: Mapping[str, Mapping[str, object]] = {
     "JoinRequest": {"host": "machine", "pid": 1, "process": ""},
-    "HeartbeatRequest": {"process": "", "step_seconds": 0.0, "samples_per_second": 0.0, "no_call_seconds": 0.0},
+    "HeartbeatRequest": {
+        "process": "",
+        "step_seconds": 0.0,
+        "samples_per_second": 0.0,
+        "no_call_seconds": 0.0,
+    },
     "RegisterRequest": {"wait_ms": 20_000},
     "NextBatchRequest": {"wait_ms": 20_000},
     "PushPullHeader": {"wait_ms": 20_000},
-    "ExchangeResult": {"apply_seconds": 0.0, "wait_seconds": 0.0, "pull_seconds": 0.0, "waiting_for": ""},
+    "ExchangeResult": {
+        "apply_seconds": 0.0,
+        "wait_seconds": 0.0,
+        "pull_seconds": 0.0,
+        "waiting_for": "",
+    },
     "DescribeResponse": {"version_text": ""},
     "LinkShardRequest": {"instance": "instance", "stats_json": "", "place": ""},
     "LinkShardResponse": {"waiting_for": "", "base": 0},
@@ -58,7 +79,17 @@ DROPPED = {"LinkShardRequest": ("alive", "ended"), "LinkShardResponse": ("proces
 LOG_IDS = {"Report": "epoch", "LinkShardResponse": "epoch"}
 NO_LOG = -1
 
-ONCE = ("entries", "model", "restore", "begin", "recover", "move", "restored", "snapshot_part", "moved")
+ONCE = (
+    "entries",
+    "model",
+    "restore",
+    "begin",
+    "recover",
+    "move",
+    "restored",
+    "snapshot_part",
+    "moved",
+)
 """Fields of a LinkShard stream that are sent once; all others repeat what holds."""
 
 
@@ -77,7 +108,8 @@ class Event(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """events: in the order in which they happened. weights: by tensor, little-endian bytes, as a worker pulls them.
+    """events: in the order in which they happened. weights: by tensor, little-endian bytes, as a
+    worker pulls them.
 
     numbers: of shard 0 and its standby, weights and optimizer state, by kind and position.
     """
@@ -115,7 +147,11 @@ def _text(data: bytes) -> str:
 def _rows(value: Any) -> str:
     """One line for each element, so that a change is seen in a diff."""
     if isinstance(value, dict):
-        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "\n}"
+        return (
+            "{\n"
+            + ",\n".join(f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items())
+            + "\n}"
+        )
     return "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n]"
 
 
@@ -185,7 +221,9 @@ def _masked_value(key: str, value: Any) -> Any:
 
 
 def unmasked(message: Message, addresses: Mapping[str, str], log_id: int) -> Message:
-    """Put real addresses, and the log's number, into a recorded message. addresses: by placeholder."""
+    """Put real addresses, and the log's number, into a recorded message. addresses: by
+    placeholder.
+    """
     for part in _parts(message):
         field = LOG_IDS.get(part.DESCRIPTOR.name, "")
         if field and getattr(part, field) != NO_LOG:

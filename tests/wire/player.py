@@ -1,7 +1,8 @@
 """Plays all but one process of the recorded conversation, and compares what that process sends.
 
-Events are played in their recorded order: what the real process sends is waited for, what others sent is sent again.
-Between events the played processes repeat their newest messages on streams, as real ones do.
+Events are played in their recorded order: what the real process sends is waited for, what others
+sent is sent again. Between events the played processes repeat their newest messages on streams,
+as real ones do.
 """
 
 import queue
@@ -82,8 +83,12 @@ class Line:
         """An acknowledgement covers all records before it."""
         while self._acknowledged < number:
             found = self._next()
-            assert isinstance(found, ReplicateRequest), f"{self.call}: {found!r} instead of an acknowledgement"
-            assert found.received > self._acknowledged, f"{self.call}: {_shown(found)} after {self._acknowledged}"
+            assert isinstance(found, ReplicateRequest), (
+                f"{self.call}: {found!r} instead of an acknowledgement"
+            )
+            assert found.received > self._acknowledged, (
+                f"{self.call}: {_shown(found)} after {self._acknowledged}"
+            )
             self._acknowledged = found.received
 
     def expect_end(self, text: str) -> None:
@@ -98,7 +103,9 @@ class Line:
 
     def send(self, data: bytes) -> None:
         kind: Kind = "answer" if self._kind == "request" else "request"
-        message = unmasked(parsed(self.call.method, kind, data), self._player.addresses, self._player.log_id)
+        message = unmasked(
+            parsed(self.call.method, kind, data), self._player.addresses, self._player.log_id
+        )
         self._sent.put(message)
         self._repeated = repeatable(message)
 
@@ -159,7 +166,7 @@ class Player:
             for line in list(self._lines.values()):
                 line.repeat()
 
-    # ---- the player as a server -------------------------------------------------------------------------------------
+    # ---- the player as a server ------------------------------------------------------------------
 
     def serve(self, name: str) -> str:
         """Be this server for the real process; the address."""
@@ -173,9 +180,14 @@ class Player:
 
     def wait_for(self, method: str, count: int) -> None:
         """Return when the real process has made so many calls of this method."""
-        until(lambda: sum(line.call.method == method for line in self._arrived) >= count, f"{count} calls of {method}")
+        until(
+            lambda: sum(line.call.method == method for line in self._arrived) >= count,
+            f"{count} calls of {method}",
+        )
 
-    def answered(self, call: Call, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def answered(
+        self, call: Call, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         """A call of the real process."""
         line = Line(self, call, "request")
         with self._changed:
@@ -215,13 +227,15 @@ class Player:
                 taken = list(self._lines.values())
 
                 def waiting() -> list[Line]:
-                    return [line for line in self._arrived if line.call == call and line not in taken]
+                    return [
+                        line for line in self._arrived if line.call == call and line not in taken
+                    ]
 
                 assert self._changed.wait_for(waiting, WAIT_SECONDS), f"{call} did not come"
                 self._lines[number] = waiting()[0]
             return self._lines[number]
 
-    # ---- the player as a client -------------------------------------------------------------------------------------
+    # ---- the player as a client ------------------------------------------------------------------
 
     def _opened(self, number: int) -> Line:
         if number not in self._lines:
@@ -229,7 +243,9 @@ class Player:
             line = self._lines[number] = Line(self, call, "answer")
             channel = open_channel(self.addresses[PLACEHOLDERS[call.server]], tensors=True)
             self._resources.callback(channel.close)
-            answers: Any = channel.stream_stream(call.method)(line.sending(), timeout=4 * WAIT_SECONDS)
+            answers: Any = channel.stream_stream(call.method)(
+                line.sending(), timeout=4 * WAIT_SECONDS
+            )
             self._resources.callback(answers.cancel)
             threading.Thread(target=self._hear, args=(line, answers), daemon=True).start()
         return self._lines[number]
@@ -242,10 +258,12 @@ class Player:
             pass
         line.take_end(answers.code().name)
 
-    # ---- events -----------------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """All events; AssertionError where the real process sends something else than the recorded one."""
+        """All events; AssertionError where the real process sends something else than the
+        recorded one.
+        """
         for event in self._conversation.events:
             call = self._conversation.calls[event.call]
             if call.client == self._real and call.method != HEARTBEAT:

@@ -1,7 +1,9 @@
-"""Record the wire conversation with the servers of this checkout: python -m tests.wire.record [FILE].
+"""Record the wire conversation with the servers of this checkout: python -m tests.wire.record
+[FILE].
 
-Every process reaches the others through a proxy, which passes one message at a time: the next one waits until what
-the last one caused has arrived. So the order in the file is the order of cause and effect.
+Every process reaches the others through a proxy, which passes one message at a time: the next
+one waits until what the last one caused has arrived. So the order in the file is the order of
+cause and effect.
 """
 
 import itertools
@@ -70,20 +72,26 @@ class Recorder:
         """Return what to pass on, when it may be passed on."""
         method = self.calls[number].method
         message = masked(parsed(method, kind, data), self.addresses)
-        if method in STREAMS and self._beats.setdefault((number, kind), Beats()).is_repeated(message):
+        if method in STREAMS and self._beats.setdefault((number, kind), Beats()).is_repeated(
+            message
+        ):
             return data
         event = Event(number, kind, encoded(message))
         if method == HEARTBEAT:  # a late heartbeat fails
             self._heartbeats.setdefault(number, []).append(event)
         else:
             self._add_in_turn(event, (_urgency(method, kind), next(self._tickets)))
-        # the name of the worker's machine and its process number are part of texts that the log's digest covers
+        # the name of the worker's machine and its process number are part of texts that the log's
+        # digest covers
         return event.data if method == JOIN and kind == "request" else data
 
     def _add_in_turn(self, event: Event, ticket: tuple[int, int]) -> None:
         with self._changed:
             self._waiting.append(ticket)
-            while ticket != min(self._waiting) or (left := self._passed + QUIET - time.monotonic()) > 0:
+            while (
+                ticket != min(self._waiting)
+                or (left := self._passed + QUIET - time.monotonic()) > 0
+            ):
                 self._changed.wait(left if ticket == min(self._waiting) else None)
             self._waiting.remove(ticket)
             self.events.append(event)
@@ -106,7 +114,10 @@ class Recorder:
 
     def wait_for(self, method: str, count: int) -> None:
         """Return when so many calls of this method have come."""
-        until(lambda: [call.method for call in self.calls].count(method) >= count, f"{count} calls of {method}")
+        until(
+            lambda: [call.method for call in self.calls].count(method) >= count,
+            f"{count} calls of {method}",
+        )
         if method == HEARTBEAT:
             until(lambda: self.has_heartbeat, "an answer")
 
@@ -145,7 +156,9 @@ class Proxy(grpc.GenericRpcHandler):
 
         return grpc.stream_stream_rpc_method_handler(relay)
 
-    def _relay(self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _relay(
+        self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         recorder = self._recorder
         number = recorder.call(method, self._name)
 
@@ -181,7 +194,9 @@ def recorded() -> Conversation:
         stack.callback(servers.close)
 
         def start(shard: int, proxy: Proxy) -> None:
-            server = servers.add(shard, 2, **{**SETTINGS, "advertise": proxy.address, "join": first.address})
+            server = servers.add(
+                shard, 2, **{**SETTINGS, "advertise": proxy.address, "join": first.address}
+            )
             proxy.target = server.address
 
         start(0, first)

@@ -1,1 +1,3 @@
-"""Pure values and decisions: no clock, thread, socket, file, log or random number in here."""
+"""Values and rules that servers and workers share. Pure: no clock, thread, socket, file, log or
+random number.
+"""

@@ -1,26 +1,40 @@
 """Log entries as bytes for the digest, and as JSON in the coordinator's state.
 
-Both are formats: the digest is compared between shards, standbys and logs on disk of different releases. So each entry
-is written out here field by field, and the names of classes and attributes do not matter.
+Both are formats: the digest is compared between shards, standbys and logs on disk of different
+releases. So each entry is written out here field by field, and the names of classes and
+attributes do not matter.
 """
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from pscommon.core.log import Apply, Begin, Contribution, Cut, Entry, Evict, Measure, PushKey, Reject, Reshard
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    Measure,
+    PushKey,
+    Reject,
+    Reshard,
+)
 
 
 def chained(digest: int, entry: Entry) -> int:
     """Return the digest (64 bits) of a log with one more entry; 0 is the digest of an empty log."""
-    return int.from_bytes(blake2b(f"{digest} {encoded(entry)}".encode("ascii"), digest_size=8).digest())
+    return int.from_bytes(
+        blake2b(f"{digest} {encoded(entry)}".encode("ascii"), digest_size=8).digest()
+    )
 
 
 def encoded(entry: Entry) -> str:
     """Return the text of an entry that enters the digest: ASCII, NAME(FIELD=VALUE, ...).
 
-    Whole numbers are decimal. Floats are the shortest text that reads back as the same float. Texts are Python literals
-    in ASCII. A tuple of one element ends with a comma.
+    Whole numbers are decimal. Floats are the shortest text that reads back as the same float.
+    Texts are Python literals in ASCII. A tuple of one element ends with a comma.
     """
     match entry:
         case Begin():
@@ -47,7 +61,8 @@ def _key(key: PushKey) -> str:
 
 def _contributions(contributions: Sequence[Contribution]) -> str:
     texts = [
-        f"Contribution(key={_key(part.key)}, samples={part.samples:d}, base={part.base:d}, scale={part.scale!r})"
+        f"Contribution(key={_key(part.key)}, samples={part.samples:d}, base={part.base:d}, "
+        f"scale={part.scale!r})"
         for part in contributions
     ]
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
@@ -63,7 +78,13 @@ def entry_to_json(entry: Entry) -> list[Any]:
         case Measure():
             return ["Measure", entry.index, contributions_to_json(entry.contributions)]
         case Reject():
-            return ["Reject", entry.index, [entry.key.worker, entry.key.seq], entry.reason, entry.detail]
+            return [
+                "Reject",
+                entry.index,
+                [entry.key.worker, entry.key.seq],
+                entry.reason,
+                entry.detail,
+            ]
         case Evict():
             return ["Evict", entry.index, entry.worker, entry.reason]
         case Cut():
@@ -94,7 +115,10 @@ def entry_from_json(raw: Sequence[Any]) -> Entry:
 
 def contributions_to_json(contributions: Iterable[Contribution]) -> list[list[Any]]:
     """JSON-ready; `contributions_from_json` is the way back."""
-    return [[[part.key.worker, part.key.seq], part.samples, part.base, part.scale] for part in contributions]
+    return [
+        [[part.key.worker, part.key.seq], part.samples, part.base, part.scale]
+        for part in contributions
+    ]
 
 
 def contributions_from_json(raw: Iterable[Sequence[Any]]) -> tuple[Contribution, ...]:

@@ -4,7 +4,9 @@ from typing import ClassVar, NamedTuple
 
 
 class PSError(Exception):
-    """Base of all errors of this system. `reason` is stable and machine-readable, the text is for people."""
+    """Base of all errors of this system. `reason` is stable and machine-readable, the text is
+    for people.
+    """
 
     exit_code: ClassVar[int] = 1
     reason: str
@@ -15,7 +17,9 @@ class PSError(Exception):
 
 
 class InvalidRequestError(PSError):
-    """The call itself is wrong: unknown tensor, shape, dtype, setting. Change the call; repeating it cannot help."""
+    """The call itself is wrong: unknown tensor, shape, dtype, setting. Change the call;
+    repeating it cannot help.
+    """
 
     exit_code = 2
 
@@ -31,13 +35,16 @@ class TakenError(PSError):
 
 
 class MismatchError(PSError):
-    """Two sides disagree on shard, job, model, optimizer or data; the message shows the difference."""
+    """Two sides disagree on shard, job, model, optimizer or data; the message shows the
+    difference.
+    """
 
     exit_code = 11
 
 
 class FencedError(PSError):
-    """The job went on without this worker (its lease ended, or the servers went back to a snapshot).
+    """The job went on without this worker (its lease ended, or the servers went back to a
+    snapshot).
 
     Connect again, or start the worker again, to come back as new.
     """
@@ -46,13 +53,17 @@ class FencedError(PSError):
 
 
 class QuarantinedError(FencedError):
-    """Too many of this worker's gradients in a row were bad; the message names them. Starting it again cannot help."""
+    """Too many of this worker's gradients in a row were bad; the message names them. Starting it
+    again cannot help.
+    """
 
     exit_code = 14
 
 
 class SnapshotError(PSError):
-    """No snapshot could be loaded, or one is damaged; the message names the file and what is wrong with it."""
+    """No snapshot could be loaded, or one is damaged; the message names the file and what is
+    wrong with it.
+    """
 
     exit_code = 12
 
@@ -64,41 +75,55 @@ class NotSavedError(PSError):
 
 
 class NonFiniteError(PSError):
-    """A gradient holds NaN or Inf, or is far too large. Nothing was changed; the message names the worker."""
+    """A gradient holds NaN or Inf, or is far too large. Nothing was changed; the message names
+    the worker.
+    """
 
     exit_code = 14
 
 
 class UnreachableError(PSError):
-    """No answer from a server before the deadline. Start it or check the address, then try again."""
+    """No answer from a server before the deadline. Start it or check the address, then try
+    again.
+    """
 
     exit_code = 20
 
 
 class LayoutError(PSError):
-    """The model lies on another number of servers by now. Nothing was taken; find them, then send it again."""
+    """The model lies on another number of servers by now. Nothing was taken; find them, then
+    send it again.
+    """
 
     exit_code = 20
 
 
 class InFlightError(PSError):
-    """A server has no room for a push now (--in-flight). Nothing was taken; the push may be sent again in a while."""
+    """A server has no room for a push now (--in-flight). Nothing was taken; the push may be sent
+    again in a while.
+    """
 
     exit_code = 20
 
 
 class WaitTimeoutError(UnreachableError):
-    """Everybody answers, but what was waited for did not happen in time; the message names whom it waited for."""
+    """Everybody answers, but what was waited for did not happen in time; the message names whom
+    it waited for.
+    """
 
 
 class TooFewWorkersError(PSError):
-    """The job did not get its --min-workers in time, or has lost one under --on-worker-loss abort."""
+    """The job did not get its --min-workers in time, or has lost one under --on-worker-loss
+    abort.
+    """
 
     exit_code = 21
 
 
-class Row(NamedTuple):
-    """How a reason travels: exception class, canonical gRPC status, and whether the same call may succeed later."""
+class ReasonRow(NamedTuple):
+    """How a reason travels: exception class, canonical gRPC status, and whether the same call
+    may succeed later.
+    """
 
     error: type[PSError]
     status: str
@@ -106,51 +131,112 @@ class Row(NamedTuple):
     meaning: str
 
 
-REASONS: dict[str, Row] = {
-    "INTERNAL": Row(PSError, "INTERNAL", False, "a bug of this system; please report the log"),
-    "INVALID_REQUEST": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the call does not fit the job"),
-    "OUT_OF_RANGE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "a number or size is outside its bounds"),
-    "UNKNOWN_TENSOR": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "the model has no such tensor"),
-    "WRONG_SHAPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "another shape than registered"),
-    "WRONG_DTYPE": Row(InvalidRequestError, "INVALID_ARGUMENT", False, "another dtype than registered"),
-    "UNSUPPORTED_OPTIMIZER": Row(UnsupportedOptimizerError, "INVALID_ARGUMENT", False, "use one of the listed ones"),
-    "TAKEN": Row(TakenError, "ALREADY_EXISTS", False, "choose another port or directory, or stop its holder"),
-    "SHARD_TAKEN": Row(MismatchError, "ALREADY_EXISTS", False, "another server already is this shard"),
-    "SHARD_MISMATCH": Row(
+REASONS: dict[str, ReasonRow] = {
+    "INTERNAL": ReasonRow(
+        PSError, "INTERNAL", False, "a bug of this system; please report the log"
+    ),
+    "INVALID_REQUEST": ReasonRow(
+        InvalidRequestError, "INVALID_ARGUMENT", False, "the call does not fit the job"
+    ),
+    "OUT_OF_RANGE": ReasonRow(
+        InvalidRequestError, "INVALID_ARGUMENT", False, "a number or size is outside its bounds"
+    ),
+    "UNKNOWN_TENSOR": ReasonRow(
+        InvalidRequestError, "INVALID_ARGUMENT", False, "the model has no such tensor"
+    ),
+    "WRONG_SHAPE": ReasonRow(
+        InvalidRequestError, "INVALID_ARGUMENT", False, "another shape than registered"
+    ),
+    "WRONG_DTYPE": ReasonRow(
+        InvalidRequestError, "INVALID_ARGUMENT", False, "another dtype than registered"
+    ),
+    "UNSUPPORTED_OPTIMIZER": ReasonRow(
+        UnsupportedOptimizerError, "INVALID_ARGUMENT", False, "use one of the listed ones"
+    ),
+    "TAKEN": ReasonRow(
+        TakenError, "ALREADY_EXISTS", False, "choose another port or directory, or stop its holder"
+    ),
+    "SHARD_TAKEN": ReasonRow(
+        MismatchError, "ALREADY_EXISTS", False, "another server already is this shard"
+    ),
+    "SHARD_MISMATCH": ReasonRow(
         MismatchError,
         "FAILED_PRECONDITION",
         False,
         "not one complete set of servers: give all the same N in --shard I/N, and each I once",
     ),
-    "JOB_MISMATCH": Row(MismatchError, "FAILED_PRECONDITION", False, "another job: by --job, or a --data-dir's"),
-    "MODEL_MISMATCH": Row(
-        MismatchError, "FAILED_PRECONDITION", False, "workers, and a resumed job, train the same model"
+    "JOB_MISMATCH": ReasonRow(
+        MismatchError, "FAILED_PRECONDITION", False, "another job: by --job, or a --data-dir's"
     ),
-    "LOOP_MISMATCH": Row(
+    "MODEL_MISMATCH": ReasonRow(
         MismatchError,
         "FAILED_PRECONDITION",
         False,
-        "workers, and a resumed job, go through the same data; only the last loop can get more epochs",
+        "workers, and a resumed job, train the same model",
     ),
-    "FENCED": Row(FencedError, "FAILED_PRECONDITION", False, "the job went on without this worker; start it again"),
-    "QUARANTINED": Row(
-        QuarantinedError, "FAILED_PRECONDITION", False, "too many bad gradients in a row; look at its data and device"
+    "LOOP_MISMATCH": ReasonRow(
+        MismatchError,
+        "FAILED_PRECONDITION",
+        False,
+        "workers, and a resumed job, go through the same data; only the last loop can get more "
+        "epochs",
     ),
-    "NO_SNAPSHOT": Row(SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"),
-    "NOT_SAVED": Row(NotSavedError, "FAILED_PRECONDITION", False, "the final weights are in no snapshot, log or file"),
-    "NON_FINITE": Row(NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"),
-    "OUTLIER": Row(NonFiniteError, "FAILED_PRECONDITION", False, "a gradient's norm is above --max-norm"),
-    "UNREACHABLE": Row(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
-    "NOT_READY": Row(UnreachableError, "UNAVAILABLE", True, "the server is still starting; try again"),
-    "NOT_ATTACHED": Row(UnreachableError, "UNAVAILABLE", True, "the server lost this worker's shared memory"),
-    "NOT_PRIMARY": Row(UnreachableError, "UNAVAILABLE", True, "another server is primary of this shard"),
-    "NOT_IN_SYNC": Row(MismatchError, "FAILED_PRECONDITION", True, "the standby lacks what its primary has told"),
-    "DEPOSED": Row(TakenError, "ALREADY_EXISTS", False, "another server has become primary of this shard"),
-    "LAYOUT": Row(LayoutError, "FAILED_PRECONDITION", True, "the job has another number of servers by now"),
-    "STOPPING": Row(UnreachableError, "UNAVAILABLE", True, "the server is stopping"),
-    "WAIT_TIMEOUT": Row(WaitTimeoutError, "DEADLINE_EXCEEDED", True, "somebody else is late; the message says who"),
-    "IN_FLIGHT": Row(InFlightError, "RESOURCE_EXHAUSTED", True, "the server's --in-flight bytes are taken"),
-    "TOO_FEW_WORKERS": Row(TooFewWorkersError, "FAILED_PRECONDITION", True, "start more workers"),
+    "FENCED": ReasonRow(
+        FencedError,
+        "FAILED_PRECONDITION",
+        False,
+        "the job went on without this worker; start it again",
+    ),
+    "QUARANTINED": ReasonRow(
+        QuarantinedError,
+        "FAILED_PRECONDITION",
+        False,
+        "too many bad gradients in a row; look at its data and device",
+    ),
+    "NO_SNAPSHOT": ReasonRow(
+        SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"
+    ),
+    "NOT_SAVED": ReasonRow(
+        NotSavedError,
+        "FAILED_PRECONDITION",
+        False,
+        "the final weights are in no snapshot, log or file",
+    ),
+    "NON_FINITE": ReasonRow(
+        NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"
+    ),
+    "OUTLIER": ReasonRow(
+        NonFiniteError, "FAILED_PRECONDITION", False, "a gradient's norm is above --max-norm"
+    ),
+    "UNREACHABLE": ReasonRow(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
+    "NOT_READY": ReasonRow(
+        UnreachableError, "UNAVAILABLE", True, "the server is still starting; try again"
+    ),
+    "NOT_ATTACHED": ReasonRow(
+        UnreachableError, "UNAVAILABLE", True, "the server lost this worker's shared memory"
+    ),
+    "NOT_PRIMARY": ReasonRow(
+        UnreachableError, "UNAVAILABLE", True, "another server is primary of this shard"
+    ),
+    "NOT_IN_SYNC": ReasonRow(
+        MismatchError, "FAILED_PRECONDITION", True, "the standby lacks what its primary has told"
+    ),
+    "DEPOSED": ReasonRow(
+        TakenError, "ALREADY_EXISTS", False, "another server has become primary of this shard"
+    ),
+    "LAYOUT": ReasonRow(
+        LayoutError, "FAILED_PRECONDITION", True, "the job has another number of servers by now"
+    ),
+    "STOPPING": ReasonRow(UnreachableError, "UNAVAILABLE", True, "the server is stopping"),
+    "WAIT_TIMEOUT": ReasonRow(
+        WaitTimeoutError, "DEADLINE_EXCEEDED", True, "somebody else is late; the message says who"
+    ),
+    "IN_FLIGHT": ReasonRow(
+        InFlightError, "RESOURCE_EXHAUSTED", True, "the server's --in-flight bytes are taken"
+    ),
+    "TOO_FEW_WORKERS": ReasonRow(
+        TooFewWorkersError, "FAILED_PRECONDITION", True, "start more workers"
+    ),
 }
 
 DEFAULT_REASON: dict[type[PSError], str] = {}
@@ -159,7 +245,9 @@ for _reason, _row in REASONS.items():
 
 
 def error_for(reason: str, message: str) -> PSError:
-    """The exception that a reason on the wire stands for; an unknown reason is a bug of the other side."""
+    """The exception that a reason on the wire stands for; an unknown reason is a bug of the
+    other side.
+    """
     row = REASONS.get(reason, REASONS["INTERNAL"])
     return row.error(message, reason)
 

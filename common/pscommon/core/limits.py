@@ -4,7 +4,7 @@ Each bound is far above what a real job needs. None depends on the length of a t
 10**9 epochs is two numbers in the ledger.
 """
 
-from pscommon.core.stream import Spec, StreamSpec
+from pscommon.core.data_stream import Spec, StreamSpec
 
 MAX_BATCHES_PER_REQUEST = 1024
 """Batches that one request for data may ask for."""
@@ -16,7 +16,9 @@ MAX_BATCH_NUMBER = 2**63 - 1
 """Largest number of a batch; numbers travel as 64 bits."""
 
 MAX_LAPS = 2**44
-"""Sources x epochs of a stream. Batch numbers are place x laps + lap, so a lap has room for 2**19 batches."""
+"""Sources x epochs of a stream. Batch numbers are place x laps + lap, so a lap has room for
+2**19 batches.
+"""
 
 MAX_SAMPLES_PER_PUSH = 2**48
 """Weight of one gradient in the average of a round."""
@@ -50,5 +52,7 @@ def loop_problem(spec: Spec) -> str:
             return f"{spec.sources} sources x {spec.epochs} epochs are above {MAX_LAPS}"
         return ""
     if spec.total > MAX_BATCH_NUMBER:
-        return f"{spec.epochs} epochs of {spec.batches_in_epoch} batches are above {MAX_BATCH_NUMBER}"
+        return (
+            f"{spec.epochs} epochs of {spec.batches_in_epoch} batches are above {MAX_BATCH_NUMBER}"
+        )
     return ""

@@ -11,10 +11,11 @@ from pscommon.optim.registry import OptimizerKind, Rows, kind_of_class
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that are added with `register`: step() runs the registered formula on each parameter.
+    """Base class of optimizers that are added with `register`: step() runs the registered
+    formula on each parameter.
 
-    A subclass needs only a constructor, which passes the parameters and a dict of all hyper-parameters to
-    `super().__init__`.
+    A subclass needs only a constructor, which passes the parameters and a dict of all
+    hyper-parameters to `super().__init__`.
     """
 
     @torch.no_grad()
@@ -37,7 +38,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         kind = next((kind for _, kind in kind_of_class(type(self))), None)
         if kind is None:
             raise UnsupportedOptimizerError(
-                f"{type(self).__qualname__} has no formula. Try: `pscommon.optim.register({type(self).__qualname__}, "
+                f"{type(self).__qualname__} has no formula. Try: "
+                f"`pscommon.optim.register({type(self).__qualname__}, "
                 "formula)`, once, in the module that defines it."
             )
         for group in self.param_groups:
@@ -47,8 +49,14 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         return loss
 
 
-def _step(kind: OptimizerKind, parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    if parameter.grad is None or parameter.grad.layout is not torch.strided or parameter.is_complex():
+def _step(
+    kind: OptimizerKind, parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]
+) -> None:
+    if (
+        parameter.grad is None
+        or parameter.grad.layout is not torch.strided
+        or parameter.is_complex()
+    ):
         raise RuntimeError(f"{kind.torch_class.__name__} takes dense real gradients only")
     hyper = {key: _plain(group[key]) for key in kind.defaults}
     if "step" not in state:
@@ -57,11 +65,15 @@ def _step(kind: OptimizerKind, parameter: Tensor, state: dict[str, Any], group: 
     states = kind.states_of(hyper)
     for each in states:
         if each.name not in state:
-            state[each.name] = torch.full_like(parameter, hyper[each.initial] if each.initial else 0.0)
+            state[each.name] = torch.full_like(
+                parameter, hyper[each.initial] if each.initial else 0.0
+            )
     columns = {each.name: [state[each.name]] for each in states}
     scalars = {each.name: [state[each.name]] for each in kind.scalars}
     first = kind.first if state["step"] == 0 else {}
-    kind.formula(Rows([parameter], columns, scalars, [state["step"]]), [parameter.grad], {**hyper, **first})
+    kind.formula(
+        Rows([parameter], columns, scalars, [state["step"]]), [parameter.grad], {**hyper, **first}
+    )
 
 
 def _plain(value: Any) -> Any:

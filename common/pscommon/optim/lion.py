@@ -1,6 +1,7 @@
 """Lion (evolved sign momentum).
 
-Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675, Program 1.
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms",
+https://arxiv.org/abs/2302.06675, Program 1.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,11 +15,12 @@ from pscommon.optim.user_defined import add_formula
 
 
 class Lion(ElementwiseOptimizer):
-    """Steps by the sign of an interpolation between momentum and gradient; it keeps one number for each weight.
+    """Steps by the sign of an interpolation between momentum and gradient; it keeps one number
+    for each weight.
 
-    Usable in plain PyTorch scripts and with `job.optimizer`, where the servers run it. Because each step has the size
-    `lr` in every element, the paper uses a learning rate 3 to 10 times smaller than AdamW's, and a weight decay 3 to
-    10 times larger.
+    Usable in plain PyTorch scripts and with `job.optimizer`, where the servers run it. Because
+    each step has the size `lr` in every element, the paper uses a learning rate 3 to 10 times
+    smaller than AdamW's, and a weight decay 3 to 10 times larger.
 
     Args:
         params: parameters, or parameter groups, as for every torch optimizer.
@@ -46,7 +48,9 @@ class Lion(ElementwiseOptimizer):
         super().__init__(params, hyper)
 
 
-def _lion(weight: Tensor, gradient: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+def _lion(
+    weight: Tensor, gradient: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> None:
     momentum, (beta1, beta2) = state["exp_avg"], group["betas"]
     if group["maximize"]:
         gradient = -gradient

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pscommon.core.model import Scalar
+from pscommon.core.model_spec import Scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,10 @@ class ScalarState:
 class Rows(NamedTuple):
     """What one call of a formula steps: flat weights of one dtype, each with its state.
 
-    weights: the flat tensors.
-    state: for each OptimizerState that is kept, a tensor beside each of `weights`.
-    scalars: for each ScalarState, a float32 tensor without dimensions for each of `weights`.
-    steps: the steps before this one, a float32 tensor without dimensions for each; the formula adds 1.
-    fused: whether torch's fused kernel is to be used.
+    weights: the flat tensors. state: for each OptimizerState that is kept, a tensor beside each
+    of `weights`. scalars: for each ScalarState, a float32 tensor without dimensions for each of
+    `weights`. steps: the steps before this one, a float32 tensor without dimensions for each;
+    the formula adds 1. fused: whether torch's fused kernel is to be used.
     """
 
     weights: list[Tensor]
@@ -59,14 +58,18 @@ class Rows(NamedTuple):
 
 
 Formula = Callable[[Rows, list[Tensor], dict[str, Any]], None]
-"""Performs one step in place: rows, a gradient for each (read-only), and the hyper-parameters (its own copy)."""
+"""Performs one step in place: rows, a gradient for each (read-only), and the hyper-parameters
+(its own copy).
+"""
 
 Check = Callable[[Mapping[str, Any]], str]
 """Returns what is wrong with the hyper-parameters of a group, or an empty text."""
 
 
 def find_out_of_range(group: Mapping[str, Any], unbounded: frozenset[str] = frozenset()) -> str:
-    """Return the first number that is below 0, or the first betas outside [0, 1); empty: there is none."""
+    """Return the first number that is below 0, or the first betas outside [0, 1); empty: there
+    is none.
+    """
     for key, value in group.items():
         if key in unbounded:
             continue
@@ -83,17 +86,16 @@ class OptimizerKind:
     """One optimizer.
 
     torch_class: the class that scripts use; such classes have no constructor in common.
-    defaults: each hyper-parameter with its default, whose type is the required type.
-    formula: the step that servers carry out.
-    states: what is kept for each weight.
-    scalars: what is kept for each tensor.
-    fused: dtypes with a fused CPU kernel in torch, which passes over the memory once instead of once per operation.
-    by_step: the number of the step enters the formula, so tensors with different counts need a call each.
-    first: hyper-parameters with another value in a tensor's first step.
-    constructor_only: hyper-parameters that torch reads from the constructor and not from parameter groups.
-    free: hyper-parameters that the formula only compares with step counts, so their size does not matter.
-    check: refuses values that torch's constructor refuses, or with which the formula would raise an exception.
-    source: digest of the module that registered it; empty: it is built in.
+    defaults: each hyper-parameter with its default, whose type is the required type. formula:
+    the step that servers carry out. states: what is kept for each weight. scalars: what is kept
+    for each tensor. fused: dtypes with a fused CPU kernel in torch, which passes over the memory
+    once instead of once per operation. by_step: the number of the step enters the formula, so
+    tensors with different counts need a call each. first: hyper-parameters with another value in
+    a tensor's first step. constructor_only: hyper-parameters that torch reads from the
+    constructor and not from parameter groups. free: hyper-parameters that the formula only
+    compares with step counts, so their size does not matter. check: refuses values that torch's
+    constructor refuses, or with which the formula would raise an exception. source: digest of
+    the module that registered it; empty: it is built in.
     """
 
     torch_class: type[Any]
@@ -114,12 +116,16 @@ class OptimizerKind:
         return tuple(state for state in self.states if not state.switch or group[state.switch])
 
     def set_by_first_step(self, state: OptimizerState) -> bool:
-        """Whether the state's first value is the hyper-parameter at the time of a tensor's first step."""
+        """Whether the state's first value is the hyper-parameter at the time of a tensor's first
+        step.
+        """
         return bool(state.initial) and state.initial not in self.constructor_only
 
     @property
     def counts_steps(self) -> bool:
-        """Whether steps count where a group keeps no state (those of SGD without momentum do not)."""
+        """Whether steps count where a group keeps no state (those of SGD without momentum do
+        not).
+        """
         return self.by_step or bool(self.scalars)
 
 
@@ -135,5 +141,7 @@ def add(name: str, kind: OptimizerKind) -> None:
 
 
 def kind_of_class(optimizer_class: type[Any]) -> Iterator[tuple[str, OptimizerKind]]:
-    """Yield the entries of a class; subclasses have none, because they may compute something else."""
+    """Yield the entries of a class; subclasses have none, because they may compute something
+    else.
+    """
     return ((name, kind) for name, kind in _KINDS.items() if kind.torch_class is optimizer_class)

@@ -1,8 +1,9 @@
-"""The elementwise optimizers of torch.optim, by the functional forms that its classes call themselves.
+"""The elementwise optimizers of torch.optim, by the functional forms that its classes call
+themselves.
 
-The classes are not used to step: the first Optimizer object of a process imports torch's compiler, which doubles the
-start time of a server. `foreach=False` is what torch itself uses on a CPU. Only Adam, AdamW, Adagrad and SGD have
-fused CPU kernels.
+The classes are not used to step: the first Optimizer object of a process imports torch's
+compiler, which doubles the start time of a server. `foreach=False` is what torch itself uses on
+a CPU. Only Adam, AdamW, Adagrad and SGD have fused CPU kernels.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.rprop import rprop
 from torch.optim.sgd import sgd
 
-from pscommon.core.model import Scalar
+from pscommon.core.model_spec import Scalar
 from pscommon.optim.registry import (
     Formula,
     OptimizerKind,
@@ -38,12 +39,16 @@ FULL_PRECISION = frozenset({torch.float64, torch.float32})
 EVERY_DTYPE = FULL_PRECISION | {torch.float16, torch.bfloat16}
 
 REFUSED_CLASSES: Mapping[str, str] = {
-    "LBFGS": "its line search evaluates the model several times in a step and needs products of whole gradients",
+    "LBFGS": "its line search evaluates the model several times in a step and needs products of "
+    "whole gradients",
     "Muon": "it orthogonalizes whole weight matrices, of which a server holds only parts",
-    "Adafactor": "it needs the row and column means of whole weight matrices, of which a server holds only parts",
+    "Adafactor": "it needs the row and column means of whole weight matrices, of which a server "
+    "holds only parts",
     "SparseAdam": "it takes sparse gradients only, and servers take dense ones; use Adam",
 }
-"""Classes of torch.optim that servers cannot run, and why. Servers run what treats each element by itself."""
+"""Classes of torch.optim that servers cannot run, and why. Servers run what treats each element
+by itself.
+"""
 
 
 def _sgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -63,16 +68,32 @@ def _adam(form: Callable[..., None]) -> Formula:
         state = [rows.state.get(name, []) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
         largest = state.pop() if group["amsgrad"] else []
         form(
-            rows.weights, gradients, *state[:2], largest, rows.steps,
-            foreach=False, fused=rows.fused, beta1=beta1, beta2=beta2, **group,
-        )  # fmt: skip
+            rows.weights,
+            gradients,
+            *state[:2],
+            largest,
+            rows.steps,
+            foreach=False,
+            fused=rows.fused,
+            beta1=beta1,
+            beta2=beta2,
+            **group,
+        )
 
     return step
 
 
 def _adagrad(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     del group["initial_accumulator_value"]  # it is in the state
-    adagrad(rows.weights, gradients, rows.state["sum"], rows.steps, foreach=False, fused=rows.fused, **group)
+    adagrad(
+        rows.weights,
+        gradients,
+        rows.state["sum"],
+        rows.steps,
+        foreach=False,
+        fused=rows.fused,
+        **group,
+    )
 
 
 def _rmsprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -93,15 +114,33 @@ def _refuse_adadelta(group: Mapping[str, Any]) -> str:
 def _adamax(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     beta1, beta2 = group.pop("betas")
     averages, largest = rows.state["exp_avg"], rows.state["exp_inf"]
-    adamax(rows.weights, gradients, averages, largest, rows.steps, foreach=False, beta1=beta1, beta2=beta2, **group)
+    adamax(
+        rows.weights,
+        gradients,
+        averages,
+        largest,
+        rows.steps,
+        foreach=False,
+        beta1=beta1,
+        beta2=beta2,
+        **group,
+    )
 
 
 def _nadam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     beta1, beta2 = group.pop("betas")
     nadam(
-        rows.weights, gradients, rows.state["exp_avg"], rows.state["exp_avg_sq"], rows.scalars["mu_product"],
-        rows.steps, foreach=False, beta1=beta1, beta2=beta2, **group,
-    )  # fmt: skip
+        rows.weights,
+        gradients,
+        rows.state["exp_avg"],
+        rows.state["exp_avg_sq"],
+        rows.scalars["mu_product"],
+        rows.steps,
+        foreach=False,
+        beta1=beta1,
+        beta2=beta2,
+        **group,
+    )
 
 
 def _refuse_nadam(group: Mapping[str, Any]) -> str:
@@ -109,23 +148,44 @@ def _refuse_nadam(group: Mapping[str, Any]) -> str:
     if problem := find_out_of_range(group):
         return problem
     if np.float32(group["betas"][0]) == 1:
-        return f"betas are {group['betas']}: the first is 1 in float32, and NAdam would divide by zero"
+        return (
+            f"betas are {group['betas']}: the first is 1 in float32, and NAdam would divide by zero"
+        )
     return ""
 
 
 def _radam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     beta1, beta2 = group.pop("betas")
     averages, squares = rows.state["exp_avg"], rows.state["exp_avg_sq"]
-    radam(rows.weights, gradients, averages, squares, rows.steps, foreach=False, beta1=beta1, beta2=beta2, **group)
+    radam(
+        rows.weights,
+        gradients,
+        averages,
+        squares,
+        rows.steps,
+        foreach=False,
+        beta1=beta1,
+        beta2=beta2,
+        **group,
+    )
 
 
 def _rprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     smaller, larger = group["etas"]
     least, most = group["step_sizes"]
     rprop(
-        rows.weights, gradients, rows.state["prev"], rows.state["step_size"], rows.steps, foreach=False,
-        step_size_min=least, step_size_max=most, etaminus=smaller, etaplus=larger, maximize=group["maximize"],
-    )  # fmt: skip
+        rows.weights,
+        gradients,
+        rows.state["prev"],
+        rows.state["step_size"],
+        rows.steps,
+        foreach=False,
+        step_size_min=least,
+        step_size_max=most,
+        etaminus=smaller,
+        etaplus=larger,
+        maximize=group["maximize"],
+    )
 
 
 def _refuse_rprop(group: Mapping[str, Any]) -> str:
@@ -139,40 +199,69 @@ def _asgd(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     # a scheduler may round a learning rate to just below zero, of which the formula takes a root
     group["lr"] = max(0.0, group["lr"])
     asgd(
-        rows.weights, gradients, rows.state["ax"], rows.scalars["mu"], rows.scalars["eta"], rows.steps,
-        foreach=False, **group,
-    )  # fmt: skip
+        rows.weights,
+        gradients,
+        rows.state["ax"],
+        rows.scalars["mu"],
+        rows.scalars["eta"],
+        rows.steps,
+        foreach=False,
+        **group,
+    )
 
 
 def _refuse_asgd(group: Mapping[str, Any]) -> str:
-    """torch computes lr / (1 + lambd * lr * step) ** alpha with Python's numbers, which may raise an exception."""
+    """torch computes lr / (1 + lambd * lr * step) ** alpha with Python's numbers, which may
+    raise an exception.
+    """
     if group["alpha"] > 1:
         return f"alpha is {group['alpha']}, above 1"
     return find_out_of_range(group, frozenset({"t0"}))
 
 
-_ADAM = (OptimizerState("exp_avg"), OptimizerState("exp_avg_sq"), OptimizerState("max_exp_avg_sq", switch="amsgrad"))
+_ADAM = (
+    OptimizerState("exp_avg"),
+    OptimizerState("exp_avg_sq"),
+    OptimizerState("max_exp_avg_sq", switch="amsgrad"),
+)
 _MOMENTUM = OptimizerState("momentum_buffer", switch="momentum")
 _DEFAULTS_OF_ADAM: dict[str, Scalar] = {
-    "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
-}  # fmt: skip
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+}
 
 add(
     "sgd",
     OptimizerKind(
         torch.optim.SGD,
         {
-            "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
+            "lr": 1e-3,
+            "momentum": 0.0,
+            "dampening": 0.0,
+            "weight_decay": 0.0,
+            "nesterov": False,
+            "maximize": False,
         },
         _sgd,
         (_MOMENTUM,),
-        fused=FULL_PRECISION,  # torch 2.13 leaves 16-bit weights as they are: https://github.com/pytorch/pytorch/issues/191763
+        # torch 2.13 leaves 16-bit weights as they are:
+        # https://github.com/pytorch/pytorch/issues/191763
+        fused=FULL_PRECISION,
         # torch starts the buffer as a copy of the first gradient: an undamped step from zero
         first={"dampening": 0.0},
         check=_refuse_sgd,
     ),
-)  # fmt: skip
-add("adam", OptimizerKind(torch.optim.Adam, _DEFAULTS_OF_ADAM, _adam(adam), _ADAM, fused=EVERY_DTYPE, by_step=True))
+)
+add(
+    "adam",
+    OptimizerKind(
+        torch.optim.Adam, _DEFAULTS_OF_ADAM, _adam(adam), _ADAM, fused=EVERY_DTYPE, by_step=True
+    ),
+)
 add(
     "adamw",
     OptimizerKind(
@@ -189,7 +278,11 @@ add(
     OptimizerKind(
         torch.optim.Adagrad,
         {
-            "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "weight_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+            "eps": 1e-10,
             "maximize": False,
         },
         _adagrad,
@@ -198,19 +291,24 @@ add(
         by_step=True,
         constructor_only=frozenset({"initial_accumulator_value"}),
     ),
-)  # fmt: skip
+)
 add(
     "rmsprop",
     OptimizerKind(
         torch.optim.RMSprop,
         {
-            "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False,
+            "lr": 1e-2,
+            "alpha": 0.99,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "momentum": 0.0,
+            "centered": False,
             "maximize": False,
         },
         _rmsprop,
         (OptimizerState("square_avg"), _MOMENTUM, OptimizerState("grad_avg", switch="centered")),
     ),
-)  # fmt: skip
+)
 add(
     "adadelta",
     OptimizerKind(
@@ -236,8 +334,13 @@ add(
     OptimizerKind(
         torch.optim.NAdam,
         {
-            "lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum_decay": 4e-3,
-            "decoupled_weight_decay": False, "maximize": False,
+            "lr": 2e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "momentum_decay": 4e-3,
+            "decoupled_weight_decay": False,
+            "maximize": False,
         },
         _nadam,
         _ADAM[:2],
@@ -245,20 +348,24 @@ add(
         by_step=True,
         check=_refuse_nadam,
     ),
-)  # fmt: skip
+)
 add(
     "radam",
     OptimizerKind(
         torch.optim.RAdam,
         {
-            "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0,
-            "decoupled_weight_decay": False, "maximize": False,
+            "lr": 1e-3,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "decoupled_weight_decay": False,
+            "maximize": False,
         },
         _radam,
         _ADAM[:2],
         by_step=True,
     ),
-)  # fmt: skip
+)
 add(
     "rprop",
     OptimizerKind(
@@ -274,7 +381,12 @@ add(
     OptimizerKind(
         torch.optim.ASGD,
         {
-            "lr": 1e-2, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0, "maximize": False,
+            "lr": 1e-2,
+            "lambd": 1e-4,
+            "alpha": 0.75,
+            "t0": 1e6,
+            "weight_decay": 0.0,
+            "maximize": False,
         },
         _asgd,
         (OptimizerState("ax"),),
@@ -283,4 +395,4 @@ add(
         free=frozenset({"t0"}),
         check=_refuse_asgd,
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""Formulas on a few numbers: to find out, before a server relies on them, whether they can compute at all."""
+"""Formulas on a few numbers: to find out, before a server relies on them, whether they can
+compute at all.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pscommon.core.model import Scalar
+from pscommon.core.model_spec import Scalar
 from pscommon.optim.registry import OptimizerKind, Rows
 
 HARMLESS = 100.0
-"""Numbers up to this size, and products of two of them, fit into every dtype of weights (float16 ends at 65504)."""
+"""Numbers up to this size, and products of two of them, fit into every dtype of weights (float16
+ends at 65504).
+"""
 
 
 class ChangedGradientError(ValueError):
@@ -38,8 +42,14 @@ def try_formula(
     kept = gradients.clone()
     rows = Rows(
         [*torch.split(weights, [*sizes])],
-        {each.name: _parts(_first_values(each.initial, group, weights), sizes) for each in kind.states_of(group)},
-        {each.name: [torch.zeros(()).fill_(each.first_value(group)) for _ in sizes] for each in kind.scalars},
+        {
+            each.name: _parts(_first_values(each.initial, group, weights), sizes)
+            for each in kind.states_of(group)
+        },
+        {
+            each.name: [torch.zeros(()).fill_(each.first_value(group)) for _ in sizes]
+            for each in kind.scalars
+        },
         [torch.zeros(()) for _ in sizes],
         fused=dtype in kind.fused,
     )
@@ -58,7 +68,9 @@ def is_harmless(kind: OptimizerKind, group: Mapping[str, Scalar]) -> bool:
 
 
 def find_overflow(kind: OptimizerKind, group: Mapping[str, Scalar], dtype: torch.dtype) -> str:
-    """Return what torch says of hyper-parameters that are too large for weights of this dtype; empty: nothing."""
+    """Return what torch says of hyper-parameters that are too large for weights of this dtype;
+    empty: nothing.
+    """
     try:
         try_formula(kind, group, [2], dtype, steps=1)  # torch fills a single number without a check
     except (ArithmeticError, RuntimeError) as error:

@@ -1,4 +1,6 @@
-"""Optimizers that are registered by name with a formula for one tensor; users add theirs with `register`."""
+"""Optimizers that are registered by name with a formula for one tensor; users add theirs with
+`register`.
+"""
 
 import hashlib
 import inspect
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pscommon.core.errors import InvalidRequestError, MismatchError
-from pscommon.core.model import Scalar
+from pscommon.core.model_spec import Scalar
 from pscommon.optim.registry import (
     KINDS,
     Check,
@@ -24,13 +26,15 @@ from pscommon.optim.registry import (
     find_out_of_range,
 )
 from pscommon.optim.trial import try_formula
-from pscommon.user_modules import import_user_module
+from pscommon.system.user_modules import import_user_module
 
 TensorFormula = Callable[[Tensor, Tensor, Mapping[str, Any], Mapping[str, Any]], None]
 """formula(weight, gradient, state, group): one step of one flat tensor in place."""
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Constructor arguments of torch that choose an implementation; they do not change what is computed."""
+"""Constructor arguments of torch that choose an implementation; they do not change what is
+computed.
+"""
 
 NUMBERS_IN_A_REGISTER = 16
 """Of float32 in 64 bytes, which is where shards cut tensors."""
@@ -46,8 +50,9 @@ def register(
 ) -> None:
     """Let servers run an optimizer class of yours.
 
-    The module that calls this is given to every ps-server and ps-worker as `--optimizers MODULE`. Servers import the
-    class but never make an object of it. Repeating the call replaces the entry of the same class.
+    The module that calls this is given to every ps-server and ps-worker as `--optimizers
+    MODULE`. Servers import the class but never make an object of it. Repeating the call replaces
+    the entry of the same class.
 
     Args:
         optimizer_class: the class that scripts hand to `job.optimizer`. Its constructor takes the parameters, then
@@ -68,7 +73,9 @@ def register(
         InvalidRequestError: the name is taken, a default is no number, or the formula is not elementwise.
     """
     source = _digest_of_source(optimizer_class)
-    add_formula(optimizer_class, formula, states=states, scalars=scalars, check=check, source=source)
+    add_formula(
+        optimizer_class, formula, states=states, scalars=scalars, check=check, source=source
+    )
 
 
 def add_formula(
@@ -107,17 +114,23 @@ def load_module(module: str) -> None:
     import_user_module("--optimizers", module)
     if not any(kind.source for kind in KINDS.values()):
         raise InvalidRequestError(
-            f"--optimizers {module}: it registers no optimizer. Try: call pscommon.optim.register in it."
+            f"--optimizers {module}: it registers no optimizer. Try: call pscommon.optim.register "
+            f"in it."
         )
 
 
 def digest_of_user_defined() -> str:
-    """Return a text that is equal on servers with the same user-defined optimizers; empty where there are none.
+    """Return a text that is equal on servers with the same user-defined optimizers; empty where
+    there are none.
 
-    It has their names, and a digest of hyper-parameters, states, and the source of the modules that define them.
+    It has their names, and a digest of hyper-parameters, states, and the source of the modules
+    that define them.
     """
     kinds = {name: kind for name, kind in sorted(KINDS.items()) if kind.source}
-    rows = [f"{name} {kind.defaults} {kind.states} {kind.scalars} {kind.source}" for name, kind in kinds.items()]
+    rows = [
+        f"{name} {kind.defaults} {kind.states} {kind.scalars} {kind.source}"
+        for name, kind in kinds.items()
+    ]
     return f"{','.join(kinds)} ({_digest(rows)})" if kinds else ""
 
 
@@ -126,7 +139,8 @@ def check_same_optimizers(other: str, theirs: str, this: str) -> None:
     mine = digest_of_user_defined()
     if theirs != mine:
         raise MismatchError(
-            f"{other} and {this} were started with different --optimizers: {theirs or 'none'} and {mine or 'none'}. "
+            f"{other} and {this} were started with different --optimizers: {theirs or 'none'} and "
+            f"{mine or 'none'}. "
             "Try: start every server with the same module, of the same version.",
             "SHARD_MISMATCH",
         )
@@ -164,12 +178,17 @@ def _defaults_of(optimizer_class: type[Any]) -> dict[str, Scalar]:
             continue
         value = argument.default
         is_plain = isinstance(value, bool | int | float)
-        if not is_plain and not (isinstance(value, tuple) and all(isinstance(part, int | float) for part in value)):
+        if not is_plain and not (
+            isinstance(value, tuple) and all(isinstance(part, int | float) for part in value)
+        ):
             raise InvalidRequestError(
-                f"{optimizer_class.__name__}: {argument.name} of its constructor has no default that is a bool, a "
+                f"{optimizer_class.__name__}: {argument.name} of its constructor has no default "
+                f"that is a bool, a "
                 "number or a tuple of numbers. Try: give it one."
             )
-        found[argument.name] = tuple(map(float, value)) if isinstance(value, tuple) else _as_float(value)
+        found[argument.name] = (
+            tuple(map(float, value)) if isinstance(value, tuple) else _as_float(value)
+        )
     return found
 
 
@@ -182,13 +201,15 @@ def _check_names(name: str, kind: OptimizerKind) -> None:
     shown = kind.torch_class.__name__
     if present is not None and _identity(present.torch_class) != _identity(kind.torch_class):
         raise InvalidRequestError(
-            f"{shown}: the name {name} belongs to {'.'.join(_identity(present.torch_class))}. Try: rename the class."
+            f"{shown}: the name {name} belongs to {'.'.join(_identity(present.torch_class))}. "
+            f"Try: rename the class."
         )
     kept = [each.name for each in kind.states] + [each.name for each in kind.scalars]
     bad = [each for each in kept if not each.isidentifier() or each in ("weight", "step")]
     if bad or len(set(kept)) < len(kept):
         raise InvalidRequestError(
-            f"{shown}: states and scalars {kept} need different names that are Python identifiers, not `weight` or "
+            f"{shown}: states and scalars {kept} need different names that are Python "
+            f"identifiers, not `weight` or "
             "`step`."
         )
 
@@ -202,11 +223,19 @@ def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
     count = 3 * NUMBERS_IN_A_REGISTER
     try:
         whole = try_formula(kind, kind.defaults, [count])
-        parts = try_formula(kind, kind.defaults, [NUMBERS_IN_A_REGISTER, count - NUMBERS_IN_A_REGISTER])
+        parts = try_formula(
+            kind, kind.defaults, [NUMBERS_IN_A_REGISTER, count - NUMBERS_IN_A_REGISTER]
+        )
     except Exception as error:
-        raise InvalidRequestError(f"{shown}: its formula failed on {count} float32 numbers: {error!r}") from error
-    if not all(torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True) for pair in zip(whole, parts, strict=True)):
         raise InvalidRequestError(
-            f"{shown}: its formula is not elementwise: the parts of a tensor step differently than the whole, and "
+            f"{shown}: its formula failed on {count} float32 numbers: {error!r}"
+        ) from error
+    if not all(
+        torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for pair in zip(whole, parts, strict=True)
+    ):
+        raise InvalidRequestError(
+            f"{shown}: its formula is not elementwise: the parts of a tensor step differently "
+            f"than the whole, and "
             "servers hold parts. Methods that need whole tensors cannot run on servers."
         )

@@ -7,27 +7,33 @@ from pathlib import Path
 import torch
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ITEMSIZE, ModelSpec
-from pscommon.core.tape import Plan
-from pscommon.snapshot.files import Files, publish, temporary, writing
-from pscommon.snapshot.snapshots import Snapshots
-from pscommon.snapshot.tape_reader import TapeReader
+from pscommon.core.model_spec import ITEMSIZE, ModelSpec
+from pscommon.core.partition import PartitionPlan
+from pscommon.snapshot.atomic_files import AtomicFiles, publish, temporary, writing
+from pscommon.snapshot.range_reader import SnapshotReader
+from pscommon.snapshot.snapshot_dir import SnapshotDirectory
 from pscommon.snapshot.tensor_file import RESERVED, raw
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
-def export(snapshots: Snapshots, version: int, path: Path) -> None:
-    """Writes the weights of a snapshot, buffers and frozen tensors included, as one safetensors file.
+def export(snapshots: SnapshotDirectory, version: int, path: Path) -> None:
+    """Writes the weights of a snapshot, buffers and frozen tensors included, as one safetensors
+    file.
 
-    `model.load_state_dict(safetensors.torch.load_file(path))` takes it: names, shapes and dtypes are those that the
-    worker registered, tied tensors under each of their names. Needs as much memory as the weights. Raises
-    SnapshotError; a file at `path` is replaced only by a whole one.
+    `model.load_state_dict(safetensors.torch.load_file(path))` takes it: names, shapes and dtypes
+    are those that the worker registered, tied tensors under each of their names. Needs as much
+    memory as the weights. Raises SnapshotError; a file at `path` is replaced only by a whole
+    one.
     """
     manifest = snapshots.manifest(version)
-    reader = TapeReader(snapshots, manifest)
-    plan = Plan(manifest.model, manifest.shards)
-    write_model(path, manifest.model, [_tensor(reader, plan, index) for index in range(len(manifest.model.tensors))])
+    reader = SnapshotReader(snapshots, manifest)
+    plan = PartitionPlan(manifest.model, manifest.shards)
+    write_model(
+        path,
+        manifest.model,
+        [_tensor(reader, plan, index) for index in range(len(manifest.model.tensors))],
+    )
 
 
 def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -> None:
@@ -39,32 +45,40 @@ def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -
         raise SnapshotError(f"cannot write {path}: it is a folder")
     path = path.resolve()  # a link stays one
     named = {
-        name: tensor for spec, tensor in zip(model.tensors, tensors, strict=True) for name in (spec.name, *spec.aliases)
+        name: tensor
+        for spec, tensor in zip(model.tensors, tensors, strict=True)
+        for name in (spec.name, *spec.aliases)
     }
     if RESERVED in named:  # of a job that began before this name was refused
-        remedy = "Try: pull the weights of the running job with psworker.Client(observe=True).pull()"
-        raise SnapshotError(f"cannot write {path}: a tensor is named {RESERVED}, which the format reserves. {remedy}")
-    files, folder = Files(), path.parent
+        remedy = (
+            "Try: pull the weights of the running job with psworker.Client(observe=True).pull()"
+        )
+        raise SnapshotError(
+            f"cannot write {path}: a tensor is named {RESERVED}, which the format reserves. "
+            f"{remedy}"
+        )
+    files, folder = AtomicFiles(), path.parent
     with writing(path), temporary(files, folder, f"export-{os.getpid()}") as temp:
         # "format" is what transformers and its kin look for
         files.save(temp / path.name, named, {"format": "pt"})
         publish(files, temp / path.name, path)
 
 
-def tensors_on_tape(plan: Plan, memory: memoryview | bytearray) -> list[torch.Tensor]:
+def tensors_on_tape(plan: PartitionPlan, memory: memoryview | bytearray) -> list[torch.Tensor]:
     """Return views of a tape of plan.nbytes bytes, one for each tensor of the model."""
-    # frombuffer refuses empty memory; the device is said because the script may have set another default
+    # frombuffer refuses empty memory; the device is said because the script may have set another
+    # default
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     tape = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else empty
     return [_view(tape, plan, index) for index in range(len(plan.spec.tensors))]
 
 
-def _view(tape: torch.Tensor, plan: Plan, index: int) -> torch.Tensor:
+def _view(tape: torch.Tensor, plan: PartitionPlan, index: int) -> torch.Tensor:
     spec, extent = plan.spec.tensors[index], plan.extent(index)
     return tape[extent.start : extent.stop].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
-def _tensor(reader: TapeReader, plan: Plan, index: int) -> torch.Tensor:
+def _tensor(reader: SnapshotReader, plan: PartitionPlan, index: int) -> torch.Tensor:
     spec = plan.spec.tensors[index]
     tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     if tensor.numel():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import SnapshotError
-from pscommon.core.model import ModelSpec, model_from_json, model_to_json, typed
+from pscommon.core.model_spec import ModelSpec, model_from_json, model_to_json, typed
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -17,8 +17,10 @@ _PART_FILE = re.compile(r"shard-(0|[1-9]\d*)-of-([1-9]\d*)-([0-9a-f]{16})\.safet
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-class Part(NamedTuple):
-    """One shard's file: its name inside the version's folder, its length in bytes and its SHA-256 in hex."""
+class SnapshotPart(NamedTuple):
+    """One shard's file: its name inside the version's folder, its length in bytes and its
+    SHA-256 in hex.
+    """
 
     file: str
     nbytes: int
@@ -26,7 +28,9 @@ class Part(NamedTuple):
 
 
 def part_file(shard: int, shards: int, sha256: str) -> str:
-    """A name that says whose part it is, and differs where the bytes do: no part ever overwrites another."""
+    """A name that says whose part it is, and differs where the bytes do: no part ever overwrites
+    another.
+    """
     return f"shard-{shard}-of-{shards}-{sha256[:16]}.safetensors"
 
 
@@ -34,10 +38,10 @@ def part_file(shard: int, shards: int, sha256: str) -> str:
 class Manifest:
     """A snapshot of a whole job.
 
-    version: updates applied; index: the log's index where this version stands; created: ISO 8601 with time zone.
-    parts: one per shard, in the order of shards. coordinator: JSON that only the coordinator reads.
-    elsewhere: files of parts that `commit` did not find in its own folder, because their servers have other disks.
-    Raises SnapshotError where these do not fit together.
+    version: updates applied; index: the log's index where this version stands; created: ISO 8601
+    with time zone. parts: one per shard, in the order of shards. coordinator: JSON that only the
+    coordinator reads. elsewhere: files of parts that `commit` did not find in its own folder,
+    because their servers have other disks. Raises SnapshotError where these do not fit together.
     """
 
     job: str
@@ -46,7 +50,7 @@ class Manifest:
     shards: int
     created: str
     model: ModelSpec
-    parts: tuple[Part, ...]
+    parts: tuple[SnapshotPart, ...]
     coordinator: Mapping[str, Any] = field(default_factory=dict)
     libraries: Mapping[str, str] = field(default_factory=dict)
     elsewhere: tuple[str, ...] = ()
@@ -54,7 +58,9 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if min(self.version, self.index) < 0:
-            raise SnapshotError(f"version {self.version}, index {self.index}: neither can be negative")
+            raise SnapshotError(
+                f"version {self.version}, index {self.index}: neither can be negative"
+            )
         if self.shards < 1 or len(self.parts) != self.shards:
             raise SnapshotError(f"{len(self.parts)} parts for {self.shards} shards")
         for shard, part in enumerate(self.parts):
@@ -77,7 +83,10 @@ class Manifest:
             "shards": self.shards,
             "created": self.created,
             "model": model_to_json(self.model),
-            "parts": [{"file": part.file, "nbytes": part.nbytes, "sha256": part.sha256} for part in self.parts],
+            "parts": [
+                {"file": part.file, "nbytes": part.nbytes, "sha256": part.sha256}
+                for part in self.parts
+            ],
             "elsewhere": list(self.elsewhere),
             "coordinator": dict(self.coordinator),
             "libraries": dict(self.libraries),
@@ -89,14 +98,16 @@ class Manifest:
         """Checks every byte and every field. SnapshotError says what is wrong."""
         body = _checked(text)
         if body.get("format") != FORMAT:
-            raise SnapshotError(f"format {body.get('format')!r}; this version of paramserver reads format {FORMAT}")
+            raise SnapshotError(
+                f"format {body.get('format')!r}; this version of paramserver reads format {FORMAT}"
+            )
         try:
             return _from_body(body)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SnapshotError(f"not a manifest: {error!r}") from error
 
 
-def _check_part(part: Part, shard: int, shards: int) -> None:
+def _check_part(part: SnapshotPart, shard: int, shards: int) -> None:
     """A name that a server made, and nothing else: no way out of the folder."""
     match = _PART_FILE.fullmatch(part.file)
     if match is None or not _SHA256.fullmatch(part.sha256):
@@ -118,8 +129,8 @@ def _checksum(body: Mapping[str, Any]) -> str:
 def _checked(text: str) -> dict[str, Any]:
     """The manifest's fields, if not one byte of the text has changed since it was written.
 
-    The text must be what these fields print as, so that a change that JSON does not see (a space, a key given twice)
-    is seen too.
+    The text must be what these fields print as, so that a change that JSON does not see (a
+    space, a key given twice) is seen too.
     """
     try:
         body = json.loads(text)
@@ -143,7 +154,9 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
         created=typed(body, "created", str),
         model=model_from_json(typed(body, "model", dict)),
         parts=tuple(
-            Part(typed(part, "file", str), typed(part, "nbytes", int), typed(part, "sha256", str))
+            SnapshotPart(
+                typed(part, "file", str), typed(part, "nbytes", int), typed(part, "sha256", str)
+            )
             for part in typed(body, "parts", list)
         ),
         elsewhere=tuple(typed(body, "elsewhere", list)),

@@ -1,7 +1,8 @@
 """Writes safetensors files, a little at a time.
 
-The library reads them, and could write them. But it writes all bytes in one call, which on a busy machine nobody gets
-the core from: the longest step beside a snapshot of 100 MB grew by 50 ms (benchmarks, work `snapshots`).
+The library reads them, and could write them. But it writes all bytes in one call, which on a
+busy machine nobody gets the core from: the longest step beside a snapshot of 100 MB grew by 50
+ms (benchmarks, work `snapshots`).
 """
 
 import hashlib
@@ -19,13 +20,25 @@ PART_BYTES = 256 << 10
 """Written in one call."""
 
 DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Makes a file of contiguous tensors, which lie on the CPU; its SHA-256 in hex. Not durable yet. OSError."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> str:
+    """Makes a file of contiguous tensors, which lie on the CPU; its SHA-256 in hex. Not durable
+    yet. OSError.
+    """
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256()
     with path.open("xb") as file:
@@ -38,10 +51,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
-    """Its length in 8 bytes, then JSON, filled up with blanks (https://huggingface.co/docs/safetensors, "Format")."""
+    """Its length in 8 bytes, then JSON, filled up with blanks
+    (https://huggingface.co/docs/safetensors, "Format").
+    """
     stops = accumulate(tensor.nbytes for tensor in tensors.values())
     entries = {
-        name: {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [stop - tensor.nbytes, stop]}
+        name: {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [stop - tensor.nbytes, stop],
+        }
         for (name, tensor), stop in zip(tensors.items(), stops, strict=True)
     }
     text = json.dumps({RESERVED: dict(metadata), **entries}).encode("ascii")

@@ -1,1 +1,3 @@
-"""gRPC as both sides use it: channel settings, errors in transit, frames of bytes, messages and values."""
+"""The gRPC transport on both sides: channel settings, frames of bytes, messages, errors in
+transit.
+"""

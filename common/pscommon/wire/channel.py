@@ -1,6 +1,7 @@
 """The gRPC settings of this system: one place, the same on both ends.
 
-Those that matter, each tried (docs of gRPC core: channel arguments, keepalive); two more are in pscommon/__init__.py:
+Those that matter, each tried (docs of gRPC core: channel arguments, keepalive); two more are in
+pscommon/__init__.py:
 
 - Without `http2.ping_timeout_ms` a stopped peer goes unnoticed for a minute; `keepalive_timeout_ms` does nothing.
 - A server with default settings cuts off clients that ping often, so it has to allow our interval.
@@ -28,9 +29,10 @@ FRAME_BYTES = 1 << 20
 """Payload of one data frame; 1 to 2 MiB is fastest."""
 
 MAX_MESSAGE = 64 << 20
-"""Bytes of the largest message either side takes: tensors travel in frames, but a job's whole state in one message. It
-takes about 200 bytes a tensor, 500 a loop that has ended and 400 a worker that has left, a manifest the same; so there
-is room for some 100 000 of each, and a stranger cannot make a server take more than this for one call."""
+"""Bytes of the largest message either side takes: tensors travel in frames, but a job's whole
+state in one message. It takes about 200 bytes a tensor, 500 a loop that has ended and 400 a
+worker that has left, a manifest the same; so there is room for some 100 000 of each, and a
+stranger cannot make a server take more than this for one call."""
 
 Option = tuple[str, int]
 
@@ -51,7 +53,9 @@ PROMPT: Option = ("grpc.http2.ping_timeout_ms", 2_200)
 """For small messages: whoever vanishes is noticed within 3.2 s."""
 
 PATIENT: Option = ("grpc.http2.ping_timeout_ms", 10_000)
-"""For tensors, on lines of 2 Mbit/s and more; and for servers, which cannot know what a connection will be used for."""
+"""For tensors, on lines of 2 Mbit/s and more; and for servers, which cannot know what a
+connection will be used for.
+"""
 
 CLIENT_OPTIONS: tuple[Option, ...] = (
     *_BOTH,
@@ -75,8 +79,9 @@ SERVER_OPTIONS: tuple[Option, ...] = (
     # sockets that connect and then say nothing are dropped
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.http2.settings_timeout", 5_000),
-    # gRPC takes bytes in before a call asks for them, and its windows would grow to a whole push for each that waits
-    # for room: 64 of 4 MB held 610 MB instead of 160, for 3 % of the time of a push of 100 MB
+    # gRPC takes bytes in before a call asks for them, and its windows would grow to a whole push
+    # for each that waits for room: 64 of 4 MB held 610 MB instead of 160, for 3 % of the time of a
+    # push of 100 MB
     ("grpc.http2.bdp_probe", 0),
 )
 
@@ -85,14 +90,16 @@ _users: set[int] = set()
 
 
 def open_channel(address: str, tensors: bool = False) -> grpc.Channel:
-    """A channel to "HOST:PORT", which connects when first used. InvalidRequestError in a fork of one that had any.
+    """A channel to "HOST:PORT", which connects when first used. InvalidRequestError in a fork of
+    one that had any.
 
     tensors: for exchanges, which may take long on a slow line.
     """
     _users.add(os.getpid())
     if len(_users) > 1:
         raise InvalidRequestError(
-            "gRPC does not work in a process that was forked from one that used it; start this process with "
+            "gRPC does not work in a process that was forked from one that used it; start this "
+            "process with "
             "multiprocessing's spawn or forkserver, or connect in the children only"
         )
     return grpc.insecure_channel(address, options=(*CLIENT_OPTIONS, PATIENT if tensors else PROMPT))

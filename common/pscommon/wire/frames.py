@@ -1,8 +1,9 @@
-"""Frames of the Exchange stream, made and read by hand: a data frame is copied once when sent and never when read.
+"""Frames of the Exchange stream, made and read by hand: a data frame is copied once when sent
+and never when read.
 
-On the wire every frame is an ExchangeRequest or ExchangeResponse as proto/ has it, so any gRPC client can talk to these
-servers. What has another layout than ours (unknown fields, fields twice) is legal protobuf too, and is left to the
-generated classes.
+On the wire every frame is an ExchangeRequest or ExchangeResponse as proto/ has it, so any gRPC
+client can talk to these servers. What has another layout than ours (unknown fields, fields
+twice) is legal protobuf too, and is left to the generated classes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,9 @@ class Frame(NamedTuple, Generic[H]):
 
 
 def encode_header(header: Header, *views: memoryview) -> bytes:
-    """A frame with a PushPullHeader (request) or an ExchangeResult (response), and the bytes of `views` if any."""
+    """A frame with a PushPullHeader (request) or an ExchangeResult (response), and the bytes of
+    `views` if any.
+    """
     body = header.SerializeToString()
     return b"".join((_prefix(HEADER_TAG, len(body)), body, *_data(views)))
 
@@ -56,7 +59,9 @@ def decode_response(raw: bytes) -> Frame[pb.ExchangeResult]:
 
 
 def chunks(views: Iterable[memoryview], size: int = FRAME_BYTES) -> Iterator[bytes]:
-    """Data frames with all bytes of `views` in order, each but the last with `size` bytes; none for no bytes."""
+    """Data frames with all bytes of `views` in order, each but the last with `size` bytes; none
+    for no bytes.
+    """
     parts: list[memoryview] = []
     room = size
     for view in map(_flat, views):
@@ -86,7 +91,9 @@ class Filler:
         return self.missing == 0
 
     def fill(self, data: memoryview) -> None:
-        """Takes the next bytes of the stream. InvalidRequestError, and nothing written, if they do not all fit."""
+        """Takes the next bytes of the stream. InvalidRequestError, and nothing written, if they
+        do not all fit.
+        """
         if data.nbytes > self.missing:
             raise InvalidRequestError(f"{data.nbytes - self.missing} bytes more than the model has")
         self.missing -= data.nbytes
@@ -100,8 +107,8 @@ class Filler:
 
 
 class ExchangeStub:
-    """Calls Exchange with raw frames. The same on the wire, with less machinery: `ask` for requests of one frame,
-    `once` (ExchangeOnce) where one frame each way is enough."""
+    """Calls Exchange with raw frames. The same on the wire, with less machinery: `ask` for
+    requests of one frame, `once` (ExchangeOnce) where one frame each way is enough."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(EXCHANGE)
@@ -113,10 +120,11 @@ Behaviour = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 
 def add_parameter_server_to_server(servicer: Any, server: grpc.Server) -> None:
-    """As the generated add_ParameterServerServiceServicer_to_server, but exchanges take and give raw frames.
+    """As the generated add_ParameterServerServiceServicer_to_server, but exchanges take and give
+    raw frames.
 
-    servicer.Exchange: iterator of bytes (decode_request reads them) and context to iterator of bytes. ExchangeOnce:
-    from bytes to bytes.
+    servicer.Exchange: iterator of bytes (decode_request reads them) and context to iterator of
+    bytes. ExchangeOnce: from bytes to bytes.
     """
     exchange: Behaviour = servicer.Exchange
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -158,7 +166,9 @@ def _prefix(tag: int, number: int) -> bytes:
 
 
 def _read(raw: bytes, header: type[H]) -> Frame[H] | None:
-    """A frame with each field at most once and no other fields; None for everything else, also for no bytes."""
+    """A frame with each field at most once and no other fields; None for everything else, also
+    for no bytes.
+    """
     found: dict[int, Any] = {}
     position = 0
     while position < len(raw):

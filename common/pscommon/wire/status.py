@@ -1,6 +1,8 @@
-"""Errors in transit: a PSError leaves one process as a google.rpc.Status and comes out of the other as a PSError.
+"""Errors in transit: a PSError leaves one process as a google.rpc.Status and comes out of the
+other as a PSError.
 
-The reason decides everything (google.rpc.ErrorInfo, domain "paramserver"); the text is for people and never parsed.
+The reason decides everything (google.rpc.ErrorInfo, domain "paramserver"); the text is for
+people and never parsed.
 """
 
 import contextlib
@@ -31,9 +33,13 @@ def abort(context: grpc.ServicerContext, error: PSError) -> Never:
 
 
 def status_of(error: PSError) -> status_pb2.Status:
-    """The google.rpc.Status of an error: canonical code, text, ErrorInfo, and RetryInfo where a retry may help."""
+    """The google.rpc.Status of an error: canonical code, text, ErrorInfo, and RetryInfo where a
+    retry may help.
+    """
     row = REASONS.get(error.reason, REASONS["INTERNAL"])
-    status = status_pb2.Status(code=grpc.StatusCode[row.status].value[0], message=_shortened(str(error)))
+    status = status_pb2.Status(
+        code=grpc.StatusCode[row.status].value[0], message=_shortened(str(error))
+    )
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
     if row.retryable:
         delay = Duration(nanos=round(RETRY_SECONDS * 1e9))
@@ -42,7 +48,9 @@ def status_of(error: PSError) -> status_pb2.Status:
 
 
 def error_from(failure: grpc.RpcError, who: str) -> PSError:
-    """The error that a failed call stands for. `who` names the server and the method, for the text."""
+    """The error that a failed call stands for. `who` names the server and the method, for the
+    text.
+    """
     code, text = _code(failure), _text(failure)
     reason = _reason(failure)
     if reason in REASONS and reason != "INTERNAL":
@@ -55,7 +63,9 @@ def error_from(failure: grpc.RpcError, who: str) -> PSError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"{who} did not answer in time", "UNREACHABLE")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return MismatchError(f"{who} is no parameter server of this version: {text}", "SHARD_MISMATCH")
+            return MismatchError(
+                f"{who} is no parameter server of this version: {text}", "SHARD_MISMATCH"
+            )
         case _:
             return PSError(f"{who} failed: {reason or code.name}: {text}")
 
@@ -71,9 +81,11 @@ def translated(who: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering(context: grpc.ServicerContext | None) -> Iterator[None]:
-    """Server side, around a method's body: a PSError goes to the client, anything else is logged as a bug first.
+    """Server side, around a method's body: a PSError goes to the client, anything else is logged
+    as a bug first.
 
-    Without a context the method was called in this process, and its errors are raised as they are.
+    Without a context the method was called in this process, and its errors are raised as they
+    are.
     """
     if context is None:
         yield
@@ -120,4 +132,8 @@ def _text(failure: grpc.RpcError) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT} more characters)"
+    return (
+        text
+        if len(text) <= MAX_TEXT
+        else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT} more characters)"
+    )

@@ -20,14 +20,21 @@ def main():
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1)[:1536] / 8 - 1
     loader = job.batches(DataLoader(images, batch_size=args.batch_size))
     generator = nn.Sequential(
-        nn.ConvTranspose2d(16, 32, 2), nn.ReLU(),
-        nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.ReLU(),
-        nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Tanh(),
-    )  # fmt: skip
+        nn.ConvTranspose2d(16, 32, 2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 16, 4, 2, 1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 1, 4, 2, 1),
+        nn.Tanh(),
+    )
     discriminator = nn.Sequential(
-        nn.Conv2d(1, 16, 4, 2, 1), nn.LeakyReLU(0.2),
-        nn.Conv2d(16, 32, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(16, 32, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Flatten(),
+        nn.Linear(128, 1),
+    )
     criterion = nn.BCEWithLogitsLoss()
     both = nn.ModuleDict({"d": discriminator, "g": generator})
     optimizer = torch.optim.Adam(both.parameters(), lr=5e-4, betas=(0.5, 0.999))

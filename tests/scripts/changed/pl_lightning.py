@@ -31,7 +31,10 @@ class Digits(LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def main():
@@ -51,9 +54,15 @@ def main():
     module = Digits()
     trainer = Trainer(
         strategy=ParameterServerStrategy(job),
-        max_epochs=args.epochs, gradient_clip_val=1.0, accelerator="cpu", devices=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_epochs=args.epochs,
+        gradient_clip_val=1.0,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(module, train_loader, test_loader)
     loss = trainer.callback_metrics["validation_loss"].item()
     print(f"final loss {loss:.10f}")

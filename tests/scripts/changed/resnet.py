@@ -1,4 +1,6 @@
-"""A residual network with batch normalisation on synthetic images, SGD with momentum, PolynomialLR."""
+"""A residual network with batch normalisation on synthetic images, SGD with momentum,
+PolynomialLR.
+"""
 
 import argparse
 
@@ -39,10 +41,15 @@ def main():
     loader = DataLoader(train_data, batch_size=args.batch_size, shuffle=True, drop_last=True)
     loader = job.batches(loader)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        BasicBlock(8, 16, 2), BasicBlock(16, 32, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        BasicBlock(8, 16, 2),
+        BasicBlock(16, 32, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     optimizer = job.optimizer(optimizer, model)
     steps = len(loader) * args.epochs

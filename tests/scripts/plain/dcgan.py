@@ -17,14 +17,21 @@ def main():
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1)[:1536] / 8 - 1
     loader = DataLoader(images, batch_size=args.batch_size)
     generator = nn.Sequential(
-        nn.ConvTranspose2d(16, 32, 2), nn.ReLU(),
-        nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.ReLU(),
-        nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Tanh(),
-    )  # fmt: skip
+        nn.ConvTranspose2d(16, 32, 2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 16, 4, 2, 1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 1, 4, 2, 1),
+        nn.Tanh(),
+    )
     discriminator = nn.Sequential(
-        nn.Conv2d(1, 16, 4, 2, 1), nn.LeakyReLU(0.2),
-        nn.Conv2d(16, 32, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(16, 32, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Flatten(),
+        nn.Linear(128, 1),
+    )
     criterion = nn.BCEWithLogitsLoss()
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=5e-4, betas=(0.5, 0.999))
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=5e-4, betas=(0.5, 0.999))

@@ -13,9 +13,17 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(1)
     config = GPT2Config(
-        vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=128,
+        n_positions=32,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(config)
     tokens = torch.cumsum(torch.randint(0, 5, (768, 32)), 1) % 128
     loader = DataLoader(tokens[:640], batch_size=args.batch_size)

@@ -40,7 +40,9 @@ def main():
     losses = []
     for x, y in eval_loader:
         with torch.no_grad():
-            losses.append(accelerator.gather_for_metrics(F.cross_entropy(model(x), y, reduction="none")))
+            losses.append(
+                accelerator.gather_for_metrics(F.cross_entropy(model(x), y, reduction="none"))
+            )
     loss = torch.cat(losses).mean()
     print(f"final loss {loss.item():.10f}")
 

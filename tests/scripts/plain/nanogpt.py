@@ -1,4 +1,6 @@
-"""A small GPT without a data loader: random windows of a text, accumulation, a cosine rate set by hand."""
+"""A small GPT without a data loader: random windows of a text, accumulation, a cosine rate set
+by hand.
+"""
 
 import argparse
 import math
@@ -15,7 +17,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.projection = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)

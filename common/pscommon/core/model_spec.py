@@ -1,0 +1,245 @@
+"""What is trained: the tensors of a model and the optimizer that the servers run on them."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+Role = Literal["trainable", "buffer", "frozen"]
+Scalar = bool | int | float | str | tuple[float, ...] | None
+
+ROLES: tuple[Role, ...] = ("trainable", "buffer", "frozen")
+
+ITEMSIZE: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+class InvalidModelError(ValueError):
+    """A model or optimizer that no server can train; the message says which tensor or setting
+    and why.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model.
+
+    role: "trainable" gets gradients; "buffer" (BatchNorm statistics) travels by value with every
+    push and is averaged over the contributors; "frozen" is set once by the first worker and
+    never changes. group: index of the optimizer's parameter group; 0 where the role is not
+    trainable. aliases: further names under which the model's state_dict has it (tied weights).
+    They change nothing in training, so two tensors that differ in them alone are equal.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = "trainable"
+    group: int = 0
+    aliases: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEMSIZE[self.dtype]
+
+    def describe(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}] {self.role}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """A torch.optim class by name and the hyper-parameters of each parameter group. Names
+    travel, code never does.
+
+    clip_norm: the averaged gradient of an update is scaled down to this L2 norm over all
+    parameters; None: it is not.
+    """
+
+    name: str
+    groups: tuple[Mapping[str, Scalar], ...] = field(default=({},))
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not is_clip_norm(self.clip_norm):
+            raise InvalidModelError(f"clip_norm is {self.clip_norm!r}, not a finite number above 0")
+        if self.clip_norm is not None:
+            object.__setattr__(self, "clip_norm", float(self.clip_norm))  # 1 and 1.0 are one text
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready. Encodes the clip norm only if it is set, so that other specs keep their
+        bytes.
+        """
+        clip = {} if self.clip_norm is None else {"clip_norm": self.clip_norm}
+        return {"name": self.name, "groups": [dict(group) for group in self.groups], **clip}
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict(), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> "OptimizerSettings":
+        raw = json.loads(text)
+        return OptimizerSettings(
+            raw["name"], tuple(freeze(group) for group in raw["groups"]), raw.get("clip_norm")
+        )
+
+
+def is_clip_norm(value: object) -> bool:
+    """Is it a finite number above 0?"""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def freeze(group: Mapping[str, object]) -> dict[str, Scalar]:
+    """Lists, as JSON gives them, back to the tuples that torch takes."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """All tensors, in the order in which they were registered, and the optimizer."""
+
+    tensors: tuple[TensorSpec, ...]
+    optimizer: OptimizerSettings
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for tensor in self.tensors:
+            _check(tensor, seen, len(self.optimizer.groups))
+            seen.update((tensor.name, *tensor.aliases))
+        if not self.tensors:
+            raise InvalidModelError("a model needs at least one tensor")
+
+    def fingerprint(self) -> str:
+        """Equal for two workers exactly when they train the same tensors, whatever order they
+        list them in.
+        """
+        rows = sorted((t.name, list(t.shape), t.dtype, t.role, t.group) for t in self.tensors)
+        return hashlib.sha256(json.dumps([rows, self.optimizer.as_json()]).encode()).hexdigest()
+
+    def differences(self, job: "ModelSpec") -> list[str]:
+        """Where this model is not the job's, a line each, tensor by tensor; empty when they
+        agree.
+        """
+        mine, theirs = ({t.name: t for t in spec.tensors} for spec in (self, job))
+        lines = [f"{name}: not in the job's model" for name in mine if name not in theirs]
+        lines += [
+            f"{name}: missing; the job has {theirs[name].describe()}"
+            for name in theirs
+            if name not in mine
+        ]
+        for name in mine.keys() & theirs.keys():
+            if mine[name] != theirs[name]:
+                lines.append(_tensor_difference(mine[name], theirs[name]))
+        return sorted(lines) + _optimizer_differences(self.optimizer, job.optimizer)
+
+
+def _check(tensor: TensorSpec, seen: set[str], groups: int) -> None:
+    names = (tensor.name, *tensor.aliases)
+    if repeated := [name for name in names if name in seen or names.count(name) > 1]:
+        raise InvalidModelError(f"tensor {repeated[0]!r} is listed twice")
+    if tensor.dtype not in ITEMSIZE:
+        raise InvalidModelError(
+            f"tensor {tensor.name!r}: dtype {tensor.dtype} is not one of {', '.join(ITEMSIZE)}"
+        )
+    if tensor.role == "trainable" and tensor.dtype not in FLOATING:
+        raise InvalidModelError(
+            f"tensor {tensor.name!r}: {tensor.dtype} cannot be trained; use a floating dtype"
+        )
+    if tensor.role not in ROLES or not 0 <= tensor.group < groups:
+        raise InvalidModelError(
+            f"tensor {tensor.name!r}: role {tensor.role!r}, group {tensor.group} of {groups}"
+        )
+    if any(side < 0 for side in tensor.shape):
+        raise InvalidModelError(f"tensor {tensor.name!r}: negative shape {tensor.shape}")
+
+
+def _tensor_difference(mine: TensorSpec, theirs: TensorSpec) -> str:
+    text = f"{mine.name}: {mine.describe()}, the job has {theirs.describe()}"
+    return (
+        text
+        if mine.group == theirs.group
+        else f"{text}; group {mine.group}, the job has {theirs.group}"
+    )
+
+
+def _optimizer_differences(mine: OptimizerSettings, theirs: OptimizerSettings) -> list[str]:
+    if mine.name != theirs.name:
+        return [f"optimizer: {mine.name}, the job has {theirs.name}"]
+    if len(mine.groups) != len(theirs.groups):
+        return [f"optimizer: {len(mine.groups)} parameter groups, the job has {len(theirs.groups)}"]
+    clips = [mine.clip_norm, theirs.clip_norm]
+    different = clips[0] != clips[1]
+    return [f"optimizer: clip_norm={clips[0]!r}, the job has {clips[1]!r}"] * different + [
+        f"optimizer group {index}: {key}={ours.get(key)!r}, the job has {job.get(key)!r}"
+        for index, (ours, job) in enumerate(zip(mine.groups, theirs.groups, strict=True))
+        for key in sorted(ours.keys() | job.keys())
+        if ours.get(key) != job.get(key)
+    ]
+
+
+def typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A field of a JSON object, or TypeError where it is of another type."""
+    value = raw[key]
+    if type(value) is not kind:  # not isinstance: a bool is no number here
+        raise TypeError(f"{key} is {value!r}, not {kind.__name__}")
+    return value
+
+
+def model_to_json(model: ModelSpec) -> dict[str, Any]:
+    """JSON-ready; `model_from_json` is the way back."""
+    return {
+        "tensors": [_tensor_to_json(tensor) for tensor in model.tensors],
+        "optimizer": model.optimizer.as_dict(),
+    }
+
+
+def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
+    """KeyError, TypeError, AttributeError or ValueError where it is not what `model_to_json`
+    made.
+    """
+    optimizer = typed(raw, "optimizer", dict)
+    groups = tuple(freeze(group) for group in typed(optimizer, "groups", list))
+    return ModelSpec(
+        tuple(_tensor_from_json(tensor) for tensor in typed(raw, "tensors", list)),
+        OptimizerSettings(typed(optimizer, "name", str), groups, optimizer.get("clip_norm")),
+    )
+
+
+def _tensor_to_json(t: TensorSpec) -> dict[str, Any]:
+    """Aliases only where there are some: models without any read as they always did."""
+    fields = {
+        "name": t.name,
+        "shape": list(t.shape),
+        "dtype": t.dtype,
+        "role": t.role,
+        "group": t.group,
+    }
+    return fields | ({"aliases": list(t.aliases)} if t.aliases else {})
+
+
+def _tensor_from_json(raw: Mapping[str, Any]) -> TensorSpec:
+    shape = typed(raw, "shape", list)
+    return TensorSpec(
+        typed(raw, "name", str),
+        tuple(typed({"side": side}, "side", int) for side in shape),
+        typed(raw, "dtype", str),
+        cast(Role, typed(raw, "role", str)),
+        typed(raw, "group", int),
+        tuple(typed({"alias": alias}, "alias", str) for alias in raw.get("aliases", ())),
+    )

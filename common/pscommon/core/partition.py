@@ -1,0 +1,219 @@
+"""Placement: which bytes of the model live on which shard.
+
+The model is written onto one tape: trainable tensors first, then buffers, then frozen ones;
+within a role by dtype, then by parameter group, then in registration order, each tensor starting
+on a multiple of 64 bytes. Each role's stretch of the tape is cut into as many equal ranges as
+there are shards. So a large tensor is cut into slices, small ones are packed, the shards are
+balanced to within 64 bytes a role, and a shard, a worker and the wire all handle a few long byte
+ranges instead of thousands of tensors.
+
+Cuts fall on multiples of 64 bytes as well, which is a whole number of SIMD registers: an element
+meets the same vector instruction whatever the number of shards, and so gets the same bits.
+"""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from pscommon.core.model_spec import ROLES, ModelSpec, Role, TensorSpec
+
+ALIGN = 64
+
+PIECES = 32
+SMALLEST_PIECE, LARGEST_PIECE = 64 << 10, 1 << 20
+
+
+class ByteRange(NamedTuple):
+    """Bytes [start, stop) of the tape."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class TensorSlice(NamedTuple):
+    """The part of one tensor that lies in a range; start and stop are tape positions, padding
+    excluded.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class TrainableRange(NamedTuple):
+    """A stretch of trainable tape with one dtype and one parameter group; padding included."""
+
+    dtype: str
+    group: int
+    start: int
+    stop: int
+
+
+def cut(span: ByteRange, parts: int) -> list[ByteRange]:
+    """A range that starts and ends on multiples of ALIGN in so many equal parts that do too;
+    some may be empty.
+    """
+    blocks = span.nbytes // ALIGN
+    return [
+        ByteRange(*pair)
+        for pair in pairwise(
+            span.start + blocks * part // parts * ALIGN for part in range(parts + 1)
+        )
+    ]
+
+
+def piece_nbytes(nbytes: int) -> int:
+    """Into what pieces to cut a transfer whose first ones are used while the last ones are on
+    their way.
+
+    What cannot be hidden behind computing is about the first and the last piece, so they are a
+    small part of all; but each costs a message, and those of 1 MiB are the cheapest by the byte.
+    """
+    return max(SMALLEST_PIECE, min(LARGEST_PIECE, nbytes // PIECES))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """Where every byte of `spec` lives on `shards` servers: a pure function of the two, the same
+    on every machine.
+    """
+
+    spec: ModelSpec
+    shards: int
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ValueError(f"a job needs at least one shard, not {self.shards}")
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Indices into spec.tensors in tape order."""
+        tensors = self.spec.tensors
+        return tuple(sorted(range(len(tensors)), key=lambda i: (*_tape_key(tensors[i]), i)))
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Tape position of each tensor, by index into spec.tensors."""
+        starts, position = [0] * len(self.spec.tensors), 0
+        for index in self.order:
+            starts[index] = position
+            position += _padded(self.spec.tensors[index].nbytes)
+        return tuple(starts)
+
+    @cached_property
+    def _sections(self) -> dict[Role, ByteRange]:
+        lengths = {
+            role: sum(_padded(t.nbytes) for t in self.spec.tensors if t.role == role)
+            for role in ROLES
+        }
+        sections, position = {}, 0
+        for role in ROLES:
+            sections[role] = ByteRange(position, position + lengths[role])
+            position += lengths[role]
+        return sections
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole tape."""
+        return self._sections[ROLES[-1]].stop
+
+    def section(self, role: Role) -> ByteRange:
+        """All bytes of a role."""
+        return self._sections[role]
+
+    def range(self, shard: int, role: Role) -> ByteRange:
+        """What `shard` holds of a role; empty where there are more shards than blocks of 64
+        bytes.
+        """
+        return self._ranges[role][shard]
+
+    @cached_property
+    def _ranges(self) -> dict[Role, list[ByteRange]]:
+        return {role: cut(section, self.shards) for role, section in self._sections.items()}
+
+    def slices(self, span: ByteRange) -> Iterator[TensorSlice]:
+        """The tensors that have bytes in `span`, in tape order."""
+        for index in self.order[self._first_after(span.start) :]:
+            start, stop = self.extent(index)
+            if start >= span.stop:
+                return
+            if max(start, span.start) < min(stop, span.stop):
+                yield TensorSlice(index, max(start, span.start), min(stop, span.stop))
+
+    def extent(self, tensor: int) -> ByteRange:
+        """Where a whole tensor lies, padding excluded."""
+        return ByteRange(
+            self.starts[tensor], self.starts[tensor] + self.spec.tensors[tensor].nbytes
+        )
+
+    def segments(self, span: ByteRange) -> list[TrainableRange]:
+        """The trainable range `span` split where dtype or parameter group changes."""
+        found: list[TrainableRange] = []
+        for index in self.order[self._first_after(span.start) :]:
+            tensor, start = self.spec.tensors[index], self.starts[index]
+            if start >= span.stop:
+                break
+            start, stop = max(start, span.start), min(start + _padded(tensor.nbytes), span.stop)
+            if start >= stop:
+                continue
+            if found and (found[-1].dtype, found[-1].group) == (tensor.dtype, tensor.group):
+                found[-1] = found[-1]._replace(stop=stop)
+            else:
+                found.append(TrainableRange(tensor.dtype, tensor.group, start, stop))
+        return found
+
+    def without(self, span: ByteRange, absent: Collection[int]) -> list[ByteRange]:
+        """`span` less the whole 64-byte blocks of the tensors in `absent`, as the fewest ranges,
+        ascending.
+        """
+        if not absent:
+            return [span] if span.start < span.stop else []
+        extents = [
+            (self.starts[i], self.starts[i] + _padded(self.spec.tensors[i].nbytes)) for i in absent
+        ]
+        kept, position = [], span.start
+        for start, stop in sorted(extent for extent in extents if extent[0] < extent[1]):
+            if position < min(start, span.stop):
+                kept.append(ByteRange(position, min(start, span.stop)))
+            position = max(position, stop)
+        if position < span.stop:
+            kept.append(ByteRange(position, span.stop))
+        return kept
+
+    def shard_nbytes(self, shard: int) -> int:
+        """Bytes of the model on a shard."""
+        return sum(self.range(shard, role).nbytes for role in ROLES)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on two machines exactly when they place every byte alike; compared when a worker
+        connects.
+        """
+        rows = [(t.name, list(t.shape), t.dtype, t.role, t.group) for t in self.spec.tensors]
+        cuts = [[list(self.range(shard, role)) for role in ROLES] for shard in range(self.shards)]
+        return hashlib.sha256(json.dumps([rows, list(self.starts), cuts]).encode()).hexdigest()
+
+    def _first_after(self, position: int) -> int:
+        """Place in `order` of the last tensor that starts at or before a tape position."""
+        return max(0, bisect_right(self._ordered_starts, position) - 1)
+
+    @cached_property
+    def _ordered_starts(self) -> list[int]:
+        return [self.starts[index] for index in self.order]
+
+
+def _tape_key(tensor: TensorSpec) -> tuple[int, str, int]:
+    return ROLES.index(tensor.role), tensor.dtype, tensor.group

@@ -1,0 +1,1 @@
+"""Settings of the commands: flags, environment variables and the TOML file, declared once."""

@@ -1,0 +1,295 @@
+"""How settings reach a command: flag, then environment PS_<FLAG>, then the TOML file of
+--config, then the default.
+
+One file may hold the settings of a whole cluster: keys at its top are for every command that has
+them, the tables [server], [worker] and [run] for that command alone. A key that no command has
+is an error, not a typo that sleeps.
+"""
+
+import difflib
+import os
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from click.core import ParameterSource
+
+from pscommon.core.errors import PSError
+from pscommon.core.exit_codes import ExitCode
+
+FILE = "pscommon.settings.command.file"
+"""Where a click context keeps the path of its file."""
+
+# what a file may have besides text, as people call it
+WORDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list of texts",
+}
+
+SOURCES = {
+    ParameterSource.COMMANDLINE: "flag",
+    ParameterSource.ENVIRONMENT: "environment",
+    ParameterSource.DEFAULT_MAP: "file",
+    ParameterSource.DEFAULT: "default",
+}
+
+
+class Setting(NamedTuple):
+    """One merged value; `source` is "flag", "environment", "file" or "default"."""
+
+    key: str
+    value: Any
+    source: str
+
+
+class UnsettledValue(NamedTuple):
+    """In the place of a value on which tables disagree; `table`: where a file would settle it."""
+
+    table: str
+
+
+class Option(click.Option):
+    """A flag, its environment twin PS_<FLAG>, its key in the file; `also`: variables that are
+    asked after the twin.
+    """
+
+    def __init__(
+        self, flag: str, *, section: str, also: Sequence[str] = (), **attributes: Any
+    ) -> None:
+        self.flag = flag
+        self.section = section
+        self.variables = ("PS_" + flag.removeprefix("--").replace("-", "_").upper(), *also)
+        super().__init__([flag], envvar=list(self.variables), **attributes)
+
+    @property
+    def key(self) -> str:
+        """The option's name in code: the flag's words, joined by underscores."""
+        return str(self.name)
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Blames the place where the value really came from."""
+        source = ctx.get_parameter_source(self.key) if ctx else None
+        if source is ParameterSource.ENVIRONMENT:
+            return f"'{self.flag}' (environment {next(name for name in self.variables if os.environ.get(name))})"
+        return f"'{self.flag}'" + (
+            f" (file {ctx.meta[FILE]})" if ctx and source is ParameterSource.DEFAULT_MAP else ""
+        )
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """What a file has becomes the flag's own text first, so that it means the same and is
+        refused alike.
+        """
+        if ctx.get_parameter_source(self.key) is ParameterSource.DEFAULT_MAP:
+            value = self._text(ctx, value)
+        return super().type_cast_value(ctx, value)
+
+    def _text(self, ctx: click.Context, value: Any) -> str:
+        if isinstance(value, UnsettledValue):
+            remedy = f"settle it in [{value.table}], or give {self.flag}"
+            raise click.BadParameter(f"the tables disagree; {remedy}", ctx, self)
+        besides = (bool,) if self.is_flag else getattr(self.type, "besides", ())
+        if type(value) is list and list in besides and {type(part) for part in value} <= {str}:
+            return ",".join(value)
+        if type(value) is list or type(value) not in (str, *besides):
+            fitting = " or ".join(["text in quotes", *(WORDS[kind] for kind in besides[-1:])])
+            raise click.BadParameter(
+                f"{value!r} does not fit; the file must have {fitting} here", ctx, self
+            )
+        return str(value)
+
+
+class SettingsCommand(click.Command):
+    """A command made of Options, with --config and --version besides. Its invoke() only returns
+    the parsed context.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Sequence[Option],
+        *,
+        tables: Mapping[str, Sequence[Option]],
+        reads: Sequence[str],
+        **rest: Any,
+    ) -> None:
+        """`tables`: all that a file may have, with their options; `reads`: those for this
+        command, its own one last.
+        """
+        self.options = tuple(options)
+        self.tables = {
+            table: frozenset(option.key for option in members) for table, members in tables.items()
+        }
+        self.reads = tuple(reads)
+        super().__init__(
+            name, params=[_config_option(), *options, *rest.pop("arguments", ())], **rest
+        )
+        click.version_option(package_name="paramserver", message="%(prog)s %(version)s")(self)
+
+    def invoke(self, ctx: click.Context) -> click.Context:
+        """The work starts outside of click, so a user's script never runs inside our context."""
+        return ctx
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One block of help per section, in the order of declaration."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "section", "General options"), []).append(
+                    record
+                )
+        for title, records in sorted(
+            sections.items(), key=lambda item: item[0] == "General options"
+        ):
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def sources(ctx: click.Context) -> list[Setting]:
+    """Every merged value of a parsed command and where it came from, in the order of --help."""
+    options = [option for option in ctx.command.params if isinstance(option, Option)]
+    return [
+        Setting(
+            option.key,
+            ctx.params[option.key],
+            SOURCES[ctx.get_parameter_source(option.key) or ParameterSource.DEFAULT],
+        )
+        for option in options
+    ]
+
+
+def given(ctx: click.Context) -> dict[str, Any]:
+    """The values that somebody chose: flag, environment or file, not the defaults."""
+    return {setting.key: setting.value for setting in sources(ctx) if setting.source != "default"}
+
+
+def run_command(
+    command: click.Command, start: Callable[[click.Context], int], args: Sequence[str] | None = None
+) -> int:
+    """Parses, then calls `start` with the context; returns the exit code. A user's mistake is
+    one clear message.
+
+    A PSError becomes one line and its exit code; its traceback follows only at --log-level
+    debug.
+    """
+    name = command.name or "ps"
+    ctx: Any = None
+    _open_standard_streams()
+    try:
+        ctx = command.main(args=args, prog_name=name, standalone_mode=False)
+        return start(ctx) if isinstance(ctx, click.Context) else int(ctx or 0)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    except PSError as error:
+        debug = isinstance(ctx, click.Context) and ctx.params.get("log_level") == "debug"
+        tell(name, error, debug)
+        return error.exit_code
+
+
+def _open_standard_streams() -> None:
+    """Those that were closed (`2>&-`): else a file or socket of ours gets the number to which
+    libraries print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # it gets the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def tell(name: str, error: PSError, debug: bool = False) -> None:
+    """The one line that an expected error gets on stderr; with its traceback before it when
+    debugging.
+    """
+    if debug:
+        traceback.print_exception(error)
+    hint = f"exit code {error.exit_code}; ps-ctl explain {error.reason}"
+    print(f"{name}: {error.reason}: {error} ({hint})", file=sys.stderr, flush=True)
+
+
+def pick(
+    document: Mapping[str, Any],
+    tables: Mapping[str, Collection[str]],
+    reads: Sequence[str],
+    wanted: Collection[str],
+) -> dict[str, Any]:
+    """The values of a file that are for one command; ValueError names every kind of mistake.
+
+    Top-level keys come first, then the tables in the order of `reads`, the last of which is the
+    command's own. Where two others disagree and it does not settle that, the value is Unsettled:
+    the environment or a flag still may.
+    """
+    top = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
+    inner = {key: value for key, value in document.items() if isinstance(value, Mapping)}
+    known = frozenset(name for members in tables.values() for name in members)
+    for table in inner:
+        if table not in tables:
+            raise ValueError(f"unknown table [{table}]{_suggestion(table, tables)}")
+    chosen = _spelled(top, known, "")
+    per_table = {
+        table: _spelled(inner.get(table, {}), tables[table], f" in [{table}]") for table in tables
+    }
+    own = per_table.get(reads[-1], {}) if reads else {}
+    merged: dict[str, Any] = {}
+    for table in reads[:-1]:
+        for key, value in per_table[table].items():
+            merged[key] = value if merged.get(key, value) == value else UnsettledValue(reads[-1])
+    return {key: value for key, value in {**chosen, **merged, **own}.items() if key in wanted}
+
+
+def _spelled(values: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
+    """Keys with underscores instead of hyphens; refuses unknown and double ones."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ValueError(f"unknown key {key!r}{where}{_suggestion(name, known)}")
+        if name in result:
+            raise ValueError(f"{key!r} is given twice{where}")
+        result[name] = value
+    return result
+
+
+def _suggestion(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def _config_option() -> click.Option:
+    return click.Option(
+        ["--config"],
+        envvar="PS_CONFIG",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="TOML file with any of these settings; the environment (PS_<FLAG>) wins over it.",
+    )
+
+
+def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
+    command = ctx.command
+    if path is None or not isinstance(command, SettingsCommand):
+        return
+    ctx.meta[FILE] = path
+    try:
+        document = tomllib.loads(
+            path.read_text(encoding="utf-8-sig")
+        )  # some editors begin with a mark
+        wanted = [option.key for option in command.options]
+        ctx.default_map = pick(document, command.tables, command.reads, wanted)
+    except (ValueError, OSError) as error:  # TOML and UTF-8 errors are ValueErrors too
+        raise click.UsageError(f"{path}: {error}", ctx) from error

@@ -1,0 +1,131 @@
+"""Bytes that survive: a file appears under its name only when it is whole and on the disk.
+
+The order is always temp, fsync, rename, fsync of the folder. After a crash at any point the name
+is either not there or stands for all of the bytes.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from pscommon.core.errors import SnapshotError
+from pscommon.snapshot.tensor_file import write_tensors
+
+TEMP = ".tmp-"
+
+
+class AtomicFiles:
+    """The operations that change a disk, one method each, so that a test can let each of them
+    fail.
+    """
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir()
+
+    def save(
+        self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> str:
+        """Writes a safetensors file; its SHA-256 in hex. Not durable before `sync`."""
+        return write_tensors(path, tensors, metadata)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Writes a file. Not durable before `sync`."""
+        path.write_bytes(data)
+
+    def overwrite(self, path: Path, offset: int, data: bytes) -> None:
+        """Overwrites bytes of a file in place, which needs no space. Not durable before `sync`."""
+        with path.open("r+b", buffering=0) as file:
+            file.seek(offset)
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def sync(self, path: Path) -> None:
+        """Brings a file's bytes, or a folder's list of names, to the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, or a folder with all that is in it."""
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def make_folders(files: AtomicFiles, path: Path) -> None:
+    """Makes a folder and those above it, each durably."""
+    if path.is_dir():
+        return
+    make_folders(files, path.parent)
+    with contextlib.suppress(FileExistsError):  # another shard was faster
+        files.make_folder(path)
+    files.sync(path.parent)
+
+
+@contextlib.contextmanager
+def temporary(files: AtomicFiles, folder: Path, label: str) -> Iterator[Path]:
+    """A folder inside `folder` to write in, gone afterwards however it ends. A crash leaves it
+    to `sweep`.
+    """
+    path = folder / f"{TEMP}{label}"
+    files.remove(path)
+    files.make_folder(path)
+    try:
+        yield path
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong first is what matters
+            files.remove(path)
+        raise
+    files.remove(path)
+
+
+def publish(files: AtomicFiles, written: Path, target: Path) -> None:
+    """Makes a written file appear under its final name, durably."""
+    files.sync(written)
+    files.rename(written, target)
+    files.sync(target.parent)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What fails inside (disk full, no permission) leaves as a SnapshotError that names the
+    path.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SnapshotError(f"cannot write {path}: {_cause(error)}") from error
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What fails inside leaves as a SnapshotError that names the path."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SnapshotError(f"{path.name} is missing in {path.parent}") from error
+    except (OSError, SafetensorError) as error:
+        raise SnapshotError(f"cannot read {path}: {_cause(error)}") from error
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _cause(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

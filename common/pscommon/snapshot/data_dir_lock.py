@@ -1,0 +1,92 @@
+"""One server per shard and data directory."""
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+from pscommon.core.errors import InvalidRequestError, TakenError
+
+
+class DataDirLock:
+    """Holds <data_dir>/shard-<i>.lock while inside `with`; makes the directory where it is not
+    there.
+
+    Shards may share a directory. Raises TakenError, which names the holder, where another
+    process is this shard here; InvalidRequestError where the directory cannot be used. The
+    system frees the lock when its process dies.
+    """
+
+    def __init__(self, data_dir: Path, shard: int) -> None:
+        self.path = data_dir / f"shard-{shard}.lock"
+        self._shard = shard
+        self._descriptor = -1
+
+    def __enter__(self) -> "DataDirLock":
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while self._descriptor < 0:
+                self._descriptor = self._try()
+        except OSError as error:
+            raise InvalidRequestError(self._refused(error)) from error
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk: the lock holds, only its holder is not named
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, f"{os.getpid()}\n".encode())
+        return self
+
+    def _refused(self, error: OSError) -> str:
+        if error.errno == errno.ELOOP:  # the target may be another user's file
+            return f"cannot lock shard {self._shard}: {self.path} is a symbolic link. Try: rm {self.path}"
+        return f"cannot use data directory {self.path.parent}: {error.strerror}"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # still locked: whoever has opened this file meanwhile will see that it is not the one at
+        # the path any more
+        with contextlib.suppress(
+            OSError
+        ):  # one that must stay, in a folder that is not ours, locks nothing
+            self.path.unlink(missing_ok=True)
+        self._close()
+
+    def _try(self) -> int:
+        """The locked descriptor, or -1 where the holder let go just now and took the file with
+        it.
+        """
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise TakenError(
+                f"data directory {self.path.parent}: shard {self._shard} is in use by process "
+                f"{holder}; "
+                "stop it or choose another --data-dir"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if self._is_current(descriptor):
+            return descriptor
+        os.close(descriptor)
+        return -1
+
+    def _is_current(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), self.path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

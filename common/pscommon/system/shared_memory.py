@@ -1,0 +1,373 @@
+"""Memory that a worker and the servers of one host share, so that gradients and weights need not
+travel.
+
+A worker's `Region` is private memory at first. `share` gives it a file in /dev/shm and returns
+an `Offer`, which goes to the servers over the wire; a server that can `attach` it has proved
+that it sees the same /dev/shm: it has found the offer's random token in the file. Once all have
+attached, `hide` removes the name. From then on the kernel counts who has the memory, and frees
+it with the last one, however they die.
+
+**Addresses never change.** A new mapping is made elsewhere, filled, and then moved over the old one in one system call
+(mremap), so arrays and tensors that are views of `memory` stay valid, and a thread that reads sees the same bytes
+before and after. What somebody writes *while* `share` or `detach` runs may be lost: nobody may write then. Memory that
+is registered with CUDA is pinned to its old pages: register after `share`, and unregister before `detach`.
+
+**Ownership.** A view owns the mapping: it is unmapped when the last view of it is gone, never earlier. `close` only
+gives up what the object itself holds, so a tensor that outlives it is safe.
+
+**A name lives as long as its creator.** Between `share` and `hide` the creator holds a lock (flock) on the file.
+`sweep` removes the files that nobody has locked. Between creating a file and locking it sweep may win; the creator
+then sees that its file has no name any more and makes another. The lock belongs to the open file, so a fork of the
+creator (a DataLoader's worker) shares it: its end does not free the lock, and if the creator is killed before `hide`,
+sweep leaves the file until its forks have ended too. A fork never removes the creator's name.
+
+**What a fork writes is its own.** What was shared is mapped privately in its place, page by page copied when the fork
+writes there; that costs no memory, however many forks there are (a DataLoader's workers). What the others write later
+still shows in the pages that a fork has not written to: one that reads for long, as to evaluate, needs a copy.
+
+**Who may attach.** The file is its creator's alone (mode 0600), and a file that another user owns or may use is
+refused. Processes of one user trust each other: one that truncates the file would end the others by SIGBUS.
+
+Linux only. `detach` needs the memory twice while it runs.
+"""
+
+import ctypes
+import errno
+import fcntl
+import hmac
+import mmap
+import os
+import re
+import secrets
+import stat
+import sys
+import weakref
+from contextlib import suppress
+from ctypes import c_int, c_long, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+NAME = re.compile(r"paramserver-[0-9a-f]{32}")
+TOKEN_BYTES = 32
+# the first page, which holds the token; a whole one, because the memory behind it starts on a page
+HEADER = mmap.PAGESIZE
+MREMAP_MAYMOVE, MREMAP_FIXED = 1, 2
+MAP_FIXED = 0x10
+MAP_FAILED = c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = c_void_p
+_libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]  # the last one is off_t
+_libc.munmap.argtypes = [c_void_p, c_size_t]
+
+_shared: dict[
+    int, tuple[int, int]
+] = {}  # by address of a mapping that is shared: its length, a descriptor of its file
+
+
+class NoSharedMemoryError(Exception):
+    """A region cannot be shared here; the message says why and, where there is one, the remedy."""
+
+
+class NotSharedError(Exception):
+    """An offer does not hold here: another host, another user, or a file that is not what was
+    offered.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOffer:
+    """What a server needs to attach a region."""
+
+    name: str  # of the file, without a folder
+    token: bytes  # TOKEN_BYTES random ones, which are in the file too
+    nbytes: int  # of the region, without the header
+
+
+class SharedRegion:
+    """nbytes of zeroed memory, first private to this process, then shared as often as one likes.
+
+    `memory` is a view of all of it: writable, format "B", page-aligned, at the same address
+    until `close`. Raises OSError where there is not enough memory. One thread at a time may call
+    the methods.
+    """
+
+    def __init__(self, nbytes: int, folder: Path = FOLDER) -> None:
+        self.nbytes = nbytes
+        self.shared = False
+        self._folder = folder
+        self._file: _SharedFile | None = None
+        self._length = HEADER + nbytes
+        self._address = _map(self._length)
+        self._owner: object = (owner := _own(self._address, nbytes))
+        self.memory = memoryview(owner).cast("B")
+
+    def share(self) -> MemoryOffer:
+        """Moves the bytes to a new file of the folder. A region that is shared already leaves
+        its old file to others.
+
+        Raises NoSharedMemoryError where that cannot be; nothing has changed and no file is left
+        then. Raises ValueError after `close`.
+        """
+        if self._owner is None:
+            raise ValueError("the region is closed")
+        if sys.platform != "linux":
+            raise NoSharedMemoryError(f"memory is not shared on {sys.platform}, only on Linux")
+        token = secrets.token_bytes(TOKEN_BYTES)
+        try:
+            file = self._fill(token)
+        except OSError as error:
+            raise NoSharedMemoryError(_reason(self._folder, self._length, error)) from error
+        self.hide()
+        self._file, self.shared = file, True
+        return MemoryOffer(file.path.name, token, self.nbytes)
+
+    def hide(self) -> None:
+        """Removes the file's name: nobody can attach any more, and nothing is left behind.
+        Harmless to repeat.
+        """
+        if self._file is not None:
+            self._file.remove()
+            self._file = None
+
+    def detach(self) -> None:
+        """Makes the bytes private again. The others keep the file as it was. Harmless to repeat.
+
+        Raises OSError where there is not enough memory for a copy; nothing has changed then.
+        """
+        if self.shared:
+            copy = _map(self._length)
+            ctypes.memmove(copy + HEADER, self._address + HEADER, self.nbytes)
+            _replace(self._address, copy, self._length)
+            _forget(self._address)
+            self.shared = False
+        self.hide()
+
+    def close(self) -> None:
+        """Gives everything up; `memory` is empty then. Views that are still alive stay valid.
+        Harmless to repeat.
+        """
+        self.hide()
+        self.shared = False
+        self.memory, self._owner = memoryview(bytearray()), None
+
+    def _fill(self, token: bytes) -> "_SharedFile":
+        """A file with the token and the contents, mapped in the memory's place."""
+        file = _SharedFile(self._folder)
+        try:
+            while not file.lock():
+                file.remove()
+                file = _SharedFile(self._folder)
+            os.posix_fallocate(file.descriptor, 0, self._length)
+            _write(file.descriptor, token, 0)
+            _write(file.descriptor, self.memory, HEADER)
+            descriptor = os.dup(file.descriptor)
+            try:
+                _replace(self._address, _map(self._length, descriptor), self._length)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            _forget(self._address)
+            _shared[self._address] = self._length, descriptor
+        except BaseException:
+            file.remove()
+            raise
+        return file
+
+
+class AttachedRegion:
+    """Another process's region: `memory` is a writable view of the same bytes, format "B"."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+    def close(self) -> None:
+        """Gives the memory up; `memory` is empty then. Views that are still alive stay valid.
+        Harmless to repeat.
+        """
+        self.memory = memoryview(bytearray())
+
+
+def attach(offer: MemoryOffer, folder: Path = FOLDER) -> AttachedRegion:
+    """The region behind an offer. Raises NotSharedError where it does not hold here; the message
+    says why.
+    """
+    if not NAME.fullmatch(offer.name):
+        raise NotSharedError(f"{offer.name!r} is no name of a shared region")
+    path = folder / offer.name
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotSharedError(
+            f"{path}: {'is a symlink' if error.errno == errno.ELOOP else error.strerror}"
+        ) from error
+    try:
+        if fault := _fault(descriptor, offer):
+            raise NotSharedError(f"{path} {fault}")
+        return AttachedRegion(
+            memoryview(_own(_map(HEADER + offer.nbytes, descriptor), offer.nbytes)).cast("B")
+        )
+    except OSError as error:
+        raise NotSharedError(f"{path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: Path = FOLDER) -> list[str]:
+    """Removes this user's files whose creators died before they could hide them; returns their
+    names.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if NAME.fullmatch(name))
+    except OSError:
+        return []
+    return [name for name in names if _sweep(folder / name)]
+
+
+class _SharedFile:
+    """A new file, which has to be locked against sweep. Its name goes with this object at the
+    latest.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"paramserver-{secrets.token_hex(16)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.descriptor = os.open(self.path, flags, 0o600)
+        self.remove = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())
+
+    def lock(self) -> bool:
+        """False where sweep was faster. Raises OSError."""
+        os.fchmod(self.descriptor, 0o600)  # a umask may have taken even the owner's rights
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return os.fstat(self.descriptor).st_nlink > 0
+
+
+def _remove(path: Path, descriptor: int, creator: int) -> None:
+    if os.getpid() == creator:  # a fork has the object too, but not the right
+        with suppress(OSError):  # somebody else was faster, or took the name's place
+            path.unlink()
+    os.close(descriptor)
+
+
+def _sweep(path: Path) -> bool:
+    """Whether the file was nobody's and is removed now."""
+    try:
+        # not blocking: should it be a pipe, open would wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _fault(descriptor: int, offer: MemoryOffer) -> str:
+    """Why this file is not the offered one; empty where it is."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, not to this server's, {os.geteuid()}"
+    if found.st_mode & 0o077:
+        return f"is accessible to others: mode {stat.S_IMODE(found.st_mode):04o}"
+    if found.st_size != HEADER + max(offer.nbytes, 0):
+        return f"has {found.st_size} bytes, not the header and {offer.nbytes} more"
+    if not hmac.compare_digest(os.pread(descriptor, TOKEN_BYTES, 0), offer.token):
+        return "holds another token"
+    return ""
+
+
+def _reason(folder: Path, needed: int, error: OSError) -> str:
+    if error.errno != errno.ENOSPC:
+        return f"cannot share memory in {folder}: {error.strerror}"
+    free = "an unknown amount"
+    with suppress(OSError):
+        space = os.statvfs(folder)
+        free = f"{space.f_bavail * space.f_frsize / (1 << 20):.1f} MiB"
+    return (
+        f"{folder} is too small: {needed / (1 << 20):.1f} MiB are needed and {free} are free; "
+        "make it larger (shm_size in compose, --shm-size in docker run) or use --lanes grpc"
+    )
+
+
+def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """All of it: one system call takes 2 GiB at most."""
+    rest = memoryview(data)
+    while rest:
+        done = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+def _map(
+    length: int,
+    descriptor: int = -1,
+    flags: int = mmap.MAP_SHARED | mmap.MAP_POPULATE,
+    place: int = 0,
+) -> int:
+    """The address of memory: a file's, by default shared, its pages mapped at once, or new and
+    private. OSError.
+    """
+    if descriptor < 0:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc.mmap(
+        place or None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+    )
+    if address == MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(address)
+
+
+def _replace(address: int, new: int, length: int) -> None:
+    """Moves a mapping over another one, in one step for whoever reads there. Raises OSError; the
+    new one is gone.
+    """
+    mremap = _libc.mremap
+    mremap.restype, mremap.argtypes = c_void_p, [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
+    if mremap(new, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, address) == MAP_FAILED:
+        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        _libc.munmap(new, length)
+        raise error
+
+
+def _own(address: int, nbytes: int) -> "ctypes.Array[ctypes.c_ubyte]":
+    """The bytes behind a mapping's header. All views of them refer to this object, and the
+    mapping goes with it.
+    """
+    owner = (ctypes.c_ubyte * nbytes).from_address(address + HEADER)
+    # not at exit: other threads may still read then, and the kernel unmaps in any case
+    weakref.finalize(owner, _unmap, address, HEADER + nbytes).atexit = False
+    return owner
+
+
+def _unmap(address: int, length: int) -> None:
+    _forget(address)
+    _libc.munmap(address, length)
+
+
+def _forget(address: int) -> None:
+    """What is mapped there is not shared, or not any more."""
+    if address in _shared:
+        os.close(_shared.pop(address)[1])
+
+
+def _part() -> None:
+    """In a fork: its memory is its own from now on."""
+    while _shared:
+        address, (length, descriptor) = _shared.popitem()
+        _map(length, descriptor, mmap.MAP_PRIVATE | MAP_FIXED, address)
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_part)

@@ -1,0 +1,1 @@
+"""Logs and the HTTP endpoint for metrics and health probes."""

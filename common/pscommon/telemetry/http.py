@@ -1,0 +1,165 @@
+"""What a process shows to Prometheus and to probes: /metrics, /livez and /readyz on one small
+HTTP port.
+"""
+
+import contextlib
+import errno
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from socketserver import TCPServer
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import MetricsHandler
+
+from pscommon.core.errors import InvalidRequestError, TakenError
+
+Ready = Callable[[], tuple[bool, str]]
+
+# bounds of every histogram of durations: a call over loopback takes half a millisecond, a pull of a
+# large model seconds
+SECONDS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry of its own (a test runs several servers in one process) with the process_* and
+    python_* metrics.
+    """
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
+
+
+class MetricsServer:
+    """Serves `registry` from the moment it is made until close().
+
+    bind is HOST:PORT, port 0 for a free one; `address` says which it became. `ready` is asked at
+    every /readyz and gives whether this process takes work, and why or why not in one line; it
+    must answer at once. Raises TakenError where the port is somebody else's, InvalidRequestError
+    where the address cannot be bound at all.
+    """
+
+    def __init__(self, bind: str, registry: CollectorRegistry, ready: Ready) -> None:
+        host, port = _split(bind)
+        self._handler: type[_RequestHandler] = type("Handler", (_RequestHandler,), {})
+        self.show(registry, ready)
+        try:
+            self._server = _HttpServer(host, port, self._handler)
+        except OSError as error:
+            raise _cannot_bind(bind, error) from error
+        # a tenth of a second is how long close() may take
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="monitor", daemon=True
+        )
+        self._thread.start()
+
+    def show(self, registry: CollectorRegistry, ready: Ready) -> None:
+        """From now on these, on the same port."""
+        self._handler.registry, self._handler.ready = registry, staticmethod(ready)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT that is really bound."""
+        host, port = self._server.server_address[:2]
+        text = str(host)
+        return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
+
+    def close(self) -> None:
+        """Frees the port. Closing twice is harmless."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[MetricsHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        # not HTTPServer's: that asks the name service for this host's name, which can take seconds
+        TCPServer.server_bind(self)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        # a scraper that hangs up is no reason for a traceback on stderr
+        _log.warning("request from %s failed: %r", client_address, sys.exc_info()[1])
+
+
+class _RequestHandler(MetricsHandler):
+    ready: Ready
+    timeout = 10.0  # a peer that connects and says nothing is dropped
+
+    def do_HEAD(self) -> None:
+        """How `wget --spider` and many load balancers probe: the same answers without their
+        text.
+        """
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        match urlsplit(self.path).path:
+            case "/metrics" if self.command == "HEAD":
+                self._answer(HTTPStatus.OK, "")
+            case "/metrics":
+                super().do_GET()
+            case "/livez":
+                self._answer(HTTPStatus.OK, "alive")
+            case "/readyz":
+                ok, reason = self.ready()
+                self._answer(HTTPStatus.OK if ok else HTTPStatus.SERVICE_UNAVAILABLE, reason)
+            case _:
+                self._answer(HTTPStatus.NOT_FOUND, "try /metrics, /livez or /readyz")
+
+    def _answer(self, status: HTTPStatus, text: str) -> None:
+        body = (" ".join(text.split()) + "\n").encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _split(bind: str) -> tuple[str, int]:
+    host, _, port = bind.rpartition(":")
+    with contextlib.suppress(ValueError):
+        if host and 0 <= int(port) <= 65535:
+            return host.strip("[]"), int(port)
+    raise InvalidRequestError(
+        f"metrics address {bind!r} is not HOST:PORT, such as 127.0.0.1:9464 (port 0: a free one)"
+    )
+
+
+def _cannot_bind(bind: str, error: OSError) -> TakenError | InvalidRequestError:
+    if error.errno == errno.EADDRINUSE:
+        return TakenError(
+            f"metrics port {bind} is taken; stop its holder or choose another (port 0: a free one)"
+        )
+    return InvalidRequestError(f"cannot serve metrics on {bind}: {error.strerror or error}")

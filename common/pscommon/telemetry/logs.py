@@ -1,0 +1,133 @@
+"""Logs: structlog and the standard library's logging through one handler to stderr, one event a
+line.
+
+Readable on a terminal, JSON when piped. Times are UTC, RFC 3339. A user's own logging and
+Python's warnings use the same handler.
+"""
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from pscommon.telemetry import strict_json
+
+Format = Literal["auto", "text", "json"]
+
+# Fields of the whole process. Context variables alone would not do: a new thread starts with an
+# empty context, and most of what servers do happens in threads that gRPC starts.
+_fields: dict[str, Any] = {}
+
+_EXTRA = structlog.stdlib.ExtraAdder()
+
+
+def set_up(
+    level: str = "info",
+    log_format: Format = "auto",
+    stream: TextIO | io.TextIOBase | None = None,
+    **fields: Any,
+) -> None:
+    """Sends everything that is logged to `stream` (stderr); `fields` (shard=, rank=) go with
+    every event.
+
+    May be called again: the last call counts. "auto" is text on a terminal and JSON elsewhere;
+    text is coloured on a terminal unless NO_COLOR is set, and elsewhere only if FORCE_COLOR is.
+    """
+    stream = stream or sys.stderr
+    as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
+    _fields.clear()
+    bind(**fields)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_formatter(as_json, colors=not as_json and _coloured(stream)))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            *_shared(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,  # so that loggers made before set_up follow it
+    )
+
+
+def bind(**fields: Any) -> None:
+    """Adds fields to every event of this process from now on; None takes one away."""
+    for name, value in fields.items():
+        if value is None:
+            _fields.pop(name, None)
+        else:
+            _fields[name] = value
+
+
+@contextmanager
+def bound(**fields: Any) -> Iterator[None]:
+    """Adds fields within this context only; they win over the process's own."""
+    with structlog.contextvars.bound_contextvars(**fields):
+        yield
+
+
+def _shared() -> list[Processor]:
+    """What happens to an event of either kind before it is rendered."""
+    return [
+        structlog.contextvars.merge_contextvars,
+        _add_process_fields,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        structlog.processors.StackInfoRenderer(),
+    ]
+
+
+def _add_process_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    for name, value in _fields.items():
+        event.setdefault(name, value)
+    return event
+
+
+def _add_extra(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """What logging calls extra= are fields here, but for what every event has: its text, its
+    time and so on.
+    """
+    for name, value in _EXTRA(logger, method, {"_record": event["_record"]}).items():
+        event.setdefault(name, value)
+    return event
+
+
+def _formatter(as_json: bool, colors: bool) -> logging.Formatter:
+    renderers: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if as_json:
+        renderers += [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(strict_json.dumps, default=str),
+        ]
+    else:
+        renderers.append(
+            structlog.dev.ConsoleRenderer(
+                colors=colors,
+                timestamp_key="time",
+                pad_event_to=0,
+                pad_level=False,
+                exception_formatter=structlog.dev.plain_traceback,
+            )
+        )
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[_add_extra, *_shared()], processors=renderers
+    )
+
+
+def _coloured(stream: TextIO | io.TextIOBase) -> bool:
+    if os.environ.get("NO_COLOR"):
+        return False
+    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))

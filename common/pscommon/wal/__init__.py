@@ -1,0 +1,1 @@
+"""The write-ahead log on disk: record format, segment files, and the log made of them."""

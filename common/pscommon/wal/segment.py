@@ -1,0 +1,153 @@
+"""One file of a log while it is written, and the operations on a disk that this takes."""
+
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pscommon.wal.format import NONCE_BYTES, Buffer, Head, end_mark, pack_file_head, pack_head
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
+
+
+class LogWriteError(OSError):
+    """The log could not be written or synced; errno, strerror and filename say why."""
+
+
+class LogFiles:
+    """The operations that touch a disk, one method each, so that a test can let each of them
+    fail: with OSError.
+    """
+
+    def make_folder(self, path: Path) -> None:
+        """For its owner alone, as all files in it. Harmless to repeat."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def open(self, path: Path) -> int:
+        """A descriptor for writing; the file is made where there is none, and keeps its bytes
+        where there is one.
+        """
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def write(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        """How many bytes the system took, which may be fewer than there are. At most IOV_MAX
+        views.
+        """
+        return os.pwritev(descriptor, views, offset)
+
+    def sync(self, descriptor: int) -> None:
+        """Brings a file's bytes to the disk."""
+        os.fdatasync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Brings a folder's list of names to the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+
+class LogSegment:
+    """A file that is written from its start, over whatever lies in it.
+
+    One thread at a time appends; any may sync meanwhile. Raises OSError where the file cannot be
+    opened.
+    """
+
+    def __init__(self, files: LogFiles, path: Path) -> None:
+        self.path = path
+        self.nbytes = 0  # up to the end of the last whole record
+        self.failure: LogWriteError | None = None
+        self.unsyncable = False
+        self._files = files
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._synced = 0
+        self._syncing = threading.Lock()
+        self._descriptor = files.open(path)
+
+    def start(self) -> None:
+        """Comes before the first record."""
+        self._write([pack_file_head(self._nonce)])
+
+    def append(self, kind: int, header: bytes, payload: Sequence[memoryview], check: int) -> int:
+        """Where the record ends in the file."""
+        if self.failure:
+            raise failed(self.failure, self.path)
+        head = Head(kind, len(header), sum(view.nbytes for view in payload), check)
+        self._write([pack_head(self._nonce, head), header, *payload])
+        return self.nbytes
+
+    def sync(self, end: int) -> None:
+        """Brings the bytes up to `end` to the disk, and with them all that is written by now: so
+        threads share one.
+        """
+        with self._syncing:
+            if self._synced >= end:
+                return
+            if self.unsyncable and self.failure:
+                raise failed(self.failure, self.path)
+            if self._descriptor < 0:
+                return
+            written = self.nbytes
+            try:
+                self._files.sync(self._descriptor)
+            except OSError as error:
+                self.unsyncable = True
+                self.failure = failed(error, self.path)
+                raise self.failure from error
+            self._synced = written
+
+    def rename(self, target: Path) -> None:
+        self._files.rename(self.path, target)
+        self.path = target
+
+    def close(self) -> None:
+        """Waits for a sync that runs. Harmless to repeat."""
+        with self._syncing:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _write(self, buffers: Sequence[Buffer]) -> None:
+        """All of it, behind the last record, and the end mark behind it."""
+        rest, offset = views_of([*buffers, end_mark(self._nonce)]), self.nbytes
+        end = offset + sum(view.nbytes for view in rest) - NONCE_BYTES
+        try:
+            while rest:
+                done = self._files.write(self._descriptor, rest[:IOV_MAX], offset)
+                if done <= 0:
+                    raise OSError(errno.EIO, "the system wrote nothing")
+                rest, offset = _behind(rest, done), offset + done
+        except OSError as error:
+            self.failure = failed(error, self.path)
+            raise self.failure from error
+        self.nbytes = end
+
+
+def failed(error: OSError, path: Path) -> LogWriteError:
+    """The same error with the path that it is about."""
+    number = error.errno or errno.EIO
+    return LogWriteError(number, error.strerror or os.strerror(number), error.filename or str(path))
+
+
+def views_of(buffers: Iterable[Buffer]) -> list[memoryview]:
+    """Their bytes, without the empty ones: a view of none cannot be cast."""
+    return [view.cast("B") for buffer in buffers if (view := memoryview(buffer)).nbytes]
+
+
+def _behind(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left after the first `done` bytes."""
+    for index, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[index + 1 :]]
+        done -= view.nbytes
+    return []

@@ -1,0 +1,285 @@
+"""Values of the core as proto messages and back. What comes from the wire is checked here: bad
+values are refused.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import Spec, StreamSpec
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import MAX_TENSORS, loop_problem
+from pscommon.core.log_entries import (
+    Apply,
+    BatchKey,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    Measure,
+    Measured,
+    PushKey,
+    Reject,
+    Reshard,
+    ShardReport,
+    Staged,
+)
+from pscommon.core.metric_row import MetricRow
+from pscommon.core.model_spec import (
+    InvalidModelError,
+    ModelSpec,
+    OptimizerSettings,
+    Role,
+    TensorSpec,
+)
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import model_pb2 as mo
+from psproto.v1 import parameter_server_pb2 as ps
+
+ROLE_TO_PROTO: "Mapping[Role, mo.Role.ValueType]" = {
+    "trainable": mo.ROLE_TRAINABLE,
+    "buffer": mo.ROLE_BUFFER,
+    "frozen": mo.ROLE_FROZEN,
+}
+ROLE_FROM_PROTO: Mapping[int, Role] = {number: role for role, number in ROLE_TO_PROTO.items()}
+
+
+def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
+    tensors = [
+        mo.TensorSpec(
+            name=t.name,
+            shape=t.shape,
+            dtype=t.dtype,
+            role=ROLE_TO_PROTO[t.role],
+            group=t.group,
+            aliases=t.aliases,
+        )
+        for t in spec.tensors
+    ]
+    return mo.ModelSpec(tensors=tensors, optimizer_json=spec.optimizer.as_json())
+
+
+def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
+    """InvalidRequestError for a model that nobody can train."""
+    if len(message.tensors) > MAX_TENSORS:
+        why = f"it has {len(message.tensors)} tensors, above {MAX_TENSORS}"
+        raise InvalidRequestError(
+            f"the model refused: {why}. Try: join small tensors.", "OUT_OF_RANGE"
+        )
+    try:
+        optimizer = OptimizerSettings.from_json(message.optimizer_json)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidRequestError(f"optimizer_json is no optimizer: {error!r}") from error
+    try:
+        return ModelSpec(tuple(map(_tensor_from_proto, message.tensors)), optimizer)
+    except InvalidModelError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _tensor_from_proto(tensor: mo.TensorSpec) -> TensorSpec:
+    role = ROLE_FROM_PROTO.get(tensor.role)
+    if role is None:
+        raise InvalidRequestError(f"tensor {tensor.name!r}: unknown role {tensor.role}")
+    return TensorSpec(
+        tensor.name, tuple(tensor.shape), tensor.dtype, role, tensor.group, tuple(tensor.aliases)
+    )
+
+
+def batches_to_proto(batches: Iterable[BatchKey]) -> list[ps.Batch]:
+    return [ps.Batch(loop=b.loop, number=b.number, count=b.count, end=b.end) for b in batches]
+
+
+def batches_from_proto(messages: Iterable[ps.Batch]) -> tuple[BatchKey, ...]:
+    return tuple(BatchKey(m.loop, m.number, m.count, m.end) for m in messages)
+
+
+def loop_to_proto(spec: Spec) -> co.LoopSpec:
+    return co.LoopSpec(**spec.as_dict())
+
+
+def loop_from_proto(message: co.LoopSpec) -> Spec:
+    """InvalidRequestError for numbers that make no loop, or one that no ledger can deal."""
+    try:
+        spec = _spec_from_proto(message)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+    if problem := loop_problem(spec):
+        raise InvalidRequestError(
+            f"loop {spec.loop} refused: {problem}. Try: fewer epochs.", "OUT_OF_RANGE"
+        )
+    return spec
+
+
+def _spec_from_proto(message: co.LoopSpec) -> Spec:
+    if message.sources:
+        return StreamSpec(message.loop, message.sources, message.batch_size, message.epochs)
+    return LoopSpec(
+        message.loop,
+        message.size,
+        message.batch_size,
+        message.epochs,
+        message.drop_last,
+        message.shuffle,
+        message.seed,
+        message.first_epoch,
+        message.order,
+        message.sampler,
+        message.batches,
+    )
+
+
+def key_to_proto(key: PushKey) -> co.PushKey:
+    return co.PushKey(worker=key.worker, seq=key.seq)
+
+
+def key_from_proto(message: co.PushKey) -> PushKey:
+    return PushKey(message.worker, message.seq)
+
+
+def staged_to_proto(staged: Staged) -> co.Staged:
+    return co.Staged(
+        key=key_to_proto(staged.key),
+        samples=staged.samples,
+        base=staged.base,
+        batches=batches_to_proto(staged.batches),
+        problem=staged.problem,
+        square_norm=staged.square_norm,
+        mended=staged.mended,
+    )
+
+
+def staged_from_proto(message: co.Staged) -> Staged:
+    return Staged(
+        key_from_proto(message.key),
+        message.samples,
+        message.base,
+        batches_from_proto(message.batches),
+        message.problem,
+        message.square_norm,
+        message.mended,
+    )
+
+
+def report_to_proto(report: ShardReport) -> co.Report:
+    """The shard's number travels beside it, in LinkShardRequest."""
+    return co.Report(
+        epoch=report.epoch,
+        index=report.index,
+        staged=map(staged_to_proto, report.staged),
+        log_bytes=report.log_bytes,
+        digest=report.digest,
+        log_broken=report.log_broken,
+        moving=report.moving,
+        measured=measured_to_proto(report.measured) if report.measured is not None else None,
+    )
+
+
+def history_row_to_proto(row: MetricRow) -> co.HistoryRow:
+    return co.HistoryRow(
+        time=row.time,
+        version=row.version,
+        worker=row.worker,
+        rank=row.rank,
+        name=row.name,
+        value=row.value,
+    )
+
+
+def measured_to_proto(measured: Measured) -> co.Measured:
+    return co.Measured(index=measured.index, square_norm=measured.square_norm)
+
+
+def report_from_proto(shard: int, message: co.Report) -> ShardReport:
+    staged = tuple(map(staged_from_proto, message.staged))
+    measured = (
+        Measured(message.measured.index, message.measured.square_norm)
+        if message.HasField("measured")
+        else None
+    )
+    return ShardReport(
+        shard,
+        message.epoch,
+        message.index,
+        staged,
+        message.log_bytes,
+        message.digest,
+        message.log_broken,
+        message.moving,
+        measured,
+    )
+
+
+def entry_to_proto(entry: Entry) -> co.Entry:
+    match entry:
+        case Begin():
+            return co.Entry(index=entry.index, begin=co.Begin(worker=entry.worker))
+        case Apply():
+            contributions = _contributions_to_proto(entry.contributions)
+            return co.Entry(
+                index=entry.index,
+                apply=co.Apply(version=entry.version, contributions=contributions),
+            )
+        case Measure():
+            contributions = _contributions_to_proto(entry.contributions)
+            return co.Entry(index=entry.index, measure=co.Measure(contributions=contributions))
+        case Reject():
+            reject = co.Reject(
+                key=key_to_proto(entry.key), reason=entry.reason, detail=entry.detail
+            )
+            return co.Entry(index=entry.index, reject=reject)
+        case Evict():
+            return co.Entry(
+                index=entry.index, evict=co.Evict(worker=entry.worker, reason=entry.reason)
+            )
+        case Cut():
+            return co.Entry(index=entry.index, cut=co.Cut(version=entry.version))
+        case Reshard():
+            return co.Entry(
+                index=entry.index, reshard=co.Reshard(version=entry.version, shards=entry.shards)
+            )
+
+
+def _contributions_to_proto(contributions: Iterable[Contribution]) -> list[co.Contribution]:
+    return [
+        co.Contribution(
+            key=key_to_proto(part.key),
+            samples=part.samples,
+            base=part.base,
+            scale=None if part.scale == 1.0 else part.scale,
+        )
+        for part in contributions
+    ]
+
+
+def _contributions_from_proto(messages: Iterable[co.Contribution]) -> tuple[Contribution, ...]:
+    return tuple(
+        Contribution(
+            key_from_proto(part.key),
+            part.samples,
+            part.base,
+            part.scale if part.HasField("scale") else 1.0,
+        )
+        for part in messages
+    )
+
+
+def entry_from_proto(message: co.Entry) -> Entry:
+    """InvalidRequestError for an entry of a kind that this version does not know."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequestError(f"log entry {message.index} is of an unknown kind")
+    return _ENTRIES[kind](message.index, getattr(message, kind))
+
+
+_ENTRIES: Mapping[str, Callable[[int, Any], Entry]] = {
+    "begin": lambda index, body: Begin(index, body.worker),
+    "apply": lambda index, body: Apply(
+        index, body.version, _contributions_from_proto(body.contributions)
+    ),
+    "measure": lambda index, body: Measure(index, _contributions_from_proto(body.contributions)),
+    "reject": lambda index, body: Reject(index, key_from_proto(body.key), body.reason, body.detail),
+    "evict": lambda index, body: Evict(index, body.worker, body.reason),
+    "cut": lambda index, body: Cut(index, body.version),
+    "reshard": lambda index, body: Reshard(index, body.version, body.shards),
+}

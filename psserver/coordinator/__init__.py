@@ -1,0 +1,5 @@
+"""The coordinator on shard 0: executes commands, keeps the registry of servers, answers workers
+and shards.
+
+It drives the pure machines of `psserver.core` and owns no training data itself.
+"""

@@ -1,0 +1,18 @@
+"""Queries for the share of a loop that a worker can expect."""
+
+from pscommon.core.data_stream import Spec
+from psserver.coordinator.executor import CommandExecutor
+from psserver.core.commands.worker_share import worker_share
+
+
+class DataShares:
+    """Reads the coordinator at its desk; nothing is decided, so nothing is written."""
+
+    def __init__(self, desk: CommandExecutor) -> None:
+        self._desk = desk
+
+    def of(self, worker: int, spec: Spec) -> int:
+        """Number of batches; see worker_share."""
+        return self._desk.step(
+            lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
+        )

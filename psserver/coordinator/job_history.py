@@ -1,0 +1,474 @@
+"""How a job's log begins: anew, from a snapshot, or as it was before the coordinator died. And
+how all go back.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from pscommon.core.errors import PSError, SnapshotError, UnreachableError
+from pscommon.core.model_spec import model_to_json
+from pscommon.snapshot import Manifest
+from pscommon.wal.log import LogDamagedError
+from psserver.coordinator.executor import CommandExecutor
+from psserver.coordinator.server_registry import ServerRegistry
+from psserver.core.commands.recorder import RecordedCommand, Recorder
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+from psserver.core.job.settings import JobRules
+from psserver.core.workers.membership import GENERATION
+from psserver.durability.best_effort_log import BestEffortLog
+from psserver.durability.coordinator_log import (
+    CoordinatorLog,
+    check_begins,
+    check_goes_on,
+    check_nothing_more,
+    is_before,
+    report_unusable,
+)
+from psserver.durability.record_sink import RecordSink, RecordSource, StandbyLink, disk_log
+from psserver.durability.shard_log import folder_of, logged_version
+from psserver.durability.shard_state import LogUnfitError
+from psserver.durability.snapshots import SnapshotManager
+from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.process.metrics import ServerMetrics
+from psserver.replication.standby_state import Promotion
+from psserver.shard.engine import ShardEngine
+
+log = logging.getLogger("psserver")
+
+EPOCH_BITS = 62
+
+LOG = "log-job"
+"""Where the coordinator writes things down, in the data directory."""
+
+
+class JobHistory:
+    """Begins logs on shard 0. lead: takes the machine that is in charge from now on, with nobody
+    else looking.
+
+    fail: told why the job has to end.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        identity: ServerIdentity,
+        engine: ShardEngine,
+        archive: SnapshotManager,
+        fleet: ServerRegistry,
+        metrics: ServerMetrics,
+        fail: Callable[[PSError], None],
+        line: StandbyLink | None = None,
+    ) -> None:
+        self._config, self._identity, self._engine, self._archive = (
+            config,
+            identity,
+            engine,
+            archive,
+        )
+        self._fleet, self._metrics, self._fail, self._line = fleet, metrics, fail, line
+        self._turning = threading.RLock()
+        self._leading: CoordinatorMachine | None = None  # now
+        self._recovered = False  # it was begun by another process
+        self._accounted: int | None = (
+            None  # what became of the updates up to here has been told; None: none is lost
+        )
+        self._lost_up_to = 0  # version that the log reached, where it could not be used
+        self._rules = config.rules()
+        self.lead: Callable[[Recorder], None] = lambda recorder: None
+        self.newest: Manifest | None = None  # the newest snapshot of the log of now
+        disk = disk_log(config, LOG, metrics.log_failed)
+        self.durable = disk is not None  # everything is written down
+        self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, line))
+
+    def new_recorder(
+        self,
+        epoch: int | None = None,
+        generation: int | None = None,
+        shards: int | None = None,
+        rules: JobRules | None = None,
+    ) -> Recorder:
+        """A machine that knows nothing. epoch, generation, shards, rules: of a log that is to be
+        done again; None: as now."""
+        number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
+        start = self._archive.generation if generation is None else generation
+        coordinator = CoordinatorMachine(
+            shards or self._fleet.shards, rules or self._rules, start, number
+        )
+        return Recorder(coordinator, self.journal)
+
+    # ---- starting --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Go on as the log says, or from the snapshot that was asked for, or anew."""
+        manifest = self._archive.to_resume(self._config.resume)
+        if self.durable and self._config.resume == "auto" and self._recover(manifest):
+            return
+        if not self.durable:
+            self._leave_log(manifest)
+        if manifest is None:
+            self._fleet.layout.forget()
+            self._learn(None)
+            self.begin()
+        else:
+            self._learn(manifest.job)
+            self._accounted = max(manifest.version, self._lost_up_to)
+            self.resume(manifest)
+
+    def inherit(self, inherited: Promotion) -> None:
+        """Be the coordinator that this process has followed as a standby; the shards come by
+        themselves.
+        """
+        mirror, coordinator = inherited.mirror, inherited.mirror.coordinator
+        assert coordinator is not None
+        first, self.newest = mirror.snapshots
+        self._fleet.form(coordinator.members)
+        self._fleet.new_log(first)
+        self._archive.count_on(max(mirror.hello["generation"], coordinator.roster.generation) + 1)
+        recorder = Recorder(coordinator, self.journal)
+        self._begin_journal(coordinator, coordinator.version, coordinator.whole())
+        self._take_over(recorder)
+        self._recovered = True
+        recorder.recovered(time.monotonic(), self._archive.generation, inherited.whole)
+        written = (
+            [] if inherited.whole else [snapshot["version"] for snapshot in self._archive.listing()]
+        )
+        if max(written, default=0) > coordinator.version or not coordinator.log.can_go_on(
+            self._engine.make_report()
+        ):
+            self.go_back(
+                "the standby lacks the end of its log", coordinator.epoch, coordinator.version
+            )
+
+    @contextmanager
+    def still(self, desk: CommandExecutor) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """What a standby has to know first, and all of the coordinator; nothing happens to it
+        meanwhile. NOT_READY in a move to another number of shards."""
+        with desk.changed:
+            if desk.coordinator.move is not None:
+                raise UnreachableError("the model is on the move", "NOT_READY")
+            model = desk.coordinator.model
+            yield (
+                self._hello(),
+                desk.coordinator.whole() | {"model": model_to_json(model) if model else None},
+            )
+
+    def _hello(self) -> dict[str, Any]:
+        snapshots = [
+            manifest.as_json() if manifest else None
+            for manifest in (self._fleet.snapshot, self.newest)
+        ]
+        layout = self._fleet.layout.noted
+        return {"generation": self._archive.generation, "snapshots": snapshots, "layout": layout}
+
+    def begin(self) -> None:
+        """A job without a past."""
+        self._recovered = False
+        recorder = self.new_recorder()
+        if self._leading is not None:
+            recorder.coordinator.policy = self._leading.policy
+        self._fleet.form(self._fleet.shards)
+        self._fleet.new_log(None)
+        self._begin_journal(recorder.coordinator, 0)
+        self._take_over(recorder)
+        self._engine.begin_log(recorder.coordinator.epoch, 0, self._fleet.shards)
+        self._engine.report()
+
+    def _take_over(self, recorder: Recorder) -> None:
+        self._leading = recorder.coordinator
+        self.lead(recorder)
+
+    def _begin_journal(
+        self, coordinator: CoordinatorMachine, version: int, state: dict[str, Any] | None = None
+    ) -> None:
+        self.journal.clear()
+        state = state or {
+            "epoch": coordinator.epoch,
+            "version": version,
+            "generation": self._archive.generation,
+            "policy": [*coordinator.policy_args()],
+            "rules": coordinator.rules.as_json(),
+        }
+        self.journal.begin(version, self._labelled(state))
+
+    def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
+        """Take a snapshot as the state of the job, with workers yet to come; the shards are told
+        to load it.
+
+        count: counts this start of the log, before anything has changed; None: whatever the disk
+        says.
+        """
+        with self._turning:
+            (count or self._archive.count_on)()
+            self._archive.goes_on_from(manifest)
+            self._recovered = False
+            recorder = self.new_recorder()
+            recorder.coordinator.restore(
+                manifest.coordinator, manifest.model, time.monotonic(), self._leading
+            )
+            recorder.coordinator.ledger.origin = self._archive.named(manifest)
+            self._fleet.form(self._fleet.shards)
+            self._fleet.new_log(manifest)
+            self.newest = manifest
+            self._begin_journal(
+                recorder.coordinator, manifest.version, recorder.coordinator.whole()
+            )
+            self._take_over(recorder)
+            log.info("resuming", extra={"version": manifest.version})
+            problem = self._archive.load_into(
+                self._engine, recorder.coordinator.epoch, manifest, self._fleet.shards
+            )
+            self.loaded(0, manifest.version, problem)
+        self._engine.report()
+
+    def loaded(self, shard: int, version: int, problem: str) -> None:
+        """A shard has loaded the snapshot, or could not: then everybody goes back to the one
+        before.
+        """
+        with self._turning:
+            wanted = self._fleet.snapshot
+            if not problem or wanted is None or version != wanted.version:
+                return
+            extra = {"version": version, "problem": problem}
+            log.error("a snapshot cannot be loaded; trying the one before", extra=extra)
+            older = self._archive.before(version)
+            if older is None:
+                self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
+            else:
+                self.resume(older)
+
+    def restore(self, version: int) -> None:
+        """Somebody wants all shards to go back to this snapshot. SnapshotError where it is not
+        there or not sound.
+        """
+        with self._turning:
+            manifest = self._archive.exactly(version)
+            log.warning("going back to a snapshot, as asked", extra={"version": version})
+            if self._leading is not None:
+                self._accounted = self._leading.version  # given up on purpose
+            self.resume(manifest, self._archive.next_generation)
+
+    def go_back(self, why: str, epoch: int, version: int) -> None:
+        """In this epoch, at this version, a shard lost its numbers: all shards return to the
+        newest snapshot, together.
+
+        Where there is none, the job ends; but one that could not go on where its logs end begins
+        anew, as without logs. Another shard may have said so before, and this epoch be over.
+        """
+        with self._turning:
+            if self._leading is None or epoch != self._leading.epoch:
+                return
+            manifest = self._archive.newest()
+            if manifest is None and self._recovered:
+                log.error(
+                    "the job begins anew: there is no snapshot",
+                    extra={"why": why, "updates_lost": version},
+                )
+                self._metrics.updates_lost(version)
+                self._archive.count_on()
+                self.begin()
+            elif manifest is None:
+                self._fail(
+                    SnapshotError(f"{why} and there is no snapshot to go back to", "NO_SNAPSHOT")
+                )
+            else:
+                lost = version - manifest.version
+                self._metrics.updates_lost(lost)
+                extra = {"why": why, "version": manifest.version, "updates_lost": lost}
+                log.error("rolling back to a snapshot", extra=extra)
+                self._accounted = version
+                self.resume(manifest)
+
+    def had(self, worker: int, version: int) -> None:
+        """A worker leaves, which knows of this version: if it is one of before the servers went
+        back, what is lost.
+
+        A coordinator that was itself started again does not know it otherwise.
+        """
+        with self._turning:
+            if self._accounted is None or worker > self._archive.generation * GENERATION:
+                return
+            lost = version - self._accounted
+            if lost > 0:
+                self._accounted = version
+                self._metrics.updates_lost(lost)
+                extra = {"worker": worker, "version": version, "updates_lost": lost}
+                log.error("updates are lost that a worker had had", extra=extra)
+
+    def file(self, coordinator: CoordinatorMachine, desk: CommandExecutor) -> bool:
+        """Make a snapshot of the parts that are there, unless their history is over. False:
+        there is none.
+        """
+        with self._turning:
+            finished, model = coordinator.cuts.finished, coordinator.model
+            if coordinator is self._leading and finished is not None and model is not None:
+                manifest = self._archive.commit(finished, self._identity.job, model)
+                if manifest is not None:
+                    self._written(manifest, desk)
+                return manifest is not None
+        return False
+
+    def _written(self, manifest: Manifest, desk: CommandExecutor) -> None:
+        """There is a new snapshot: what was noted down before it is not needed any more.
+
+        Whoever may take over knows of it before any shard lets go of that: it tells shards what
+        to go on from.
+        """
+        with desk.changed:
+            self.newest = manifest
+            if self._line is not None:
+                self._line.snapshot(manifest.as_json())
+        self._archive.prune()
+        self._engine.snapshot_written(manifest.version)
+        self.journal.retire(manifest.version)
+
+    # ---- the log ---------------------------------------------------------------------------------
+
+    def _recover(self, manifest: Manifest | None) -> bool:
+        """Be the coordinator that died; False: there is no log that says how, or it does not
+        fit.
+        """
+        try:
+            recorder = self._replayed(
+                self.journal.since(manifest.version if manifest else None), manifest
+            )
+            if recorder is not None:
+                self._take_layout(recorder.coordinator, manifest)
+        except LogUnfitError as error:
+            return self._report_unusable(str(error), manifest)
+        if recorder is None:
+            return self._report_unusable("", manifest)
+        coordinator = recorder.coordinator
+        possible = {
+            coordinator.shards,
+            *([coordinator.move.before] if coordinator.move is not None else []),
+        }
+        problem = self._archive.recover_into(self._engine, coordinator.epoch, manifest, possible)
+        if not problem and not coordinator.log.can_go_on(self._engine.make_report()):
+            problem = f"shard {self._engine.shard}'s log and the job's do not go together: one of them lacks its end"
+        if problem:
+            return self._report_unusable(problem, manifest, coordinator.version)
+        if manifest is not None:
+            self._archive.goes_on_from(manifest)
+        self._fleet.form(coordinator.members)
+        self._fleet.new_log(manifest)
+        self._learn(None)  # as many as there are
+        self.newest = manifest
+        self._take_over(recorder)
+        self._recovered = True
+        self.journal.begin(coordinator.version, self._labelled(coordinator.whole()))
+        recorder.recovered(time.monotonic(), self._archive.generation, resumes=True)
+        coordinator.ledger.origin = self._archive.named(manifest, logged=True)
+        recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
+        coordinator.roster.begin_run(self._config.min_workers)
+        log.info("went on where the log ends", extra={"version": coordinator.version})
+        return True
+
+    def _report_unusable(
+        self, problem: str, manifest: Manifest | None, reached: int = 0
+    ) -> Literal[False]:
+        """Report that the job cannot continue from its log, and how many updates that costs.
+
+        problem: empty where the coordinator's log holds nothing since the snapshot.
+        reached: the version at which that log ends.
+        """
+        assert self._config.data_dir is not None
+        saved = manifest.version if manifest else 0
+        reached = max(reached, logged_version(folder_of(self._config.data_dir, 0)))
+        if problem or reached > saved:
+            report_unusable(problem, self._config.data_dir / LOG, saved, reached)
+            self._metrics.updates_lost(max(0, reached - saved))
+            self._lost_up_to = reached
+        return False
+
+    def _take_layout(self, coordinator: CoordinatorMachine, manifest: Manifest | None) -> None:
+        """The log knows best how many shards there are, if it may have been what this server was
+        started for.
+        """
+        layout, wrote = self._fleet.layout, coordinator.shards
+        if wrote not in (layout.shards, layout.given, *layout.past):
+            remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
+            check_nothing_more(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
+            raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")
+        layout.change(wrote)
+
+    def _leave_log(self, manifest: Manifest | None) -> None:
+        """Nothing is written down from now on; what another start wrote down here has to be in a
+        snapshot by now.
+        """
+        if (data_dir := self._config.data_dir) is None:
+            return
+        folders = (data_dir / LOG, folder_of(data_dir, 0))
+        logs = [BestEffortLog(folder, "no", self._metrics.log_failed) for folder in folders]
+        try:
+            if self._config.resume == "auto":
+                self._check_left(CoordinatorLog(RecordSink(RecordSource.JOB, logs[0])), manifest)
+            for each in logs:
+                each.clear()
+        finally:
+            for each in logs:
+                each.close()
+
+    def _check_left(self, past: CoordinatorLog, manifest: Manifest | None) -> None:
+        try:
+            recorder = self._replayed(past.since(manifest.version if manifest else None), manifest)
+        except LogUnfitError as error:
+            self._report_unusable(str(error), manifest)
+            return
+        if recorder is None:
+            self._report_unusable("", manifest)
+        else:
+            remedy = "start the servers with --durability log; ps-ctl stop ends them with a snapshot of all"
+            check_nothing_more(recorder.coordinator.version, manifest, "the log of before", remedy)
+
+    def _replayed(
+        self, notes: Iterator[dict[str, Any] | RecordedCommand], manifest: Manifest | None
+    ) -> Recorder | None:
+        recorder: Recorder | None = None
+        try:
+            for note in notes:
+                if recorder is None and manifest is not None and is_before(note, manifest):
+                    continue
+                if recorder is None:
+                    recorder = self._from_base(note, manifest)
+                elif isinstance(note, RecordedCommand):
+                    CoordinatorLog.replay(recorder.coordinator, note)
+                else:
+                    check_goes_on(note, recorder.coordinator)
+        except (LogDamagedError, OSError, KeyError, ValueError, TypeError) as error:
+            raise LogUnfitError(str(error)) from error
+        return recorder
+
+    def _from_base(
+        self, note: dict[str, Any] | RecordedCommand, manifest: Manifest | None
+    ) -> Recorder:
+        check_begins(note, manifest)
+        assert not isinstance(note, RecordedCommand)
+        rules = JobRules.from_json(note["rules"])
+        recorder = self.new_recorder(note["epoch"], note.get("generation"), note["shards"], rules)
+        recorder.coordinator.policy = policy(*note["policy"])
+        if "log" in note:
+            assert manifest is not None
+            recorder.coordinator.become(note, manifest.model, time.monotonic(), manifest.index)
+        self._learn(note.get("job") or (manifest.job if manifest else None))
+        return recorder
+
+    def _labelled(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a segment of the journal begins with."""
+        return {"shards": self._fleet.shards, **state, "job": self._identity.job}
+
+    def _learn(self, job: str | None) -> None:
+        """The name of the job, unless the command line says another."""
+        fleet = self._fleet
+        self._identity.learn(
+            self._config.job or job or self._identity.job, fleet.addresses, fleet.layout.changes
+        )
+
+    def close(self) -> None:
+        self.journal.close()

@@ -1,0 +1,61 @@
+"""How a worker states its model, on shard 0."""
+
+import time
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model_spec import ModelSpec
+from pscommon.snapshot.tensor_file import RESERVED
+from pscommon.system.memory_limit import usable_memory
+from psserver.coordinator.executor import CommandExecutor
+from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.request_checks import check_memory
+from psserver.core.job.admission import check_room, push_nbytes
+from psserver.monitoring.wait_notices import tell_adopted
+from psserver.shard.engine import ShardEngine
+
+
+def register(
+    desk: CommandExecutor,
+    engine: ShardEngine,
+    shards: int,
+    in_flight: int,
+    worker: int,
+    spec: ModelSpec,
+    seconds: float,
+) -> str:
+    """Return ready, upload or pending; wait up to `seconds` while there is nothing to do but
+    wait.
+
+    Raises MismatchError where the job trains another model, and InvalidRequestError for one that
+    no file or no server could hold.
+    """
+    check_memory(spec, shards, usable_memory())
+    nbytes, asked = push_nbytes(spec, shards), time.monotonic()
+
+    def ask(recorder: Recorder, now: float) -> str | None:
+        coordinator = recorder.coordinator
+        check_room(coordinator, worker, nbytes, in_flight)
+        if coordinator.doubtful(worker, asked):
+            coordinator.member(worker, now)
+            return None
+        if coordinator.model is None:
+            check_names(spec)
+        before = coordinator.model
+        state: str = recorder.do("register", now, worker=worker, spec=spec)
+        tell_adopted(before, coordinator.model)
+        return None if state == "pending" else state
+
+    answer = desk.until(ask, seconds)
+    if desk.coordinator.model is not None:
+        engine.set_model(desk.coordinator.model)
+    return answer or "pending"
+
+
+def check_names(spec: ModelSpec) -> None:
+    """Refuse a new model whose weights no file could hold. InvalidRequestError."""
+    if any(RESERVED in (tensor.name, *tensor.aliases) for tensor in spec.tensors):
+        raise InvalidRequestError(
+            f"cannot register the model: a tensor is named {RESERVED}, which safetensors files "
+            f"reserve. "
+            "Try: rename this parameter or buffer"
+        )

@@ -1,0 +1,223 @@
+"""Moves to another number of servers, on shard 0: begun by people, carried out by all shards,
+told to those who ask.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pscommon.core.errors import (
+    InvalidRequestError,
+    SnapshotError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from psproto.v1 import coordinator_pb2 as pb
+from psserver.coordinator.executor import CommandExecutor
+from psserver.coordinator.server_registry import ServerRegistry
+from psserver.core.commands.recorder import Recorder
+from psserver.core.commands.request_checks import check_shards
+from psserver.core.job.admission import check_reshard
+from psserver.durability.snapshots import SnapshotManager
+from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.shard.engine import ShardEngine
+from psserver.shard.reshard_reader import move_in
+
+SHOWN = 8
+"""Commands of servers still to be started that an error lists."""
+
+log = logging.getLogger("psserver")
+
+
+class ReshardRequests:
+    """What the coordinator's shell does for a move; what one is, says core/move.py. Waits at the
+    coordinator's desk.
+    """
+
+    def __init__(
+        self,
+        desk: CommandExecutor,
+        fleet: ServerRegistry,
+        engine: ShardEngine,
+        archive: SnapshotManager,
+        identity: ServerIdentity,
+        config: ServerConfig,
+    ) -> None:
+        self._desk, self._fleet, self._engine, self._archive = desk, fleet, engine, archive
+        self._identity, self._config = identity, config
+        self._moved: dict[int, int] = {}  # bytes that came to a shard from others
+        self._problems: dict[int, str] = {}  # why a shard could not move when it tried last
+        self._mover: threading.Thread | None = None
+
+    def reshard(self, shards: int, seconds: float) -> tuple[float, int]:
+        """The model moves to so many servers. How long no push counted, and the bytes that went
+        between servers.
+
+        InvalidRequestError where that cannot be, or servers are still to be started;
+        WaitTimeoutError.
+        """
+        self._check(shards)
+        deadline = time.monotonic() + seconds
+        began = self._desk.until(lambda recorder, now: self._begin(recorder, now, shards), seconds)
+        if began is None:
+            raise WaitTimeoutError(
+                f"not begun after {seconds:.0f} s: {self._fleet.missing or 'a snapshot is written'}"
+            )
+        log.info("the model moves", extra={"shards": shards})
+        self.look()
+        # this process's own shard has come so far: now others can be told what it knows
+        self._desk.wake()
+        left = max(0.0, deadline - time.monotonic())
+        ended = self._desk.until(
+            lambda recorder, now: now if recorder.coordinator.move is None else None, left
+        )
+        self.look()
+        if ended is None:
+            raise WaitTimeoutError(
+                f"not done after {seconds:.0f} s, and still under way; waits for {self.waiting_for}"
+            )
+        nbytes = sum(self._moved.values())
+        log.info(
+            "the model has moved",
+            extra={"shards": shards, "seconds": round(ended - began, 3), "nbytes": nbytes},
+        )
+        return ended - began, nbytes
+
+    def _check(self, shards: int) -> None:
+        check_shards(shards)
+        with self._desk.changed:
+            now, coordinator = self._fleet.shards, self._desk.coordinator
+            if shards == now:
+                raise InvalidRequestError(f"--servers {shards}: there are {now} already")
+            if coordinator.move is not None:
+                raise InvalidRequestError(
+                    f"a move to {now} servers is under way, and waits for {self.waiting_for}"
+                )
+            if not coordinator.begun:
+                raise UnreachableError(
+                    "there is nothing to move yet: no weights have come", "NOT_READY"
+                )
+            if missing := [
+                shard
+                for shard in range(now, shards)
+                if (shard, shards) not in self._fleet.candidates
+            ]:
+                shown = missing[:SHOWN]
+                lines = "".join(
+                    f"\n  ps-server --shard {s}/{shards} --join {self._identity.address}"
+                    for s in shown
+                )
+                lines += f"\n  and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+                raise InvalidRequestError(
+                    f"{len(missing)} of {shards} servers are still to be started:{lines}"
+                )
+            check_reshard(coordinator, shards, self._config.in_flight)
+
+    def _begin(self, recorder: Recorder, now: float, shards: int) -> float | None:
+        """At the desk. The data directory knows first: a server that is started again comes back
+        as one of so many.
+        """
+        layout, coordinator = self._fleet.layout, recorder.coordinator
+        if self._fleet.missing or not coordinator.can_reshard(shards):
+            return None
+        try:
+            layout.change(shards)
+        except OSError as error:
+            raise SnapshotError(
+                f"cannot note down that there are {shards} servers: {error}"
+            ) from error
+        recorder.do("reshard", now, shards=shards, keeps=self._archive.enabled)
+        self._moved.clear()
+        self._fleet.form(coordinator.members)
+        self.learn()
+        return now
+
+    @property
+    def waiting_for(self) -> str:
+        """Who has not moved yet, in words; empty where nothing moves."""
+        move = self._desk.coordinator.move
+        if move is None:
+            return ""
+        late = [f"shard {shard}" for shard in range(move.shards) if shard not in move.moved]
+        return (
+            f"{', '.join(late)} to hold its new part" if late else "the snapshot that ends the move"
+        )
+
+    def learn(self) -> None:
+        """This server tells others who is there."""
+        self._identity.learn(self._identity.job, self._fleet.addresses, self._fleet.layout.changes)
+
+    def look(self) -> None:
+        """What is to be done now: make this shard's own part; let those go who are not needed
+        any more.
+        """
+        with self._desk.changed:
+            coordinator = self._desk.coordinator
+            move, epoch = coordinator.move, coordinator.epoch
+            self.dismiss()
+            if move is None:
+                self._engine.moves.over()
+            if (
+                move is None
+                or not self._engine.moving
+                or (self._mover is not None and self._mover.is_alive())
+            ):
+                return
+            self._mover = threading.Thread(
+                target=self._move_in, args=(epoch, move.index), name="mover", daemon=True
+            )
+            self._mover.start()
+
+    def dismiss(self) -> None:
+        """Whose numbers nobody needs any more, once a move is over: what comes now is not for
+        them. At the desk.
+        """
+        members = self._desk.coordinator.members
+        if len(list(self._fleet)) > members:
+            self._fleet.form(members)
+            self._desk.wake()
+
+    def _move_in(self, epoch: int, index: int) -> None:
+        nbytes, problem = move_in(self._engine, self._sources(), self._identity.job, epoch, index)
+        self.moved(0, nbytes, problem)
+
+    def _sources(self) -> list[str]:
+        move = self._desk.coordinator.move
+        return (
+            [server.address for server in list(self._fleet)[: move.before]]
+            if move is not None
+            else []
+        )
+
+    def moved(self, shard: int, nbytes: int, problem: str) -> None:
+        """A shard has made its new part, or could not yet."""
+        if problem and self._problems.get(shard) != problem:
+            log.info("a shard cannot move yet", extra={"moving": shard, "problem": problem})
+        self._problems[shard] = problem
+        if not problem:
+            self._moved[shard] = self._moved.get(shard, 0) + nbytes
+
+    def state(self) -> dict[str, Any] | None:
+        """What a shard that is new in a move is to know, once this process's own shard has come
+        so far.
+        """
+        move = self._desk.coordinator.move
+        return self._engine.state_after(move.index) if move is not None else None
+
+    def move(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
+        """What shards are told of a move. adopts: the state that one which is new in it takes
+        over.
+        """
+        with self._desk.changed:
+            move = self._desk.coordinator.move
+            if move is None:
+                return None
+            return pb.Move(index=move.index, sources=self._sources(), state_json=_text(adopts))
+
+
+def _text(state: Mapping[str, Any] | None) -> str:
+    return json.dumps(state) if state is not None else ""

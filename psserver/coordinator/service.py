@@ -1,0 +1,492 @@
+"""The job, on shard 0: what workers and shards ask of the coordinator, its clock, and its
+snapshots' manifests.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.core.limits import MAX_REASON_CHARACTERS
+from pscommon.core.log_entries import BatchKey, ShardReport
+from pscommon.core.model_spec import ModelSpec
+from pscommon.core.partition import PartitionPlan
+from psserver.coordinator.data_shares import DataShares
+from psserver.coordinator.executor import CommandExecutor
+from psserver.coordinator.final_state import save_final_state
+from psserver.coordinator.heartbeats import Heartbeats
+from psserver.coordinator.job_history import JobHistory
+from psserver.coordinator.registration import register
+from psserver.coordinator.resharding import ReshardRequests
+from psserver.coordinator.server_registry import (
+    DeliveryCursor,
+    ServerEntry,
+    ServerRegistry,
+    ShardUpdate,
+)
+from psserver.coordinator.snapshot_jobs import SnapshotScheduler
+from psserver.coordinator.status import describe, statistics
+from psserver.core.commands.waiting import waiting_for
+from psserver.core.data.data_ledger import DataLedger
+from psserver.core.job.admission import check_switch, is_full
+from psserver.core.job.catch_up import CatchUp
+from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
+from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.workers.membership import GENERATION, Member
+from psserver.durability.record_sink import StandbyLink
+from psserver.durability.snapshots import SnapshotManager
+from psserver.monitoring.first_workers import FirstWorkers
+from psserver.monitoring.pass_progress import PassProgress
+from psserver.monitoring.worker_monitor import WorkerMonitor, health
+from psserver.process.config import ServerConfig
+from psserver.process.identity import ServerIdentity
+from psserver.process.metrics import ServerMetrics
+from psserver.process.shard_count_file import ShardCountFile
+from psserver.process.worker_exits import WorkerExits
+from psserver.replication.standby_state import Promotion
+from psserver.shard.engine import ShardEngine
+
+log = logging.getLogger("psserver")
+
+
+class CoordinatorService:
+    """All methods may be called from any thread; what happens to the coordinator happens at its
+    desk.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        layout: ShardCountFile,
+        identity: ServerIdentity,
+        engine: ShardEngine,
+        archive: SnapshotManager,
+        metrics: ServerMetrics,
+        line: StandbyLink | None = None,
+    ) -> None:
+        self.config, self.engine, self.archive, self.metrics = config, engine, archive, metrics
+        self.fleet = ServerRegistry(layout, identity.address, line)
+        self._identity, self._began, self._line = identity, time.monotonic(), line
+        self.stop_reason: str | None = None  # why this server ends
+        self.over = False  # the job ends with this server
+        self.failure: PSError | None = None  # why the job had to end, if it did not end well
+        self.not_saved = ""  # what of its end is not on the disk, and why
+        self.lost_data_dir = ""  # why a server that had a --data-dir goes on without
+        self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
+        self._epochs = JobHistory(
+            config, identity, engine, archive, self.fleet, metrics, self._fail, line
+        )
+        self._desk = CommandExecutor(
+            self._epochs.new_recorder(),
+            engine,
+            lambda: self.fleet.missing,
+            lambda: self.stop_reason is not None,
+            self._fail,
+            self._broken,
+        )
+        self._epochs.lead = self._desk.lead
+        self.heartbeats = Heartbeats(self._desk, self._is_over)
+        self.progress = PassProgress()
+        self.snapshots = SnapshotScheduler(self._desk, self._epochs, archive, self.fleet)
+        self.reshards = ReshardRequests(self._desk, self.fleet, engine, archive, identity, config)
+        self.shares = DataShares(self._desk)
+        self._gathering = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
+        self._watch, self.exits = (
+            WorkerMonitor(metrics, config.on_worker_loss.seconds),
+            WorkerExits(),
+        )
+        self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
+
+    def start(self, ticking: bool = True, inherited: Promotion | None = None) -> None:
+        """Go on where the job was, or begin; then let time pass (in a simulation it does not).
+
+        inherited: what this process has followed as a standby.
+        """
+        self.engine.report = lambda: self.report(self.engine.make_report())
+        self.engine.waiting_for = lambda: self.waiting_for
+        self.engine.check_gathering = self._gathering.check
+        if inherited is not None:
+            self._epochs.inherit(inherited)
+            self.snapshots.wanted = True
+        else:
+            self._epochs.start()
+            if (job := self._coordinator).begun:
+                self.archive.resumed = {
+                    "version": job.version,
+                    "steps": job.counts["applied"],
+                    "samples": job.samples,
+                }
+        coordinator = self._coordinator
+        self.engine.deliver(coordinator.epoch, coordinator.entries_after(0))
+        self.report(self.engine.make_report())
+        if ticking:
+            self._ticker.start()
+
+    @property
+    def _coordinator(self) -> CoordinatorMachine:
+        return self._desk.coordinator
+
+    @property
+    def job(self) -> str:
+        return self._identity.job
+
+    @property
+    def waiting_for(self) -> str:
+        """Whom the job waits for just now, in words."""
+        with self._desk.changed:
+            waiting = self.fleet.missing or self.reshards.waiting_for
+            return waiting or waiting_for(self._coordinator, time.monotonic())
+
+    # ---- workers ---------------------------------------------------------------------------------
+
+    def join(
+        self, job: str, rank: int | None, host: str, pid: int, device: str, attempt: int = 0
+    ) -> Member:
+        self.check_job(job)
+        self._check_goes_on()
+        member: Member = self._desk.do(
+            "join", rank=rank, host=host, pid=pid, device=device, attempt=attempt
+        )
+        self.archive.reserve_generation((member.worker - 1) // GENERATION)
+        log.info(
+            "worker joined",
+            extra={"worker": member.worker, "rank": member.rank, "host": host, "pid": pid},
+        )
+        return member
+
+    @property
+    def policy(self) -> str:
+        return self._coordinator.policy.name
+
+    @property
+    def ledger(self) -> DataLedger:
+        return self._coordinator.ledger
+
+    def _check_goes_on(self) -> None:
+        if self.stop_reason is not None:
+            raise UnreachableError(f"shard 0 is stopping: {self.stop_reason}", "STOPPING")
+
+    def check_job(self, job: str) -> None:
+        if job and job != self.job:
+            raise MismatchError(f"these servers run job {self.job}, not {job}", "JOB_MISMATCH")
+
+    def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
+        """ready, upload or pending; waits while there is nothing to do but wait."""
+        return register(
+            self._desk, self.engine, self.fleet.shards, self.config.in_flight, worker, spec, seconds
+        )
+
+    def _is_over(self) -> bool:
+        """Return whether the job is over. Raises why it has failed."""
+        if self.failure is not None:
+            raise self.failure
+        return self.over
+
+    def alive(self, ago: Mapping[int, float]) -> None:
+        """Bytes of these workers have moved through a shard, so many seconds ago."""
+        self._desk.step(lambda recorder, now: recorder.coordinator.alive(ago, now), quiet=True)
+
+    def leave(self, worker: int, reason: str, version: int) -> None:
+        """version: the newest that it knows of."""
+        self._desk.do("leave", worker=worker, reason=reason[:MAX_REASON_CHARACTERS])
+        self._epochs.had(worker, version)
+        self.metrics.gone(worker)
+        log.info("worker left", extra={"worker": worker, "reason": reason or "done"})
+
+    def drain(self, worker: int) -> None:
+        """Ask a worker to leave at its next step boundary."""
+        self._desk.do("drain", worker=worker)
+        log.info("worker is asked to leave", extra={"worker": worker})
+
+    def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
+        """Another policy from the next update on."""
+        row = self.config.row(name, staleness, max_staleness)
+        self._desk.step(
+            lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight)
+        )
+        self._desk.do("set_policy", row=(name, staleness, max_staleness, row.backup))
+        log.info(
+            "policy changed",
+            extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness},
+        )
+
+    def next_batches(self, seconds: float, **asked: Any) -> BatchesReply | None:
+        """Data, or its end; None: not within `seconds`. A job that is over has none; one whose
+        server ends has, once that is back. asked: by whom, and for what."""
+        answer: BatchesReply | None = self._desk.until(
+            lambda r, now: r.do("next_batches", now, **asked), seconds
+        )
+        if answer is None and self.over:
+            return BatchesReply(end=True)
+        if answer is None:
+            self._check_goes_on()
+            self._gathering.check()
+        return answer
+
+    def return_batches(self, worker: int, batches: Iterable[BatchKey], used: bool) -> None:
+        self._desk.do(
+            "return_batches",
+            worker=worker,
+            batches=list(batches),
+            **({"used": True} if used else {}),
+        )
+
+    @property
+    def begun(self) -> bool:
+        """Are there weights, on every shard?"""
+        return self._coordinator.begun and not self.fleet.missing
+
+    @property
+    def version(self) -> int:
+        return self._coordinator.version
+
+    @property
+    def plan(self) -> PartitionPlan:
+        if self._coordinator.model is None:
+            raise UnreachableError("no worker has registered a model yet", "NOT_READY")
+        return PartitionPlan(self._coordinator.model, self._coordinator.shards)
+
+    # ---- shards ----------------------------------------------------------------------------------
+
+    def shard_up(
+        self,
+        shard: int,
+        shards: int,
+        address: str,
+        instance: str,
+        followed: bool = False,
+        term: int = 1,
+    ) -> tuple[ServerEntry, int]:
+        """A shard's process says that it is there, over this line, and whether it has followed a
+        log since it was started. MismatchError if its place is taken or unknown, TakenError if
+        there is a primary of a higher term."""
+        with self._desk.changed:
+            server, replaces = self.fleet.connect(shard, shards, address, instance, followed, term)
+            line = server.line
+            self.reshards.learn()
+            self._desk.wake()
+        if replaces and self.fleet.is_member(server):
+            self._desk.do("reborn", shard=shard)
+            if term > 1:  # its predecessor may have said more than it has
+                self._desk.do("shard_lost", shard=shard)
+                self.snapshots.wanted = True
+        log.info(
+            "shard connected",
+            extra={"shard": shard, "shards": shards, "address": address, "term": term},
+        )
+        return server, line
+
+    def still(self) -> AbstractContextManager[tuple[dict[str, Any], dict[str, Any]]]:
+        """What a standby of shard 0 gets; nothing happens to the coordinator meanwhile."""
+        return self._epochs.still(self._desk)
+
+    def shard_down(self, server: ServerEntry, line: int) -> None:
+        with self._desk.changed:
+            lost = self.fleet.disconnect(server, line)
+            self._desk.wake()
+        if lost and not (server.leaves or self.stopped.is_set()):
+            log.warning(
+                "lost the line to a shard", extra={"lost": server.shard, "address": server.address}
+            )
+
+    def report(
+        self, report: ShardReport, server: ServerEntry | None = None, line: int | None = None
+    ) -> None:
+        """A shard's word on what it holds; one that does not follow the log of now is told how
+        it can.
+
+        server: who says so, over this line; None: this process.
+        """
+        with self._desk.changed:
+            server, coordinator = server or self.fleet[report.shard], self._coordinator
+            if not self._speaks_for(server, line):
+                return
+            way = self.fleet.way(report, coordinator, self._epochs.durable)
+            changed = way is not server.way or server.ready is not (way is CatchUp.FOLLOW)
+            server.ready, server.way = way is CatchUp.FOLLOW, way
+            server.recovers, server.log_broken = (
+                server.recovers or way is CatchUp.RECOVER,
+                report.log_broken,
+            )
+            server.logs = report.log_bytes > 0
+            if changed:
+                self._desk.wake()
+        if way is CatchUp.FOLLOW:
+            # asked again at the desk: another primary may just have come, which may be behind what
+            # this one says
+            self._desk.step(
+                lambda r, now: r.report(report, now) if self._speaks_for(server, line) else None
+            )
+            if is_full(self._coordinator, report.log_bytes):
+                self._desk.step(lambda recorder, now: recorder.cut(now))
+        elif way is CatchUp.BEGIN and changed:
+            self._desk.do("shard_lost", shard=report.shard)
+        elif way is CatchUp.GO_BACK:
+            self._epochs.go_back(
+                f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version
+            )
+
+    def _speaks_for(self, server: ServerEntry, line: int | None) -> bool:
+        """Not a candidate, one that leaves or may, nor one whose place another has, or which
+        came again itself.
+        """
+        return (
+            server.shard < self._coordinator.members
+            and self.fleet.is_member(server)
+            and line in (None, server.line)
+        )
+
+    def news(self, server: ServerEntry, told: DeliveryCursor) -> ShardUpdate | None:
+        """What a shard that has been told so much does not know yet. None: it does not follow
+        the log of now.
+        """
+        with self._desk.changed:
+            coordinator = self._coordinator
+            self.reshards.dismiss()
+            if not self.fleet.is_member(server):
+                return None
+            index = told.reached if told.epoch == coordinator.epoch else coordinator.log.base
+            entries = coordinator.entries_after(index) if server.ready else []
+            reached = max(index, coordinator.log.index) if server.ready else index
+            fresh = (told.epoch, told.way) != (coordinator.epoch, server.way)
+            way = (server.way or CatchUp.FOLLOW) if fresh else CatchUp.FOLLOW
+            snapshot = self._epochs.newest if way is CatchUp.RECOVER else self.fleet.snapshot
+            adopts = self.reshards.state() if way is CatchUp.ADOPT else None
+            known = server.way if way is not CatchUp.ADOPT or adopts is not None else None
+            return ShardUpdate(
+                DeliveryCursor(coordinator.epoch, reached, known),
+                coordinator.log.base,
+                coordinator.model,
+                way,
+                snapshot,
+                entries,
+                self.archive.kept,
+                self.fleet.picture(),
+                self.reshards.move(adopts),
+            )
+
+    def wait_for_news(self, server: ServerEntry, told: DeliveryCursor, seconds: float) -> None:
+        """Until there is a log entry that the shard has not been told, or something else may be
+        new.
+        """
+        with self._desk.changed:
+            coordinator = self._coordinator
+            outside = not self.fleet.is_member(server)
+            idle = coordinator.epoch == told.epoch and (
+                coordinator.log.index <= told.reached or not server.ready
+            )
+            if outside or idle:
+                self._desk.changed.wait(seconds)
+
+    def snapshot_part(self, shard: int, part: PartReport) -> None:
+        self._desk.do("part", shard=shard, part=part)
+
+    def restored(self, server: ServerEntry, line: int, version: int, problem: str) -> None:
+        """A shard has done what it was told over this line, or could not."""
+        with self._desk.changed:
+            if not self._speaks_for(server, line):
+                return
+            way, server.way = server.way, None
+        if way is CatchUp.RECOVER and problem:
+            log.error(
+                "a shard's log cannot be used", extra={"shard": server.shard, "problem": problem}
+            )
+        elif way is CatchUp.RESTORE:
+            self._epochs.loaded(server.shard, version, problem)
+
+    def restore(self, version: int, seconds: float) -> None:
+        """All shards go back to the snapshot of this version; workers join again by themselves."""
+        self._check_goes_on()
+        self.snapshots.restore(version, seconds)
+
+    def _fail(self, error: PSError) -> None:
+        self.failure = self.failure or error
+        self.stop(str(error))
+
+    def _broken(self, bug: Exception) -> None:
+        """What this process holds cannot be trusted any more: it ends, without a snapshot."""
+        log.error("the coordinator cannot go on", exc_info=bug)
+        self.failure, self.over = PSError(f"a bug: {bug!r}"), True
+        self.stopped.set()
+
+    # ---- time ------------------------------------------------------------------------------------
+
+    def _tick_forever(self) -> None:
+        try:
+            self.tick()  # at once: for how long this process was stopped is known from here on
+            while not self.stopped.wait(self._desk.soon()):
+                self.tick()
+        except Exception as bug:
+            self._broken(bug)
+
+    def tick(self) -> None:
+        self._gathering.look(self._coordinator)
+        if alive := self.engine.traffic.alive():
+            self.alive(alive)
+        self._watch.lost(
+            self._desk.step(
+                lambda r, now: r.tick(now, self.exits.among(r.coordinator.roster.workers()))
+            )
+        )
+        with self._desk.changed:
+            now, coordinator = time.monotonic(), self._coordinator
+            found = health(coordinator, now)
+            self.progress.look(coordinator, now)
+            waits = self.fleet.missing or (coordinator.roster.here() and self.waiting_for)
+        self._watch.look(coordinator, found, waits or "", now)
+        self.snapshots.look()
+        self.reshards.look()
+        self.fleet[0].stats = statistics(self.engine, self._line)
+        if self.config.exit_when_done and self._coordinator.roster.all_done(
+            self.config.min_workers
+        ):
+            self.stop("all workers are done")
+
+    def stop(self, reason: str, over: bool = True) -> None:
+        """This server ends, after a last snapshot where there can be one. over: and so does the
+        job, from which workers leave first, and all its servers; else they wait for this one to
+        come back. Returns at once."""
+        with self._desk.changed:
+            self.over = self.over or over
+            if self.stop_reason is not None:
+                return
+            self.stop_reason = reason or "asked to"
+            self._desk.wake()
+        log.info("stopping", extra={"reason": self.stop_reason})
+        threading.Thread(target=self._end_job, name="end-of-the-job", daemon=True).start()
+
+    def _end_job(self) -> None:
+        try:
+            if self.over:
+                self._desk.farewell()
+            self.not_saved = save_final_state(self)
+        finally:
+            self.stopped.set()
+            with self._desk.changed:
+                self._desk.wake()
+
+    def close(self) -> None:
+        """No more time passes. The other shards get a moment to hear that the job is over, if it
+        is.
+        """
+        self.stopped.set()
+        with self._desk.changed:
+            self._desk.wake()
+            self._desk.changed.wait_for(
+                lambda: not (self.over and any(s.connected for s in list(self.fleet)[1:])), 2.0
+            )
+        if self._ticker.is_alive():
+            self._ticker.join()
+
+    def end(self) -> None:
+        """Nobody calls any more."""
+        self._epochs.close()
+
+    def status(self) -> dict[str, Any]:
+        """What GetStatus answers (see psserver/coordinator/status.py)."""
+        snapshots = list(self.archive.listing())
+        with self._desk.changed:
+            return describe(self, self._coordinator, snapshots, time.monotonic(), self._began)

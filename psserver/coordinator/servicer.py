@@ -1,0 +1,416 @@
+"""Requests to calls on the hub, answers back (proto/psproto/v1/coordinator.proto). No decisions
+here.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import grpc
+
+from pscommon.core.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS
+from pscommon.core.model_spec import ModelSpec
+from pscommon.optim import check_same_optimizers
+from pscommon.optim.specs import check_numbers, validate
+from pscommon.telemetry import strict_json
+from pscommon.wire.messages import (
+    batches_from_proto,
+    entry_to_proto,
+    history_row_to_proto,
+    loop_from_proto,
+    model_from_proto,
+    model_to_proto,
+    report_from_proto,
+)
+from pscommon.wire.status import answering
+from psproto.v1 import coordinator_pb2 as pb
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
+from psserver.coordinator.heartbeats import ReceivedValue
+from psserver.coordinator.server_registry import DeliveryCursor, ServerEntry
+from psserver.coordinator.service import CoordinatorService
+from psserver.core.commands.request_checks import wait_seconds
+from psserver.core.job.catch_up import CatchUp
+from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.shard.state_machine import NO_LOG
+from psserver.durability.snapshots import groups_of
+from psserver.process.grpc_server import when_ended
+
+STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
+LINK_BEAT = 1.0
+SILENCE = 2.5
+"""Seconds without a word from a shard after which its line is taken for cut."""
+
+Context = grpc.ServicerContext | None  # None: called in this process, errors are raised as they are
+
+
+class ControlPlaneServicer(CoordinatorServiceServicer):
+    """The control plane, on shard 0."""
+
+    def __init__(self, hub: CoordinatorService) -> None:
+        self._hub = hub
+
+    def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
+        with answering(context):
+            rank = request.rank if request.HasField("rank") else None
+            member = self._hub.join(
+                request.job, rank, request.host, request.pid, request.device, request.attempt
+            )
+            self._hub.exits.learn(member.worker, request.process[:MAX_NAME_CHARACTERS])
+            return pb.JoinResponse(
+                job=self._hub.job,
+                worker=member.worker,
+                addresses=self._hub.fleet.addresses,
+                lease_ms=round(self._hub.config.lease * 1000),
+                policy=self._hub.policy,
+                open_loop=self._hub.ledger.open_loop,
+                known_loops=self._hub.ledger.known_loops,
+                open_loops=self._hub.ledger.open_loops,
+                bad_gradients=self._hub.config.bad_gradients,
+                standbys=self._hub.fleet.standbys,
+                **self._standing(member.worker),
+            )
+
+    def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            if request.observe:
+                return self._observed()
+            spec = model_from_proto(request.model)
+            spec = ModelSpec(spec.tensors, validate(spec.optimizer))
+            check_numbers(spec.optimizer, spec.tensors)
+            state = self._hub.register(request.worker, spec, wait_seconds(request.wait_ms))
+            if state not in STATES:
+                waiting = self._hub.waiting_for
+                return pb.RegisterResponse(
+                    state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting
+                )
+            return self._registered(STATES[state], request.worker)
+
+    def _standing(self, worker: int) -> dict[str, Any]:
+        workers, is_first = self._hub.heartbeats.standing(worker)
+        return {"workers": workers, "first": is_first}
+
+    def _observed(self) -> pb.RegisterResponse:
+        """For those who only look: the model, once there are weights."""
+        if not self._hub.begun:
+            waiting = self._hub.waiting_for
+            return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
+        return self._registered(pb.RegisterResponse.STATE_READY)
+
+    def _registered(
+        self, state: pb.RegisterResponse.State.ValueType, worker: int = 0
+    ) -> pb.RegisterResponse:
+        plan = self._hub.plan
+        return pb.RegisterResponse(
+            state=state,
+            model=model_to_proto(plan.spec),
+            plan_digest=plan.digest,
+            version=self._hub.version,
+            groups_json=groups_of(self._hub.engine.store),
+            **self._standing(worker),
+        )
+
+    def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            beats = self._hub.heartbeats
+            beat = beats.beat(
+                request.worker,
+                step_seconds=request.step_seconds,
+                samples_per_second=request.samples_per_second,
+                phase=request.phase[:MAX_NAME_CHARACTERS],
+                no_call_seconds=request.no_call_seconds,
+            )
+            beats.report_beside(request.worker, _sent(request.values))
+            self._hub.exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
+            fleet = self._hub.fleet
+            return pb.HeartbeatResponse(
+                version=self._hub.version,
+                stopping=beat.over,
+                draining=beat.draining,
+                addresses=fleet.served,
+                terms=fleet.terms,
+                standbys=fleet.standbys,
+                policy=self._hub.policy,
+                workers=beat.workers,
+                first=beat.is_first,
+            )
+
+    def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitResponse:
+        with answering(context):
+            process, reason = (
+                request.process[:MAX_NAME_CHARACTERS],
+                request.reason[:MAX_REASON_CHARACTERS],
+            )
+            return pb.ReportExitResponse(workers=self._hub.exits.report(process, reason))
+
+    def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            self._hub.heartbeats.report_beside(request.worker, _sent(request.values))
+            self._hub.leave(request.worker, request.reason, request.version)
+            return pb.LeaveResponse()
+
+    def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            spec = loop_from_proto(request.loop)
+            if request.share_only:
+                return pb.NextBatchResponse(share=self._hub.shares.of(request.worker, spec))
+            batches = self._hub.next_batches(
+                wait_seconds(request.wait_ms),
+                worker=request.worker,
+                spec=spec,
+                received=request.received,
+                count=max(1, request.count),
+                idle=request.idle,
+                first_open=request.first_open,
+            )
+            if batches is None:
+                return pb.NextBatchResponse(
+                    waiting_for=self._hub.waiting_for, version=self._hub.version
+                )
+            share = 0 if request.received else self._hub.shares.of(request.worker, spec)
+            return pb.NextBatchResponse(
+                numbers=batches.numbers,
+                end=batches.end,
+                version=self._hub.version,
+                following=batches.following,
+                share=share,
+            )
+
+    def ReturnBatches(
+        self, request: pb.ReturnBatchesRequest, context: Context
+    ) -> pb.ReturnBatchesResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            self._hub.return_batches(
+                request.worker, batches_from_proto(request.batches), request.used
+            )
+            return pb.ReturnBatchesResponse()
+
+    def ReportMetrics(
+        self, request: pb.ReportMetricsRequest, context: Context
+    ) -> pb.ReportMetricsResponse:
+        with answering(context):
+            self._hub.check_job(request.job)
+            plain = [
+                ReceivedValue(name, value, self._hub.version, 0.0)
+                for name, value in request.metrics.items()
+            ]
+            self._hub.heartbeats.report(request.worker, [*plain, *_sent(request.values)])
+            return pb.ReportMetricsResponse()
+
+    def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> pb.GetHistoryResponse:
+        with answering(context):
+            rows = self._hub.heartbeats.history()
+            return pb.GetHistoryResponse(rows=map(history_row_to_proto, rows))
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        with answering(context):
+            return pb.GetStatusResponse(status_json=strict_json.dumps(self._hub.status()))
+
+    def SaveSnapshot(
+        self, request: pb.SaveSnapshotRequest, context: Context
+    ) -> pb.SaveSnapshotResponse:
+        with answering(context):
+            version = self._hub.snapshots.save(wait_seconds(request.wait_ms))
+            return pb.SaveSnapshotResponse(version=version, path=self._hub.archive.path(version))
+
+    def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        with answering(context):
+            self._hub.drain(request.worker)
+            return pb.DrainResponse()
+
+    def RestoreSnapshot(
+        self, request: pb.RestoreSnapshotRequest, context: Context
+    ) -> pb.RestoreSnapshotResponse:
+        with answering(context):
+            self._hub.restore(request.version, wait_seconds(request.wait_ms))
+            return pb.RestoreSnapshotResponse()
+
+    def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
+        with answering(context):
+            staleness = request.staleness if request.HasField("staleness") else None
+            max_staleness = request.max_staleness if request.HasField("max_staleness") else None
+            self._hub.set_policy(request.policy, staleness, max_staleness)
+            return pb.SetPolicyResponse()
+
+    def Reshard(self, request: pb.ReshardRequest, context: Context) -> pb.ReshardResponse:
+        with answering(context):
+            seconds, nbytes = self._hub.reshards.reshard(
+                request.shards, wait_seconds(request.wait_ms)
+            )
+            return pb.ReshardResponse(seconds=seconds, nbytes=nbytes)
+
+    def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
+        with answering(context):
+            self._hub.stop(request.reason[:MAX_REASON_CHARACTERS])
+            return pb.StopJobResponse()
+
+    # ---- other shards ----------------------------------------------------------------------------
+
+    def LinkShard(
+        self, requests: Iterator[pb.LinkShardRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.LinkShardResponse]:
+        with answering(context):
+            first = next(requests, None)
+            if first is None:
+                return  # it had nothing to say after all
+            self._hub.check_job(first.job)
+            check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
+            followed, term = first.report.epoch != NO_LOG, max(1, first.term)
+            server, line = self._hub.shard_up(
+                first.shard, first.shards, first.address, first.instance, followed, term
+            )
+            # at once, not when _follow looks again: a shard that was restarted may be at the door
+            when_ended(context, lambda: self._hub.shard_down(server, line))
+            try:
+                yield from self._follow(server, line, first, requests, context)
+            finally:
+                self._hub.shard_down(server, line)
+
+    def _follow(
+        self,
+        server: ServerEntry,
+        line: int,
+        first: pb.LinkShardRequest,
+        requests: Iterator[pb.LinkShardRequest],
+        context: grpc.ServicerContext,
+    ) -> Iterator[pb.LinkShardResponse]:
+        """Tell a shard what is new, while another thread listens to it."""
+        listener = _ShardListener(self._hub, server, line, requests)
+        listener.hear(first)
+        listener.start()
+        told, model = DeliveryCursor(first.report.epoch, first.report.index), ""
+        while (
+            context.is_active()
+            and listener.is_alive()
+            and listener.silent < SILENCE
+            and server.line == line
+        ):
+            response, told, model = self._tell(server, told, model)
+            yield response
+            if response.stop:
+                return
+            self._hub.wait_for_news(server, told, LINK_BEAT)
+
+    def _tell(
+        self, server: ServerEntry, told: DeliveryCursor, model: str
+    ) -> tuple[pb.LinkShardResponse, DeliveryCursor, str]:
+        """The next response; how far the shard is told with it; the fingerprint of the model
+        that it knows then.
+        """
+        hub, news = self._hub, self._hub.news(server, told)
+        over, durable = hub.over and hub.stopped.is_set(), hub.config.durability == "log"
+        if news is None:
+            stop = server.leaves or over
+            fleet = (
+                hub.fleet
+            )  # of whom this shard may be one soon, and then the standbys may not be there just now
+            waits = pb.LinkShardResponse(
+                job=hub.job, stop=stop, waiting_for="ps-ctl reshard", standbys=fleet.standbys
+            )
+            waits.term, waits.durable = fleet[0].term, durable
+            return waits, told, model
+        response = pb.LinkShardResponse(
+            job=hub.job,
+            addresses=news.fleet.addresses,
+            waiting_for=hub.waiting_for,
+            stop=over,
+            epoch=news.told.epoch,
+            base=news.base,
+            entries=[entry_to_proto(entry) for entry in news.entries],
+            snapshots=news.snapshots,
+            term=hub.fleet[0].term,
+            standbys=news.fleet.standbys,
+            shards=news.fleet.shards,
+            layout=news.fleet.layout,
+            move=news.move,
+            policy=hub.policy,
+            mends=hub.config.fitness.mends,
+            norms=hub.config.fitness.norms,
+            durable=durable,
+            processes=hub.exits.at(server.place),
+        )
+        response.recover, response.begin = news.way is CatchUp.RECOVER, news.way is CatchUp.BEGIN
+        if news.snapshot is not None and news.way in (CatchUp.RECOVER, CatchUp.RESTORE):
+            response.restore.version, response.restore.index = (
+                news.snapshot.version,
+                news.snapshot.index,
+            )
+            response.restore.manifest_json = news.snapshot.as_json()
+        if news.way in (CatchUp.BEGIN, CatchUp.ADOPT):
+            model = ""  # it forgets the one that it was told before
+        if news.model is not None and news.model.fingerprint() != model:
+            model = news.model.fingerprint()
+            response.model.CopyFrom(model_to_proto(news.model))
+        return response, news.told, model
+
+
+def _sent(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:
+    return [
+        ReceivedValue(value.name, value.value, value.version, value.age_seconds) for value in values
+    ]
+
+
+class _ShardListener(threading.Thread):
+    """Hears one shard until its link ends."""
+
+    def __init__(
+        self,
+        hub: CoordinatorService,
+        server: ServerEntry,
+        line: int,
+        requests: Iterator[pb.LinkShardRequest],
+    ) -> None:
+        super().__init__(name=f"listen-to-shard-{server.shard}", daemon=True)
+        self._hub = hub
+        self._server, self._line = server, line
+        self._requests = requests
+        self._listens_since: float | None = None
+
+    @property
+    def silent(self) -> float:
+        """Seconds that this has listened without a word; a shard has one every second. What is
+        heard may take long: the update that it makes possible is carried out here."""
+        since = self._listens_since
+        return time.monotonic() - since if since is not None else 0.0
+
+    def run(self) -> None:
+        # RpcError: the shard went away; its next link starts over
+        with contextlib.suppress(grpc.RpcError):
+            for request in self._requests:
+                self.hear(request)
+
+    def hear(self, request: pb.LinkShardRequest) -> None:
+        """Carry out what a shard says."""
+        self._listens_since = None
+        self._carry_out(request)
+        self._listens_since = time.monotonic()
+
+    def _carry_out(self, request: pb.LinkShardRequest) -> None:
+        hub, shard = self._hub, self._server.shard
+        self._server.place = request.place
+        if request.ended:
+            hub.exits.found(request.ended)
+        if request.alive:
+            hub.alive(request.alive)
+        if request.stats_json:
+            self._server.stats = json.loads(request.stats_json)
+        if request.HasField("restored"):
+            hub.restored(
+                self._server, self._line, request.restored.version, request.restored.problem
+            )
+        if request.HasField("snapshot_part"):
+            part = request.snapshot_part
+            named = (part.version, part.index, part.file, part.nbytes, part.sha256, part.problem)
+            hub.snapshot_part(shard, PartReport(*named))
+        if request.HasField("moved"):
+            hub.reshards.moved(shard, request.moved.nbytes, request.moved.problem)
+        if request.HasField("report"):
+            self._server.standby = request.standby
+            hub.report(report_from_proto(shard, request.report), self._server, self._line)

@@ -1,0 +1,248 @@
+"""The answer to GetStatus: everything about the job in one JSON object. Its keys are promised in
+the README.
+"""
+
+import os
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
+from psserver.core.commands.recorder import HUNG
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.workers.membership import Member, WorkerState
+from psserver.durability.record_sink import StandbyLink
+from psserver.monitoring.worker_monitor import health
+from psserver.process.config import ServerConfig
+from psserver.shard.engine import ShardEngine
+
+if TYPE_CHECKING:
+    from psserver.coordinator.service import CoordinatorService
+
+
+def describe(
+    hub: "CoordinatorService",
+    coordinator: CoordinatorMachine,
+    snapshots: list[dict[str, Any]],
+    now: float,
+    began: float,
+) -> dict[str, Any]:
+    """Called with the coordinator at rest."""
+    policy, archive = coordinator.policy, hub.archive
+    return {
+        "job": hub.job,
+        "policy": policy.name,
+        "staleness": policy.bound if policy.name == "ssp" else None,
+        "max_staleness": policy.max_staleness,
+        "state": state(hub, coordinator),
+        "version": coordinator.version,
+        "steps": coordinator.counts["applied"],
+        "samples": coordinator.samples,
+        "resumed": archive.resumed,
+        "seconds": round(now - began, 3),
+        "waiting_for": hub.waiting_for,
+        "min_workers": coordinator.min_workers,
+        "backup_workers": policy.backup,
+        **settings(hub.config),
+        "settings": in_force(hub, coordinator),
+        "servers": servers(hub),
+        "candidates": candidates(hub),
+        "moving_to": hub.fleet.shards if coordinator.move is not None else None,
+        "workers": workers(coordinator, now),
+        "progress": hub.progress.describe(coordinator, now),
+        "data": data(coordinator),
+        "snapshots": snapshots,
+        "snapshot_age_seconds": round(time.time() - archive.newest_time, 3)
+        if archive.newest_time
+        else None,
+        "snapshot_problem": archive.problem,
+        "pushes": coordinator.counts
+        | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in hub.fleet)},
+        "metrics": {
+            name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
+        },
+        "model": model(hub, coordinator),
+        "finished": coordinator.roster.finished,
+    }
+
+
+def settings(config: ServerConfig) -> dict[str, Any]:
+    """What happens when something goes wrong."""
+    return {
+        "on_worker_loss": str(config.on_worker_loss),
+        "progress_timeout": config.progress_timeout,
+        "late_gradients": config.late_gradients,
+        "global_batch": config.global_batch,
+        "bad_gradients": config.bad_gradients,
+        "max_norm": config.max_norm,
+        "quarantine_after": config.quarantine_after,
+        "durability": config.durability,
+        "log_fsync": config.log_fsync,
+    }
+
+
+NOT_OF_THE_JOB = (
+    "shard",
+    "shards",
+    "bind",
+    "advertise",
+    "join",
+    "port_file",
+    "metrics_bind",
+    "standby_of",
+)
+"""Settings of one process, which differ from server to server."""
+
+
+def in_force(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
+    """The job's settings as `ps-ctl config` shows them: those of shard 0, and the policy that a
+    command set.
+    """
+    name, staleness, max_staleness, _ = coordinator.policy_args()
+    chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
+    given = {field.name: _plain(getattr(hub.config, field.name)) for field in fields(hub.config)}
+    known = {"job": hub.job, "shards": coordinator.shards}
+    rows = {
+        **{key: value for key, value in given.items() if key not in NOT_OF_THE_JOB},
+        **known,
+        **chosen,
+    }
+    return [
+        {
+            "key": key,
+            "value": value,
+            "source": "policy set" if key in chosen and value != given[key] else "shard 0",
+        }
+        for key, value in rows.items()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.resolve())
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def state(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> str:
+    if hub.stop_reason is not None:
+        return "stopping"
+    if not all(server.connected for server in hub.fleet):
+        return "waiting for servers"
+    if not coordinator.begun:
+        return "waiting for a model"
+    if coordinator.move is not None:
+        return "moving"
+    return "running" if coordinator.started else "waiting for workers"
+
+
+def servers(hub: "CoordinatorService") -> list[dict[str, Any]]:
+    return [
+        {
+            "shard": s.shard,
+            "address": s.address,
+            "connected": s.connected,
+            "term": s.term,
+            **s.stats,
+        }
+        for s in hub.fleet
+    ]
+
+
+def candidates(hub: "CoordinatorService") -> list[dict[str, Any]]:
+    """Servers that wait for ps-ctl reshard."""
+    return [
+        {"shard": shard, "shards": shards, "address": server.address}
+        for (shard, shards), server in sorted(hub.fleet.candidates.items())
+    ]
+
+
+def statistics(engine: ShardEngine, line: StandbyLink | None = None) -> dict[str, Any]:
+    """What a shard tells about itself. line: to its standby."""
+    store = engine.store
+    standby = (
+        {"standby": line.address, "standby_state": line.state, "standby_behind": line.behind}
+        if line
+        else {}
+    )
+    return {
+        **standby,
+        "version": engine.version,
+        "parameter_bytes": store.nbytes if store else 0,
+        "state_bytes": store.state_nbytes if store else 0,
+        "received_bytes": engine.traffic.received_bytes,
+        "sent_bytes": engine.traffic.sent_bytes,
+        "apply_seconds": round(engine.timings.apply_seconds, 6),
+        "duplicates": engine.duplicates,
+        "pid": os.getpid(),
+    }
+
+
+def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]:
+    found = health(coordinator, now)
+    return [
+        {
+            "worker": m.worker,
+            **_who(m),
+            "state": str(m.state),
+            "clock": m.clock,
+            "steps": m.steps,
+            "step_seconds": m.step_seconds,
+            "samples_per_second": m.samples_per_second,
+            "phase": m.phase,
+            "silent_seconds": round(now - m.heard_at, 3) if m.alive else None,
+            "reason": m.reason,
+            "health": str(found[m.worker].health if m.alive else m.state),
+            "own_seconds": m.pace.seconds,
+            "no_call_seconds": round(m.no_call_seconds, 3) if m.alive else None,
+            "hung": m.state is WorkerState.LOST and m.reason.startswith(HUNG),
+            "draining": m.draining,
+        }
+        for m in coordinator.roster
+    ]
+
+
+def _who(member: Member) -> dict[str, Any]:
+    """Of those of before a restart nobody knows more than their numbers."""
+    known = member.state is not WorkerState.PAST
+    names = ("rank", "host", "pid", "device")
+    return {name: getattr(member, name) if known else None for name in names}
+
+
+def data(coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
+    return [
+        {
+            "loop": loop.spec.loop,
+            "batch_size": loop.spec.batch_size,
+            "epochs": loop.spec.epochs,
+            "committed": loop.committed,
+            "leased": loop.leased,
+            "dropped": loop.dropped,
+            "duplicates": loop.duplicates,
+            "ended": loop.ended,
+            **_extent(loop.spec, loop.committed),
+        }
+        for loop in coordinator.ledger.loops.values()
+    ]
+
+
+def _extent(spec: LoopSpec | StreamSpec, committed: int) -> dict[str, Any]:
+    """How much there is; nobody knows that of a stream."""
+    if isinstance(spec, StreamSpec):
+        return {"sources": spec.sources}
+    epoch = committed // max(1, spec.batches_in_epoch)
+    return {"size": spec.size, "total": spec.total, "epoch": epoch}
+
+
+def model(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> dict[str, Any] | None:
+    spec = coordinator.model
+    if spec is None:
+        return None
+    return {
+        "tensors": len(spec.tensors),
+        "parameters": sum(t.size for t in spec.tensors),
+        "bytes": sum(t.nbytes for t in spec.tensors),
+        "plan_digest": hub.plan.digest,
+        "optimizer": spec.optimizer.name,
+    }

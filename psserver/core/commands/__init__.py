@@ -1,0 +1,3 @@
+"""Commands to the coordinator: checked on arrival, recorded for replay, and queries that change
+nothing.
+"""

@@ -1,0 +1,233 @@
+"""Checks of requests before they become commands of the coordinator.
+
+What is refused here changes nothing and is not recorded, so a replay never sees it. The machine
+itself does not call these checks: commands that an earlier release recorded are carried out as
+they were.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pscommon.core import limits
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import Spec
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log_entries import BatchKey, PushKey, Staged
+from pscommon.core.model_spec import ModelSpec
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import policy
+
+Check = Callable[[CoordinatorMachine, Mapping[str, Any]], None]
+
+
+class UnfitPush(NamedTuple):
+    """Why a push is refused: the reason of its Reject, and the text."""
+
+    reason: str
+    detail: str
+
+
+def check_request(coordinator: CoordinatorMachine, name: str, args: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for arguments that no correct worker sends."""
+    if (check := _CHECKS.get(name)) is not None:
+        check(coordinator, args)
+
+
+def unfit_pushes(
+    coordinator: CoordinatorMachine, news: Iterable[Staged]
+) -> dict[PushKey, UnfitPush]:
+    """Return those of newly reported pushes that are members' and must not be applied, each with
+    the reason.
+    """
+    unfit = {}
+    for staged in news:
+        problem = push_problem(coordinator, staged)
+        if problem is not None and staged.key.seq > 0 and coordinator.is_undecided(staged.key):
+            unfit[staged.key] = problem
+    return unfit
+
+
+def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush | None:
+    """Return why a push cannot be applied, or None.
+
+    A base above the version is stale: a correct worker may have pulled weights from a shard that
+    had not gone back to a snapshot yet. It returns the batches and computes again from weights
+    that the job has.
+    """
+    if staged.base > coordinator.version:
+        return UnfitPush(
+            "STALE",
+            f"computed from version {staged.base}, which is above the job's {coordinator.version}",
+        )
+    problem = _samples_problem(staged)
+    if staged.batches and not problem:
+        problem = batches_problem(coordinator, staged.batches)
+    return UnfitPush("INVALID_REQUEST", problem) if problem else None
+
+
+def _samples_problem(staged: Staged) -> str:
+    if not 0 <= staged.samples <= limits.MAX_SAMPLES_PER_PUSH:
+        return f"it stands for {staged.samples} samples, above {limits.MAX_SAMPLES_PER_PUSH}"
+    if not staged.square_norm >= 0:
+        return f"the square of its norm is {staged.square_norm}"
+    return ""
+
+
+def batches_problem(coordinator: CoordinatorMachine, batches: Sequence[BatchKey]) -> str:
+    """Return why batches of a push or of a return cannot be the job's, or an empty string."""
+    if len(batches) > limits.MAX_BATCHES_PER_PUSH:
+        return f"it names {len(batches)} batches, above {limits.MAX_BATCHES_PER_PUSH}"
+    loops = coordinator.ledger.loops
+    known = ((loops[batch.loop].spec, batch) for batch in batches if batch.loop in loops)
+    return next((problem for spec, batch in known if (problem := _batch_problem(spec, batch))), "")
+
+
+def _batch_problem(spec: Spec, batch: BatchKey) -> str:
+    name = f"batch {batch.number} of loop {batch.loop}"
+    if isinstance(spec, LoopSpec):
+        return (
+            ""
+            if 0 <= batch.number < spec.total
+            else f"{name} does not exist: the loop has {spec.total} batches"
+        )
+    if spec.laps == 0 or not 0 <= batch.number <= limits.MAX_BATCH_NUMBER:
+        return (
+            f"{name} does not exist: the loop has {spec.epochs} epochs over {spec.sources} sources"
+        )
+    if not 0 <= batch.count <= spec.batch_size:
+        return f"{name} has {batch.count} samples, above the loop's batch_size {spec.batch_size}"
+    return ""
+
+
+def wait_seconds(wait_ms: int) -> float:
+    """Return for how long a request may wait. Raises InvalidRequestError for more than a day."""
+    if not 0 <= wait_ms <= limits.MAX_WAIT_MS:
+        _refuse(
+            "waiting",
+            f"wait_ms {wait_ms} is not between 0 and {limits.MAX_WAIT_MS}",
+            "ask again later instead",
+        )
+    return wait_ms / 1000
+
+
+def check_shards(shards: int) -> None:
+    """Raise InvalidRequestError for more servers than a job may have."""
+    if not 1 <= shards <= limits.MAX_SHARDS:
+        _refuse(
+            "reshard",
+            f"--servers {shards} is not between 1 and {limits.MAX_SHARDS}",
+            "fewer servers",
+        )
+
+
+def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
+    """Raise InvalidRequestError for a model whose weights cannot fit into the memory of `shards`
+    servers.
+
+    Args:
+        spec: The model.
+        shards: Number of servers.
+        usable_nbytes: Memory of one server, in bytes.
+    """
+    needed = sum(tensor.nbytes for tensor in spec.tensors) // shards
+    if needed > usable_nbytes:
+        why = f"its weights take {needed} bytes on each of {shards} servers, which may use {usable_nbytes}"
+        _refuse("the model", why, "more servers")
+
+
+def _join(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+    rank = args["rank"]
+    if rank is not None and not 0 <= rank <= limits.MAX_RANK:
+        _refuse(
+            "join",
+            f"rank {rank} is not between 0 and {limits.MAX_RANK}",
+            "set PS_WORKER_RANK to a smaller number",
+        )
+    if not 0 <= args.get("attempt", 0) <= limits.MAX_ATTEMPT:
+        _refuse(
+            "join",
+            f"attempt {args['attempt']} is above {limits.MAX_ATTEMPT}",
+            "unset PS_WORKER_ATTEMPT",
+        )
+    _check_names("join", (args["host"], args["device"]))
+
+
+def _next_batches(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+    spec, count, global_batch = args["spec"], args["count"], coordinator.rules.global_batch
+    if not 1 <= count <= limits.MAX_BATCHES_PER_REQUEST:
+        least = f"is not between 1 and {limits.MAX_BATCHES_PER_REQUEST}"
+        _refuse("data", f"count {count} {least}", "ask for fewer batches at a time")
+    if args["received"] < 0:
+        _refuse("data", f"{args['received']} batches cannot have been received", "send 0 or more")
+    if problem := limits.loop_problem(spec):
+        _refuse(f"data of loop {spec.loop}", problem, "a smaller number of epochs")
+    if global_batch is not None and global_batch // spec.batch_size > limits.MAX_BATCHES_PER_PUSH:
+        units = f"--global-batch {global_batch} takes {global_batch // spec.batch_size} batches of {spec.batch_size}"
+        _refuse(
+            f"data of loop {spec.loop}",
+            f"{units}, above {limits.MAX_BATCHES_PER_PUSH}",
+            "a larger batch_size",
+        )
+
+
+def _return_batches(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+    if problem := batches_problem(coordinator, args["batches"]):
+        _refuse("returning batches", problem, "return only batches that were received")
+
+
+def _report_metrics(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+    _check_values(coordinator, args["metrics"].keys())
+
+
+def _report_values(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+    names = [name for name, _, _, _ in args["values"]]
+    if len(names) > limits.MAX_METRICS:
+        _refuse(
+            "report",
+            f"{len(names)} values are above {limits.MAX_METRICS}",
+            "fewer values at a time",
+        )
+    _check_values(coordinator, names)
+
+
+def _check_values(coordinator: CoordinatorMachine, names: Iterable[str]) -> None:
+    _check_names("report", names)
+    if len({*coordinator.reported.latest, *names}) > limits.MAX_METRICS:
+        _refuse(
+            "report", f"the job has more than {limits.MAX_METRICS} names of values", "reuse names"
+        )
+
+
+def _set_policy(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+    try:
+        policy(*args["row"])
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _reshard(coordinator: CoordinatorMachine, args: Mapping[str, Any]) -> None:
+    check_shards(args["shards"])
+
+
+def _check_names(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        if len(name) > limits.MAX_NAME_CHARACTERS:
+            text = (
+                f"{name[:20]!r}... has {len(name)} characters, above {limits.MAX_NAME_CHARACTERS}"
+            )
+            _refuse(what, text, "a shorter name")
+
+
+def _refuse(what: str, why: str, how: str) -> None:
+    raise InvalidRequestError(f"{what} refused: {why}. Try: {how}.", "OUT_OF_RANGE")
+
+
+_CHECKS: Mapping[str, Check] = {
+    "join": _join,
+    "next_batches": _next_batches,
+    "return_batches": _return_batches,
+    "report_metrics": _report_metrics,
+    "report_values": _report_values,
+    "set_policy": _set_policy,
+    "reshard": _reshard,
+}

@@ -1,0 +1,40 @@
+"""Whom a job waits for, in words for people."""
+
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.workers.membership import Member
+
+NAMED = 3
+
+
+def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
+    """One phrase; empty when nobody is waited for."""
+    if not coordinator.begun:
+        uploader = coordinator.uploader
+        return (
+            f"the initial weights from {uploader}" if uploader else "a worker to register a model"
+        )
+    if not coordinator.started:
+        here = len(coordinator.roster.registered())
+        return f"workers: {here} of --min-workers {coordinator.min_workers} are here"
+    members = late(coordinator)
+    named = [f"{member}, {_silence(coordinator, member, now)}" for member in members[:NAMED]]
+    return ", ".join(named) + (f" and {len(members) - NAMED} more" if len(members) > NAMED else "")
+
+
+def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str:
+    if coordinator.roster.is_hanging(member):
+        return f"whose script has made no call for {member.no_call_seconds:.0f} s"
+    return f"silent for {now - member.heard_at:.1f} s"
+
+
+def late(coordinator: CoordinatorMachine) -> list[Member]:
+    """Those whose push would let the others go on."""
+    active, held = coordinator.roster.active(), coordinator.ready_workers
+    if not held or not coordinator.started:
+        return []
+    if coordinator.policy.barrier:
+        return [member for member in active if member.worker not in held]
+    if coordinator.policy.bound is None:
+        return []
+    slowest = min((member.clock for member in active), default=0)
+    return [member for member in active if member.clock == slowest]

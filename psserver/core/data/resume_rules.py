@@ -1,0 +1,135 @@
+"""What a run that resumes a job may change: hyper-parameters of the same optimizer, and more
+epochs of the last loop.
+
+Everything else has to be as it was. The errors here name the difference, what the job was
+resumed from, and a remedy.
+"""
+
+from dataclasses import replace
+
+from pscommon.core.data_stream import Spec
+from pscommon.core.errors import MismatchError
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+
+START_OVER = (
+    "start over with `--resume never` (snapshots are moved aside), or choose another --data-dir"
+)
+
+
+def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
+    """Return the job's model with the hyper-parameters of `mine`, and its aliases, which older
+    releases lack.
+
+    None: the two differ in more than hyper-parameters.
+    """
+    same_class = mine.optimizer.name == job.optimizer.name
+    if not same_class or len(mine.optimizer.groups) != len(job.optimizer.groups):
+        return None
+    if replace(mine, optimizer=job.optimizer).differences(job):
+        return None
+    aliases = {tensor.name: tensor.aliases for tensor in mine.tensors}
+    tensors = tuple(replace(tensor, aliases=aliases[tensor.name]) for tensor in job.tensors)
+    return replace(job, tensors=tensors, optimizer=mine.optimizer)
+
+
+def hyper_parameter_changes(before: OptimizerSettings, after: OptimizerSettings) -> str:
+    """Return what differs between two optimizers of one class, as "lr 0.1 -> 0.05"; empty where
+    nothing does.
+    """
+    several = len(before.groups) > 1
+    clips = before.clip_norm, after.clip_norm
+    clip_norm = [f"clip_norm {clips[0]!r} -> {clips[1]!r}"] if clips[0] != clips[1] else []
+    return ", ".join(
+        clip_norm
+        + [
+            f"{f'group {index} ' if several else ''}{key} {old.get(key)!r} -> {new.get(key)!r}"
+            for index, (old, new) in enumerate(zip(before.groups, after.groups, strict=True))
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
+    )
+
+
+def model_mismatch(mine: ModelSpec, job: ModelSpec, origin: str) -> MismatchError:
+    """origin: what the job was resumed from, in words; empty for a new job."""
+    resumed = bool(origin) and adopted_model(mine, job) is None
+    where = f"that of {origin}" if resumed else "the job's"
+    remedy = (
+        f"run the script that wrote it, {START_OVER}"
+        if resumed
+        else "start all workers with the same script and the same arguments"
+    )
+    lines = "\n  ".join(mine.differences(job))
+    return MismatchError(
+        f"this worker's model is not {where}:\n  {lines}\nTry: {remedy}", "MODEL_MISMATCH"
+    )
+
+
+def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchError:
+    """origin: what this loop was resumed from, in words; empty where this run has begun it.
+    reason: why epochs, where only they differ, cannot be raised."""
+    number = job.loop + 1
+    if another_order(mine, job):
+        return MismatchError(
+            f"the sampler {mine.as_dict()['sampler']} gave another order in loop {number} than in "
+            f"{origin or 'the job'}: {_differences(mine, job)}. Try: let it depend only on what "
+            f"all workers share, and "
+            "on the global generators of torch, numpy and random, which are seeded by (seed, pass)",
+            "LOOP_MISMATCH",
+        )
+    if origin:
+        remedy = f"run the script as it was, {START_OVER}"
+    else:
+        remedy = "every worker makes the same job.batches calls in the same order: start all with the same arguments"
+    return MismatchError(
+        f"loop {number} of this script is not that of {origin or 'the job'}: "
+        f"{_differences(mine, job)}"
+        f"{'; ' if reason else ''}{reason}. Try: {remedy}",
+        "LOOP_MISMATCH",
+    )
+
+
+def another_order(mine: Spec, job: Spec) -> bool:
+    """Did the same sampler give another order?"""
+    theirs, ours = job.as_dict(), mine.as_dict()
+    return (
+        "sampler" in ours
+        and ours["sampler"] == theirs.get("sampler")
+        and ours["order"] != theirs["order"]
+    )
+
+
+def only_epochs_differ(mine: Spec, job: Spec) -> bool:
+    """Are the two one loop, gone through another number of times?"""
+    return (
+        type(mine) is type(job)
+        and mine.epochs != job.epochs
+        and replace(mine, epochs=job.epochs) == job
+    )
+
+
+def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, held: bool) -> str:
+    """Why a loop cannot be continued with the epochs of `mine`; empty: it can.
+
+    last: no later loop exists; first: no worker of this run has come to it yet; held: batches
+    are out whose numbers another number of epochs would change.
+    """
+    if mine.epochs < job.epochs:
+        return f"a job that is resumed cannot have fewer epochs than the {job.epochs} that it was started with"
+    if not last:
+        return "only the last loop of a job can get more epochs, and this job has a later one"
+    if not first:
+        return "only the first worker after a resume can raise the epochs, and another one has come before"
+    if held:
+        return "workers of the run before hold batches of this stream: let it end with the epochs that it had"
+    return ""
+
+
+def _differences(mine: Spec, job: Spec) -> str:
+    """Field by field; a stream has other fields than a loop over samples by number."""
+    theirs, ours = job.as_dict(), mine.as_dict()
+    return "; ".join(
+        f"{name} is {ours.get(name, 'not there')} here and {theirs.get(name, 'not there')} there"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    )

@@ -1,0 +1,156 @@
+"""The ledger of a loop over a stream: sources of unknown length, each read by one worker at a
+time.
+
+A worker has a lap (one pass over one source) to itself, and is dealt its batches in order, while
+it is there. Where a lap ends is found by who reads it; that is a fact about the data and holds
+whatever becomes of the push that told it. So a sample counts once in every policy: batches of a
+lap are leased to one worker at a time, and a lap changes hands only when its batches do.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from pscommon.core.data_stream import Spec, StreamSpec
+from psserver.core.data.batch_pool import BatchPool
+from psserver.core.data.loop import LoopLedger
+
+
+class StreamLoop(LoopLedger):
+    """One loop over a stream."""
+
+    spec: StreamSpec
+
+    def __init__(
+        self, spec: StreamSpec, whereabouts: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
+        super().__init__(spec, whereabouts)
+        self._laps = BatchPool(spec.laps)
+        self._begun: dict[int, BatchPool] = {}
+        self._readers: dict[int, int] = {}
+        self._committed = 0
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    @property
+    def done(self) -> bool:
+        return self._laps.committed == self.spec.laps
+
+    @property
+    def laps_done(self) -> int:
+        """Passes over a source of which all has counted."""
+        return self._laps.committed
+
+    @property
+    def can_renumber(self) -> bool:
+        return not self.leased and not self._left_behind
+
+    def extend(self, spec: Spec) -> None:
+        super().extend(spec)
+        self._laps.total = self.spec.laps
+
+    def offset(self, lap: int) -> int:
+        """All samples of a lap before this one have counted."""
+        return self._begun[lap].first_open * self.spec.batch_size if lap in self._begun else 0
+
+    def ends(self, number: int, count: int) -> None:
+        """The lap ends in this batch, after `count` samples of it: with 0, before it. Whoever
+        says so first is right.
+
+        What was dealt behind the end is nobody's any more.
+        """
+        if not self.spec.laps:
+            return  # a loop over no epochs has no batches
+        lap, total = self.spec.lap(number), self.spec.place(number) + (count > 0)
+        pool = self._begun.get(lap)
+        if pool is None or (pool.total is not None and pool.total <= total):
+            return
+        pool.end(total)
+        for other, holder in self._leases.items():
+            if self.spec.lap(other) == lap and self.spec.place(other) >= total:
+                self._leases.end(holder, other)
+        self._end_if_done(lap)
+
+    def _may_draw(self, worker: int) -> bool:
+        return self._laps.peek() is not None or self._lap_at_hand(worker) is not None
+
+    def _lap_at_hand(self, worker: int) -> int | None:
+        """A lap that this worker has, with more to read."""
+        mine = (lap for lap, reader in self._readers.items() if reader == worker)
+        return next((lap for lap in mine if self._begun[lap].peek() is not None), None)
+
+    def _draw(self, workers: Sequence[int]) -> bool:
+        dealt = False
+        for worker in workers:
+            lap = self._lap_at_hand(worker)
+            if lap is None and self._laps.peek() is not None:
+                lap = self._laps.take()
+                self._readers[lap] = worker
+                self._begun.setdefault(lap, BatchPool())
+            if lap is not None:
+                self._leases.deal(worker, self.spec.number(lap, self._begun[lap].take()))
+                dealt = True
+        return dealt
+
+    def _count(self, number: int) -> None:
+        lap = self.spec.lap(number)
+        self._committed += 1
+        self._begun[lap].commit(self.spec.place(number))
+        self._end_if_done(lap)
+
+    def _end_if_done(self, lap: int) -> None:
+        pool = self._begun[lap]
+        if pool.total is not None and pool.first_open >= pool.total:
+            del self._begun[lap]
+            self._readers.pop(lap, None)
+            self._laps.commit(lap)
+
+    def _free(self, number: int) -> None:
+        lap = self.spec.lap(number)
+        self._begun[lap].put_back(self.spec.place(number))
+        if not any(self.spec.lap(other) == lap for other, _ in self._leases.items()):
+            self._release(lap)
+
+    def _release(self, lap: int) -> None:
+        if self._readers.pop(lap, None) is not None:
+            self._laps.put_back(lap)
+
+    def _release_all(self, worker: int) -> None:
+        for lap in [lap for lap, reader in self._readers.items() if reader == worker]:
+            self._release(lap)
+
+    def leave(self, worker: int) -> None:
+        super().leave(worker)
+        self._release_all(worker)
+
+    def lose(self, worker: int) -> None:
+        super().lose(worker)
+        self._release_all(worker)
+
+    def transfer(self, old: int, new: int) -> None:
+        super().transfer(old, new)
+        self._readers = {
+            lap: new if reader == old else reader for lap, reader in self._readers.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {
+            "committed": self._committed,
+            "laps": self._laps.state(),
+            "begun": [[lap, pool.total, pool.state()] for lap, pool in sorted(self._begun.items())],
+            "readers": [list(pair) for pair in self._readers.items()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._committed = state["committed"]
+        self._laps = BatchPool.restored(self.spec.laps, state["laps"])
+        self._begun = {lap: BatchPool.restored(total, pool) for lap, total, pool in state["begun"]}
+
+    def recover(self, state: Mapping[str, Any]) -> None:
+        super().recover(state)
+        self._laps = BatchPool.recovered(self.spec.laps, state["laps"])
+        self._begun = {lap: BatchPool.recovered(total, pool) for lap, total, pool in state["begun"]}
+        self._readers = dict(state["readers"])

@@ -1,0 +1,385 @@
+"""What becomes of pushes: which make the next update, which are refused, and whose worker is
+out.
+
+The half of the coordinator (see its module's text) that writes the job's log. It knows workers
+by the roster alone.
+"""
+
+from collections.abc import Iterable
+
+from pscommon.core.errors import QUARANTINED, NonFiniteError, PSError
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Entry,
+    Evict,
+    Measure,
+    PushKey,
+    Reject,
+    ShardReport,
+    Staged,
+)
+from pscommon.core.model_spec import ModelSpec
+from psserver.core.data.data_ledger import DataLedger
+from psserver.core.job.entry_log import EntryLog
+from psserver.core.job.pending_pushes import PendingPushes
+from psserver.core.job.policy import choose
+from psserver.core.job.reshard_phase import ReshardPhase
+from psserver.core.job.settings import JobRules
+from psserver.core.job.snapshot_schedule import SnapshotSchedule
+from psserver.core.shard.clipping import Measurement, clip_factor
+from psserver.core.shard.state_machine import GIVEN_UP
+from psserver.core.workers.membership import Member, Membership, WorkerState
+
+
+class UpdateRounds:
+    """The machine of updates.
+
+    shards: how many there are; generation: how often this job's servers were started before, so
+    that no worker's number is ever given twice; epoch: names this log, so that no other is taken
+    for it. failure: why the job has to end. move: to another number of shards, which is under
+    way; layout_index: of the last entry that began one.
+    """
+
+    def __init__(
+        self, shards: int, rules: JobRules, generation: int = 0, epoch: int | None = None
+    ) -> None:
+        self.shards = shards
+        self.rules = rules
+        self.epoch = generation if epoch is None else epoch
+        self.policy = rules.policy
+        self.min_workers = rules.min_workers
+        self.roster = Membership(rules.lease, generation)
+        self.roster.progress_timeout = rules.progress_timeout
+        self.ledger = DataLedger()
+        self.log = EntryLog(shards)
+        self.pending = PendingPushes(shards)
+        self.cuts = SnapshotSchedule(rules.every, shards)
+        self.move: ReshardPhase | None = None
+        self.layout_index = 0
+        self.model: ModelSpec | None = None
+        self.failure: PSError | None = None
+        self.begun = False
+        self.started = False
+        self.version = 0
+        self.samples = 0
+        self.counts = {"applied": 0, "stale": 0, "rejected": 0}
+        self.evicted: set[int] = set()
+        self._uploader: int | None = None
+
+    def report(self, report: ShardReport, now: float) -> None:
+        """What a shard holds and how far it is. What is said about an earlier start of the log
+        is void.
+        """
+        if report.epoch != self.epoch:
+            return
+        self.reached(report)
+        for staged in report.staged if self._is_of_layout(report) else ():
+            self._staged(report, staged, now)
+        if self.pending.measurement is not None and self._is_of_layout(report):
+            self.pending.measurement.take(report)
+        self.advance(now)
+
+    def reached(self, report: ShardReport) -> None:
+        """How far a shard is: all that a report without news says. Nothing is decided by it,
+        only forgotten.
+        """
+        if report.epoch == self.epoch:
+            self.log.reached(report.shard, report.index)
+
+    def news(self, report: ShardReport) -> list[Staged]:
+        """Return the pushes that a shard has not reported before."""
+        if report.epoch != self.epoch or not self._is_of_layout(report):
+            return []
+        return [staged for staged in report.staged if self._is_news(report.shard, staged)]
+
+    def has_measured(self, report: ShardReport) -> bool:
+        """Does a shard report what it was asked to measure?"""
+        measurement = self.pending.measurement
+        if measurement is None or report.epoch != self.epoch or not self._is_of_layout(report):
+            return False
+        return measurement.is_answered_by(report)
+
+    def _is_of_layout(self, report: ShardReport) -> bool:
+        """Is what the shard has staged cut for the shards of now?"""
+        return report.shard < self.shards and report.index >= self.layout_index
+
+    def _is_news(self, shard: int, staged: Staged) -> bool:
+        member = self.roster.members.get(staged.key.worker)
+        decided = (
+            member is not None and member.alive and staged.key.seq <= member.seq and self.begun
+        )
+        return not decided and not self.pending.holds(shard, staged.key)
+
+    def is_undecided(self, key: PushKey) -> bool:
+        """Return whether this is a push of a member that nothing has been decided on."""
+        member = self.roster.members.get(key.worker)
+        return member is not None and member.alive and key.seq > member.seq
+
+    def refuse_push(self, worker: int, seq: int, reason: str, detail: str, now: float) -> None:
+        """Reject a push that cannot be applied. Its batches stay leased: its worker may return
+        them.
+        """
+        if self.is_undecided(key := PushKey(worker, seq)):
+            self._reject(key, reason, f"push {seq} of worker {worker} refused: {detail}")
+            self.advance(now)
+
+    def shard_lost(self, shard: int) -> None:
+        """A shard's process is new and holds nothing. Once there are weights, all go back to a
+        snapshot instead.
+        """
+        self.pending.shard_lost(shard)
+
+    @property
+    def uploader(self) -> Member | None:
+        """Who has to upload the initial weights."""
+        return self.roster.members.get(self._uploader or 0)
+
+    @property
+    def ready_workers(self) -> set[int]:
+        """Workers with a push that all shards hold and that is not decided."""
+        return {key.worker for key in self.pending.ready}
+
+    def _staged(self, report: ShardReport, staged: Staged, now: float) -> None:
+        key = staged.key
+        member = self.roster.members.get(key.worker)
+        if member is None or not member.alive:
+            return self._fence_stranger(key.worker, report.index)
+        if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
+            return None
+        if staged.problem and self.move is not None:
+            return None  # it says so again
+        if staged.problem:
+            reason, _, detail = staged.problem.partition(": ")
+            return self._bad(staged, reason, f"{member}: {detail}", now)
+        self.pending.staged(report.shard, staged)
+        if key in self.pending.ready:
+            member.pace.end(now)
+        return None
+
+    def _fence_stranger(self, worker: int, index: int) -> None:
+        """A push of a worker that is out (since before a restart, say): the shards must let go
+        of it.
+
+        index: of the newest entry that the shard has carried out. One that has carried out all
+        of them and holds the push has forgotten this worker.
+        """
+        if worker not in self.evicted or index >= self.log.index:
+            self._evict(worker, "it is not a worker of this job any more")
+
+    def forget_departed(self, keep: int, now: float) -> None:
+        """Forget all but the newest `keep` members that are out. A push of a forgotten one
+        evicts it again.
+        """
+        self.roster.forget(keep)
+        self.evicted &= self.roster.members.keys()
+
+    def _evict(self, worker: int, reason: str) -> None:
+        self.evicted.add(worker)
+        self.log.append(Evict(self.log.next, worker, reason))
+
+    def advance(self, now: float) -> None:
+        """Append all updates that can be decided now; a snapshot that is due at this version
+        comes first.
+
+        Nothing counts any more in a job that has failed: its workers are about to hear why.
+        """
+        self._begin_if_uploaded(now)
+        if not self.begun or self.move is not None or not self.all_here():
+            return
+        self._reject_unfit(now)
+        while self.failure is None and not self.cuts.due_at(self.version):
+            keys = choose(self.policy, self.roster.clocks(), self._oldest_ready())
+            if not keys or not self._apply(keys, now):
+                return
+
+    def _begin_if_uploaded(self, now: float) -> None:
+        if (
+            not self.begun
+            and self._uploader is not None
+            and PushKey(self._uploader, 0) in self.pending.ready
+        ):
+            self._forget(PushKey(self._uploader, 0))
+            self.log.append(Begin(self.log.next, self._uploader))
+            self.begun = True
+            self.cuts.started(0, now)
+
+    def all_here(self) -> bool:
+        """The first round waits for --min-workers; later ones go by who is alive."""
+        self.started = self.started or (
+            self.begun and len(self.roster.registered()) >= self.min_workers
+        )
+        return self.started
+
+    def _oldest_ready(self) -> dict[int, PushKey]:
+        """Each active worker's oldest push that all shards hold, in order of arrival. A push
+        ends a wait for data.
+        """
+        oldest: dict[int, PushKey] = {}
+        for key in self.pending.ready:
+            member = self.roster.members[key.worker]
+            if member.state is WorkerState.IDLE:
+                self.wake(member)
+            if member.state is WorkerState.ACTIVE and (
+                key.worker not in oldest or key.seq < oldest[key.worker].seq
+            ):
+                oldest[key.worker] = key
+        return oldest
+
+    def _reject_unfit(self, now: float) -> None:
+        """What is too old, too large or given up is answered at once."""
+        for key in self.pending.given_up():
+            self._reject(key, "STALE", GIVEN_UP)
+        limit = 0 if self.policy.backup else self.policy.max_staleness
+        for key, staged in list(self.pending.ready.items()):
+            if key not in self.pending.ready:
+                continue  # it went with one that was refused just now
+            behind = self.version - staged.base
+            if limit is not None and behind > limit:
+                self._reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
+                self._drop(staged if self.policy.backup and self.rules.late == "drop" else None)
+            elif self.rules.max_norm and self.rules.bad_gradients != "clip":
+                norm = self.pending.norm(key)
+                if not norm <= self.rules.max_norm:
+                    member = self.roster.members[key.worker]
+                    self._bad(
+                        staged, "OUTLIER", f"{member}: its gradient's norm is {norm:.6g}", now
+                    )
+
+    def _apply(self, keys: Iterable[PushKey], now: float) -> bool:
+        """Append the update of these pushes. False: the shards have to measure it first."""
+        pushes = [self.pending.ready[key] for key in keys]
+        contributions = tuple(
+            Contribution(p.key, p.samples, p.base, self._scale(p.key)) for p in pushes
+        )
+        clips = self.model is not None and self.model.optimizer.clip_norm is not None
+        clipped = self._clipped(contributions) if clips else contributions
+        if clipped is None:
+            return False
+        self.version += 1
+        self.pending.measurement = None
+        self.log.append(Apply(self.log.next, self.version, clipped))
+        for (
+            push
+        ) in pushes:  # decided, whatever the counting below leads to: nothing may apply them again
+            self._forget(push.key)
+        for push, contribution in zip(pushes, contributions, strict=True):
+            self._count(push, bad=contribution.scale < 1.0 or bool(push.mended), now=now)
+        self._reject_unfit(now)
+        return True
+
+    def _clipped(self, contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...] | None:
+        """The same, scaled so that their average keeps to the clip norm; None: its norm is not
+        known yet.
+        """
+        clip_norm = self.model.optimizer.clip_norm if self.model is not None else None
+        if clip_norm is None:
+            return contributions
+        square_norm = self._square_norm(contributions)
+        if square_norm is None:
+            return None
+        factor = clip_factor(clip_norm, square_norm)
+        return tuple(each._replace(scale=each.scale * factor) for each in contributions)
+
+    def _square_norm(self, contributions: tuple[Contribution, ...]) -> float | None:
+        """Of their average; None: the shards were asked for it."""
+        first = contributions[0]
+        if len(contributions) == 1 and self.pending.is_measured(first.key):
+            return self.pending.square_norm(first.key) * first.scale**2
+        if (
+            self.pending.measurement is None
+            or self.pending.measurement.contributions != contributions
+        ):
+            self.pending.measurement = Measurement(self.log.next, contributions)
+            self.log.append(Measure(self.log.next, contributions))
+        return self.pending.measurement.square_norm(self.shards)
+
+    def _scale(self, key: PushKey) -> float:
+        """1, or what brings a gradient that is too long down to max_norm."""
+        if not self.rules.max_norm or self.rules.bad_gradients != "clip":
+            return 1.0
+        return min(1.0, self.rules.max_norm / max(self.pending.norm(key), 1e-300))
+
+    def _count(self, push: Staged, bad: bool, now: float) -> None:
+        member = self.roster.members[push.key.worker]
+        member.clock += 1
+        member.steps += 1
+        member.pace.begin(now)
+        self.samples += push.samples
+        self.counts["applied"] += 1
+        self.ledger.commit(push.key.worker, push.batches)
+        self._judge(member, bad, "its gradients had to be clipped", now)
+        self.end_loops()
+
+    def _bad(self, push: Staged, reason: str, detail: str, now: float) -> None:
+        """A gradient that would do harm: named, counted, and its data not dealt again."""
+        member = self.roster.members[push.key.worker]
+        self._reject(push.key, reason, detail)
+        if push.key.seq == 0:
+            return None  # initial weights; another worker's may be better
+        if self.rules.bad_gradients == "abort":
+            return self.fail(NonFiniteError(f"{detail} (--bad-gradients abort)", reason))
+        self._drop(push)
+        return self._judge(member, True, detail, now)
+
+    def _judge(self, member: Member, bad: bool, detail: str, now: float) -> None:
+        """Several bad gradients in a row: the worker is the problem."""
+        member.bad = member.bad + 1 if bad else 0
+        limit = self.rules.quarantine_after
+        if limit is not None and member.bad >= limit and member.alive:
+            text = f"{QUARANTINED} after {member.bad} bad gradients in a row, the last: {detail}"
+            self.remove(member, WorkerState.LOST, text, now)
+
+    def _drop(self, push: Staged | None) -> None:
+        """The data of a push that is not going to count is not dealt again."""
+        if push is not None:
+            self.ledger.drop(push.key.worker, push.batches)
+            self.end_loops()
+
+    def _reject(self, key: PushKey, reason: str, detail: str) -> None:
+        self.log.append(Reject(self.log.next, key, reason, detail))
+        self.counts["stale" if reason == "STALE" else "rejected"] += 1
+        self._forget(key)
+
+    def _forget(self, key: PushKey) -> None:
+        member = self.roster.members[key.worker]
+        member.seq = max(member.seq, key.seq)
+        self.pending.forget(key)
+
+    def entries_after(self, index: int) -> list[Entry]:
+        """The part of the log that a shard which is at `index` needs."""
+        return self.log.after(index)
+
+    def remove(self, member: Member, state: WorkerState, reason: str, now: float) -> None:
+        self.roster.remove(member, state, reason)
+        self.ledger.give_back(member.worker)
+        self.pending.drop(member.worker)
+        if self._uploader == member.worker and not self.begun:
+            self.model = self._uploader = None
+        self._evict(member.worker, reason or "it left the job")
+        self.end_loops()
+        self.advance(now)
+
+    def wake(self, member: Member) -> None:
+        member.waiting = None
+        if member.state is WorkerState.IDLE:
+            self.roster.activate(member)
+
+    def end_loops(self) -> None:
+        """A loop ends for all at once, when every batch has counted; a holder may die, so others
+        wait till then.
+
+        Who sat out because it had no part in an update (--global-batch) is back for the next
+        one.
+        """
+        for number in {m.waiting for m in self.roster.here() if m.waiting is not None}:
+            loop = self.ledger.loops[number]
+            if loop.done:
+                loop.end()
+            for member in self.roster.here():
+                if member.waiting == number and (loop.ended or loop.has_dealt(member.worker)):
+                    self.wake(member)
+
+    def fail(self, error: PSError) -> None:
+        self.failure = self.failure or error

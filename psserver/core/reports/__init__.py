@@ -1,0 +1,1 @@
+"""Values that scripts report, their history, and their form in JSON."""

@@ -1,0 +1,1 @@
+"""Which workers take part: membership and leases, step times, and health."""

@@ -1,0 +1,1 @@
+"""What survives the end of a process: write-ahead logs, recovery from them, and snapshots."""

@@ -1,0 +1,140 @@
+"""What the coordinator writes down (--durability log) and what its standby is told: every
+command, before anybody learns what came of it."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.snapshot import Manifest
+from psserver.core.commands.recorder import RecordedCommand, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.durability.record_sink import RecordSink
+from psserver.durability.shard_state import LogUnfitError
+
+log = logging.getLogger("psserver")
+
+
+class CoordinatorRecordKind(IntEnum):
+    """What a record is; each is JSON."""
+
+    BASE = 1
+    COMMAND = 2
+
+
+class CoordinatorLog:
+    """The coordinator's log (core/recorder.py: Journal). Failures to write are not raised."""
+
+    def __init__(self, records: RecordSink) -> None:
+        self._log = records
+
+    @property
+    def broken(self) -> bool:
+        """Something since the last snapshot could not be written."""
+        return self._log.broken
+
+    def write(self, command: RecordedCommand) -> None:
+        if not self._log.idle:
+            self._log.append(CoordinatorRecordKind.COMMAND, json.dumps(command.as_json()).encode())
+
+    def rotate(self, coordinator: CoordinatorMachine) -> None:
+        self.begin(coordinator.version, coordinator.whole())
+
+    def begin(self, version: int, state: Mapping[str, Any]) -> None:
+        """A new segment, for what follows on this state; it names at least job and epoch."""
+        self._log.begin(version, [(CoordinatorRecordKind.BASE, json.dumps(state).encode(), ())])
+
+    def since(self, version: int | None) -> Iterator[dict[str, Any] | RecordedCommand]:
+        """States and commands since a snapshot was cut; None: since the beginning.
+        LogDamagedError, OSError.
+        """
+        for record in self._log.since(version):
+            raw = json.loads(record.header)
+            yield (
+                raw if record.kind == CoordinatorRecordKind.BASE else RecordedCommand.from_json(raw)
+            )
+
+    @staticmethod
+    def replay(coordinator: CoordinatorMachine, command: RecordedCommand) -> None:
+        """Carry out a recorded command; an unexpected error of it is logged, and replayed as it
+        happened.
+        """
+        replay(coordinator, [command], _log_failed_command)
+
+    def retire(self, version: int) -> None:
+        """There is a snapshot of this version."""
+        self._log.retire(version)
+
+    def clear(self) -> None:
+        """The job of before is over."""
+        self._log.clear()
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def is_before(note: Mapping[str, Any] | RecordedCommand, manifest: Manifest) -> bool:
+    """Was it written before the snapshot was cut, at the same version? So it is when a move
+    ended with the cut.
+    """
+    return isinstance(note, RecordedCommand) or (
+        note["version"] == manifest.version and note.get("index", manifest.index) < manifest.index
+    )
+
+
+def check_nothing_more(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
+    """A log that cannot be gone on from, which goes to this version, must not hold updates that
+    no snapshot does.
+    """
+    saved = manifest.version if manifest else 0
+    if version > saved:
+        raise InvalidRequestError(
+            f"updates {saved + 1} to {version} are in no snapshot, but in {where}: {remedy}; "
+            f"or give these updates up with --resume {saved if manifest else 'never'}"
+        )
+
+
+def report_unusable(problem: str, folder: Path, saved: int, reached: int) -> None:
+    """Log that the job continues from version `saved`, though the log, or that of shard 0,
+    reached another one.
+
+    problem: empty where the coordinator's log holds nothing since that version, and shard 0's
+    own log does.
+    """
+    missing = f"{folder} holds nothing since version {saved}: files of it are missing"
+    extra = {
+        "problem": problem or missing,
+        "version": saved,
+        "updates_lost": max(0, reached - saved),
+    }
+    log.error("the log cannot be used", extra=extra)
+
+
+def check_begins(note: Mapping[str, Any] | RecordedCommand, manifest: Manifest | None) -> None:
+    """The first segment that is read has to go on from the snapshot, or from nothing."""
+    if isinstance(note, RecordedCommand):
+        raise LogUnfitError("it does not begin with a state")
+    version = manifest.version if manifest else 0
+    if note["version"] != version:
+        raise LogUnfitError(f"it begins at version {note['version']}, the snapshot is of {version}")
+    if "log" in note and manifest is None:
+        raise LogUnfitError("it goes on from a state of which there is no snapshot")
+
+
+def check_goes_on(note: Mapping[str, Any], coordinator: CoordinatorMachine) -> None:
+    """A segment has to begin where the commands before it have led; else some of them were not
+    written.
+    """
+    state = json.loads(json.dumps(coordinator.state()))
+    if differing := [key for key in state if note.get(key) != state[key]]:
+        raise LogUnfitError(
+            f"commands before version {note.get('version')} are missing: {', '.join(differing)}"
+        )
+
+
+def _log_failed_command(command: RecordedCommand, error: Exception) -> None:
+    extra = {"command": command.name, "problem": repr(error)}
+    log.warning("a recorded command fails as it did before; going on after it", extra=extra)

@@ -1,0 +1,421 @@
+"""A server's snapshots: which one to start from, writing parts in the background, making a
+snapshot of the parts.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pscommon.core.errors import MismatchError, SnapshotError
+from pscommon.core.log_entries import Cut
+from pscommon.core.model_spec import ROLES, ModelSpec
+from pscommon.core.partition import PartitionPlan
+from pscommon.optim.specs import groups_to_json, scalars_to_json
+from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotPart, SnapshotReader
+from pscommon.system.packages import installed
+from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress
+from psserver.durability.shard_state import LogUnfitError
+from psserver.parameters.store import ParameterStore
+from psserver.process.generation_file import (
+    GENERATION,
+    GenerationDamagedError,
+    GenerationFile,
+    remedy_for,
+)
+from psserver.process.metrics import ServerMetrics
+from psserver.shard.engine import ShardEngine
+
+NICE = 10
+"""How far the writing thread steps back: to a tenth of what another one gets where all cores are
+busy.
+"""
+
+log = logging.getLogger("psserver")
+
+
+class SnapshotManager:
+    """Snapshots of one shard; on shard 0 of the whole job. Without a data directory there are none.
+
+    on_part is called from the writing thread with what became of each part.
+    """
+
+    def __init__(
+        self, data_dir: Path | None, shard: int, keep: int, metrics: ServerMetrics
+    ) -> None:
+        self.enabled = data_dir is not None
+        self.on_part: Callable[[PartReport], None] = lambda part: None
+        self.newest_version: int | None = None
+        self.newest_time: float | None = None
+        self.problem = ""
+        self.failures = 0  # snapshots of the job that could not be made
+        self.tells = True  # failures are logged here, not by who asked for the snapshot
+        self.kept: list[int] = []
+        self.generation = -1  # the first start makes it 0
+        self.resumed: dict[str, int] | None = (
+            None  # what this process's job had done before, for status
+        )
+        self._reserved = -1  # workers have numbers of the generations up to this one
+        self._uncounted = False  # it could not be written down
+        self._shard, self._keep, self._metrics = shard, keep, metrics
+        self._data_dir = data_dir
+        self._snapshots = SnapshotDirectory(data_dir) if data_dir else None
+        self._memory: dict[str, torch.Tensor] = {}
+        self._writer: threading.Thread | None = None
+        if self._snapshots is not None:
+            for path in self._snapshots.sweep(shard):
+                log.warning("removed what a crash left half-written", extra={"path": str(path)})
+
+    # ---- starting --------------------------------------------------------------------------------
+
+    def next_generation(self, least: int = 0) -> None:
+        """Count this start of the job, durably, so that no worker's number is ever given twice.
+        SnapshotError.
+
+        least: the smallest number that it may get.
+        """
+        least = max(least, self.generation + 1, self._reserved + 1)
+        if self._data_dir is None:
+            self.generation = least
+            return
+        file = GenerationFile(self._data_dir)
+        try:
+            self.generation = file.count_up(least)
+        except GenerationDamagedError as error:
+            raise SnapshotError(str(error)) from error
+        except OSError as error:
+            why = remedy_for(error, file.path)
+            raise SnapshotError(
+                f"cannot count this start of the job in {file.path}: {why}"
+            ) from error
+        self._uncounted = False
+
+    def count_on(self, least: int = 0) -> None:
+        """next_generation in a job that runs, which does not stop for a disk: where that refuses
+        the number is written down with the next snapshot."""
+        least = max(least, self.generation + 1, self._reserved + 1)
+        try:
+            self.next_generation(least)
+        except SnapshotError as error:
+            self.generation, self._uncounted = least, True
+            log.error(
+                "a start of the job could not be counted; the job goes on",
+                extra={"problem": str(error)},
+            )
+
+    def reserve_generation(self, number: int) -> None:
+        """Leave out this generation at the next start: the numbers of its workers have been
+        given out.
+        """
+        if number <= max(self.generation, self._reserved):
+            return
+        self._reserved, self._uncounted = number, True
+        self._count_again()
+        if self._uncounted and self._data_dir is not None:
+            log.error(
+                "a generation could not be reserved; the job goes on", extra={"generation": number}
+            )
+
+    def _count_again(self) -> None:
+        """The disk works again."""
+        if self._uncounted and self._data_dir is not None:
+            with contextlib.suppress(OSError, GenerationDamagedError):
+                GenerationFile(self._data_dir).count_up(max(self.generation, self._reserved))
+                self._uncounted = False
+
+    def check_place(self) -> None:
+        """Shard 0 begins no job where other shards have numbers and it was never started: that
+        is the data directory of one of them, and those of shard 0 lie elsewhere. MismatchError.
+        Snapshots that were copied here are no such."""
+        if self._data_dir is None or self._snapshots is None:
+            return
+        if (self._data_dir / GENERATION).exists() or self._snapshots.versions():
+            return
+        if found := [
+            *self._data_dir.glob("log-shard-*"),
+            *self._data_dir.glob("snapshots/*/shard-*"),
+        ]:
+            raise MismatchError(
+                f"{found[0]} is of a job whose shard 0 had another data directory than "
+                f"{self._data_dir}: start each "
+                "server with the one that it had; --resume never begins a new job here",
+                "SHARD_MISMATCH",
+            )
+
+    def to_resume(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
+        """The snapshot to start from. SnapshotError where one was asked for, or lies there, and
+        none is valid.
+        """
+        if self._snapshots is None:
+            return None
+        versions = self._snapshots.versions()
+        if resume == "never":
+            self._set_aside(-1)
+            return None
+        if isinstance(resume, int):
+            return self.exactly(resume)
+        manifest, skipped = self._snapshots.newest_valid()
+        for problem in skipped:
+            log.error("skipped a damaged snapshot", extra={"problem": problem})
+        if manifest is None and versions:
+            raise SnapshotError(
+                f"none of the snapshots in {self._snapshots.folder} is valid: {'; '.join(skipped)}"
+            )
+        return manifest
+
+    def exactly(self, version: int) -> Manifest:
+        """The snapshot of this version. SnapshotError where it is not there or not sound."""
+        if self._snapshots is None:
+            raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
+        if version not in self._snapshots.versions():
+            raise SnapshotError(
+                f"no snapshot of version {version} in {self._snapshots.folder}; there are "
+                f"{self._snapshots.versions()}",
+                "NO_SNAPSHOT",
+            )
+        if problems := self._snapshots.verify(version):
+            raise SnapshotError("; ".join(problems))
+        return self._snapshots.manifest(version)
+
+    def goes_on_from(self, manifest: Manifest) -> None:
+        """The job does. Newer snapshots belong to a history that is over, and are set aside."""
+        self._set_aside(manifest.version)
+        self.kept = [version for version in self.kept if version <= manifest.version]
+        self.newest_version = manifest.version
+        self.newest_time = _written_at(manifest)
+
+    def _set_aside(self, version: int) -> None:
+        assert self._snapshots is not None
+        for path in self._snapshots.set_aside(version):
+            log.warning(
+                "set a snapshot aside: the job starts from before it", extra={"path": str(path)}
+            )
+
+    def newest(self) -> Manifest | None:
+        """The newest valid snapshot of this job, if there is one."""
+        if self._snapshots is None:
+            return None
+        return self._snapshots.newest_valid()[0]
+
+    def before(self, version: int) -> Manifest | None:
+        """The newest valid one that is older than `version`, which some shard could not load."""
+        assert self._snapshots is not None
+        for older in reversed([v for v in self._snapshots.versions() if v < version]):
+            if not self._snapshots.verify(older):
+                return self._snapshots.manifest(older)
+        return None
+
+    def path(self, version: int) -> str:
+        """Return the absolute path of a version's folder; empty without a data directory."""
+        return str(self._snapshots.path(version).resolve()) if self._snapshots else ""
+
+    def named(self, manifest: Manifest | None, logged: bool = False) -> str:
+        """What a job goes on from, in words for people. logged: a log was read on top of it, or
+        alone.
+        """
+        if manifest is None:
+            return f"the log in {self._data_dir}"
+        return f"the snapshot of version {manifest.version}{' with its log' if logged else ''} in {self._data_dir}"
+
+    def load_into(self, engine: ShardEngine, epoch: int, manifest: Manifest, shards: int) -> str:
+        """Put this shard's part, among so many, of a snapshot in place; empty, or what is wrong."""
+        if self._snapshots is None:
+            return f"shard {self._shard} has no --data-dir"
+        self.close()  # no part of the history that ends here may come among those of the next one
+        try:
+            engine.restore(epoch, manifest, self._reader(manifest, shards), shards)
+        except SnapshotError as error:
+            return str(error)
+        self._found(manifest)
+        return ""
+
+    def _reader(self, manifest: Manifest, shards: int) -> SnapshotReader:
+        """A snapshot, as this shard, one of so many, reads it."""
+        assert self._snapshots is not None
+        plan = PartitionPlan(manifest.model, shards)
+        return SnapshotReader(
+            self._snapshots, manifest, [plan.range(self._shard, role) for role in ROLES]
+        )
+
+    def recover_into(
+        self, engine: ShardEngine, epoch: int, manifest: Manifest | None, shards: Collection[int]
+    ) -> str:
+        """Make this shard what it was: a snapshot and its own log on top; empty, or why that
+        cannot be.
+
+        shards: how many there may be where the log ends.
+        """
+        if self._snapshots is None:
+            return f"shard {self._shard} has no --data-dir"
+        try:
+            engine.recover(
+                epoch, manifest, partial(self._reader, manifest) if manifest else None, shards
+            )
+        except (LogUnfitError, SnapshotError) as error:
+            return str(error)
+        self.newest_version = None
+        if manifest is not None:
+            self._found(manifest)
+        return ""
+
+    def _found(self, manifest: Manifest) -> None:
+        """This shard goes on from there: its newest part is as old as that."""
+        self.newest_version = manifest.version
+        own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
+        self._metrics.snapshot_found(_written_at(manifest), own)
+
+    # ---- writing ---------------------------------------------------------------------------------
+
+    def cut(self, cut: Cut, store: ParameterStore) -> None:
+        """Copy the numbers now, write them in the background. Called while nothing is applied."""
+        if self._writer is not None:
+            self._writer.join()
+        if self._snapshots is None:  # where others have a folder they must not wait for this part
+            self.on_part(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
+            return
+        self._memory = store.export(self._memory)
+        args = (
+            cut,
+            store.plan.shards,
+            store.steps(),
+            groups_to_json(store.groups()),
+            scalars_to_json(store.scalars()),
+        )
+        self._writer = threading.Thread(target=self._write, args=args, name="snapshot", daemon=True)
+        self._writer.start()
+
+    def _write(
+        self, cut: Cut, shards: int, steps: dict[int, int], groups: str, scalars: str
+    ) -> None:
+        assert self._snapshots is not None
+        if sys.platform == "linux":  # elsewhere this would be the whole process
+            os.nice(NICE)
+        began = time.monotonic()
+        try:
+            part = self._snapshots.write_part(
+                cut.version, self._shard, shards, self._memory, steps, groups, scalars
+            )
+        except Exception as error:  # whatever it is: nobody may wait for this part
+            self._failed(error)
+            self.on_part(PartReport(cut.version, cut.index, "", 0, "", self.problem))
+            return
+        self._metrics.snapshot(time.monotonic() - began, part.nbytes)
+        self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
+
+    def _failed(self, error: Exception) -> None:
+        """Shard 0 logs it, with all that went wrong with this snapshot; a bug is logged where it
+        happened.
+        """
+        foreseen = isinstance(error, SnapshotError)
+        self.problem = str(error) if foreseen else f"a bug: {error!r}"
+        cause = error.__cause__
+        number = cause.errno if isinstance(cause, OSError) else None
+        self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
+        if not foreseen:
+            log.error(
+                "a part of a snapshot failed", extra={"problem": self.problem}, exc_info=error
+            )
+
+    def _tell_failed(self, version: int) -> None:
+        """The snapshot of this version was not made, because of self.problem."""
+        if self.tells:
+            extra = {"version": version, "problem": self.problem}
+            log.error("snapshot failed; training goes on", extra=extra)
+        self.failures += 1  # now those who wait for it go on
+
+    def commit(self, cutting: SnapshotInProgress, job: str, model: ModelSpec) -> Manifest | None:
+        """All shards have written, or failed to: the manifest makes it a snapshot. None: it
+        failed.
+        """
+        assert self._snapshots is not None
+        if cutting.problem:
+            self.problem = cutting.problem
+            self._metrics.snapshot_failed("incomplete")
+            self._tell_failed(cutting.version)
+            return None
+        manifest = self._manifest(cutting, job, model)
+        try:
+            self._snapshots.commit(manifest)
+        except SnapshotError as error:
+            self._failed(error)
+            self._tell_failed(cutting.version)
+            return None
+        self._count_again()
+        self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
+        log.info("snapshot written", extra={"version": cutting.version})
+        return manifest
+
+    def prune(self) -> None:
+        """Older snapshots go, and shards may let go of what they noted down before the newest
+        one.
+        """
+        assert self._snapshots is not None
+        try:
+            self._snapshots.prune(self._keep)
+            self.kept = self._snapshots.versions()
+        except SnapshotError as error:  # tried again after the next snapshot
+            log.warning("cannot remove old snapshots", extra={"problem": str(error)})
+
+    def _manifest(self, cutting: SnapshotInProgress, job: str, model: ModelSpec) -> Manifest:
+        parts = [cutting.parts[shard] for shard in sorted(cutting.parts)]
+        return Manifest(
+            job=job,
+            version=cutting.version,
+            index=cutting.index,
+            shards=len(parts),
+            created=datetime.now(UTC).isoformat(),
+            model=model,
+            parts=tuple(SnapshotPart(p.file, p.nbytes, p.sha256) for p in parts),
+            coordinator=cutting.state,
+            libraries={name: installed(name) for name in ("paramserver", "torch", "numpy")},
+        )
+
+    def retain(self, versions: Sequence[int], job: str) -> None:
+        """The coordinator keeps these of its job; a server with a disk of its own has parts of
+        others to remove.
+        """
+        if self._snapshots is not None and list(versions) != self.kept:
+            self.kept = [*versions]
+            with contextlib.suppress(SnapshotError):  # tried again after the next snapshot
+                self._snapshots.retain(versions, job)
+
+    def listing(self) -> Iterator[dict[str, Any]]:
+        """The snapshots that are there, for status; empty on servers other than shard 0."""
+        if self._snapshots is None:
+            return
+        for version in self._snapshots.versions():
+            try:
+                manifest = self._snapshots.manifest(version)
+            except SnapshotError:
+                continue
+            age = time.time() - datetime.fromisoformat(manifest.created).timestamp()
+            yield {
+                "version": version,
+                "path": self.path(version),
+                "nbytes": manifest.nbytes,
+                "seconds": round(age, 3),
+            }
+
+    def close(self) -> None:
+        """Wait for the part that is being written."""
+        if self._writer is not None:
+            self._writer.join()
+
+
+def groups_of(store: ParameterStore | None) -> str:
+    """The hyper-parameters as they stand, as JSON; empty before there are any."""
+    return groups_to_json(store.groups()) if store is not None else ""
+
+
+def _written_at(manifest: Manifest) -> float:
+    return datetime.fromisoformat(manifest.created).timestamp()

@@ -1,0 +1,190 @@
+"""What travels from a primary to its standby: records of its logs, and between them what
+concerns the line.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from pscommon.core.errors import PSError
+from pscommon.core.log_entries import Staged
+from pscommon.core.model_spec import ModelSpec
+from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
+from pscommon.wire.channel import FRAME_BYTES
+from psproto.v1 import standby_pb2 as pb
+from psserver.durability.coordinator_log import CoordinatorRecordKind as JobKind
+from psserver.durability.record_sink import RecordSource
+from psserver.durability.shard_log import SegmentBase, base_record, model_record, push_record
+from psserver.parameters.partition import raw
+from psserver.parameters.staging import Staging
+from psserver.parameters.store import ParameterStore
+
+
+class StateRecordKind(IntEnum):
+    """HELLO begins a whole state: JSON about the primary. NUMBERS: one flat tensor of
+    Store.export, its key as header. OPTIMIZER: JSON, what goes with the numbers. LOADED ends the
+    state. CHECKSUM: JSON, of the numbers at a version. SNAPSHOT: the manifest of a new one. END:
+    the job is over."""
+
+    HELLO = 1
+    NUMBERS = 2
+    OPTIMIZER = 3
+    LOADED = 4
+    CHECKSUM = 5
+    END = 6
+    SNAPSHOT = 7
+
+
+class StateRecord(NamedTuple):
+    """One record; payload: bytes in parts, each of which fits into a frame, or all in one where
+    it was received.
+    """
+
+    source: RecordSource
+    kind: int
+    header: bytes
+    payload: Sequence[bytes | memoryview] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(len(part) for part in self.payload)
+
+
+def copied(
+    source: RecordSource, kind: int, header: bytes, payload: Iterable[memoryview] = ()
+) -> StateRecord:
+    """A record that outlives the memory it was made from."""
+    parts = [
+        bytes(view[start : start + FRAME_BYTES])
+        for view in payload
+        for start in range(0, len(view), FRAME_BYTES)
+    ]
+    return StateRecord(source, kind, header, parts)
+
+
+def about(kind: StateRecordKind, **values: Any) -> StateRecord:
+    return StateRecord(RecordSource.LINE, kind, json.dumps(values).encode())
+
+
+def shard_state(
+    base: SegmentBase,
+    model: ModelSpec | None,
+    store: ParameterStore | None,
+    staged: Iterable[tuple[Staged, Staging]],
+) -> Iterator[StateRecord]:
+    """All of a shard. Everything is copied before this returns its last."""
+    yield copied(RecordSource.SHARD, *base_record(base))
+    if model is not None and store is not None:
+        yield copied(RecordSource.SHARD, *model_record(model))
+        for key, tensor in store.export().items():
+            yield StateRecord(
+                RecordSource.LINE, StateRecordKind.NUMBERS, key.encode(), _frames(raw(tensor))
+            )
+        steps = sorted(store.steps().items())
+        scalars = scalars_to_json(store.scalars())
+        yield about(
+            StateRecordKind.OPTIMIZER,
+            groups=groups_to_json(store.groups()),
+            steps=steps,
+            scalars=scalars,
+        )
+    for each, staging in staged:
+        yield copied(RecordSource.SHARD, *push_record(each, staging))
+
+
+def job_state(whole: Mapping[str, Any]) -> StateRecord:
+    return StateRecord(RecordSource.JOB, JobKind.BASE, json.dumps(whole).encode())
+
+
+def _frames(view: memoryview) -> list[memoryview]:
+    return [view[start : start + FRAME_BYTES] for start in range(0, len(view), FRAME_BYTES)]
+
+
+def frames(number: int, record: StateRecord) -> Iterator[pb.ReplicateResponse]:
+    """A record as it travels."""
+    nbytes = sum(len(part) for part in record.payload)
+    first, *rest = record.payload or (b"",)
+    yield pb.ReplicateResponse(
+        number=number,
+        source=record.source,
+        kind=record.kind,
+        header=record.header,
+        nbytes=nbytes,
+        data=bytes(first),
+    )
+    for part in rest:
+        yield pb.ReplicateResponse(number=number, data=bytes(part))
+
+
+def received(messages: Iterable[pb.ReplicateResponse]) -> Iterator[tuple[int, StateRecord | None]]:
+    """Records with their numbers, as they come; None: a sign of life. PSError where they are not
+    what `frames` made.
+    """
+    messages = iter(messages)
+    for message in messages:
+        if not message.number:
+            yield 0, None
+            continue
+        payload, filled = memoryview(bytearray(message.nbytes)), 0
+        part = message
+        while True:
+            payload[filled : filled + len(part.data)] = part.data
+            filled += len(part.data)
+            if filled >= message.nbytes:
+                break
+            part = next(messages, None)  # type: ignore[assignment]
+            if part is None or part.number != message.number:
+                raise PSError(
+                    f"record {message.number} ended after {filled} of {message.nbytes} bytes"
+                )
+        yield (
+            message.number,
+            StateRecord(RecordSource(message.source), message.kind, message.header, (payload,)),
+        )
+
+
+class ReceivedState:
+    """The numbers of a whole state, as Store.restore reads them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, memoryview] = {}
+        self._groups, self._steps = "", dict[int, int]()
+        self._scalars: Scalars = {}
+
+    def add(self, record: StateRecord) -> None:
+        """NUMBERS or OPTIMIZER."""
+        if record.kind == StateRecordKind.NUMBERS:
+            self._numbers[record.header.decode()] = memoryview(record.payload[0])
+        else:
+            values = json.loads(record.header)
+            self._groups, self._steps = values["groups"], dict(values["steps"])
+            self._scalars = scalars_from_json(values.get("scalars", ""))
+
+    def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
+        held = self._numbers.get(f"{kind}@{start}")
+        if held is None or len(held) != len(out):
+            return False
+        out[:] = held
+        return True
+
+    def kinds(self) -> set[str]:
+        return {key.partition("@")[0] for key in self._numbers}
+
+    def steps(self) -> dict[int, int]:
+        return self._steps
+
+    def scalars(self) -> Scalars:
+        return self._scalars
+
+    def groups_json(self) -> str:
+        return self._groups
+
+
+def checksum(store: ParameterStore) -> int:
+    """Of all numbers of a shard. Call it while nothing is applied."""
+    total = 0
+    for key, tensor in store.tensors():
+        total = zlib.crc32(raw(tensor), zlib.crc32(key.encode(), total))
+    return zlib.crc32(scalars_to_json(store.scalars()).encode(), total)

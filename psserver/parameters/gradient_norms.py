@@ -1,0 +1,84 @@
+"""Sums of squares of gradients and of their means, in float64, with the same bits for any number
+of threads.
+
+A flat range is cut into blocks of one size from its start, a block into rows of one size, and
+the rows' sums are added with a single rounding. So the bits depend on where the range begins and
+ends, and on nothing else.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from psserver.parameters.averaging import sum_gradients
+from psserver.parameters.partition import blocks
+
+ROW = 1 << 14
+"""Elements that are added up in one go: torch divides sums of 32 768 elements and more among its
+threads.
+"""
+
+
+class MeanBlock(NamedTuple):
+    """A block of a mean that has yet to be made.
+
+    parts: of each push, flat, of one dtype; they stay as they are.
+    factors: what each part is multiplied with.
+    padding: elements of the block that belong to no tensor.
+    """
+
+    parts: Sequence[Tensor]
+    factors: Sequence[float]
+    padding: Tensor
+
+
+def mean_blocks(
+    parts: Sequence[Tensor], factors: Sequence[float], padding: Tensor
+) -> Iterator[MeanBlock]:
+    """Yield the blocks of flat parts. padding: as of MeanBlock, of the whole, in ascending
+    order.
+    """
+    start = 0
+    for block in blocks(*parts):
+        stop = start + len(block[0])
+        first, last = (
+            torch.searchsorted(padding, torch.tensor([start, stop])).tolist()
+            if len(padding)
+            else (0, 0)
+        )
+        yield MeanBlock(block, factors, padding[first:last] - start)
+        start = stop
+
+
+def squares(block: MeanBlock) -> list[float]:
+    """Return the sums of squares of a mean's rows, where the mean is what sum_gradients makes of
+    the parts.
+    """
+    parts, factors, padding = block
+    if len(parts) == 1 and factors[0] == 1.0 and not len(padding):
+        return _squares(parts[0])
+    mean = torch.empty_like(parts[0])
+    sum_gradients(mean, parts, factors)
+    return _squares(mean.index_fill_(0, padding, 0.0))
+
+
+def total(squares: Iterable[float]) -> float:
+    """Return their sum, rounded once, so that their order does not matter; inf where it is too
+    large.
+    """
+    try:
+        return math.fsum(squares)
+    except OverflowError:
+        return math.inf
+
+
+def _squares(flat: Tensor) -> list[float]:
+    whole = len(flat) // ROW * ROW
+    rows, rest = flat[:whole].view(-1, ROW), flat[whole:]
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).tolist() if whole else []
+    if len(rest):
+        norms.append(torch.linalg.vector_norm(rest, dtype=torch.float64).item())
+    return [norm * norm for norm in norms]

@@ -1,0 +1,264 @@
+"""What one server is told: every setting checked once, at the edge, before anything is opened."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.settings.values import (
+    BadGradients,
+    Durability,
+    Lanes,
+    LateGradients,
+    LogFsync,
+    Malloc,
+    OnWorkerLoss,
+    ShardIndex,
+    Shipping,
+    SnapshotEvery,
+    check_policy,
+    host_and_port,
+)
+from pscommon.system.memory_limit import usable_memory
+from pscommon.system.small_files import why_no_file
+from pscommon.system.thread_team import cores
+from pscommon.telemetry.logs import Format
+from psserver.core.job.policy import Policy, policy
+from psserver.core.job.settings import GradientRules, JobRules, WorkerLossMode
+from psserver.core.job.snapshot_schedule import SnapshotInterval
+
+FIRST_PORT = 50051
+LAST_PORT = 65535
+SHRINK = OnWorkerLoss()
+EVERYWHERE = ("0.0.0.0", "[::]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The settings of one server, named like its flags. InvalidRequestError (exit 2) for what
+    does not fit together.
+    """
+
+    shard: int = 0
+    """This server's shard, 0 <= shard < shards. Shard 0 also coordinates."""
+    shards: int = 1
+    bind: str = ""
+    """HOST:PORT to listen on; port 0 picks a free one. Empty becomes 127.0.0.1 and port 50051 +
+    shard.
+    """
+    advertise: str | None = None
+    """HOST:PORT that others are told to connect to; None: what is bound."""
+    join: str | None = None
+    """HOST:PORT of shard 0, for all other shards; None: a worker that lists all servers tells them.
+
+    Shard 0 ignores it, so that all servers can share one file."""
+    join_timeout: float = 300.0
+    """Seconds that a server waits for the other shards, and its first workers for --min-workers,
+    before giving up.
+    """
+    policy: str = "sync"
+    staleness: int | None = None
+    """Steps that a worker may be ahead of the slowest one: ssp needs it, the other policies have
+    none.
+    """
+    max_staleness: int | None = None
+    """Refuse gradients that were computed more than so many versions ago; None: any age."""
+    min_workers: int = 1
+    """The first round waits for so many workers."""
+    lease: float = 5.0
+    """Seconds without a sign of life after which a worker is dropped."""
+    progress_timeout: float | None = None
+    """Seconds without a call of a worker's script after which it is dropped; None: never."""
+    on_worker_loss: OnWorkerLoss = SHRINK
+    """What happens to the place of a worker that is lost."""
+    backup_workers: int = 0
+    """sync: so many of the slowest need not be waited for in a round."""
+    late_gradients: LateGradients = "return"
+    """What becomes of the data of a gradient that came after its round had closed without it."""
+    global_batch: int | None = None
+    """sync: samples of one update; None: one batch of each worker."""
+    bad_gradients: BadGradients = "abort"
+    """What happens to gradients with NaN or Inf, or with a norm above max_norm."""
+    max_norm: float | None = None
+    quarantine_after: int | None = None
+    """So many bad gradients in a row, and the worker is out; None: never."""
+    job: str | None = None
+    """The job's name; None: shard 0 makes one up."""
+    optimizers: str | None = None
+    """Module that registers optimizers of the user's; None: there are none."""
+    exit_when_done: bool = False
+    """Stop once every worker that took part has left, done."""
+    data_dir: Path | None = None
+    """Where snapshots live, shared by all shards; None: no snapshots."""
+    snapshot_every: SnapshotEvery | None = None
+    """None becomes 60 s where there is a data_dir."""
+    snapshot_keep: int = 3
+    durability: Durability = "snapshot"
+    """log: each update is written down before it is acknowledged."""
+    log_fsync: LogFsync = "everysec"
+    standby_of: str | None = None
+    """HOST:PORT of this shard's primary, whose standby this server is until it takes over; None:
+    it is primary.
+    """
+    failover_lock: Path | None = None
+    """Folder that says who is primary of each shard; without it only an operator makes a standby
+    primary.
+    """
+    shipping: Shipping = "sync"
+    """sync: nothing is acknowledged before the standby has it; async: it may be behind."""
+    resume: Literal["auto", "never"] | int = "auto"
+    """auto: from the newest valid snapshot if there is one; a number: from that version or not
+    at all.
+    """
+    save: Path | None = None
+    """Shard 0 writes the newest weights there as it ends, as one safetensors file; None:
+    nothing.
+    """
+    metrics_bind: str | None = None
+    """HOST:PORT of /metrics, /livez and /readyz; None: off."""
+    port_file: Path | None = None
+    """The bound port is written here."""
+    lanes: Lanes = "auto"
+    """grpc: no shared memory; shm: no push over the network (pulls of observers may)."""
+    in_flight: int = 0
+    """Bytes of pushes and pulls that this server holds at a time; 0 becomes half of the memory."""
+    malloc: Malloc = "tuned"
+    threads: int | None = None
+    """How many work on one update of a large model; None becomes the cores, 4 at most: then
+    memory is the limit.
+    """
+    log_level: str = "info"
+    log_format: Format = "auto"
+
+    def __post_init__(self) -> None:
+        """Fills in the defaults that depend on other settings, then checks what belongs
+        together.
+        """
+        if not self.bind:
+            if FIRST_PORT + self.shard > LAST_PORT:
+                raise InvalidRequestError(
+                    f"--shard {self.shard}/{self.shards} needs --bind HOST:PORT: ports end at "
+                    f"{LAST_PORT}"
+                )
+            object.__setattr__(self, "bind", f"127.0.0.1:{FIRST_PORT + self.shard}")
+        if self.shard == 0 and self.save is not None and (problem := why_no_file(self.save)):
+            raise InvalidRequestError(f"--save {self.save}: {problem}")
+        if self.data_dir and self.snapshot_every is None:
+            object.__setattr__(self, "snapshot_every", SnapshotEvery(seconds=60.0))
+        if not self.in_flight:
+            object.__setattr__(self, "in_flight", usable_memory() // 2)
+        if self.threads is None:
+            object.__setattr__(self, "threads", min(4, cores()))
+        if self.shard == 0:
+            object.__setattr__(self, "join", None)
+        self._check_numbers()
+        self._check_combinations()
+
+    def _check_numbers(self) -> None:
+        if not 0 <= self.shard < self.shards:
+            raise InvalidRequestError(
+                f"--shard {self.shard}/{self.shards}: shards are counted from 0, so I is less "
+                f"than N"
+            )
+        least = {
+            "min_workers": 1,
+            "backup_workers": 0,
+            "global_batch": 1,
+            "quarantine_after": 1,
+            "snapshot_keep": 1,
+            "threads": 1,
+            "staleness": 0,
+            "max_staleness": 0,
+        }
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise InvalidRequestError(
+                    f"--{name.replace('_', '-')} {value}: must be at least {smallest}"
+                )
+        for name in ("lease", "join_timeout", "progress_timeout"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise InvalidRequestError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 seconds"
+                )
+
+    def _check_combinations(self) -> None:
+        try:
+            check_policy(self.policy, self.staleness)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+        if host_and_port(self.bind)[0] in EVERYWHERE and not self.advertise:
+            raise InvalidRequestError(
+                f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where "
+                f"others reach it"
+            )
+        self._check_sync()
+        if self.port_file is not None and not self.port_file.resolve().parent.is_dir():
+            raise InvalidRequestError(
+                f"--port-file {self.port_file}: there is no folder {self.port_file.parent}"
+            )
+        if not self.data_dir and self.durability == "log":
+            raise InvalidRequestError(
+                "--durability log needs --data-dir: that is where the log lies"
+            )
+        if not self.data_dir and self.snapshot_every is not None:
+            raise InvalidRequestError(f"--snapshot-every {self.snapshot_every} needs --data-dir")
+        if not self.data_dir and isinstance(self.resume, int):
+            raise InvalidRequestError(f"--resume {self.resume} needs --data-dir")
+
+    def _check_sync(self) -> None:
+        barrier = self.policy == "sync" or (self.policy == "ssp" and self.staleness == 0)
+        if self.backup_workers and not barrier:
+            raise InvalidRequestError(
+                f"--backup-workers {self.backup_workers} is for sync: {self.policy} never waits"
+            )
+        if self.global_batch is not None and not barrier:
+            raise InvalidRequestError(
+                f"--global-batch {self.global_batch} is for sync, where an update is a round"
+            )
+        if self.global_batch is not None and self.backup_workers:
+            raise InvalidRequestError(
+                "--global-batch takes all of a round, --backup-workers leaves some out: choose one"
+            )
+
+    def row(self, name: str, staleness: int | None, max_staleness: int | None) -> Policy:
+        """Of this policy in a job with these settings. InvalidRequestError where there is none."""
+        backup = self.backup_workers if name == "sync" or staleness == 0 else 0
+        try:
+            return policy(name, staleness, max_staleness, backup)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def rules(self) -> JobRules:
+        """What the coordinator goes by."""
+        every = self.snapshot_every
+        return JobRules(
+            self.row(self.policy, self.staleness, self.max_staleness),
+            self.min_workers,
+            self.lease,
+            SnapshotInterval(every.seconds, every.steps) if every else SnapshotInterval(),
+            WorkerLossMode(self.on_worker_loss.mode, self.on_worker_loss.seconds),
+            self.late_gradients,
+            self.bad_gradients,
+            self.max_norm,
+            self.quarantine_after,
+            self.global_batch,
+            self.progress_timeout,
+        )
+
+    @property
+    def fitness(self) -> GradientRules:
+        """What shards look at in gradients; shard 0 tells the others."""
+        return GradientRules(self.bad_gradients == "clip", self.max_norm is not None)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "ServerConfig":
+        """From the parsed command line, where shard and shards are one value."""
+        place: ShardIndex = settings["shard"]
+        chosen = {
+            field.name: settings[field.name] for field in fields(cls) if field.name in settings
+        }
+        chosen |= {"shard": place.index, "shards": place.count, "bind": settings["bind"] or ""}
+        chosen |= {"in_flight": settings["in_flight"] or 0}
+        return cls(**chosen)

@@ -1,0 +1,71 @@
+"""Messages that are none of ours: refused with a reason and one line in the log. gRPC itself
+logs a traceback.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import grpc
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.status import answering
+
+_MAKERS = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+log = logging.getLogger("psserver")
+
+
+class Undecodable(NamedTuple):
+    """Stands for a message that could not be read."""
+
+    problem: str
+
+
+def guarded(method: str, handler: Any) -> Any:
+    """Return a handler that answers an undecodable request with INVALID_REQUEST, and ends a
+    stream that brings one.
+    """
+    streaming = handler.request_streaming, handler.response_streaming
+    if handler.request_deserializer is None or streaming not in _MAKERS:
+        return handler
+    kind, make = _MAKERS[streaming]
+    behavior: Callable[[Any, Any], Any] = getattr(handler, kind)
+
+    def decode(raw: bytes) -> Any:
+        try:
+            return handler.request_deserializer(raw)
+        except Exception as error:
+            return Undecodable(str(error) or type(error).__name__)
+
+    def note(request: Undecodable, context: grpc.ServicerContext) -> None:
+        extra = {"method": method, "peer": context.peer(), "problem": request.problem}
+        log.warning("undecodable_message", extra=extra)
+
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        if isinstance(request, Undecodable):
+            note(request, context)
+            with answering(context):
+                raise InvalidRequestError(
+                    f"{method}: the message cannot be decoded: {request.problem}"
+                )
+        return behavior(request, context)
+
+    def each(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        for request in requests:
+            if isinstance(request, Undecodable):
+                note(request, context)
+                context.cancel()
+                return
+            yield request
+
+    guard = (
+        (lambda requests, context: behavior(each(requests, context), context))
+        if streaming[0]
+        else answer
+    )
+    return make(guard, decode, handler.response_serializer)

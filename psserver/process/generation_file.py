@@ -1,0 +1,96 @@
+"""How often the servers of a job were started, kept on the disk so that no worker number is
+given twice.
+
+The file holds two slots of SLOT_BYTES, each `NUMBER CRC32` padded with spaces. A start
+overwrites the slot that does not hold the newest number, in place: that needs no space on the
+disk, and a torn write leaves the other slot. Earlier versions wrote the number alone; it is
+read, and replaced by two slots.
+"""
+
+import os
+import zlib
+from pathlib import Path
+
+from pscommon.snapshot.atomic_files import AtomicFiles, publish
+
+GENERATION = "generation"
+"""Name of the file: there is one wherever a shard 0 was."""
+
+SLOT_BYTES = 4096
+"""A block of usual disks: writing one slot cannot damage the other."""
+
+ABOVE_ALL = 100_000
+"""More starts than any job has had, for the operator of a damaged file."""
+
+
+class GenerationDamagedError(Exception):
+    """No number can be read; the message names a remedy."""
+
+
+class GenerationFile:
+    """The counter of one data directory. Methods raise OSError where the disk fails."""
+
+    def __init__(self, data_dir: Path, files: AtomicFiles | None = None) -> None:
+        self.path = data_dir / GENERATION
+        self._files = files or AtomicFiles()
+
+    def count_up(self, least: int) -> int:
+        """Store a number above all earlier ones.
+
+        Args:
+            least: The smallest number that it may be.
+
+        Returns:
+            The number, on the disk.
+
+        Raises:
+            GenerationDamagedError: No earlier number can be read.
+            OSError: The disk refused; the earlier number still counts.
+        """
+        try:
+            raw = self.path.read_bytes()
+        except FileNotFoundError:
+            return self._create(least)
+        if raw.strip().isdigit():  # as earlier versions wrote it, or the operator of a damaged file
+            return self._create(max(least, int(raw) + 1))
+        numbers = [_number_in(raw[:SLOT_BYTES]), _number_in(raw[SLOT_BYTES:])]
+        known = [number for number in numbers if number is not None]
+        if not known:
+            raise GenerationDamagedError(
+                f"{self.path} is damaged: it counts the starts of this job, and holds no valid "
+                f"number. "
+                f"Try: echo {ABOVE_ALL} > {self.path} (any number above the number of starts so "
+                f"far)"
+            )
+        newest = max(known)
+        # a damaged slot may have held the number after the valid one
+        number = max(least, newest + (1 if len(known) == 2 else 2))
+        offset = 0 if numbers[0] != newest else SLOT_BYTES
+        self._files.overwrite(self.path, offset, _slot(number))
+        self._files.sync(self.path)
+        return number
+
+    def _create(self, number: int) -> int:
+        """Replace the file by one with both slots written, so that their blocks are on the disk."""
+        temporary = self.path.with_suffix(".tmp")
+        self._files.write(temporary, _slot(number) * 2)
+        publish(self._files, temporary, self.path)
+        return number
+
+
+def remedy_for(error: OSError, path: Path) -> str:
+    """What to do about a disk that refuses the file."""
+    return f"{os.strerror(error.errno or 0)}. Try: free {2 * SLOT_BYTES} bytes in {path.parent}, and check its mode"
+
+
+def _slot(number: int) -> bytes:
+    text = str(number)
+    return f"{text} {zlib.crc32(text.encode()):08x}\n".encode().rjust(SLOT_BYTES)
+
+
+def _number_in(slot: bytes) -> int | None:
+    """The number of a slot, None where it is damaged."""
+    words = slot.split()
+    if len(slot) != SLOT_BYTES or len(words) != 2 or not words[0].isdigit():
+        return None
+    return int(words[0]) if words[1] == b"%08x" % zlib.crc32(words[0]) else None

@@ -1,0 +1,77 @@
+"""Workers whose processes have ended: found in this system's process table, or reported by who
+waited for them.
+"""
+
+import threading
+from collections.abc import Iterable
+
+from pscommon.system.process_id import has_ended, runs_here
+
+FOUND = "its process has ended"
+
+
+class WorkerExits:
+    """Proofs of death, by worker. Thread-safe.
+
+    A process is looked up only after it was seen here: then its absence is a proof, however
+    alike two systems are.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._local: set[int] = set()
+        self._reported: dict[int, str] = {}
+
+    def learn(self, worker: int, name: str) -> None:
+        """Take note of a worker's process, which names itself (`pscommon.system.process_id`)."""
+        with self._lock:
+            if not name or self._names.get(worker) == name:
+                return
+            self._names[worker] = name
+            if runs_here(name):
+                self._local.add(worker)
+
+    def report(self, name: str, reason: str) -> list[int]:
+        """Take note that a process has ended, as the process that started it says.
+
+        Returns:
+            The workers that it was.
+        """
+        with self._lock:
+            workers = [worker for worker, known in self._names.items() if known == name]
+            self._reported.update(dict.fromkeys(workers, reason))
+            return workers
+
+    def at(self, place: str) -> dict[int, str]:
+        """Return the processes of workers at another place, for a server there to watch."""
+        with self._lock:
+            others = self._names.keys() - self._local if place else ()
+            return {
+                worker: name
+                for worker in others
+                if (name := self._names[worker]).startswith(f"{place}/")
+            }
+
+    def found(self, workers: Iterable[int]) -> None:
+        """Take note that the processes of these workers have ended, as a server at their place
+        has seen.
+        """
+        with self._lock:
+            self._reported.update(dict.fromkeys(workers, FOUND))
+
+    def among(self, workers: Iterable[int]) -> dict[int, str]:
+        """Return the proof for each of these workers whose process has ended; others are forgotten.
+
+        Reads one small file of /proc for each local worker (about 20 us).
+        """
+        with self._lock:
+            here = set(workers)
+            self._names = {worker: name for worker, name in self._names.items() if worker in here}
+            self._local &= self._names.keys()
+            self._reported = {
+                worker: how for worker, how in self._reported.items() if worker in self._names
+            }
+            return {
+                worker: FOUND for worker in self._local if has_ended(self._names[worker])
+            } | self._reported

@@ -1,0 +1,3 @@
+"""One shard at work: the engine that applies log entries, its link to the coordinator, and
+resharding.
+"""

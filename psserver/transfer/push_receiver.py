@@ -1,0 +1,85 @@
+"""A push's bytes, from the frames of a call straight to where they are kept."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.wire.frames import Filler, Frame, decode_request
+from psproto.v1 import parameter_server_pb2 as pb
+from psserver.parameters.staging import Staging
+
+
+def receive(staging: Staging, first: memoryview, frames: Iterator[bytes]) -> None:
+    """All of it, in order: the data that came with the header, then that of the other frames."""
+    filler = Filler(staging.views)
+    for data in _in_order(first, frames):
+        filler.fill(data)
+        staging.filled(staging.nbytes - filler.missing)
+    if not filler.complete:
+        raise InvalidRequestError(f"the push ended {filler.missing} bytes early")
+
+
+def _in_order(first: memoryview, frames: Iterator[bytes]) -> Iterator[memoryview]:
+    yield first
+    for frame in map(decode_request, frames):
+        if frame.header is not None:
+            raise InvalidRequestError("a second header in one Exchange")
+        yield frame.data
+
+
+def receive_open(
+    staging: Staging, first: Frame[pb.PushPullHeader], frames: Iterator[bytes]
+) -> pb.PushPullHeader:
+    """Whatever comes, where it says that it belongs, until the header that closes the push,
+    which is returned.
+    """
+    if staging.absent or not staging.ours:
+        raise InvalidRequestError(
+            "an open push says at its end what is absent, and uses no shared memory"
+        )
+    covered = Coverage()
+    for frame in chain([first._replace(header=None)], map(decode_request, frames)):
+        _place(staging, frame)
+        covered.add(frame.offset, frame.offset + frame.data.nbytes)
+        if frame.header is not None:
+            staging.close(frame.header.absent)
+            if missing := covered.missing(staging.needed):
+                raise InvalidRequestError(
+                    f"the push was closed without its bytes {missing[0]} to {missing[1]}"
+                )
+            return frame.header
+    raise InvalidRequestError("the push ended without the header that closes it")
+
+
+def _place(staging: Staging, frame: Frame[pb.PushPullHeader]) -> None:
+    position, data = frame.offset, frame.data
+    for view in staging.views:
+        if position < view.nbytes and data.nbytes:
+            part = data[: view.nbytes - position]
+            view[position : position + part.nbytes] = part
+            data, position = data[part.nbytes :], position + part.nbytes
+        position = max(0, position - view.nbytes)
+    if data.nbytes:
+        raise InvalidRequestError(f"{data.nbytes} bytes more than the model has")
+
+
+class Coverage:
+    """Which bytes have come, as few ranges."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        apart = [(a, b) for a, b in self._ranges if b < start or stop < a]
+        joined = [(a, b) for a, b in self._ranges if b >= start and stop >= a]
+        start, stop = min([start, *(a for a, _ in joined)]), max([stop, *(b for _, b in joined)])
+        self._ranges = sorted([*apart, (start, stop)])
+
+    def missing(self, needed: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+        """The first of the needed ranges that has not come whole."""
+        for start, stop in needed:
+            if start < stop and not any(a <= start and stop <= b for a, b in self._ranges):
+                return start, stop
+        return None

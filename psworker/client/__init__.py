@@ -1,0 +1,1 @@
+"""The framework-free client: numpy arrays in, numpy arrays out, and the same without servers."""

@@ -1,0 +1,174 @@
+"""Models given as numpy arrays by name: to a ModelSpec, onto a tape and back."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model_spec import (
+    InvalidModelError,
+    ModelSpec,
+    OptimizerSettings,
+    Role,
+    TensorSpec,
+)
+from pscommon.core.partition import PartitionPlan
+
+Array = NDArray[np.generic]
+Arrays = Mapping[str, Array]
+Gradients = Mapping[str, Array | None]
+
+DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "float64": np.dtype("<f8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+    "bool": np.dtype("?"),
+}
+"""How a tensor's bytes look in numpy, which has no bfloat16: its bits come as uint16."""
+
+
+def spec_of(
+    params: Arrays, buffers: Arrays, frozen: Arrays, optimizer: OptimizerSettings
+) -> ModelSpec:
+    """The model that these arrays make, in this order. InvalidRequestError for a dtype or name
+    that cannot be.
+    """
+    if not isinstance(optimizer, OptimizerSettings):
+        raise InvalidRequestError(
+            f'optimizer is psworker.OptimizerSpec("sgd", lr=...), say, not {optimizer!r}'
+        )
+    groups: tuple[tuple[Role, Arrays], ...] = (
+        ("trainable", params),
+        ("buffer", buffers),
+        ("frozen", frozen),
+    )
+    tensors = [
+        TensorSpec(_text(name), (given := as_array(name, array)).shape, given.dtype.name, role)
+        for role, arrays in groups
+        for name, array in arrays.items()
+    ]
+    try:
+        return ModelSpec(tuple(tensors), optimizer)
+    except InvalidModelError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _text(name: object) -> str:
+    if isinstance(name, str):
+        return name
+    raise InvalidRequestError(f"tensors have names, texts, not {name!r}")
+
+
+def as_array(name: str, array: object) -> Array:
+    """What numpy makes of it. InvalidRequestError where it makes nothing, as of a torch tensor
+    that requires grad.
+    """
+    try:
+        return np.asarray(array)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidRequestError(
+            f"tensor {name!r} is no numpy array, and cannot be made one: {error}"
+        ) from error
+
+
+class ArrayBuffer:
+    """A tape in host memory, and its tensors as numpy arrays that share that memory.
+
+    memory: writable bytes, plan.nbytes of them. tensors: by name, shapes and dtypes of the
+    plan's model.
+    """
+
+    def __init__(self, plan: PartitionPlan, memory: memoryview) -> None:
+        self._plan = plan
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self.memory = memory
+        self.tensors = {
+            tensor.name: self._tensor(index) for index, tensor in enumerate(plan.spec.tensors)
+        }
+
+    def write(self, arrays: Arrays) -> None:
+        """Copies arrays onto the tape. InvalidRequestError, and nothing written, where one does
+        not fit the model.
+        """
+        checked = {name: self.fitting(name, array) for name, array in arrays.items()}
+        for name, array in checked.items():
+            self.tensors[name][...] = array
+
+    def write_gradients(self, grads: Gradients, weights: "ArrayBuffer") -> list[int]:
+        """What a push sends: gradients by name, and buffers, which are those of `weights` where
+        not given.
+
+        Returns the indices of trainable tensors without a gradient. InvalidRequestError as for
+        `write`.
+        """
+        given = {name: array for name, array in grads.items() if array is not None}
+        tensors = self._plan.spec.tensors
+        for name in [
+            tensor.name for tensor in tensors if tensor.role == "frozen" and tensor.name in given
+        ]:
+            raise InvalidRequestError(
+                f"tensor {name!r} is frozen: it takes no gradient", "UNKNOWN_TENSOR"
+            )
+        self.write(given)
+        for tensor in tensors:
+            if tensor.role == "buffer" and tensor.name not in given:
+                self.tensors[tensor.name][...] = weights.tensors[tensor.name]
+        return [
+            i
+            for i, tensor in enumerate(tensors)
+            if tensor.role == "trainable" and tensor.name not in given
+        ]
+
+    def read(self, out: Mapping[str, Array] | None) -> dict[str, Array]:
+        """Copies the whole tape out: into the arrays of `out`, which are returned, or into new
+        ones.
+        """
+        if out is None:
+            return {name: tensor.copy() for name, tensor in self.tensors.items()}
+        self.check_out(out)
+        for name, array in out.items():
+            array[...] = self.tensors[name]
+        return dict(out)
+
+    def check_out(self, out: Mapping[str, Array]) -> None:
+        """InvalidRequestError where an array of `out` cannot take its tensor."""
+        for name, array in out.items():
+            self.fitting(name, array)
+            if not isinstance(array, np.ndarray) or not array.flags.writeable:
+                raise InvalidRequestError(
+                    f"out[{name!r}] cannot be written to; give a numpy array of your own"
+                )
+
+    def fitting(self, name: str, array: Array) -> Array:
+        """The array, if it has the name, shape and dtype of a tensor of the model;
+        InvalidRequestError otherwise.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            known = ", ".join(sorted(self.tensors)[:20])
+            raise InvalidRequestError(
+                f"the model has no tensor {name!r}; it has {known}", "UNKNOWN_TENSOR"
+            )
+        array = as_array(name, array)
+        if array.dtype.newbyteorder("=") != tensor.dtype.newbyteorder("="):
+            raise InvalidRequestError(
+                f"tensor {name!r} is {tensor.dtype}, not {array.dtype}", "WRONG_DTYPE"
+            )
+        if array.shape != tensor.shape:
+            raise InvalidRequestError(
+                f"tensor {name!r} has shape {tensor.shape}, not {array.shape}", "WRONG_SHAPE"
+            )
+        return array
+
+    def _tensor(self, index: int) -> Array:
+        tensor, extent = self._plan.spec.tensors[index], self._plan.extent(index)
+        return (
+            self._bytes[extent.start : extent.stop].view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+        )

@@ -1,0 +1,430 @@
+"""The framework-free client: a model as numpy arrays (register, pull, push) or as a tape (agree,
+start, exchange).
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Never, Self, SupportsFloat
+
+from pscommon.core.data_stream import Spec
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.partition import PartitionPlan
+from pscommon.settings.values import Lanes
+from psproto.v1 import coordinator_pb2 as co
+from psworker.client.arrays import Array, ArrayBuffer, Arrays, Gradients, spec_of
+from psworker.client.batch_client import BatchClient
+from psworker.connection import finalizer as forgotten
+from psworker.connection.client_facts import ClientFacts
+from psworker.connection.connection import connected
+from psworker.connection.membership import StepProgress
+from psworker.connection.retry import TimeLimits
+from psworker.core.results import Lease, PushResult
+from psworker.exchange.buffered_push import BufferedPush
+from psworker.exchange.model_exchange import ModelExchange
+from psworker.exchange.open_push import OpenPush
+from psworker.session import metrics
+from psworker.session.arguments import attempt_of, connect_timeout_of, lanes_of, rank_of, time_limit
+from psworker.session.drain import DrainedError
+from psworker.session.step_stats import StepStats
+from psworker.transport.grpc import Transport
+
+COMES_BACK = "comes back as a new worker"
+
+
+class Client(ClientFacts):
+    """A worker's connection to all servers of a job.
+
+    servers: "HOST:PORT,..." or a sequence of them; one is enough where the servers know each
+    other. None: PS_SERVERS, and then PS_JOB, PS_WORKER_RANK and PS_CONNECT_TIMEOUT count as
+    well. rank: place in a round's sum among workers that start together. observe: look only
+    (status, pull), take no part. connect_timeout: seconds that a server may be silent, by
+    default 60. wait_timeout: seconds to wait for what others have to do. lanes: "grpc", "shm" or
+    "auto", how tensors move; by default PS_LANES, then auto: through shared memory to servers on
+    this host. lane: instead of servers; a simulation passes its own.
+
+    Calls of several threads are carried out one after another. Processes forked later (a
+    DataLoader's) may live and end as they like, but neither use this Client nor make one: gRPC
+    does not survive a fork.
+
+    Any call may raise UnreachableError, WaitTimeoutError (both name whom it waited for),
+    FencedError once the job went on without this worker (`rejoin` brings it back, but for a
+    QuarantinedError), MismatchError for servers that are not one job's complete set or run
+    another job, DrainedError for a worker that was asked to leave and would have to wait long
+    for others, and InvalidRequestError for bad arguments.
+    """
+
+    def __init__(
+        self,
+        servers: str | Sequence[str] | None = None,
+        *,
+        rank: int | None = None,
+        device: str = "cpu",
+        observe: bool = False,
+        connect_timeout: float | None = None,
+        wait_timeout: float = 600.0,
+        lanes: Lanes | None = None,
+        lane: Transport | None = None,
+    ) -> None:
+        environment = os.environ if servers is None and lane is None else {}
+        limits = TimeLimits(
+            connect_timeout_of(connect_timeout, environment),
+            time_limit("wait_timeout", wait_timeout),
+        )
+        rank = rank_of(rank, environment)
+        super().__init__(connected(servers, lane, environment, limits))
+        if not self._connection.lane.direct:  # else it has no threads to live on in
+            forgotten.watch(self, self._connection)
+        self._observes = observe
+        chosen = "grpc" if self._connection.lane.direct else lanes_of(lanes, os.environ)
+        self._model = ModelExchange(self._connection, observe, chosen)
+        self._data = BatchClient(self._connection, self._model)
+        self._weights: ArrayBuffer | None = None
+        self._gradients: ArrayBuffer | None = None
+        self._leaves = False
+        self._stats = StepStats()  # of steps with arrays: who works on tapes keeps their own
+        if not observe:
+            self._join(rank, device)
+
+    def _join(self, rank: int | None, device: str) -> None:
+        try:
+            self._connection.join(rank, attempt_of(os.environ), device)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    @property
+    def plan(self) -> PartitionPlan:
+        """Where the model's bytes live; InvalidRequestError before a model is registered."""
+        return self._model.plan
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were pulled last, the smallest over the shards."""
+        return self._model.version
+
+    @property
+    def groups_json(self) -> str:
+        """The optimizer's parameter groups as they stood when the model was registered."""
+        return self._model.groups_json
+
+    def drain(self) -> None:
+        """Asks this worker to leave, as SIGTERM to ps-worker does. From any thread: what waits
+        ends within seconds.
+        """
+        self._connection.drain.ask()
+
+    @property
+    def stopping(self) -> bool:
+        """The job is being ended, or this worker was asked to leave: finish the step, then
+        close.
+        """
+        return self._connection.place.stopping or self.draining
+
+    # ---- numpy arrays ----------------------------------------------------------------------------
+
+    def register(
+        self,
+        params: Arrays,
+        optimizer: OptimizerSettings,
+        *,
+        buffers: Arrays | None = None,
+        frozen: Arrays | None = None,
+    ) -> None:
+        """States the model; the first worker's values are the job's initial weights, others'
+        only have to match.
+
+        params get gradients. buffers (running statistics) travel by value with each push and are
+        averaged. frozen never change. Keys are names; dtypes are numpy's floats, for buffers and
+        frozen also integers and bool. Raises MismatchError with the differences by tensor,
+        UnsupportedOptimizerError, NonFiniteError.
+        """
+        with self._model.turn:
+            arrays = {**params, **(buffers or {}), **(frozen or {})}
+            plan = self.agree(spec_of(params, buffers or {}, frozen or {}, optimizer))
+            gradients, memory = self.tapes()
+            weights = ArrayBuffer(plan, memory)
+            weights.write(arrays)
+            self.start(memory)
+            self._weights, self._gradients = weights, ArrayBuffer(plan, gradients)
+            self._stats.enter("compute")
+
+    def pull(self, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
+        """The newest weights, buffers and frozen tensors by name, in new arrays or in those of
+        `out`, which it returns.
+
+        They are at least as new as this client's last push. The bits of a bfloat16 tensor come
+        as uint16.
+        """
+        with self._model.turn:
+            tape = self._known_weights()
+            tape.check_out(out or {})
+            with self._timed("pull"):
+                self.exchange(gradients=None, weights=tape.memory)
+            return tape.read(out)
+
+    def push(self, grads: Gradients, samples: int = 1) -> PushResult:
+        """Sends gradients by name and waits until the policy has decided on them. Returns how it
+        ended.
+
+        A tensor that is missing or None got no gradient: its optimizer state stays as it is.
+        Buffers may be among them, with their new values. samples: the weight in a round's
+        average. Raises InvalidRequestError (reason UNKNOWN_TENSOR, WRONG_SHAPE, WRONG_DTYPE)
+        before anything is sent; NaN and Inf make the result "rejected".
+
+        After an UnreachableError or WaitTimeoutError nobody knows whether the push counted:
+        calling again with the same arguments counts it once.
+        """
+        return self._push(grads, samples, pull=False)
+
+    def push_pull(
+        self, grads: Gradients, out: Mapping[str, Array] | None = None, samples: int = 1
+    ) -> PushResult:
+        """As push, then pull, in one round trip. The weights come into `out`, or stay in
+        `weights`.
+        """
+        with self._model.turn:
+            self._known_weights().check_out(out or {})
+            result = self._push(grads, samples, pull=True)
+            if out is not None:
+                self._known_weights().read(out)
+            return result
+
+    @property
+    def weights(self) -> dict[str, Array]:
+        """What was pulled last, by name, without a copy: the next pull changes it."""
+        return dict(self._known_weights().tensors)
+
+    def _push(self, grads: Gradients, samples: int, pull: bool) -> PushResult:
+        with self._model.turn:
+            weights = self._known_weights()
+            if self._gradients is None:
+                raise InvalidRequestError("an observer cannot push")
+            if self._leaves:
+                raise DrainedError(
+                    "this worker was asked to leave (client.stopping), and has made its last push"
+                )
+            self._leaves = self.draining
+            absent = self._gradients.write_gradients(grads, weights)
+            with self._timed("push"):
+                result = self.exchange(
+                    gradients=self._gradients.memory,
+                    weights=weights.memory if pull else None,
+                    absent=absent,
+                    samples=samples,
+                )
+            self._stats.finish_step(samples, result.seconds)
+            metrics.step({phase: self._stats.last[phase] for phase in metrics.PHASES}, samples)
+            return result
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        self._stats.enter(phase)
+        try:
+            yield
+        finally:
+            self._stats.enter("compute")
+
+    def _known_weights(self) -> ArrayBuffer:
+        if self._weights is None and self._observes:
+            plan = self._model.agree(None)
+            weights = ArrayBuffer(plan, self.tapes()[1])
+            self.start(weights.memory)
+            self._weights = weights
+        if self._weights is None:
+            raise InvalidRequestError("no model yet: call register first")
+        return self._weights
+
+    # ---- tapes -----------------------------------------------------------------------------------
+
+    def agree(self, spec: ModelSpec) -> PartitionPlan:
+        """States the model and returns where the job keeps it: the job's order of tensors
+        decides.
+
+        Waits for the first worker's weights, unless this is the first. MismatchError shows
+        differences by tensor.
+        """
+        return self._model.agree(spec)
+
+    def tapes(self) -> tuple[memoryview, memoryview]:
+        """Memory for gradients and for weights, plan.nbytes each, that is the fastest for start
+        and exchange.
+
+        Servers on this host read and write it directly. Between calls it is the caller's.
+        """
+        tapes = self._model.tapes
+        return tapes.gradients, tapes.weights
+
+    def start(self, tape: memoryview) -> None:
+        """Uploads the tape if this worker is the job's first; in any case fills it with the
+        job's weights.
+        """
+        self._model.start(tape)
+
+    def exchange(
+        self,
+        *,
+        gradients: memoryview | None,
+        weights: memoryview | None,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+        base: int | None = None,
+    ) -> PushResult:
+        """A push, a pull, or both at once, on whole tapes of plan.nbytes bytes; None: no push,
+        no pull.
+
+        The trainable and buffer stretches are used. absent: trainable tensors, by index into
+        plan.spec.tensors, that got no gradient. samples: at least 1, the weight in a round's
+        average. batches: what the push uses up. groups_json: the optimizer's parameter groups if
+        they may have changed. base: the version that the gradient was computed from; None: the
+        last that was pulled. After an error, `weights` may hold a mixture of versions: pull
+        again.
+        """
+        return self._model.exchange(gradients, weights, absent, samples, batches, groups_json, base)
+
+    def begin(self) -> OpenPush | BufferedPush:
+        """A push from and a pull into `tapes()`, piece by piece: see Flow. Until it is closed
+        there is no other.
+        """
+        return self._model.begin(*self.tapes())
+
+    # ---- data and membership ---------------------------------------------------------------------
+
+    def next_batches(
+        self, loop: Spec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
+        """Up to `count` batches of a loop. idle: nothing is in hand, so wait for some or the
+        loop's end.
+
+        Waiting means to sit out of rounds meanwhile. Without `idle` it answers at once, perhaps
+        with nothing. first_open: number of the first loop that is still gone through, or may yet
+        be; None: this one. What is left of those before is others' then, and nobody's once all
+        workers are past them.
+        """
+        return self._data.take(loop, count, idle, loop.loop if first_open is None else first_open)
+
+    def share(self, loop: Spec) -> int:
+        """Number of a loop's batches that this worker can expect with the workers that are
+        registered now.
+        """
+        return self._data.share(loop)
+
+    def return_batches(self, batches: Sequence[BatchKey]) -> None:
+        """These will not be pushed: others may have them."""
+        self._data.give_back(batches)
+
+    def drop_batches(self, batches: Sequence[BatchKey]) -> None:
+        """These were used, and no push will bring them: others must not have them."""
+        self._data.give_back(batches, used=True)
+
+    def report(self, **values: SupportsFloat) -> None:
+        """Values for the job's summary, metrics and logs."""
+        numbers = {name: float(value) for name, value in values.items()}
+        request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
+        connection = self._connection
+        connection.call(
+            "reporting", lambda: connection.lane.report(request, connection.call_seconds)
+        )
+        for name, value in numbers.items():
+            metrics.reported(name, value)
+
+    def report_soon(self, values: Mapping[str, Any]) -> None:
+        """Report values with the next heartbeat: at most one per second and name, the newest in
+        any case.
+        """
+        self._connection.touch()
+        self._connection.reports.add(values, self.version)
+
+    def send_reports(self) -> None:
+        """Send now what `report_soon` has left to the next heartbeat."""
+        self._connection.send_reports()
+
+    def progress(
+        self, *, steps: int, step_seconds: float, samples_per_second: float, phase: str
+    ) -> None:
+        """What the next heartbeat tells people: steps made, seconds a step, and "compute",
+        "push", "data" or "idle".
+        """
+        self._connection.reports.settle()
+        self._connection.show(StepProgress(steps, step_seconds, samples_per_second, phase))
+
+    def status(self) -> dict[str, Any]:
+        """The job as `ps-ctl status --output json` shows it."""
+        connection, request = self._connection, co.GetStatusRequest()
+        answer = connection.call(
+            "asking for the status",
+            lambda: connection.lane.status(request, connection.call_seconds),
+        )
+        found: dict[str, Any] = json.loads(answer.status_json)
+        return found
+
+    def newest(self) -> tuple[PartitionPlan, memoryview]:
+        """All that the job has now, and where what lies; nothing of this client's own changes.
+        The memory is new.
+        """
+        lane = self._connection.lane
+        given: dict[str, Any] = {"lane": lane} if lane.direct else {"servers": lane.addresses}
+        with Client(observe=True, **given) as observer:
+            observer._connection.place.job = self.job
+            memory = observer._known_weights().memory
+            return observer.plan, memory
+
+    def rejoin(self) -> None:
+        """Comes back after a FencedError: a new worker of the same job, with the model that was
+        registered.
+
+        What the old one had not pushed is lost, and what it had leased went back. Pull before
+        computing on. MismatchError if the servers run another job or model now, FencedError if
+        they have lost the job's weights, QuarantinedError again for a worker whose gradients
+        were bad too often (--quarantine-after).
+        """
+        with self._model.turn:
+            self._model.check_idle()
+            self._connection.place.check_curable()
+            self._model.come_back(COMES_BACK)
+
+    def retire(self, reason: str = "") -> None:
+        """Leaves the rounds, as `leave`, but stays to look on: pulls, reports and status go on
+        until `close`.
+        """
+        with self._model.turn:
+            self._model.check_idle()
+            self._model.change_place(reason)
+
+    def leave(self, reason: str = "") -> None:
+        """Nobody waits for this worker any more. reason: empty when it is done. Harmless to
+        repeat.
+        """
+        self._connection.leave(reason)
+
+    def close(self) -> None:
+        """Leaves the job, done, and frees threads and connections. Harmless to repeat."""
+        self._model.abandon()
+        self._connection.close()
+        self._model.close()
+
+    def __reduce__(self) -> Never:
+        raise InvalidRequestError(
+            "a Client is its process's connection and cannot be pickled or copied: give another "
+            "process the servers' "
+            "addresses, and let it make a Client of its own"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and not issubclass(kind, DrainedError):
+            self.leave(f"failed: {kind.__name__}")
+        self.close()

@@ -1,0 +1,1 @@
+"""Staying connected to a job: discovery, membership with heartbeats, and retries."""

@@ -1,0 +1,279 @@
+"""One worker's connection to a job: its lane, its place, and the threads that keep them."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.system import signals as interruptible
+from pscommon.system.process_id import process_id
+from psproto.v1 import coordinator_pb2 as co
+from psworker.connection.discovery import addresses_of, discover
+from psworker.connection.membership import Heartbeat, StepProgress, WorkerMembership
+from psworker.connection.retry import FIRST_PAUSE, PendingRequests, RetryDeadline, TimeLimits
+from psworker.exchange.shard_exchange import ShardExchange, in_turn
+from psworker.session import metrics
+from psworker.session.drain import Drain
+from psworker.session.reports import ReportBuffer, ValueReport
+from psworker.transport.executor import ShardExecutor
+from psworker.transport.grpc import GrpcTransport, Transport
+from psworker.transport.streams import Cancellation
+from psworker.unanswered import end_unanswered
+
+CALL_SECONDS = 10.0
+"""Longest deadline of a call that the coordinator answers at once."""
+
+LEAVE_SECONDS = 2.0
+LAST_WORD_SECONDS = 0.5
+"""For the goodbye to servers that have not answered before."""
+
+T = TypeVar("T")
+
+log = logging.getLogger("psworker")
+
+
+class Connection:
+    """Open until `close`. limits: how long requests may go on; place: worker 0, an observer's,
+    until `join`.
+
+    drain: whether this worker was asked to leave.
+    """
+
+    def __init__(self, lane: Transport, limits: TimeLimits, place: WorkerMembership) -> None:
+        self.lane = lane
+        self.place = place
+        self.bad_gradients = ""
+        self.drain = Drain(lane.clock, None if lane.direct else self._end_unanswered)
+        self.reports = ReportBuffer(lane.clock.now)
+        self._limits = limits
+        self._waits = PendingRequests()
+        self._crew = ShardExecutor("psworker-shard")
+        self._request = co.JoinRequest()
+        self._heartbeat: Heartbeat | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._left = True
+
+    @property
+    def call_seconds(self) -> float:
+        """Deadline of a call that the coordinator answers at once: no longer than a server may
+        be silent.
+        """
+        return min(CALL_SECONDS, self._limits.connect)
+
+    def join(self, rank: int | None, attempt: int, device: str) -> None:
+        """Gets a place in the job and keeps it. MismatchError if another job than the place's
+        runs here.
+
+        attempt: how often a launcher had started this rank before.
+        """
+        host, process = socket.gethostname(), "" if self.lane.direct else process_id()
+        self._request = co.JoinRequest(host=host, pid=os.getpid(), device=device, process=process)
+        if rank is not None:
+            self._request.rank, self._request.attempt = rank, attempt
+        self._enter()
+        self.drain.opens()
+
+    def rejoin(self, reason: str) -> None:
+        """Gets another place in the same job, as a new worker, and gives up the one it had for
+        this reason.
+        """
+        self._check_open()
+        old, heartbeat = self.place, self._heartbeat
+        if not old.worker:
+            raise InvalidRequestError("an observer has no place in the job to come back to")
+        self._enter()
+        if heartbeat is not None:
+            heartbeat.stop()
+        self._say_goodbye(old, reason)
+
+    def _enter(self) -> None:
+        lane, self._request.job = self.lane, self.place.job
+        limits = self._watched(lambda: None, self.drain.check)
+        answer = RetryDeadline("joining the job", lane.clock, limits).ask(
+            lambda: lane.join(self._request, self.call_seconds)
+        )
+        lane.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
+        self.place = WorkerMembership(
+            answer.job,
+            answer.worker,
+            answer.open_loop,
+            answer.policy,
+            answer.known_loops,
+            answer.open_loops,
+        )
+        self._left = False
+        self.place.reports = self.reports
+        self.place.learn_standing(answer)
+        self.bad_gradients = answer.bad_gradients
+        metrics.in_job(True)
+        if not lane.direct:
+            self._heartbeat = Heartbeat(
+                self.place, lane, answer.lease_ms / 1000, self.drain, self._waits
+            )
+
+    def call(self, what: str, call: Callable[[], T]) -> T:
+        """The answer to a request of the coordinator, which is repeated while nobody answers."""
+        return self.patience(what).ask(call)
+
+    def patience(self, what: str) -> RetryDeadline:
+        """For a request that may have to wait."""
+        self.check()
+        return RetryDeadline(
+            what, self.lane.clock, self._watched(self.place.check, self.drain.check)
+        )
+
+    def exchange(
+        self, parts: Callable[[TimeLimits, Cancellation], Sequence[ShardExchange]]
+    ) -> Sequence[ShardExchange]:
+        """Carries out the shards' parts, at the same time where the lane allows it."""
+        self.check()
+        cancellation = Cancellation(alone=len(self.lane.addresses) == 1)
+        exchanges = parts(
+            self._watched(cancellation.check, self.place.check, self.drain.check), cancellation
+        )
+        if self.lane.direct:
+            in_turn(exchanges)
+        else:
+            with interruptible.deferred(cancellation.cancel):
+                self._crew.run([part.run for part in exchanges], cancellation)
+        return exchanges
+
+    def find_servers(self) -> bool:
+        """Ask shard 0, which stays what it is, where all are by now. False: they are as they were.
+
+        Where some have not come yet, nothing is known that is new.
+        """
+        lane = self.lane
+        found = self.call("finding the servers", lambda: lane.whereabouts(self.call_seconds))
+        if not all(found) or list(found) == list(lane.addresses):
+            self.lane.clock.sleep(FIRST_PAUSE)
+            return False
+        lane.relocate(found)
+        return True
+
+    def check(self) -> None:
+        """Raises if this connection cannot be used (any more)."""
+        self._check_open()
+        self.drain.begin()
+        self.place.check()
+
+    def touch(self) -> None:
+        """The script makes a call, be it without a request."""
+        self.drain.begin()
+        self._waits.touch()
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise InvalidRequestError(
+                f"this Client belongs to process {self._pid}, from which this one was forked: use "
+                f"it there"
+            )
+        if self._closed:
+            raise InvalidRequestError("this Client is closed")
+        if self._left and self.place.worker:
+            raise InvalidRequestError("this Client has left the job")
+        self.drain.check_answered()
+
+    def _end_unanswered(self) -> None:
+        end_unanswered(self.lane, self.drain, self._waits, lambda: self._left)
+
+    def show(self, progress: StepProgress) -> None:
+        """What the next heartbeat says; where no thread sends any, this is one."""
+        self.touch()
+        self.place.progress = progress
+        if self.lane.direct:
+            self.place.beat(self.lane, self.call_seconds, self.drain)
+
+    def leave(self, reason: str) -> None:
+        """Tells the job that nobody has to wait for this worker. Silence does no harm: the lease
+        ends.
+        """
+        if self._left or self._pid != os.getpid():
+            return
+        self._left = True
+        metrics.in_job(False)
+        self.drain.closes()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        with suppress(
+            Exception
+        ):  # a device that is out of order must not keep the worker from leaving
+            self.reports.settle(final=True)
+        self._say_goodbye(self.place, reason, self.reports.unsent())
+
+    def send_reports(self) -> None:
+        """Send what the script has reported and no heartbeat has brought to the servers."""
+        self.reports.settle(final=True)
+        if not (reports := self.reports.unsent()):
+            return
+        place = self.place
+        request = co.ReportMetricsRequest(
+            job=place.job, worker=place.worker, values=place.wire_values(reports)
+        )
+        self.call("reporting", lambda: self.lane.report(request, self.call_seconds))
+        self.reports.confirm(reports)
+
+    def _say_goodbye(
+        self, place: WorkerMembership, reason: str, reports: Sequence[ValueReport] = ()
+    ) -> None:
+        request = co.LeaveRequest(
+            job=place.job, worker=place.worker, reason=reason, version=place.at_least
+        )
+        request.values.extend(place.wire_values(reports))
+        try:
+            self.lane.leave(request, LAST_WORD_SECONDS if self.drain.given_up else LEAVE_SECONDS)
+        except PSError as error:
+            log.debug("worker %d could not say that it leaves: %s", place.worker, error)
+
+    def close(self, reason: str = "") -> None:
+        """Leaves, ends the threads, closes the channels. Harmless to repeat, and in a forked
+        process.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        try:
+            self.leave(reason)
+        finally:
+            self._crew.close()
+            self.lane.close()
+
+    def _watched(self, *checks: Callable[[], None]) -> TimeLimits:
+        place, drain = self.place, self.drain
+
+        def check() -> None:
+            for each in checks:
+                each()
+
+        return replace(
+            self._limits,
+            check=check,
+            unanswered=drain.unanswered,
+            hurry=lambda: place.stopping,
+            deadline=lambda: drain.deadline,
+            waits=self._waits,
+        )
+
+
+def connected(
+    servers: str | Sequence[str] | None,
+    lane: Transport | None,
+    environment: Mapping[str, str],
+    limits: TimeLimits,
+) -> Connection:
+    """Return a connection over the lane that was given, or over gRPC to the job that these
+    servers run.
+    """
+    job = environment.get("PS_JOB", "")
+    if lane is not None:
+        return Connection(lane, limits, WorkerMembership(job, 0))
+    given = addresses_of(servers)
+    cluster = discover(given, limits.connect)
+    return Connection(
+        GrpcTransport(cluster.addresses, given), limits, WorkerMembership(job or cluster.job, 0)
+    )

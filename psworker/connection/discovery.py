@@ -1,0 +1,148 @@
+"""Finding the servers: from the addresses that the user gave to one address for each shard."""
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.system import signals as interruptible
+from pscommon.system.local_jobs import only_local_job
+from pscommon.wire.channel import open_channel
+from pscommon.wire.status import translated
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psworker.connection.retry import WaitLogger
+from psworker.core.server_search import JobServers, ServerDescription, ServerSearch
+
+GRACE_SECONDS = 5.0
+CALL_SECONDS = 2.0
+PAUSE_SECONDS = 0.1
+
+ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:]+\]|[^\s\[\]:,/]+):([0-9]{1,5})")
+
+log = logging.getLogger("psworker")
+
+Doors = Callable[[str], ParameterServerServiceStub]
+
+
+def addresses_of(servers: str | Sequence[str] | None) -> tuple[str, ...]:
+    """ "HOST:PORT,HOST:PORT", or a sequence of them, as a tuple.
+
+    None: the environment's PS_SERVERS, or else the user's only job on this machine (only the one
+    called PS_JOB, if that is set). InvalidRequestError for something else, MismatchError for an
+    address that is there twice.
+    """
+    if servers is None:
+        servers = os.environ.get("PS_SERVERS", "")
+        if not servers.strip():
+            local = only_local_job(
+                "no servers given (pass HOST:PORT or set PS_SERVERS)", os.environ.get("PS_JOB", "")
+            )
+            log.info("using the only local job: %s", local)
+            return (local.address,)
+    listed = servers.split(",") if isinstance(servers, str) else list(servers)
+    found = tuple(address.strip() for address in listed if address.strip())
+    for address in found:
+        match = ADDRESS.fullmatch(address)
+        if not match or not 0 < int(match[1]) < 65536:
+            raise InvalidRequestError(f"{address!r} is not an address of the form HOST:PORT")
+        if found.count(address) > 1:
+            raise MismatchError(
+                f"{address} is listed twice: every server is to be listed once", "SHARD_MISMATCH"
+            )
+    if not found:
+        raise InvalidRequestError("the list of servers is empty")
+    return found
+
+
+def discover(
+    given: Sequence[str], connect_timeout: float = 60.0, grace: float = GRACE_SECONDS
+) -> JobServers:
+    """All servers of the job that `given` belong to; one of them is enough if it follows shard 0
+    or is it.
+
+    Servers that were started without --join are told where shard 0 is, if all are listed.
+    UnreachableError after connect_timeout seconds, MismatchError for addresses that are not one
+    set.
+    """
+    started = time.monotonic()
+    search, announcer = ServerSearch(given, started, grace), WaitLogger(started)
+    with _doors() as door:
+        while True:
+            _ask(search, door, min(CALL_SECONDS, max(0.1, connect_timeout)))
+            if search.complete:
+                return search.cluster()
+            _introduce(search, door)
+            now = time.monotonic()
+            search.check(now)
+            if now - started >= connect_timeout:
+                raise search.gave_up(now - started)
+            announcer.say(now, f"still looking for the servers: {search.gave_up(now - started)}")
+            if not search.has_news():
+                time.sleep(PAUSE_SECONDS)
+
+
+def describe(address: str, timeout: float = 5.0) -> ServerDescription:
+    """What one server says of itself. UnreachableError if it does not answer."""
+    with open_channel(address) as channel, translated(f"the server at {address}"):
+        return _described(
+            ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=timeout)
+        )
+
+
+@contextlib.contextmanager
+def _doors() -> Iterator[Doors]:
+    """Stubs by address; their channels are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        stubs: dict[str, ParameterServerServiceStub] = {}
+
+        def door(address: str) -> ParameterServerServiceStub:
+            if address not in stubs:
+                stubs[address] = ParameterServerServiceStub(
+                    stack.enter_context(open_channel(address))
+                )
+            return stubs[address]
+
+        yield door
+
+
+def _ask(search: ServerSearch, door: Doors, timeout: float) -> None:
+    """Asks all at once: one that hangs does not keep the others waiting."""
+    calls: list[tuple[str, Any]] = []
+    with interruptible.deferred(lambda _: [call.cancel() for _, call in calls]):
+        for address in search.to_ask():
+            calls.append(
+                (address, door(address).Describe.future(ps.DescribeRequest(), timeout=timeout))
+            )
+        for address, call in calls:
+            try:
+                with translated(f"the server at {address}"):
+                    answer = _described(call.result())
+            except UnreachableError as error:
+                search.failed(address, str(error))
+            else:
+                search.answered(address, answer, time.monotonic())
+
+
+def _introduce(search: ServerSearch, door: Doors) -> None:
+    for address, leader in search.introductions():
+        with (
+            contextlib.suppress(UnreachableError),
+            translated(f"the server at {address} (Introduce)"),
+        ):
+            door(address).Introduce(ps.IntroduceRequest(coordinator=leader), timeout=CALL_SECONDS)
+
+
+def _described(message: ps.DescribeResponse) -> ServerDescription:
+    return ServerDescription(
+        message.job,
+        message.shard,
+        message.shards,
+        tuple(message.addresses),
+        message.coordinator,
+        message.layout,
+    )

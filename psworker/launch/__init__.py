@@ -1,0 +1,1 @@
+"""Starting, watching and restarting processes on this machine, and running a training script."""

@@ -1,0 +1,281 @@
+"""Runs a user's training script as __main__ inside a worker, and turns how it ended into an exit
+code.
+"""
+
+import builtins
+import importlib.util
+import logging
+import os
+import pkgutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any
+
+from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.exit_codes import ExitCode
+from pscommon.settings.command import tell
+from psworker.session import drain
+
+# A launcher that shows a failed worker's traceback itself, once, names the file that it reads it
+# from.
+TRACEBACK_FILE = "PS_TRACEBACK_FILE"
+
+AFTER_THIS_STEP = b"ps-worker: leaving after this step; Ctrl-C again ends the script at once\n"
+
+log = logging.getLogger("psworker")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What to run: the path of a file, or a module's name; and the arguments that are the
+    script's own business.
+    """
+
+    target: str
+    module: bool = False
+    args: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """InvalidRequestError where there is nothing to run. Imports the parents of a module, as
+        running it would.
+        """
+        self.spec()
+
+    def spec(self) -> ModuleSpec | None:
+        """What the import system finds to run, as `check`; None: a plain file."""
+        if self.module:
+            return _module_spec(self.target)
+        if not Path(self.target).exists():
+            raise InvalidRequestError(f"no such script: {self.target}")
+        if not self._holds_modules:
+            return None
+        spec = pkgutil.get_importer(self.path).find_spec("__main__")  # type: ignore[union-attr]
+        if spec is None:
+            raise InvalidRequestError(f"{self.target} has no __main__.py")
+        return spec
+
+    @property
+    def folder(self) -> str:
+        """What Python puts first on sys.path: the script's folder, or itself if it is one; for a
+        module the current.
+        """
+        if self.module:
+            return os.getcwd()
+        return self.path if self._holds_modules else str(Path(self.target).resolve().parent)
+
+    @property
+    def _holds_modules(self) -> bool:
+        """Is it a folder, or a zip file?"""
+        return pkgutil.get_importer(self.path) is not None
+
+    @property
+    def path(self) -> str:
+        """Absolute, as the interpreter makes it: the script may change the current folder."""
+        return os.path.join(os.getcwd(), self.target)
+
+
+def run(script: Script, debug: bool = False) -> int:
+    """Runs it to its end in this process; returns the exit code of that end.
+
+    A PSError gives its own exit code and one line on stderr (with `debug` its traceback too),
+    any other exception its traceback and 1, sys.exit(n) gives n, Ctrl-C 130. SIGTERM and Ctrl-C
+    ask a worker that is in a job to leave at its next step boundary (psworker.session.drain),
+    which raises Stopping in the script; then SIGTERM gives 0 and Ctrl-C 130. A second one, or
+    one to a script that is in no job, unwinds the script, SIGTERM like sys.exit with 143, so
+    `with` blocks and exit handlers leave the job properly; the next SIGTERM ends the process at
+    once.
+    """
+    interrupted = _leave_on_signals()
+    code = _run(script, debug)
+    return ExitCode.INTERRUPTED if interrupted() and code == ExitCode.DONE else code
+
+
+def _run(script: Script, debug: bool) -> int:
+    try:
+        _put_first(script.folder)
+        _execute(script)
+    except drain.Stopping as end:
+        log.info("the script ends here: %s", end)
+        return ExitCode.DONE
+    except SystemExit as end:
+        return _status(end)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except drain.DrainedError as end:
+        log.info("the script ends here: %s", end)
+        return ExitCode.DONE
+    except PSError as error:
+        _remember(error)
+        tell("ps-worker", error, debug)
+        return error.exit_code
+    except BaseException as error:
+        _remember(error)
+        _report(error)
+        return ExitCode.BUG
+    return ExitCode.DONE
+
+
+def _execute(script: Script) -> None:
+    """In a module __main__ as the interpreter makes it, which stays: exit handlers, too, find
+    the script's names.
+    """
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.argv = [script.target, *script.args]
+    spec = script.spec()
+    if spec is None:
+        code = _load_file(main, script.path)
+    else:
+        if script.module:
+            sys.argv[0] = str(spec.origin)
+        code = _load(main, spec)
+    if code is None:
+        raise InvalidRequestError(f"{script.target} cannot be run: it holds no Python code")
+    exec(code, main.__dict__)
+
+
+def _load_file(main: ModuleType, path: str) -> CodeType | None:
+    kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+    loader = kind("__main__", path)
+    main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+    if isinstance(loader, SourceFileLoader):
+        return loader.source_to_code(
+            loader.get_data(path), path
+        )  # get_code would leave a __pycache__
+    return loader.get_code("__main__")
+
+
+def _load(main: ModuleType, spec: ModuleSpec) -> CodeType | None:
+    loader: Any = spec.loader
+    main.__dict__.update(
+        __spec__=spec,
+        __loader__=loader,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __package__=spec.parent,
+    )
+    code: CodeType | None = loader.get_code(spec.name)
+    return code
+
+
+def _put_first(folder: str) -> None:
+    """Like `python script.py`: the script's folder takes the place of the folder that the
+    interpreter put first.
+    """
+    if sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    else:
+        sys.path[0] = folder
+
+
+def _module_spec(name: str) -> ModuleSpec:
+    spec = _find(name)
+    if spec is None:
+        raise InvalidRequestError(f"no module named {name}")
+    if spec.submodule_search_locations is None:
+        return spec
+    inner = _find(f"{name}.__main__")
+    if inner is None:
+        raise InvalidRequestError(
+            f"{name} is a package without a __main__ module, so it cannot be run"
+        )
+    return inner
+
+
+def _find(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that a parent package imports: the user's traceback, not ours
+        return None
+
+
+def _leave_on_signals() -> Callable[[], bool]:
+    """Returns what tells whether there was a Ctrl-C."""
+    seen: list[int] = []
+
+    def terminate(signum: int, _: FrameType | None) -> None:
+        if drain.ask_all():
+            return
+        signal.signal(signum, signal.SIG_DFL)
+        raise SystemExit(ExitCode.TERMINATED)
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if not drain.ask_all():
+            signal.default_int_handler(signum, frame)
+        seen.append(signum)
+        if os.isatty(2):
+            os.write(2, AFTER_THIS_STEP)
+
+    signal.signal(signal.SIGTERM, terminate)
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # else it is ignored, as under nohup
+        signal.signal(signal.SIGINT, interrupt)
+    return lambda: bool(seen)
+
+
+def _status(end: SystemExit) -> int:
+    """The exit code that the interpreter would have given: sys.exit("text") prints the text and
+    means 1.
+    """
+    if end.code is None:
+        return ExitCode.DONE
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return ExitCode.BUG
+
+
+def _remember(error: BaseException) -> None:
+    """What the interpreter itself does with an uncaught exception: exit handlers and debuggers
+    find it there.
+    """
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+
+
+def _report(error: BaseException) -> None:
+    """By the script's sys.excepthook, if it has set one, else by us."""
+    if sys.excepthook is not sys.__excepthook__:
+        try:
+            sys.excepthook(type(error), error, _from_script(error.__traceback__))
+        except BaseException:
+            print("Error in sys.excepthook:", file=sys.stderr)
+            traceback.print_exc()
+        else:
+            return
+    _show(error)
+
+
+def _show(error: BaseException) -> None:
+    """The script's own traceback, without our frames above it; once, in the launcher's file or
+    else on stderr.
+    """
+    lines = traceback.format_exception(type(error), error, _from_script(error.__traceback__))
+    path = os.environ.get(TRACEBACK_FILE)
+    if path:
+        Path(path).write_text("".join(lines), encoding="utf-8")
+    else:
+        sys.stderr.write("".join(lines))
+        sys.stderr.flush()
+
+
+def _from_script(frames: TracebackType | None) -> TracebackType | None:
+    frozen = (
+        "importlib.util",
+        "importlib._bootstrap",
+        "importlib._bootstrap_external",
+        "zipimport",
+    )
+    ours = (__file__, *(f"<frozen {name}>" for name in frozen))
+    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+        frames = frames.tb_next
+    return frames

@@ -1,0 +1,3 @@
+"""The torch optimizer that a script holds, and the strategies by which its steps reach the
+servers.
+"""

@@ -1,0 +1,1 @@
+"""One script's run: its membership, open loops, statistics, reported values and phases."""

@@ -1,0 +1,92 @@
+"""What callers and their environment give, checked where it is given: InvalidRequestError says
+what would do.
+"""
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model_spec import is_clip_norm
+from pscommon.settings.values import LANES, Lanes, seconds
+
+CONNECT_SECONDS = "60"
+MOST_RANK = 2**32 - 1
+
+
+def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
+    """An integer of Python's, numpy's or torch's, as Python's."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise InvalidRequestError(f"{name}={value!r} is not a whole number from {least} to {most}")
+    return number
+
+
+def clip_norm_of(value: Any) -> float | None:
+    """The largest L2 norm of an update's averaged gradient, from any kind of number; None: any
+    norm.
+    """
+    number = value.item() if hasattr(value, "item") else value
+    if number is not None and not is_clip_norm(number):
+        raise InvalidRequestError(
+            f"clip_norm={value!r} is not a finite number above 0. Try: clip_norm=1.0, or None for "
+            f"no clipping."
+        )
+    return None if number is None else float(number)
+
+
+def seed_of(value: Any) -> int:
+    """Any 64-bit integer, as a signed one: of two that differ by 2**64 nobody can tell which it
+    was.
+    """
+    return (whole("seed", value, -(2**63), 2**64 - 1) + 2**63) % 2**64 - 2**63
+
+
+def rank_of(given: int | None, environment: Mapping[str, str]) -> int | None:
+    """The worker's place in a round's sum: as given, or PS_WORKER_RANK."""
+    return (
+        _from_environment("PS_WORKER_RANK", environment)
+        if given is None
+        else whole("rank", given, 0, MOST_RANK)
+    )
+
+
+def attempt_of(environment: Mapping[str, str]) -> int:
+    """How often the launcher had started this process's rank before."""
+    return _from_environment("PS_WORKER_ATTEMPT", environment) or 0
+
+
+def _from_environment(name: str, environment: Mapping[str, str]) -> int | None:
+    text = environment.get(name, "")
+    if text and not (text.isascii() and text.isdecimal() and int(text) <= MOST_RANK):
+        raise InvalidRequestError(f"{name} must be 0, 1, 2 ..., not {text!r}")
+    return int(text) if text else None
+
+
+def connect_timeout_of(given: float | None, environment: Mapping[str, str]) -> float:
+    """Seconds that servers may be silent: as given, or PS_CONNECT_TIMEOUT."""
+    if given is not None:
+        return time_limit("connect_timeout", given)
+    try:
+        return seconds(environment.get("PS_CONNECT_TIMEOUT") or CONNECT_SECONDS)
+    except ValueError as error:
+        raise InvalidRequestError(f"PS_CONNECT_TIMEOUT: {error}") from error
+
+
+def time_limit(name: str, given: float) -> float:
+    """Seconds, perhaps without end."""
+    if isinstance(given, int | float) and given > 0:
+        return given
+    raise InvalidRequestError(f"{name}={given!r} is not a positive number of seconds")
+
+
+def lanes_of(given: Lanes | None, environment: Mapping[str, str]) -> Lanes:
+    """How tensors move: as given, or PS_LANES."""
+    lanes: Any = given or environment.get("PS_LANES") or "auto"
+    if lanes not in LANES:
+        raise InvalidRequestError(f"lanes {lanes!r} is not one of {', '.join(LANES)}")
+    chosen: Lanes = lanes
+    return chosen

@@ -1,0 +1,136 @@
+"""Leaving when asked (Ctrl-C, SIGTERM, ps-ctl drain or stop): at the next step boundary, and
+done.
+"""
+
+import _thread
+import math
+import os
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from pscommon.core.errors import PSError
+
+if TYPE_CHECKING:
+    from psworker.connection.retry import Clock
+
+LONGEST_WAIT = 1.5
+"""Seconds that a call still waits for others once this worker was asked to leave."""
+
+
+class Stopping(SystemExit):
+    """The script ends here, with exit code 0: this worker was asked to leave, or the job ends.
+
+    Raised by the loaders and the step of a job, after the step in progress. The worker has left
+    the rounds, and the batches that it had not pushed are other workers' data. Until
+    `job.close()` the script may still report and pull. No Exception, so `except Exception` lets
+    it pass; `finally` and `with` work as ever.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class DrainedError(PSError):
+    """This worker was asked to leave, or the job is over, and what was called would keep it
+    here. Exit code 0.
+    """
+
+    exit_code: ClassVar[int] = 0
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "DRAINED")
+
+
+class Drain:
+    """Whether this process's worker was asked to leave. deadline: by the clock, until when it
+    still waits for others.
+
+    It belongs to the process, not to one place in the job: a worker that joins again has still
+    been asked. watch: run in a thread once it was asked. given_up: the servers do not answer,
+    and are asked nothing more.
+    """
+
+    def __init__(self, clock: "Clock", watch: Callable[[], None] | None = None) -> None:
+        self.deadline = math.inf
+        self.given_up = False
+        self._watch = watch
+        self._renewed = False
+        self._now = clock.now
+        self._pid = os.getpid()
+
+    @property
+    def asked(self) -> bool:
+        return self.deadline < math.inf
+
+    def ask(self) -> None:
+        """Harmless to repeat."""
+        if not self.asked:
+            self.deadline = self._now() + LONGEST_WAIT
+            if self._watch is not None:
+                _thread.start_new_thread(self._watch, ())  # unlike Thread.start, takes no lock
+
+    def begin(self) -> None:
+        """The script makes a call. The first one after it was asked, such as the step in
+        progress, has all the time.
+        """
+        if self.deadline < math.inf and not self._renewed:
+            self._renewed, self.deadline = True, self._now() + LONGEST_WAIT
+
+    def check(self) -> None:
+        """DrainedError once it has waited long enough."""
+        self.check_answered()
+        if self._now() >= self.deadline:
+            raise DrainedError(
+                f"asked to leave, this worker waited {LONGEST_WAIT:g} s more and now goes"
+            )
+
+    def give_up(self) -> None:
+        """The servers do not answer."""
+        self.given_up = True
+
+    def unanswered(self) -> None:
+        """A call has failed because a server did not answer."""
+        if self._now() >= self.deadline:
+            self.give_up()
+
+    def check_answered(self) -> None:
+        """DrainedError once the servers have been given up."""
+        if self.given_up:
+            raise DrainedError(
+                "asked to leave, this worker does not wait for servers that do not answer"
+            )
+
+    def opens(self) -> None:
+        """There is a worker that can be asked."""
+        _open.add(self)
+
+    def closes(self) -> None:
+        """The worker is gone. Harmless to repeat."""
+        _open.discard(self)
+
+    def here(self) -> bool:
+        """False in a fork of the worker's process."""
+        return self._pid == os.getpid()
+
+
+_open: "weakref.WeakSet[Drain]" = weakref.WeakSet()
+
+
+def ask_all() -> bool:
+    """Asks every worker of this process. False: there is none, or all of them had been asked
+    before.
+
+    For signal handlers: takes no lock and writes no log.
+    """
+    fresh = [drain for drain in list(_open) if drain.here() and not drain.asked]
+    for drain in fresh:
+        drain.ask()
+    return bool(fresh)

@@ -1,0 +1,38 @@
+"""What commands and scripts read in the environment alike, and what they leave out of it for
+others.
+"""
+
+import os
+from collections.abc import Mapping
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.settings import options
+
+ON = ("1", "on", "yes", "true")
+OFF = ("", "0", "off", "no", "false")
+
+
+def is_on(name: str) -> bool:
+    """Whether this variable is switched on; InvalidRequestError where it says neither on nor
+    off.
+    """
+    text = os.environ.get(name, "")
+    word = text.strip().lower()
+    if word not in ON + OFF:
+        raise InvalidRequestError(
+            f"{name}={text} is neither on ({', '.join(ON)}) nor off ({', '.join(OFF[1:])})"
+        )
+    return word in ON
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a process inherits that is told its settings by flags alone: nothing of what our
+    commands would read.
+    """
+    known = {
+        variable
+        for table in options.TABLES.values()
+        for option in table
+        for variable in option.variables
+    }
+    return {key: value for key, value in environ.items() if key not in known | {"PS_CONFIG"}}

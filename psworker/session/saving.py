@@ -1,0 +1,31 @@
+"""The job's weights as one file, from any worker."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pscommon.core.errors import InvalidRequestError, NotSavedError, SnapshotError
+from pscommon.snapshot import tensors_on_tape, write_model
+from pscommon.system.small_files import why_no_file
+from psworker.model.adapter import ModelAdapter
+
+if TYPE_CHECKING:
+    from psworker.client.local_client import JobClient
+
+
+def save(client: "JobClient", bridge: ModelAdapter, file: str | os.PathLike[str]) -> None:
+    """As Job.save."""
+    path = Path(file)
+    if problem := why_no_file(path):
+        raise InvalidRequestError(f"job.save({os.fspath(file)!r}): {problem}")
+    plan, memory = client.newest()
+    # names and order as this worker registered them: the servers may know the model from an older
+    # release
+    own = {tensor.name: tensor for tensor in bridge.spec.tensors}
+    by_name = dict(
+        zip((t.name for t in plan.spec.tensors), tensors_on_tape(plan, memory), strict=True)
+    )
+    try:
+        write_model(path, bridge.spec, [by_name[name] for name in own])
+    except SnapshotError as error:
+        raise NotSavedError(f"job.save: {error}") from error

@@ -1,0 +1,55 @@
+"""Where the time of training goes."""
+
+import time
+from collections.abc import Mapping
+
+PHASES = ("data", "pull", "compute", "push", "wait", "apply")
+
+
+class StepStats:
+    """Where the time goes: seconds by phase, of the last step (`last`) and of all (`total`);
+    steps, samples; how many steps were stale or rejected. phase: what the worker does now; empty
+    before the first.
+
+    data: waiting for the data loader; compute: the script's own work; push: gathering and
+    sending the gradient; wait: for other workers, or for a batch; apply: the servers' optimizer;
+    pull: receiving weights.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.samples = self.stale = self.rejected = self._last_samples = 0
+        self.last, self.total, self._current = (dict.fromkeys(PHASES, 0.0) for _ in range(3))
+        self.phase, self._since = "", 0.0  # the clock starts with the first phase
+
+    def enter(self, phase: str) -> None:
+        """From now on, time counts for this phase."""
+        now = time.perf_counter()
+        if self.phase:
+            self._current[self.phase] += now - self._since
+        self.phase, self._since = phase, now
+
+    def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
+        """`exchange`: what the push is known to have spent on other phases than "push"."""
+        self.enter("compute")
+        for phase in ("wait", "apply", "pull"):
+            seconds = min(exchange.get(phase, 0.0), self._current["push"])
+            self._current["push"] -= seconds
+            self._current[phase] += seconds
+        for phase, seconds in self._current.items():
+            self.total[phase] += seconds
+        self.last, self._current = self._current, dict.fromkeys(PHASES, 0.0)
+        self.steps, self.samples, self._last_samples = (
+            self.steps + 1,
+            self.samples + samples,
+            samples,
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """Length of the last step; 0 before there is one."""
+        return sum(self.last.values())
+
+    @property
+    def samples_per_second(self) -> float:
+        """Speed of the last step."""
+        return self._last_samples / self.step_seconds if self.step_seconds else 0.0

@@ -1,0 +1,1 @@
+"""Requests to servers: the transport interface, gRPC, server addresses, and parallel calls."""

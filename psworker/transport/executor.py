@@ -1,0 +1,98 @@
+"""Threads that stay: one for each shard but the first, whose part the caller does itself."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pscommon.system import signals as interruptible
+from psworker.transport.streams import Cancellation
+
+T = TypeVar("T")
+
+Job = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class ShardExecutor:
+    """Runs the parts of a request at the same time. Daemon threads: a forgotten one does not
+    keep a process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queues: list[queue.SimpleQueue[Job | None]] = []
+        self._threads: list[threading.Thread] = []
+
+    def run(self, parts: Sequence[Callable[[], T]], cancellation: Cancellation) -> list[T]:
+        """Results in order. When one part fails the others are cancelled, and the first failure
+        is raised.
+
+        Returns or raises only when no part is running any more, so the caller's memory is its
+        own again.
+        """
+        futures = [
+            self._hand_out(number, part, cancellation) for number, part in enumerate(parts[1:])
+        ]
+        try:
+            first = parts[0]()
+        except BaseException as error:
+            cancellation.cancel(error)
+        self._await(futures, cancellation)
+        if cancellation.cause is not None:
+            raise cancellation.cause
+        return [first, *(future.result() for future in futures)]
+
+    def close(self) -> None:
+        """Ends the threads, which must be idle."""
+        for waiting in self._queues:
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(10.0)
+        self._queues, self._threads = [], []
+
+    def _hand_out(
+        self, number: int, part: Callable[[], T], cancellation: Cancellation
+    ) -> "Future[T]":
+        if number == len(self._threads):
+            self._hire()
+        future: Future[T] = Future()
+        # before its owner is told, so that the others are not waited for in vain
+        future.add_done_callback(lambda done: _spread(done, cancellation))
+        self._queues[number].put((part, future))
+        return future
+
+    def _hire(self) -> None:
+        tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        name = f"{self._name}-{len(self._threads) + 1}"
+        thread = threading.Thread(target=_work, args=(tasks,), name=name, daemon=True)
+        self._queues.append(tasks)
+        self._threads.append(thread)
+        thread.start()
+
+    @staticmethod
+    def _await(futures: "Sequence[Future[Any]]", cancellation: Cancellation) -> None:
+        for future in futures:
+            while not future.done():
+                try:
+                    interruptible.settle(future)
+                except (
+                    BaseException
+                ) as interrupt:  # Ctrl-C: end the calls, then wait for the threads all the same
+                    cancellation.cancel(interrupt)
+
+
+def _work(tasks: "queue.SimpleQueue[Job | None]") -> None:
+    while (job := tasks.get()) is not None:
+        part, future = job
+        try:
+            future.set_result(part())
+        except BaseException as error:
+            future.set_exception(error)
+        # what a finished job refers to, gradients say, must not live until the next one comes
+        del job, part, future
+
+
+def _spread(future: "Future[Any]", cancellation: Cancellation) -> None:
+    if (error := future.exception()) is not None:
+        cancellation.cancel(error)
