@@ -135,3 +135,21 @@ def test_the_glossary_is_short_and_sorted() -> None:
 
     assert len(terms) <= 40
     assert terms == sorted(terms, key=str.lower)
+
+
+def test_the_tests_that_faults_names_exist() -> None:
+    """A name without a folder lies beside the one before it."""
+    missing = []
+    for row in (
+        line
+        for line in (ROOT / "FAULTS.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ):
+        folder = ROOT / "tests"
+        for name in re.findall(r"`(tests/[\w/.*]+|test_[\w*]+\.py)`", row):
+            path = ROOT / name if name.startswith("tests/") else folder / name
+            folder = path.parent
+            if not list(folder.glob(path.name)):
+                missing.append(name)
+
+    assert not missing
