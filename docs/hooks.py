@@ -15,6 +15,7 @@ PAGES = {
     "FAULTS.md": "faults.md",
     "CHANGELOG.md": "changelog.md",
     "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
     "deploy/README.md": "operations/containers.md",
     "benchmarks/results/README.md": "results/index.md",
 }

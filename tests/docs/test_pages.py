@@ -5,15 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 import psworker
-from pscommon.core.exit_codes import ExitCode
 from pscommon.settings import options
 from pscommon.settings.environment import OTHERS
-from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.ctl.cli import ps_ctl
-from psworker.session.metrics import WorkerMetrics
 from tests.deploy.queries import ALERTS
 from tests.docs.pages import ROOT, pages, prose
 
@@ -97,36 +93,12 @@ def test_the_reference_has_every_public_name() -> None:
     assert listed == set(psworker.__all__)
 
 
-def test_the_monitoring_page_has_every_metric() -> None:
-    registry = CollectorRegistry()
-    ServerMetrics(registry, shard=0)
-    WorkerMetrics(registry)
-    families = [*registry.collect(), *standby_metrics(0, int).collect()]
-    exported = {
-        family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-        for family in families
-    }
-    text = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
-
-    assert set(re.findall(r"`(ps_\w+)`", text)) == {
-        name for name in exported if name.startswith("ps_")
-    }
-
-
 def test_the_monitoring_page_has_every_alert() -> None:
     text = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
 
     assert set(re.findall(r"^\| `([A-Z]\w+)` \|", text, re.M)) == set(
         re.findall(r"- alert: (\w+)", ALERTS.read_text())
     )
-
-
-def test_troubleshooting_has_every_exit_code() -> None:
-    text = (ROOT / "docs/operations/troubleshooting.md").read_text(encoding="utf-8")
-
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)} == {
-        code for code in ExitCode if code < 128
-    }
 
 
 def test_the_glossary_is_short_and_sorted() -> None:
@@ -153,3 +125,26 @@ def test_the_tests_that_faults_names_exist() -> None:
                 missing.append(name)
 
     assert not missing
+
+
+def test_pages_keep_their_length() -> None:
+    limits = {"README.md": 150, "ARCHITECTURE.md": 120}
+    limits |= {str(page.relative_to(ROOT)): 30 for page in (ROOT / "docs/adr").glob("0*.md")}
+    lengths = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in limits}
+
+    assert len(limits) > 20
+    assert not {name: length for name, length in lengths.items() if length > limits[name]}
+
+
+def test_architecture_has_every_package() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.partition("## Packages")[2].partition("Rules, checked")[0]
+    listed = set()
+    for name in re.findall(r"`([\w/{},]+)`", table):
+        start, _, ends = name.partition("{")
+        listed |= {start + end for end in ends.rstrip("}").split(",")}
+    folders = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("ps*/**/__init__.py")}
+    shared = {path.parent.name for path in (ROOT / "common/pscommon").glob("*/__init__.py")}
+    packages = {folder for folder in folders if "/" in folder and folder != "psserver/core"}
+
+    assert listed - {"psproto"} == packages | {f"pscommon/{name}" for name in shared}
