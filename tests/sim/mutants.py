@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import psserver.core.commands.recorder as recorder_module
+import psserver.core.data.data_ledger as data_ledger_module
 import psserver.core.job.update_rounds as updates_module
 import tests.sim.servers as servers_module
 from pscommon.core.errors import PSError
@@ -15,7 +16,6 @@ from pscommon.core.log_entries import Contribution, Entry, PushKey, Reshard, Sta
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.commands.recorder import NO_DEATHS, RecordedCommand, Recorder, perform
 from psserver.core.commands.request_checks import UnfitPush
-from psserver.core.data.data_ledger import DataLedger
 from psserver.core.data.map_loop import MapLoop
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.pending_pushes import PendingPushes
@@ -312,15 +312,11 @@ CLASSES: dict[str, dict[str, type]] = {
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "bound off by one": (updates_module, "choose", bound_off_by_one),
     "a round closed by part of its roster": (updates_module, "choose", part_of_the_roster),
-    "a push counted on one shard only": (updates_module, "Pending", ReadyOnOneShard),
+    "a push counted on one shard only": (updates_module, "PendingPushes", ReadyOnOneShard),
     "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
     "a dead worker is believed to live": (Membership, "expired", believes_late_messages),
     "a replay ends at a command that failed": (servers_module, "replay", replay_until_an_error),
     "an unfit push is not refused": (recorder_module, "unfit_pushes", no_unfit_pushes),
     "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),
-    "a batch counts when it is handed out": (
-        DataLedger.open.__globals__,
-        "Loop",
-        CommitsWhenHandedOut,
-    ),
+    "a batch counts when it is handed out": (data_ledger_module, "MapLoop", CommitsWhenHandedOut),
 }

@@ -143,9 +143,7 @@ SCENARIOS = {**mutants.SCENARIOS, **clipping_mutants.SCENARIOS}
 def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = CLASSES.get(name, {})
     if name in PATCHES:
-        target, attribute, value = PATCHES[name]
-        set_item = monkeypatch.setitem if isinstance(target, dict) else monkeypatch.setattr
-        set_item(target, attribute, value)
+        monkeypatch.setattr(*PATCHES[name])
 
     drawn = SCENARIOS.get(name, lambda scenario: scenario)
 
