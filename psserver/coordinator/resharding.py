@@ -25,7 +25,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
-from psserver.shard.reshard_reader import move_in
+from psserver.shard.resharding import build_partition
 
 SHOWN = 8
 """Commands of servers still to be started that an error lists."""
@@ -160,7 +160,7 @@ class ReshardRequests:
             move, epoch = coordinator.move, coordinator.epoch
             self.dismiss()
             if move is None:
-                self._engine.moves.over()
+                self._engine.frozen.discard()
             if (
                 move is None
                 or not self._engine.moving
@@ -182,7 +182,9 @@ class ReshardRequests:
             self._desk.wake()
 
     def _move_in(self, epoch: int, index: int) -> None:
-        nbytes, problem = move_in(self._engine, self._sources(), self._identity.job, epoch, index)
+        nbytes, problem = build_partition(
+            self._engine, self._sources(), self._identity.job, epoch, index
+        )
         self.moved(0, nbytes, problem)
 
     def _sources(self) -> list[str]:

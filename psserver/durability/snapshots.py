@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -25,8 +25,9 @@ from pscommon.optim.specs import groups_to_json, scalars_to_json
 from pscommon.snapshot import Manifest, SnapshotDirectory, SnapshotPart, SnapshotReader
 from pscommon.system.packages import installed
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInProgress
+from psserver.durability.shard_recovery import Open
 from psserver.durability.shard_state import LogUnfitError
-from psserver.parameters.store import ParameterStore
+from psserver.parameters.store import ParameterStore, PartReader
 from psserver.process.generation_file import (
     GENERATION,
     GenerationDamagedError,
@@ -34,7 +35,6 @@ from psserver.process.generation_file import (
     remedy_for,
 )
 from psserver.process.metrics import ServerMetrics
-from psserver.shard.engine import ShardEngine
 
 NICE = 10
 """How far the writing thread steps back: to a tenth of what another one gets where all cores are
@@ -42,6 +42,20 @@ busy.
 """
 
 log = logging.getLogger("psserver")
+
+
+class RecoverableShard(Protocol):
+    """A shard whose state can be replaced by that of a snapshot."""
+
+    def restore(self, epoch: int, manifest: Manifest, reader: PartReader, shards: int) -> None:
+        """Replace the state by the snapshot's."""
+        ...
+
+    def recover(
+        self, epoch: int, manifest: Manifest | None, snapshot: Open | None, shards: Collection[int]
+    ) -> None:
+        """Restore the snapshot, then replay the shard's own log. Raises LogUnfitError."""
+        ...
 
 
 class SnapshotManager:
@@ -227,13 +241,15 @@ class SnapshotManager:
             return f"the log in {self._data_dir}"
         return f"the snapshot of version {manifest.version}{' with its log' if logged else ''} in {self._data_dir}"
 
-    def load_into(self, engine: ShardEngine, epoch: int, manifest: Manifest, shards: int) -> str:
+    def load_into(
+        self, shard: RecoverableShard, epoch: int, manifest: Manifest, shards: int
+    ) -> str:
         """Put this shard's part, among so many, of a snapshot in place; empty, or what is wrong."""
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
         self.close()  # no part of the history that ends here may come among those of the next one
         try:
-            engine.restore(epoch, manifest, self._reader(manifest, shards), shards)
+            shard.restore(epoch, manifest, self._reader(manifest, shards), shards)
         except SnapshotError as error:
             return str(error)
         self._found(manifest)
@@ -248,7 +264,11 @@ class SnapshotManager:
         )
 
     def recover_into(
-        self, engine: ShardEngine, epoch: int, manifest: Manifest | None, shards: Collection[int]
+        self,
+        shard: RecoverableShard,
+        epoch: int,
+        manifest: Manifest | None,
+        shards: Collection[int],
     ) -> str:
         """Make this shard what it was: a snapshot and its own log on top; empty, or why that
         cannot be.
@@ -258,7 +278,7 @@ class SnapshotManager:
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
         try:
-            engine.recover(
+            shard.recover(
                 epoch, manifest, partial(self._reader, manifest) if manifest else None, shards
             )
         except (LogUnfitError, SnapshotError) as error:

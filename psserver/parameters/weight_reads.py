@@ -30,7 +30,7 @@ class WeightReads:
 
     def open(self, weights: RoleBuffers, spans: Sequence[Span]) -> "WeightRead":
         """Only while nothing changes the weights."""
-        reading = WeightRead(self, weights, spans)
+        reading = WeightRead(self._encode, self._close, weights, spans)
         with self._lock:
             self._live.add(reading)
         return reading
@@ -47,13 +47,13 @@ class WeightReads:
             for reading in live:
                 reading.memory, reading.frozen = RoleBuffers({**reading.memory, **copy}), copy
 
-    def encode(self, reading: "WeightRead", spans: Sequence[Span]) -> bytes:
+    def _encode(self, reading: "WeightRead", spans: Sequence[Span]) -> bytes:
         with self._lock:
             memory = reading.memory
             reading.left -= sum(stop - start for _, start, stop in spans)
             return encode_data(*(raw(memory[role][start:stop]) for role, start, stop in spans))
 
-    def close(self, reading: "WeightRead") -> None:
+    def _close(self, reading: "WeightRead") -> None:
         with self._lock:
             self._live.discard(reading)
             frozen, reading.frozen = reading.frozen, None
@@ -70,11 +70,18 @@ class WeightRead:
     frame has yet.
     """
 
-    def __init__(self, readings: WeightReads, weights: RoleBuffers, spans: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        encode: Callable[["WeightRead", Sequence[Span]], bytes],
+        close: Callable[["WeightRead"], None],
+        weights: RoleBuffers,
+        spans: Sequence[Span],
+    ) -> None:
         self.memory = weights
         self.frozen: RoleBuffers | None = None
         self.nbytes = self.left = sum(stop - start for _, start, stop in spans)
-        self._readings = readings
+        self._encode = encode
+        self._close = close
         self._spans = spans
 
     def frames(self, size: int = FRAME_BYTES) -> Iterator[bytes]:
@@ -82,7 +89,7 @@ class WeightRead:
         for.
         """
         for spans in _grouped(self._spans, size):
-            yield self._readings.encode(self, spans)
+            yield self._encode(self, spans)
 
     def views(self) -> list[memoryview]:
         """All bytes, where they lie; only while nothing changes the weights."""
@@ -90,7 +97,7 @@ class WeightRead:
 
     def close(self) -> None:
         """Harmless to repeat."""
-        self._readings.close(self)
+        self._close(self)
 
 
 def _grouped(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:

@@ -1,3 +1,3 @@
-"""One shard at work: the engine that applies log entries, its link to the coordinator, and
-resharding.
+"""One running shard: the engine that applies log entries, its link to the coordinator, resharding,
+and the workers' shared-memory buffers.
 """

@@ -28,7 +28,7 @@ from psserver.durability.snapshots import SnapshotManager
 from psserver.process.identity import ServerIdentity
 from psserver.process.worker_exits import WorkerExits
 from psserver.shard.engine import ShardEngine
-from psserver.shard.reshard_reader import move_in
+from psserver.shard.resharding import build_partition
 
 BEAT = 1.0
 """Seconds between reports when nothing happens."""
@@ -321,7 +321,7 @@ class CoordinatorLink:
         ):
             self._move_in(response.epoch, response.move)
         elif not response.HasField("move"):
-            self._engine.moves.over()
+            self._engine.frozen.discard()
         if response.snapshots:
             self._archive.retain(response.snapshots, response.job)
             self._engine.snapshot_written(max(response.snapshots))
@@ -331,7 +331,9 @@ class CoordinatorLink:
         again.
         """
         identity = self._identity
-        nbytes, problem = move_in(self._engine, move.sources, identity.job, epoch, move.index)
+        nbytes, problem = build_partition(
+            self._engine, move.sources, identity.job, epoch, move.index
+        )
         result = pb.MoveResult(index=move.index, nbytes=nbytes, problem=problem)
         self._say(pb.LinkShardRequest(moved=result))
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pscommon.core.errors import LayoutError, UnreachableError
 from pscommon.core.log_entries import (
@@ -37,26 +37,36 @@ from pscommon.system.thread_team import ThreadTeam
 from psserver.core.job.settings import ANY, GradientRules
 from psserver.core.shard.state_machine import LogInvariantError, PushOutcome, ShardMachine
 from psserver.durability.record_sink import RecordSink, RecordSource
-from psserver.durability.shard_log import SegmentBase, ShardLog
+from psserver.durability.shard_log import HeldNumbers, SegmentBase, ShardLog
 from psserver.durability.shard_recovery import Open, ShardRecovery
 from psserver.durability.shard_state import ShardState, StagedNumbers, apply, measure
 from psserver.durability.state_records import StateRecord, shard_state
-from psserver.parameters.frozen_shard import FrozenShard
+from psserver.parameters.frozen_shard import FrozenShard, FrozenShardHolder
 from psserver.parameters.gradient_check import examined
 from psserver.parameters.memory_budget import MemoryBudget
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore, PartReader, numbers_of
 from psserver.process.metrics import ServerMetrics
-from psserver.shard.resharding import ShardResharding
+from psserver.shard.push_timings import PushTimings
+from psserver.shard.shared_buffers import AttachedBuffers
+from psserver.shard.transfer_stats import TransferStats
 from psserver.shard.wakeups import PushWaiters
-from psserver.transfer.pull_sender import PullSender
-from psserver.transfer.push_timings import PushTimings
-from psserver.transfer.shared_buffers import AttachedBuffers
-from psserver.transfer.staging_allocator import StagingAllocator
-from psserver.transfer.transfer_stats import TransferStats
 
 LOOK = 0.4
 """Seconds after which a thread that waits for an update looks whether its caller is still there."""
+
+
+class PendingPartition(NamedTuple):
+    """A shard's new partition in a reshard, to be filled from the shards that held it before.
+
+    machine: the shard's machine when the partition was prepared.
+    model: the job's model.
+    store: the new partition's arrays.
+    """
+
+    machine: ShardMachine
+    model: ModelSpec
+    store: ParameterStore
 
 
 class ShardEngine:
@@ -84,8 +94,6 @@ class ShardEngine:
         self.metrics = metrics
         self.budget = MemoryBudget(in_flight)
         self.memories = AttachedBuffers(lanes)
-        self.places = StagingAllocator(self)
-        self.pulls = PullSender(self)
         self.report: Callable[[], None] = lambda: None
         self.waiting_for: Callable[[], str] = lambda: ""
         self.check_gathering: Callable[[], None] = lambda: (
@@ -103,7 +111,7 @@ class ShardEngine:
         )  # a push is written and staged, or a new segment begun: never both at once
         self._machine = ShardMachine(shard)
         self._changed = PushWaiters()
-        self.moves = ShardResharding(self, self._changed)
+        self.frozen = FrozenShardHolder(shard, self._changed)
         self._carrying = threading.RLock()
         self._kept: dict[PushKey, StagedNumbers] = {}
         self._model: ModelSpec | None = None
@@ -189,21 +197,20 @@ class ShardEngine:
             self._begin_segment()
         self.report()
 
-    def room_to_move(self, index: int) -> tuple[ShardMachine, ModelSpec, ParameterStore] | None:
-        """Whose part to make, of what, and where; None: the log has not come to `index`, or the
-        part is here.
+    def prepare_partition(self, index: int) -> PendingPartition | None:
+        """Return the partition to build after the Reshard at `index`.
+
+        None: the shard has not applied that entry yet, or already has its partition.
         """
         machine, spec = self._machine, self._model
         if not machine.moving or machine.index < index or spec is None:
             return None
-        return (
-            machine,
-            spec,
-            ParameterStore(PartitionPlan(spec, self.shards), self.shard, self._team),
-        )
+        store = ParameterStore(PartitionPlan(spec, self.shards), self.shard, self._team)
+        return PendingPartition(machine, spec, store)
 
-    def settle_in(self, machine: ShardMachine, spec: ModelSpec, store: ParameterStore) -> None:
-        """This shard's new part is there, unless something else has happened meanwhile."""
+    def install_partition(self, pending: PendingPartition) -> None:
+        """Start to use the new partition, unless the shard's state has been replaced meanwhile."""
+        machine, spec, store = pending
         with self._carrying, self._changed:
             if (
                 self._machine is not machine
@@ -225,15 +232,17 @@ class ShardEngine:
         """Another machine, one of so many, and nothing staged; the workers of before come back
         as new ones.
         """
-        self._release(list(self._kept))
+        self._drop_staged(list(self._kept))
         self.memories.clear()
-        self._machine, self.shards, self.moves.held = machine, shards, None
+        self._machine, self.shards, self.frozen.current = machine, shards, None
         self._log.clear()
 
     def _begin_segment(self) -> None:
         self.metrics.version(self._machine.version)
+        frozen = self.frozen.current
+        held = HeldNumbers(frozen.index, frozen.shards) if frozen is not None else None
         self._log.begin(
-            SegmentBase(self.shards, self._machine.state(), self.moves.at),
+            SegmentBase(self.shards, self._machine.state(), held),
             self._model,
             self._staged(),
         )
@@ -262,7 +271,7 @@ class ShardEngine:
     def _become(self, replica: ShardState) -> None:
         with self._carrying, self._logging, self._changed:
             self._machine, self._kept = replica.machine, replica.kept
-            self.shards, self.moves.held, self._store = replica.shards, replica.frozen, None
+            self.shards, self.frozen.current, self._store = replica.shards, replica.frozen, None
             self._model = replica.model or self._model
             if replica.model is not None and replica.store is not None:
                 self._install(replica.model, replica.store)
@@ -274,7 +283,7 @@ class ShardEngine:
         """All of this shard, as records for a standby; nothing is applied or staged meanwhile.
         NOT_READY: no such moment came within `seconds`, or the model is on the move, and others
         may need what was here before."""
-        if self.moving or self.moves.held is not None:
+        if self.moving or self.frozen.current is not None:
             raise UnreachableError("the model is on the move", "NOT_READY")
         if not self._carrying.acquire(timeout=seconds):
             raise UnreachableError(f"shard {self.shard} is busy", "NOT_READY")
@@ -313,7 +322,7 @@ class ShardEngine:
         """
         store = self._store
         if store is None or not store.owns(staging):
-            self.places.give(staging)
+            self.release(staging)
             raise UnreachableError(
                 f"shard {self.shard} holds another part of the model now", "NOT_READY"
             )
@@ -324,11 +333,19 @@ class ShardEngine:
         if fresh:
             self.report()
         else:
-            self.places.give(staging)
+            self.release(staging)
         if decided:
             self.duplicates += 1
             self.metrics.pushed("duplicate")
         return not decided
+
+    def release(self, staging: Staging) -> None:
+        """Free the memory of a push that is no longer needed."""
+        claim, staging.claim = staging.claim, None
+        if (store := self._store) is not None:
+            store.release(staging)
+        if claim is not None:
+            self.budget.give(claim)
 
     def _keep(self, staged: Staged, staging: Staging) -> tuple[bool, bool]:
         """Had it been decided before; and is it new? Then it is on the disk, where there is a
@@ -419,7 +436,7 @@ class ShardEngine:
         square_norm = self._carry_out(entry)
         with self._changed:
             self._machine.done(entry, square_norm)
-            self._release([key for key in self._kept if key not in self._machine.staged])
+            self._drop_staged([key for key in self._kept if key not in self._machine.staged])
             self._changed.notify_of(entry)
 
     def snapshot_written(self, version: int) -> None:
@@ -457,10 +474,10 @@ class ShardEngine:
                 )
                 apply(self._numbers, entry, self._kept)
                 self.timings.applied(entry, staged_at, began, time.monotonic() - began)
-                self.moves.held = None  # nothing counts before all shards hold their new parts
+                self.frozen.current = None  # nothing counts before all shards hold their new parts
             case Reshard():
                 with self._changed:
-                    self.moves.held = FrozenShard(
+                    self.frozen.current = FrozenShard(
                         self._machine.epoch, entry.index, self.shards, self._numbers
                     )
                     self.shards, self._store = entry.shards, None
@@ -481,6 +498,6 @@ class ShardEngine:
             )
         return self._store
 
-    def _release(self, keys: Sequence[PushKey]) -> None:
+    def _drop_staged(self, keys: Sequence[PushKey]) -> None:
         for key in keys:
-            self.places.give(self._kept.pop(key).staging)
+            self.release(self._kept.pop(key).staging)

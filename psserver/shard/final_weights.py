@@ -7,17 +7,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pscommon.core.errors import NotSavedError, PSError, UnreachableError
 from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan
 from pscommon.snapshot import tensors_on_tape, write_model
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
+from psserver.shard.engine import ShardEngine
 from psserver.shard.reshard_reader import PeerShard
-
-if TYPE_CHECKING:
-    from psserver.shard.engine import ShardEngine
 
 SETTLE_SECONDS = 10.0
 """How long shards may take to come to one version: entries, or pushes of workers that still run,
@@ -41,7 +39,7 @@ class WeightHolder(Protocol):
 class OwnShard:
     """What this process's shard holds now. NOT_READY: it has no weights."""
 
-    def __init__(self, engine: "ShardEngine") -> None:
+    def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
 
     @property
@@ -62,7 +60,7 @@ class OwnShard:
 
 
 def write_final_weights(
-    engine: "ShardEngine",
+    engine: ShardEngine,
     addresses: Sequence[str],
     job: str,
     model: ModelSpec,

@@ -54,4 +54,4 @@ class PeerServicer(ShardServiceServicer):
         if request.current:
             own = OwnShard(self._engine)
             return own, own.version
-        return self._engine.moves.frozen(request.epoch, request.index, FREEZE_SECONDS), 0
+        return self._engine.frozen.wait_for(request.epoch, request.index, FREEZE_SECONDS), 0

@@ -1,8 +1,7 @@
 """A shard's new part of the model, made of what all shards held before a move."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pscommon.core.errors import SnapshotError, UnreachableError
 from pscommon.core.model_spec import ROLES
@@ -13,9 +12,6 @@ from pscommon.wire.status import translated
 from psproto.v1 import shard_pb2 as pb
 from psproto.v1.shard_pb2_grpc import ShardServiceStub
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription
-
-if TYPE_CHECKING:
-    from psserver.shard.engine import ShardEngine
 
 CALL_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 100e3
 """Of a line that several servers share; one whose peer is gone is noticed by pings, long before."""
@@ -155,27 +151,3 @@ def _gaps(span: ByteRange, found: Sequence[ByteRange]) -> Iterator[ByteRange]:
         position = max(position, stop)
     if position < span.stop:
         yield ByteRange(position, span.stop)
-
-
-def move_in(
-    engine: "ShardEngine", addresses: Sequence[str], job: str, epoch: int, index: int
-) -> tuple[int, str]:
-    """Make a shard's new part of what the shards at these addresses held before a move.
-
-    Returns the bytes that came from others, and why it could not be done, or nothing: then it is
-    done, or was before.
-    """
-    if not all(addresses):
-        return 0, "not all servers have connected yet"
-    with ExitStack() as stack:
-        peers = [PeerShard(address, job, epoch, index) for address in addresses]
-        for peer in peers:
-            stack.callback(peer.close)
-        try:
-            sources: list[PreviousShard] = list(peers)
-            if engine.shard < len(peers):
-                sources[engine.shard] = engine.moves.frozen(epoch, index)
-            engine.moves.move_in(index, sources)
-        except (UnreachableError, SnapshotError) as error:
-            return 0, str(error)
-        return sum(peer.nbytes for peer in peers), ""

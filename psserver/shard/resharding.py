@@ -1,69 +1,54 @@
-"""A shard in a move to another number of shards: what it held is kept for others, its new part
-is made of theirs.
+"""Build this shard's new partition during a reshard, from the partitions that all shards held
+before it.
 """
 
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
 
-from pscommon.core.errors import UnreachableError
+from pscommon.core.errors import SnapshotError, UnreachableError
 from pscommon.core.partition import PartitionPlan
-from psserver.durability.shard_log import HeldNumbers
-from psserver.parameters.frozen_shard import FrozenShard
-from psserver.shard.reshard_reader import PreviousShard, ReshardReader, needed_by
-
-if TYPE_CHECKING:
-    from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import ShardEngine
+from psserver.shard.reshard_reader import PeerShard, PreviousShard, ReshardReader, needed_by
 
 
-class ShardResharding:
-    """The moves of one shard. changed: guards `held`, as all of the engine's; held: from before
-    the last move, as long as anybody may need it."""
+def build_partition(
+    engine: ShardEngine, addresses: Sequence[str], job: str, epoch: int, index: int
+) -> tuple[int, str]:
+    """Build the shard's new partition from the shards at these addresses. Repeating it is harmless.
 
-    def __init__(self, engine: "ShardEngine", changed: threading.Condition) -> None:
-        self.held: FrozenShard | None = None
-        self._engine = engine
-        self._changed = changed
+    Args:
+        engine: The shard.
+        addresses: Address of every shard before the reshard, by shard number; empty if unknown.
+        job: Name of the job.
+        epoch: The log that has the Reshard entry.
+        index: Index of the Reshard entry.
 
-    @property
-    def at(self) -> HeldNumbers | None:
-        """Since when, for the log."""
-        held = self.held
-        return HeldNumbers(held.index, held.shards) if held is not None else None
+    Returns:
+        The bytes received from other shards, and why the partition could not be built (empty if
+        the shard has it).
+    """
+    if not all(addresses):
+        return 0, "not all servers have connected yet"
+    with ExitStack() as stack:
+        peers = [PeerShard(address, job, epoch, index) for address in addresses]
+        for peer in peers:
+            stack.callback(peer.close)
+        try:
+            sources: list[PreviousShard] = list(peers)
+            if engine.shard < len(peers):
+                sources[engine.shard] = engine.frozen.wait_for(epoch, index)
+            _build(engine, index, sources)
+        except (UnreachableError, SnapshotError) as error:
+            return 0, str(error)
+        return sum(peer.nbytes for peer in peers), ""
 
-    def frozen(self, epoch: int, index: int, seconds: float = 0.0) -> FrozenShard:
-        """What was held here at the Reshard of this index. NOT_READY: not yet, or not any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._matching(epoch, index) is not None, seconds)
-            found = self._matching(epoch, index)
-        if found is None:
-            text = f"shard {self._engine.shard} does not hold what it held at entry {index}"
-            raise UnreachableError(text, "NOT_READY")
-        return found
 
-    def _matching(self, epoch: int, index: int) -> FrozenShard | None:
-        held = self.held
-        return held if held is not None and (held.epoch, held.index) == (epoch, index) else None
-
-    def over(self) -> None:
-        """Nothing is on the move: nobody needs what was held before."""
-        if self.held is not None:
-            with self._changed:
-                self.held = None
-
-    def move_in(self, index: int, sources: Sequence[PreviousShard]) -> None:
-        """Make this shard's new part of what all shards held at the Reshard of this index.
-        Repeating it is harmless.
-
-        UnreachableError where one is not there, SnapshotError where something is missing.
-        """
-        room = self._engine.room_to_move(index)
-        if room is None:
-            return
-        machine, spec, store = room
-        store.restore(
-            ReshardReader(
-                PartitionPlan(spec, len(sources)), sources, needed_by(store.plan, machine.shard)
-            )
-        )
-        self._engine.settle_in(machine, spec, store)
+def _build(engine: ShardEngine, index: int, sources: Sequence[PreviousShard]) -> None:
+    """Raises UnreachableError if a source does not answer, SnapshotError if bytes are missing."""
+    pending = engine.prepare_partition(index)
+    if pending is None:
+        return
+    needed = needed_by(pending.store.plan, pending.machine.shard)
+    plan = PartitionPlan(pending.model, len(sources))
+    pending.store.restore(ReshardReader(plan, sources, needed))
+    engine.install_partition(pending)

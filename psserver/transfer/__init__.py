@@ -1,3 +1,1 @@
-"""Bytes between workers and one shard: receiving pushes, sending weights, and shared-memory
-buffers.
-"""
+"""Transfer of tensors between workers and one shard: receive pushes, send weights."""

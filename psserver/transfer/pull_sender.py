@@ -5,20 +5,17 @@ has changed.
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.parameters.store import ParameterStore
 from psserver.parameters.weight_reads import WeightRead
-
-if TYPE_CHECKING:
-    from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import ShardEngine
 
 
 class PullSender:
     """The pulls of one shard."""
 
-    def __init__(self, engine: "ShardEngine") -> None:
+    def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
 
     @contextmanager

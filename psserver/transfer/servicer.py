@@ -16,7 +16,9 @@ from psserver.core.commands.request_checks import wait_seconds
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
+from psserver.transfer.pull_sender import PullSender
 from psserver.transfer.push_receiver import receive, receive_open
+from psserver.transfer.staging_allocator import StagingAllocator
 
 Alive = Callable[[], bool]
 
@@ -33,6 +35,8 @@ class DataPlaneServicer:
     def __init__(self, engine: ShardEngine, identity: ServerIdentity) -> None:
         self._engine = engine
         self._identity = identity
+        self._allocator = StagingAllocator(engine)
+        self._pulls = PullSender(engine)
 
     def Describe(
         self, request: pb.DescribeRequest, context: grpc.ServicerContext
@@ -70,7 +74,7 @@ class DataPlaneServicer:
             yield encode_header(result)
             return
         try:
-            with self._engine.pulls.reading(header, result, alive) as reading:
+            with self._pulls.reading(header, result, alive) as reading:
                 yield encode_header(result)
                 # an open push is one of a worker that computes on with what has come
                 data = (
@@ -88,7 +92,7 @@ class DataPlaneServicer:
             header, result = self._decide(request, iter(()), alive)
             if not result.pulled or header.memory:
                 return encode_header(result)
-            return encode_header(result, memoryview(self._engine.pulls.whole(header, result)))
+            return encode_header(result, memoryview(self._pulls.whole(header, result)))
 
     def AttachMemory(
         self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext
@@ -132,7 +136,7 @@ class DataPlaneServicer:
         alive: Alive,
     ) -> bool:
         """Take a push in. True: it had been decided before, its bytes were for nothing."""
-        staging = self._engine.places.take(header, alive)
+        staging = self._allocator.take(header, alive)
         frames = self._engine.traffic.watched(header.worker, frames)
         try:
             if header.open:
@@ -144,7 +148,7 @@ class DataPlaneServicer:
             if header.samples < 1 and not header.initial:
                 raise InvalidRequestError("a push stands for at least one sample")
         except BaseException:
-            self._engine.places.give(staging)
+            self._engine.release(staging)
             raise
         batches = batches_from_proto(header.batches)
         return not self._engine.stage(
@@ -174,7 +178,7 @@ class DataPlaneServicer:
             return self._pending(self._engine.waiting_for())
         result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
         if result.pulled and header.memory:
-            self._engine.pulls.into_memory(header, result)
+            self._pulls.into_memory(header, result)
         return result
 
     def _pending(self, waiting_for: str) -> pb.ExchangeResult:

@@ -1,26 +1,25 @@
-"""Room for pushes that come: within the budget where they come over the wire, else in the
-worker's shared memory.
+"""Allocate memory for incoming pushes: within the byte budget for pushes from the network, or in
+the worker's shared memory.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.parameters.staging import Staging
-
-if TYPE_CHECKING:
-    from psserver.shard.engine import ShardEngine
+from psserver.shard.engine import ShardEngine
 
 
 class StagingAllocator:
-    """Where the pushes of one shard go, and are until they are decided."""
+    """Allocates the staging of each push to one shard. `ShardEngine.release` frees it."""
 
-    def __init__(self, engine: "ShardEngine") -> None:
+    def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
 
     def take(self, header: pb.PushPullHeader, alive: Callable[[], bool]) -> Staging:
-        """Where the push of this header goes. Waits for the model, and for room (InFlightError:
-        there was none).
+        """Return memory for the push of this header.
+
+        Waits until the model is known and the budget has room. Raises InFlightError if the budget
+        has no room in time.
         """
         engine, seconds = self._engine, header.wait_ms / 1000
         store = engine.wait_for_store(seconds)
@@ -38,11 +37,3 @@ class StagingAllocator:
             raise
         staging.claim = claim
         return staging
-
-    def give(self, staging: Staging) -> None:
-        """Nobody needs the push's bytes any more."""
-        claim, staging.claim = staging.claim, None
-        if (store := self._engine.store) is not None:
-            store.release(staging)
-        if claim is not None:
-            self._engine.budget.give(claim)

@@ -253,7 +253,7 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
         store = server.engine.store
         assert store is not None
         with server.engine.standing(1):
-            server.engine.moves.held = FrozenShard(server.engine._machine.epoch, 1, 1, store)
+            server.engine.frozen.current = FrozenShard(server.engine._machine.epoch, 1, 1, store)
         with Following(server) as following:
             until(lambda: "the model is on the move" in following.standby.ready()[1], "a reason")
             with pytest.raises(

@@ -42,7 +42,7 @@ NUMBERS = {  # the only places that touch tensors; the client of psworker is fra
     "psserver.durability.snapshots",
     "psserver.parameters.optimizer",
     "psserver.parameters.averaging",
-    "psserver.transfer.shared_buffers",
+    "psserver.shard.shared_buffers",
     "psserver.parameters.gradient_norms",
     "psserver.parameters.staging",
     "psserver.parameters.store",

@@ -12,7 +12,7 @@ from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.shard.state_machine import ShardMachine
 from psserver.process.identity import ServerIdentity
 from psserver.shard.coordinator_link import CoordinatorLink
-from psserver.transfer.transfer_stats import TransferStats
+from psserver.shard.transfer_stats import TransferStats
 
 
 def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
@@ -104,7 +104,7 @@ def test_bytes_are_told_with_the_seconds_since_they_moved(monkeypatch: pytest.Mo
     """A lease that counted from when it is told would be longer than a lease."""
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr(
-        "psserver.transfer.transfer_stats.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "psserver.shard.transfer_stats.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
     link = make_link()
     requests = link._requests(link._outbox)
