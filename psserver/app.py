@@ -34,6 +34,7 @@ from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.servicer import ControlPlaneServicer
 from psserver.coordinator.status import statistics
 from psserver.core.shard.replication import ReplicationMachine
+from psserver.durability.data_formats import check_data_formats
 from psserver.durability.record_sink import RecordSink, RecordSource, disk_log
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.snapshots import SnapshotManager
@@ -104,6 +105,7 @@ class Server:
         config = self.config
         if config.data_dir is not None:
             self._resources.enter_context(DataDirLock(config.data_dir, config.shard))
+            check_data_formats(config.data_dir, config.resume)
         self._registry = new_registry()
         self.metrics = ServerMetrics(self._registry, shard=config.shard)
         self.archive = SnapshotManager(

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.core.limits import MAX_NAME_CHARACTERS, MAX_REASON_CHARACTERS
 from pscommon.core.model_spec import ModelSpec
 from pscommon.optim import check_same_optimizers
@@ -54,6 +55,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
 
     def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         with answering(context):
+            check_wire_format(request.format, "the worker", "the server")
             rank = request.rank if request.HasField("rank") else None
             member = self._hub.join(
                 request.job, rank, request.host, request.pid, request.device, request.attempt
@@ -70,6 +72,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 open_loops=self._hub.ledger.open_loops,
                 bad_gradients=self._hub.config.bad_gradients,
                 standbys=self._hub.fleet.standbys,
+                format=spoken_format(),
                 **self._standing(member.worker),
             )
 
@@ -260,6 +263,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             first = next(requests, None)
             if first is None:
                 return  # it had nothing to say after all
+            check_wire_format(first.format, f"shard {first.shard}", "shard 0")
             self._hub.check_job(first.job)
             check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
             followed, term = first.report.epoch != NO_LOG, max(1, first.term)
@@ -293,6 +297,8 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             and server.line == line
         ):
             response, told, model = self._tell(server, told, model)
+            if (spoken := spoken_format()) is not None:
+                response.format = spoken
             yield response
             if response.stop:
                 return

@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import PSError
+from pscommon.core.formats import spoken_format
 from pscommon.core.log_entries import Staged
 from pscommon.core.model_spec import ModelSpec
 from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
@@ -113,6 +114,7 @@ def frames(number: int, record: StateRecord) -> Iterator[pb.ReplicateResponse]:
         header=record.header,
         nbytes=nbytes,
         data=bytes(first),
+        format=spoken_format(),
     )
     for part in rest:
         yield pb.ReplicateResponse(number=number, data=bytes(part))

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.core.formats import check_wire_format
 from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceServicer
@@ -42,6 +43,7 @@ class StandbyServicer(StandbyServiceServicer):
             shipper, hello = self._primary(), next(requests, None)
             if hello is None:
                 return
+            check_wire_format(hello.format, "the standby", "its primary")
             self._checked(hello)
             line = shipper.attach(hello)
             when_ended(context, lambda: shipper.lost(line))

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system.thread_team import ThreadTeam
 from pscommon.telemetry.http import MetricsServer
 from pscommon.wire.channel import open_channel
@@ -196,6 +197,7 @@ class Standby:
 
     def _heard(self, call: Iterator[pb.ReplicateResponse]) -> Iterator[pb.ReplicateResponse]:
         for message in call:
+            check_wire_format(message.format, f"the primary at {self.primary}", "this standby")
             self._succession.hear(time.monotonic())
             yield message
 
@@ -283,6 +285,7 @@ class Standby:
             term=self._succession.term,
             problem=self._problem,
             job=self._job,
+            format=spoken_format(),
         )
         while not self.ended.is_set() and self._promoted is None:
             with self._news:

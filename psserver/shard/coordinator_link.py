@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from pscommon.core.errors import MismatchError, PSError, TakenError, UnreachableError
+from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.optim import digest_of_user_defined
 from pscommon.snapshot import Manifest
 from pscommon.system.process_id import place
@@ -181,6 +182,7 @@ class CoordinatorLink:
             self._call = call
             try:
                 for response in call:
+                    check_wire_format(response.format, f"shard 0 at {address}", "this shard")
                     if not connected:
                         log.info(
                             "connected to the coordinator",
@@ -264,6 +266,8 @@ class CoordinatorLink:
         )
         request.instance, request.job = identity.instance, identity.bound
         request.optimizers = self._optimizers
+        if (spoken := spoken_format()) is not None:
+            request.format = spoken
         request.term, request.standby, request.place = self._line.term, self._line.address, place()
         return request
 

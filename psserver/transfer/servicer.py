@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from pscommon.core.errors import InFlightError, InvalidRequestError, out_of_the_job
+from pscommon.core.formats import spoken_format
 from pscommon.core.log_entries import PushKey, Staged
 from pscommon.core.partition import piece_nbytes
 from pscommon.system.packages import installed
@@ -51,6 +52,7 @@ class DataPlaneServicer:
             version_text=installed("paramserver"),
             term=identity.term,
             layout=identity.layout,
+            format=spoken_format(),
         )
 
     def Introduce(

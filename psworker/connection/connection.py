@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.formats import check_wire_format, spoken_format
 from pscommon.system import signals as interruptible
 from pscommon.system.process_id import process_id
 from psproto.v1 import coordinator_pb2 as co
@@ -72,7 +73,9 @@ class Connection:
         attempt: how often a launcher had started this rank before.
         """
         host, process = socket.gethostname(), "" if self.lane.direct else process_id()
-        self._request = co.JoinRequest(host=host, pid=os.getpid(), device=device, process=process)
+        self._request = co.JoinRequest(
+            host=host, pid=os.getpid(), device=device, process=process, format=spoken_format()
+        )
         if rank is not None:
             self._request.rank, self._request.attempt = rank, attempt
         self._enter()
@@ -97,6 +100,7 @@ class Connection:
         answer = RetryDeadline("joining the job", lane.clock, limits).ask(
             lambda: lane.join(self._request, self.call_seconds)
         )
+        check_wire_format(answer.format, f"shard 0 at {lane.addresses[0]}", "this worker")
         lane.learn(answer.job, answer.addresses, [0] * len(answer.addresses), answer.standbys)
         self.place = WorkerMembership(
             answer.job,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
+from pscommon.core.formats import check_wire_format
 from pscommon.system import signals as interruptible
 from pscommon.system.local_jobs import only_local_job
 from pscommon.wire.channel import open_channel
@@ -87,11 +88,12 @@ def discover(
 
 
 def describe(address: str, timeout: float = 5.0) -> ServerDescription:
-    """What one server says of itself. UnreachableError if it does not answer."""
+    """What one server says of itself. UnreachableError without an answer, FormatError for a newer
+    server.
+    """
     with open_channel(address) as channel, translated(f"the server at {address}"):
-        return _described(
-            ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=timeout)
-        )
+        stub = ParameterServerServiceStub(channel)
+        return _described(stub.Describe(ps.DescribeRequest(), timeout=timeout), address)
 
 
 @contextlib.contextmanager
@@ -121,7 +123,7 @@ def _ask(search: ServerSearch, door: Doors, timeout: float) -> None:
         for address, call in calls:
             try:
                 with translated(f"the server at {address}"):
-                    answer = _described(call.result())
+                    answer = _described(call.result(), address)
             except UnreachableError as error:
                 search.failed(address, str(error))
             else:
@@ -137,7 +139,8 @@ def _introduce(search: ServerSearch, door: Doors) -> None:
             door(address).Introduce(ps.IntroduceRequest(coordinator=leader), timeout=CALL_SECONDS)
 
 
-def _described(message: ps.DescribeResponse) -> ServerDescription:
+def _described(message: ps.DescribeResponse, address: str) -> ServerDescription:
+    check_wire_format(message.format, f"the server at {address}", "this process")
     return ServerDescription(
         message.job,
         message.shard,

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from pscommon.core.errors import InvalidRequestError, PSError, UnreachableError
+from pscommon.core.formats import check_wire_format
 from pscommon.system import signals as interruptible
 from pscommon.wire.channel import FRAME_BYTES, open_channel
 from pscommon.wire.frames import ExchangeStub, Frame, chunks, decode_response, encode_header
@@ -224,6 +225,7 @@ class GrpcTransport:
         for address, call in calls:
             with suppress(PSError), translated(address):
                 found = call.result()
+                check_wire_format(found.format, address, "this worker")
                 if found.job == job and found.shard < len(self.addresses):
                     void |= places.learn(found.shard, address, found.term)
         self._leave(void)

@@ -1,11 +1,21 @@
 """What lies in a data directory, and how to spoil it."""
 
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 
 from pscommon.snapshot import SnapshotDirectory, export
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "data_directories"
+
+
+def unpack(name: str, folder: Path) -> Path:
+    """A data directory of an earlier release, with files and folders only."""
+    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
 
 
 def stored(data_dir: Path, version: int) -> dict[str, Any]:

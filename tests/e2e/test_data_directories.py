@@ -3,7 +3,6 @@
 """
 
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,12 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Cluster
+from tests.e2e.disk import FIXTURES, unpack
 from tests.e2e.workers import digest, status
-
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "data_directories"
 
 NAMES = ("sync-adam-1", "sync-momentum-2", "async-clip-2", "failed-command-1")
 
 Make = Callable[..., Cluster]
-
-
-def unpack(name: str, folder: Path) -> Path:
-    """The data directory, with files and folders only."""
-    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder / name
 
 
 def expected(name: str) -> dict[str, Any]:

@@ -68,6 +68,12 @@ class SnapshotError(PSError):
     exit_code = 12
 
 
+class FormatError(MismatchError, SnapshotError):
+    """A peer or a file has a newer format than this release knows. Install the newer release of paramserver here."""
+
+    exit_code = 11
+
+
 class NotSavedError(PSError):
     """The final weights could not be written. Free or repair the disk that the message names."""
 
@@ -180,6 +186,12 @@ REASONS: dict[str, ReasonRow] = {
         False,
         "workers, and a resumed job, go through the same data; only the last loop can get more "
         "epochs",
+    ),
+    "FORMAT": ReasonRow(
+        FormatError,
+        "FAILED_PRECONDITION",
+        False,
+        "messages or files of a newer release; install that release on every machine of the job",
     ),
     "FENCED": ReasonRow(
         FencedError,

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import SnapshotError
+from pscommon.core.formats import check_file_format
 from pscommon.core.model_spec import ModelSpec, model_from_json, model_to_json, typed
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 
 _PART_FILE = re.compile(r"shard-(0|[1-9]\d*)-of-([1-9]\d*)-([0-9a-f]{16})\.safetensors", re.ASCII)
+_FORMAT = re.compile(rb'"format": ([1-9]\d{0,8})\b')
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -97,6 +99,7 @@ class Manifest:
     def from_json(text: str) -> "Manifest":
         """Checks every byte and every field. SnapshotError says what is wrong."""
         body = _checked(text)
+        check_file_format(body.get("format"), FORMAT, "the manifest")
         if body.get("format") != FORMAT:
             raise SnapshotError(
                 f"format {body.get('format')!r}; this version of paramserver reads format {FORMAT}"
@@ -105,6 +108,12 @@ class Manifest:
             return _from_body(body)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SnapshotError(f"not a manifest: {error!r}") from error
+
+
+def format_of_manifest(raw: bytes) -> int | None:
+    """Return the format number in the first bytes of a manifest; None: there is no number."""
+    found = _FORMAT.search(raw)
+    return int(found[1]) if found is not None else None
 
 
 def _check_part(part: SnapshotPart, shard: int, shards: int) -> None:

@@ -72,6 +72,12 @@ def pack_file_head(nonce: bytes) -> bytes:
     return FILE_HEAD.pack(MAGIC, nonce, zlib.crc32(MAGIC + nonce))
 
 
+def format_of_segment(raw: bytes) -> int | None:
+    """Return the format number in the first bytes of a segment; None where they are not those of a log."""
+    name = MAGIC[:-1]
+    return raw[len(name)] if raw.startswith(name) and len(raw) > len(name) else None
+
+
 def unpack_file_head(raw: bytes) -> bytes:
     """The segment's nonce. Raises ValueError, which says what is wrong."""
     if len(raw) < FILE_HEAD.size:

@@ -32,6 +32,7 @@ class JoinRequest(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     job: builtins.str
     """empty: whatever job runs here"""
     rank: builtins.int
@@ -45,6 +46,8 @@ class JoinRequest(google.protobuf.message.Message):
     """the worker's process: boot, PID namespace, PID and start time, so that a server on the same system sees its end;
     empty where the system has no such name
     """
+    format: builtins.int
+    """format of the messages that the worker speaks; absent: 1. A server that knows older formats only answers FORMAT"""
     def __init__(
         self,
         *,
@@ -55,9 +58,13 @@ class JoinRequest(google.protobuf.message.Message):
         device: builtins.str = ...,
         attempt: builtins.int = ...,
         process: builtins.str = ...,
+        format: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attempt", b"attempt", "device", b"device", "host", b"host", "job", b"job", "pid", b"pid", "process", b"process", "rank", b"rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_format", b"_format", "_rank", b"_rank", "format", b"format", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "_rank", b"_rank", "attempt", b"attempt", "device", b"device", "format", b"format", "host", b"host", "job", b"job", "pid", b"pid", "process", b"process", "rank", b"rank"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___JoinRequest = JoinRequest
@@ -78,6 +85,7 @@ class JoinResponse(google.protobuf.message.Message):
     OPEN_LOOPS_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     FIRST_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     lease_ms: builtins.int
@@ -90,6 +98,8 @@ class JoinResponse(google.protobuf.message.Message):
     """loops from this one on have not begun yet; of those before it, all but the open ones are the past for this worker"""
     workers: builtins.int
     first: builtins.bool
+    format: builtins.int
+    """format of the messages that the server speaks; absent: 1"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -113,8 +123,11 @@ class JoinResponse(google.protobuf.message.Message):
         open_loops: collections.abc.Iterable[builtins.int] | None = ...,
         workers: builtins.int = ...,
         first: builtins.bool = ...,
+        format: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "worker", b"worker", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "bad_gradients", b"bad_gradients", "first", b"first", "format", b"format", "job", b"job", "known_loops", b"known_loops", "lease_ms", b"lease_ms", "open_loop", b"open_loop", "open_loops", b"open_loops", "policy", b"policy", "standbys", b"standbys", "worker", b"worker", "workers", b"workers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___JoinResponse = JoinResponse
 
@@ -976,6 +989,7 @@ class LinkShardRequest(google.protobuf.message.Message):
     OPTIMIZERS_FIELD_NUMBER: builtins.int
     PLACE_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     shard: builtins.int
     shards: builtins.int
     address: builtins.str
@@ -993,6 +1007,8 @@ class LinkShardRequest(google.protobuf.message.Message):
     """names and digest of the optimizers that --optimizers registered; empty: none"""
     place: builtins.str
     """boot and PID namespace of the shard's process, as JoinRequest.process begins with them"""
+    format: builtins.int
+    """format of the messages that the shard speaks; absent: 1"""
     @property
     def report(self) -> global___Report: ...
     @property
@@ -1028,9 +1044,11 @@ class LinkShardRequest(google.protobuf.message.Message):
         optimizers: builtins.str = ...,
         place: builtins.str = ...,
         ended: collections.abc.Iterable[builtins.int] | None = ...,
+        format: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "ended", b"ended", "instance", b"instance", "job", b"job", "moved", b"moved", "optimizers", b"optimizers", "place", b"place", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "address", b"address", "alive", b"alive", "ended", b"ended", "format", b"format", "instance", b"instance", "job", b"job", "moved", b"moved", "optimizers", b"optimizers", "place", b"place", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___LinkShardRequest = LinkShardRequest
 
@@ -1257,6 +1275,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     NORMS_FIELD_NUMBER: builtins.int
     DURABLE_FIELD_NUMBER: builtins.int
     PROCESSES_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -1281,6 +1300,8 @@ class LinkShardResponse(google.protobuf.message.Message):
     norms: builtins.bool
     durable: builtins.bool
     """shard 0 writes a log (--durability log), so every shard should"""
+    format: builtins.int
+    """format of the messages that shard 0 speaks; absent: 1"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1332,9 +1353,11 @@ class LinkShardResponse(google.protobuf.message.Message):
         norms: builtins.bool = ...,
         durable: builtins.bool = ...,
         processes: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
+        format: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "format", b"format", "job", b"job", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___LinkShardResponse = LinkShardResponse
 

@@ -95,6 +95,7 @@ class DescribeResponse(google.protobuf.message.Message):
     VERSION_TEXT_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     job: builtins.str
     shard: builtins.int
     shards: builtins.int
@@ -105,6 +106,8 @@ class DescribeResponse(google.protobuf.message.Message):
     """of this server as its shard's primary; a standby answers NOT_PRIMARY"""
     layout: builtins.int
     """how often the job's number of shards has changed, as far as this server knows"""
+    format: builtins.int
+    """format of the messages that this server speaks; absent: 1"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """addresses of all shards by index, empty where not known yet"""
@@ -120,8 +123,11 @@ class DescribeResponse(google.protobuf.message.Message):
         version_text: builtins.str = ...,
         term: builtins.int = ...,
         layout: builtins.int = ...,
+        format: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "coordinator", b"coordinator", "job", b"job", "layout", b"layout", "shard", b"shard", "shards", b"shards", "term", b"term", "version_text", b"version_text"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "coordinator", b"coordinator", "format", b"format", "job", b"job", "layout", b"layout", "shard", b"shard", "shards", b"shards", "term", b"term", "version_text", b"version_text"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___DescribeResponse = DescribeResponse
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18psproto/v1/standby.proto\x12\npsproto.v1\"\x92\x01\n\x10ReplicateRequest\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0e\n\x06shards\x18\x02 \x01(\r\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04term\x18\x05 \x01(\x04\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x0b\n\x03job\x18\x08 \x01(\t\x12\x10\n\x08received\x18\x06 \x01(\x04\"o\n\x11ReplicateResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\r\x12\x0e\n\x06header\x18\x04 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\"#\n\x0fStepDownRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\"\x12\n\x10StepDownResponse\"!\n\x0ePromoteRequest\x12\x0f\n\x07wait_ms\x18\x01 \x01(\r\">\n\x0fPromoteResponse\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04note\x18\x03 \x01(\t2\xe9\x01\n\x0eStandbyService\x12L\n\tReplicate\x12\x1c.psproto.v1.ReplicateRequest\x1a\x1d.psproto.v1.ReplicateResponse(\x01\x30\x01\x12\x45\n\x08StepDown\x12\x1b.psproto.v1.StepDownRequest\x1a\x1c.psproto.v1.StepDownResponse\x12\x42\n\x07Promote\x12\x1a.psproto.v1.PromoteRequest\x1a\x1b.psproto.v1.PromoteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18psproto/v1/standby.proto\x12\npsproto.v1\"\xb2\x01\n\x10ReplicateRequest\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0e\n\x06shards\x18\x02 \x01(\r\x12\x10\n\x08instance\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0c\n\x04term\x18\x05 \x01(\x04\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x0b\n\x03job\x18\x08 \x01(\t\x12\x10\n\x08received\x18\x06 \x01(\x04\x12\x13\n\x06\x66ormat\x18\t \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_format\"\x8f\x01\n\x11ReplicateResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0c\n\x04kind\x18\x03 \x01(\r\x12\x0e\n\x06header\x18\x04 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x13\n\x06\x66ormat\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_format\"#\n\x0fStepDownRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\"\x12\n\x10StepDownResponse\"!\n\x0ePromoteRequest\x12\x0f\n\x07wait_ms\x18\x01 \x01(\r\">\n\x0fPromoteResponse\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04note\x18\x03 \x01(\t2\xe9\x01\n\x0eStandbyService\x12L\n\tReplicate\x12\x1c.psproto.v1.ReplicateRequest\x1a\x1d.psproto.v1.ReplicateResponse(\x01\x30\x01\x12\x45\n\x08StepDown\x12\x1b.psproto.v1.StepDownRequest\x1a\x1c.psproto.v1.StepDownResponse\x12\x42\n\x07Promote\x12\x1a.psproto.v1.PromoteRequest\x1a\x1b.psproto.v1.PromoteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'psproto.v1.standby_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPLICATEREQUEST']._serialized_start=41
-  _globals['_REPLICATEREQUEST']._serialized_end=187
-  _globals['_REPLICATERESPONSE']._serialized_start=189
-  _globals['_REPLICATERESPONSE']._serialized_end=300
-  _globals['_STEPDOWNREQUEST']._serialized_start=302
-  _globals['_STEPDOWNREQUEST']._serialized_end=337
-  _globals['_STEPDOWNRESPONSE']._serialized_start=339
-  _globals['_STEPDOWNRESPONSE']._serialized_end=357
-  _globals['_PROMOTEREQUEST']._serialized_start=359
-  _globals['_PROMOTEREQUEST']._serialized_end=392
-  _globals['_PROMOTERESPONSE']._serialized_start=394
-  _globals['_PROMOTERESPONSE']._serialized_end=456
-  _globals['_STANDBYSERVICE']._serialized_start=459
-  _globals['_STANDBYSERVICE']._serialized_end=692
+  _globals['_REPLICATEREQUEST']._serialized_end=219
+  _globals['_REPLICATERESPONSE']._serialized_start=222
+  _globals['_REPLICATERESPONSE']._serialized_end=365
+  _globals['_STEPDOWNREQUEST']._serialized_start=367
+  _globals['_STEPDOWNREQUEST']._serialized_end=402
+  _globals['_STEPDOWNRESPONSE']._serialized_start=404
+  _globals['_STEPDOWNRESPONSE']._serialized_end=422
+  _globals['_PROMOTEREQUEST']._serialized_start=424
+  _globals['_PROMOTEREQUEST']._serialized_end=457
+  _globals['_PROMOTERESPONSE']._serialized_start=459
+  _globals['_PROMOTERESPONSE']._serialized_end=521
+  _globals['_STANDBYSERVICE']._serialized_start=524
+  _globals['_STANDBYSERVICE']._serialized_end=757
 # @@protoc_insertion_point(module_scope)

@@ -22,6 +22,7 @@ class ReplicateRequest(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     JOB_FIELD_NUMBER: builtins.int
     RECEIVED_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     shard: builtins.int
     """the first message: who asks"""
     shards: builtins.int
@@ -36,6 +37,8 @@ class ReplicateRequest(google.protobuf.message.Message):
     """the only one that it may follow; empty: any"""
     received: builtins.int
     """then: all records up to this number are here"""
+    format: builtins.int
+    """format of the messages and records that the standby speaks, in its first message; absent: 1"""
     def __init__(
         self,
         *,
@@ -47,8 +50,11 @@ class ReplicateRequest(google.protobuf.message.Message):
         problem: builtins.str = ...,
         job: builtins.str = ...,
         received: builtins.int = ...,
+        format: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "job", b"job", "problem", b"problem", "received", b"received", "shard", b"shard", "shards", b"shards", "term", b"term"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "address", b"address", "format", b"format", "instance", b"instance", "job", b"job", "problem", b"problem", "received", b"received", "shard", b"shard", "shards", b"shards", "term", b"term"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___ReplicateRequest = ReplicateRequest
 
@@ -62,6 +68,7 @@ class ReplicateResponse(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
     number: builtins.int
     """of the record on this line, from 1; 0: a sign of life"""
     source: builtins.int
@@ -71,6 +78,8 @@ class ReplicateResponse(google.protobuf.message.Message):
     nbytes: builtins.int
     """bytes that belong to the record, in this message and those that follow"""
     data: builtins.bytes
+    format: builtins.int
+    """format of the messages and records that the primary speaks; absent: 1"""
     def __init__(
         self,
         *,
@@ -80,8 +89,11 @@ class ReplicateResponse(google.protobuf.message.Message):
         header: builtins.bytes = ...,
         nbytes: builtins.int = ...,
         data: builtins.bytes = ...,
+        format: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "header", b"header", "kind", b"kind", "nbytes", b"nbytes", "number", b"number", "source", b"source"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "data", b"data", "format", b"format", "header", b"header", "kind", b"kind", "nbytes", b"nbytes", "number", b"number", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___ReplicateResponse = ReplicateResponse
 
