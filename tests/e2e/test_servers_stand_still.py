@@ -15,6 +15,8 @@ from tests.e2e.workers import until
 from tests.faults.processes import stop
 from tests.standstill import machine_seconds
 
+pytestmark = pytest.mark.timing
+
 STOPPING_SECONDS = 2.0
 """From Ctrl-C in a call to psworker.Stopping in the script."""
 LEAVING_SECONDS = 1.0

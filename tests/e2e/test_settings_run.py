@@ -269,6 +269,7 @@ def test_log_level(chosen: Program, default: Program) -> None:
     assert ["listening" in run.err for run in (chosen, default)] == [False, True]
 
 
+@pytest.mark.timing
 @run_setting("max_restarts", "grace")
 def test_max_restarts_and_grace(programs: Programs) -> None:
     """The first worker dies and is not started again; the second one does not want to end and is

@@ -125,6 +125,7 @@ for number, (x,) in enumerate(job.batches((torch.ones(400, 1),), batch_size=4)):
 """
 
 
+@pytest.mark.timing
 def test_a_worker_that_waits_for_another_in_sync_ends_within_two_seconds(
     programs: Programs,
 ) -> None:

@@ -288,6 +288,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program,
         client.close()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     "request_of", ["push", "pull", "push_pull", "report", "status", "a new client"]
 )

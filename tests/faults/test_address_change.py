@@ -15,6 +15,8 @@ from tests.e2e.programs import BIN, Program, Programs, programs_in
 from tests.faults.processes import MODULES, kill
 from tests.ports import free_ports
 
+pytestmark = pytest.mark.timing
+
 NAME = "ps-zero.test"
 SECONDS = 5.0
 """Within which training has to continue."""

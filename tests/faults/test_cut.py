@@ -31,8 +31,8 @@ count("{ADDRESS}", 0, 10**6, pause=0.02)
 """
 
 
-# one cut for all: whoever looks at it does so in one process
-pytestmark = pytest.mark.xdist_group("cut")
+# one cut for all tests, in one process
+pytestmark = pytest.mark.timing
 
 
 @dataclass

@@ -17,6 +17,8 @@ from tests.e2e.workers import status, until
 from tests.faults.processes import MODULES
 from tests.ports import free_ports
 
+pytestmark = pytest.mark.timing
+
 LEASE = 20.0
 WITHIN = 1.0
 

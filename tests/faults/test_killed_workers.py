@@ -17,6 +17,8 @@ from tests.faults.scripts import train
 from tests.standstill import machine_seconds
 from tests.support.counted_steps import check_data, made, steps
 
+pytestmark = pytest.mark.timing
+
 LEASE = 20.0
 """Far longer than any of these tests may take to notice a death."""
 WITHIN = 1.0

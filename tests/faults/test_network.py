@@ -16,6 +16,8 @@ from tests.faults.proxied import heard, lines, longest_silence, more
 from tests.faults.pushing import LINE, NOTICED, RESUMED, Jobs, finish, workers
 from tests.standstill import machine_seconds
 
+pytestmark = pytest.mark.timing
+
 LINK_CUT = 10.0
 GIVEN_UP = 13.0
 """Seconds until a connection for tensors, which may be a slow one, is given up

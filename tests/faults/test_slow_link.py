@@ -10,6 +10,8 @@ from tests.e2e.programs import BIN, programs_in
 from tests.faults.namespaces import Cable
 from tests.faults.processes import MODULES
 
+pytestmark = pytest.mark.timing
+
 MEGABITS, FLOATS = 3, 500_000
 ADDRESS = f"{SERVER_ADDRESS}:4000"
 

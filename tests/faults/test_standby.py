@@ -34,6 +34,8 @@ from tests.support.pushes_over_failover import (
     running,
 )
 
+pytestmark = pytest.mark.timing
+
 
 @pytest.mark.parametrize("shard", [1, 0])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -26,6 +26,8 @@ from tests.faults.standbys import StandbyJob
 from tests.standstill import machine_seconds
 from tests.support.pushes_over_failover import FLAGS, POLICIES, finish, goes_on, running
 
+pytestmark = pytest.mark.timing
+
 Make = Callable[..., Cluster]
 SOONER = 0.7
 """Seconds by which one end hears nothing before the other does."""

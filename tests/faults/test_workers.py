@@ -7,6 +7,8 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -15,6 +17,8 @@ from tests.faults.forked import ForkedJob
 from tests.faults.processes import state_of
 from tests.standstill import machine_seconds
 from tests.support.counted_steps import LEASE, PAUSE, check_data, job, made, steps
+
+pytestmark = pytest.mark.timing
 
 STEP = 0.2
 """Seconds that a step takes, on a busy machine: between two steps there is one in any case."""

@@ -1,7 +1,6 @@
-"""Each policy, crash recovery, failover and reshard once, with real processes. Faults in depth
-are in tests/faults.
-"""
+"""Each command, policy, crash recovery, failover and reshard once, with real processes."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,19 @@ from tests.faults.standbys import StandbyJob
 from tests.support.pushes_over_failover import FLAGS, finish, goes_on, running
 
 PUSHES = 200
+SCRIPT = """
+import os, signal, torch, psworker
+
+model = torch.nn.Linear(3, 1)
+with psworker.connect() as job:
+    optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for (x,) in job.batches(torch.utils.data.TensorDataset(torch.ones(40, 3)), batch_size=2):
+        if job.rank == 1 and job.stats.steps == 2 and not os.path.exists("killed"):
+            open("killed", "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(x).sum().backward()
+        optimizer.step()
+"""
 
 
 @pytest.fixture
@@ -60,3 +72,24 @@ def test_a_running_job_gets_more_servers_and_fewer(programs: Programs) -> None:
 
         assert counted(weights_of(first)) == status(first)["version"] == 800
         assert "fenced 0" in job.said()
+
+
+def test_ps_server_ps_worker_and_ps_ctl(programs: Programs) -> None:
+    programs.script(SCRIPT)
+    server = programs.start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--exit-when-done")
+    until((programs.folder / "port").exists, "a port")
+    address = "127.0.0.1:" + (programs.folder / "port").read_text().strip()
+    found = programs.run("ps-ctl", "--ps", address, "status", "--output", "json")
+    worker = programs.run("ps-worker", "--ps", address, "--", "train.py")
+
+    assert json.loads(found.out)["state"] == "waiting for a model"
+    assert (worker.wait(), server.wait()) == (0, 0), worker.said + server.said
+
+
+def test_ps_run_starts_a_killed_worker_again(programs: Programs) -> None:
+    programs.script(SCRIPT)
+    run = programs.run("ps-run", "--servers", 2, "--workers", 2, "--summary", "summary.json", "train.py")
+
+    assert run.wait() == 0, run.said
+    summary = json.loads((programs.folder / "summary.json").read_text())
+    assert (summary["status"], summary["restarts"], summary["samples"]) == ("done", 1, 40)
