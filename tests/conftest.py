@@ -13,9 +13,9 @@ from tests.support.process_slots import ProcessSlots, slots_of
 
 TESTS = Path(__file__).parent
 FULL_TIER = {"benchmarks", "chaos", "deploy", "faults"}
-"""Folders that only `make test-all` runs. Elsewhere single tests are marked `full`."""
-PROCESS_TESTS = {"benchmarks", "chaos", "faults", "process"}
-"""Folders whose tests start processes, two tests at a time."""
+"""Folders that only `make test-all` runs."""
+SMOKE_TESTS = "process"
+"""The folder of the process tests that `make test` runs."""
 
 # one thread per process: threads that wait for a core by spinning slow all of them
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,7 +55,12 @@ def measures_time(item: pytest.Item) -> bool:
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    return folder_of(item) in PROCESS_TESTS or "programs" in getattr(item, "fixturenames", ())
+    return folder_of(item) in {SMOKE_TESTS, *FULL_TIER} or "programs" in getattr(item, "fixturenames", ())
+
+
+def is_full(item: pytest.Item) -> bool:
+    """Only in `make test-all`? Single tests that start no processes say it by the mark `full`."""
+    return starts_processes(item) and folder_of(item) != SMOKE_TESTS
 
 
 def shares_a_fixture(item: pytest.Item) -> bool:
@@ -70,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     start no processes.
     """
     for item in items:
-        if folder_of(item) in FULL_TIER:
+        if is_full(item):
             item.add_marker(pytest.mark.full)
         if measures_time(item):
             item.add_marker(pytest.mark.xdist_group("timing"))

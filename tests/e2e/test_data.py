@@ -363,6 +363,7 @@ with psworker.connect() as job:
 """
 
 
+@pytest.mark.full
 def test_loader_processes_fetch_ahead_and_each_index_is_used_once(tmp_path: Path) -> None:
     """Two workers with two loader processes each, forked from processes that speak gRPC."""
     with programs_in(tmp_path) as programs:

@@ -81,6 +81,7 @@ class Race:
                 self.memory.append(resident(self._pid))
 
 
+@pytest.mark.full
 def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
     """Nobody gets less than half of the mean, and the server holds a fraction of the 256 MB that
     want to come in.

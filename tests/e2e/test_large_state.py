@@ -43,6 +43,7 @@ def all_counted(client: Client) -> float:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("durability", ["snapshot", "log"])
 def test_a_server_that_comes_again_gets_it(cluster: Make, tmp_path: Path, durability: str) -> None:
     servers = cluster(2, data_dir=tmp_path, durability=durability)
@@ -72,6 +73,7 @@ def test_a_server_that_comes_again_gets_it(cluster: Make, tmp_path: Path, durabi
     assert manifest.stat().st_size > LARGE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_standby_gets_it(cluster: Make, tmp_path: Path, shard: int) -> None:
     """With a snapshot, which it is told of, and without."""

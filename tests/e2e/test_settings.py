@@ -408,6 +408,7 @@ def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
         assert bool(team) == bool(most)
 
 
+@pytest.mark.full
 @server_setting("malloc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_malloc(two: tuple[Program, Program]) -> None:

@@ -198,6 +198,7 @@ def found(program: Program) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.full
 @worker_setting("threads")
 def test_threads(two: tuple[Program, Program]) -> None:
     assert [found(worker)["threads"] for worker in two] == [3, 1]
