@@ -136,10 +136,15 @@ def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_o
 
 CLASSES = mutants.CLASSES | clipping_mutants.CLASSES
 PATCHES = mutants.PATCHES | clipping_mutants.PATCHES
+LATE = {
+    "a shard that died in a move counts as moved", "workers outlive what they were told", "a standby outlives a move",
+    "a log that begins in a move",
+}  # fmt: skip
+"""Bugs that only one of some hundred histories meets."""
 SCENARIOS = {**mutants.SCENARIOS, **clipping_mutants.SCENARIOS}
 
 
-@pytest.mark.parametrize("name", [*CLASSES, *PATCHES])
+@pytest.mark.parametrize("name", cases(((name,) for name in (*CLASSES, *PATCHES)), lambda name: name not in LATE))
 def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = CLASSES.get(name, {})
     if name in PATCHES:
