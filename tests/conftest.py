@@ -55,7 +55,9 @@ def measures_time(item: pytest.Item) -> bool:
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    return folder_of(item) in {SMOKE_TESTS, *FULL_TIER} or "programs" in getattr(item, "fixturenames", ())
+    return folder_of(item) in {SMOKE_TESTS, *FULL_TIER} or "programs" in getattr(
+        item, "fixturenames", ()
+    )
 
 
 def is_full(item: pytest.Item) -> bool:

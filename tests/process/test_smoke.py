@@ -76,7 +76,9 @@ def test_a_running_job_gets_more_servers_and_fewer(programs: Programs) -> None:
 
 def test_ps_server_ps_worker_and_ps_ctl(programs: Programs) -> None:
     programs.script(SCRIPT)
-    server = programs.start("ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--exit-when-done")
+    server = programs.start(
+        "ps-server", "--bind", "127.0.0.1:0", "--port-file", "port", "--exit-when-done"
+    )
     until((programs.folder / "port").exists, "a port")
     address = "127.0.0.1:" + (programs.folder / "port").read_text().strip()
     found = programs.run("ps-ctl", "--ps", address, "status", "--output", "json")
@@ -88,7 +90,9 @@ def test_ps_server_ps_worker_and_ps_ctl(programs: Programs) -> None:
 
 def test_ps_run_starts_a_killed_worker_again(programs: Programs) -> None:
     programs.script(SCRIPT)
-    run = programs.run("ps-run", "--servers", 2, "--workers", 2, "--summary", "summary.json", "train.py")
+    run = programs.run(
+        "ps-run", "--servers", 2, "--workers", 2, "--summary", "summary.json", "train.py"
+    )
 
     assert run.wait() == 0, run.said
     summary = json.loads((programs.folder / "summary.json").read_text())

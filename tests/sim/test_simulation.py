@@ -144,7 +144,9 @@ LATE = {
 SCENARIOS = {**mutants.SCENARIOS, **clipping_mutants.SCENARIOS}
 
 
-@pytest.mark.parametrize("name", cases(((name,) for name in (*CLASSES, *PATCHES)), lambda name: name not in LATE))
+@pytest.mark.parametrize(
+    "name", cases(((name,) for name in (*CLASSES, *PATCHES)), lambda name: name not in LATE)
+)
 def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = CLASSES.get(name, {})
     if name in PATCHES:
