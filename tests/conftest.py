@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from tests.support.process_slots import ProcessSlots, slots_of
 
 TESTS = Path(__file__).parent
-FULL_TIER = {"benchmarks", "chaos", "deploy", "faults"}
+FULL_TIER = {"faults", "process", "tools"}
 """Folders that only `make test-all` runs."""
-SMOKE_TESTS = "process"
+SMOKE_TESTS = "smoke"
 """The folder of the process tests that `make test` runs."""
 
 # one thread per process: threads that wait for a core by spinning slow all of them

@@ -22,8 +22,8 @@ from typing import get_args
 from tests.chaos import act, report, schedule
 from tests.chaos.checker import Finding
 from tests.chaos.cluster import Act
-from tests.e2e.programs import BIN
-from tests.faults.disk import missing
+from tests.support.programs import BIN
+from tests.support.small_disk import missing
 
 CALIBRATION = 0.1
 """Share of an act's time that goes into a run without faults, before the disturbed one, and

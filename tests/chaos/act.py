@@ -18,7 +18,7 @@ from tests.chaos.cluster import Act, Cluster, Mending
 from tests.chaos.gauges import Growth
 from tests.chaos.journal import Operation
 from tests.chaos.schedule import Fault
-from tests.e2e.programs import Program
+from tests.support.programs import Program
 
 TICK, MEASURE = 0.1, 1.0
 START_SECONDS, END_SECONDS = 60.0, 120.0

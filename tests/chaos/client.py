@@ -16,7 +16,7 @@ from psworker import Client
 from psworker.core.results import Lease, PushResult
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.chaos.journal import Journal
-from tests.faults.rpc import FaultyLane
+from tests.support.rpc_faults import FaultyLane
 
 COUNTER = "counter"
 

@@ -16,9 +16,9 @@ from pscommon.core.exit_codes import ExitCode
 from tests.chaos.gauges import Gauges
 from tests.chaos.job import STOP
 from tests.chaos.schedule import Fault
-from tests.e2e.programs import Program, Programs, programs_in
-from tests.faults.disk import SmallDisk, missing
-from tests.faults.processes import Servers, go_on, kill, state_of, worker
+from tests.support.process_job import Servers, go_on, kill, state_of, worker
+from tests.support.programs import Program, Programs, programs_in
+from tests.support.small_disk import SmallDisk, missing
 
 DISK = 256 << 20
 SLOW = 400_000

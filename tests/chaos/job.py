@@ -23,7 +23,7 @@ from psworker.connection.discovery import discover
 from psworker.transport.grpc import GrpcTransport
 from tests.chaos.client import COUNTER, JournaledClient, WatchedLane
 from tests.chaos.journal import Journal
-from tests.faults.rpc import Faults
+from tests.support.rpc_faults import Faults
 
 SAMPLES, BATCH = 512, 8
 STOP = "stop"
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4, help="of a loop")
     parser.add_argument(
-        "--faults", default=NO_FAULTS, help="of calls, as tests/faults/rpc.py reads them"
+        "--faults", default=NO_FAULTS, help="of calls, as tests/support/rpc_faults.py reads them"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("job", choices=["counter", "digits", "charlm"])

@@ -1,5 +1,5 @@
-"""Fixtures of the fault tools' tests."""
+"""Fixtures."""
 
-from tests.e2e.conftest import cluster
+from tests.support.cluster import cluster
 
 __all__ = ["cluster"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import BIN, Program, Programs, programs_in
-from tests.faults.processes import MODULES, kill
-from tests.ports import free_ports
+from tests.support.ports import free_ports
+from tests.support.process_job import MODULES, kill
+from tests.support.programs import BIN, Program, Programs, programs_in
 
 pytestmark = pytest.mark.timing
 

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.link import SERVER_ADDRESS, inside, missing
-from tests.e2e.programs import BIN, Program, Programs, programs_in
-from tests.e2e.workers import until
-from tests.faults.namespaces import FAST, Cable
-from tests.faults.processes import MODULES
-from tests.faults.proxied import ProxiedJob, lines, longest_silence, more
-from tests.faults.pushing import LINE, NOTICED, RESUMED, Jobs, finish, workers
-from tests.standstill import machine_seconds
+from tests.support.machine_time import machine_seconds
+from tests.support.namespaces import FAST, Cable
+from tests.support.process_job import MODULES
+from tests.support.programs import BIN, Program, Programs, programs_in
+from tests.support.proxied_job import ProxiedJob, lines, longest_silence, more
+from tests.support.pushing_jobs import LINE, NOTICED, RESUMED, Jobs, finish, workers
+from tests.support.workers import until
 
 CUT = 30.0
 ADDRESS = f"{SERVER_ADDRESS}:4712"
 
 SCRIPT = f"""
 from pscommon.telemetry import logs
-from tests.faults.scripts import count
+from tests.support.worker_scripts import count
 logs.set_up("info", "text")
 count("{ADDRESS}", 0, 10**6, pause=0.02)
 """

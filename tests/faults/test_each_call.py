@@ -10,11 +10,11 @@ import pytest
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.log_entries import BatchKey
 from psworker import Client
-from tests.e2e.workers import counted, counter, status, until, weights_of
-from tests.faults.exactly_once import POLICIES
-from tests.faults.forked import ForkedJob
-from tests.faults.rpc import Fault, FaultyLane, faulty_lane
-from tests.faults.scripts import count
+from tests.support.exactly_once import POLICIES
+from tests.support.forked_job import ForkedJob
+from tests.support.rpc_faults import Fault, FaultyLane, faulty_lane
+from tests.support.worker_scripts import count
+from tests.support.workers import counted, counter, status, until, weights_of
 
 BATCHES = 3
 FAULTS: dict[Fault, str] = {

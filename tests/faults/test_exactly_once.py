@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.exactly_once import POLICIES, check, run
+from tests.support.exactly_once import POLICIES, check, run
 
 PUSHES = 1000
-"""For each policy; `python -m tests.faults.exactly_once --pushes 10000` for more."""
+"""For each policy; `python -m tests.support.exactly_once --pushes 10000` for more."""
 
 
 @pytest.mark.parametrize("policy", POLICIES)

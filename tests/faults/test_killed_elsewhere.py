@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import BIN, LIMIT, Program, Programs, programs_in
-from tests.e2e.workers import status, until
-from tests.faults.processes import MODULES
-from tests.ports import free_ports
+from tests.support.ports import free_ports
+from tests.support.process_job import MODULES
+from tests.support.programs import BIN, LIMIT, Program, Programs, programs_in
+from tests.support.workers import status, until
 
 pytestmark = pytest.mark.timing
 

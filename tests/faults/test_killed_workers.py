@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from pscommon.core.exit_codes import ExitCode
-from tests.e2e.workers import status, until
-from tests.faults.forked import ForkedJob
-from tests.faults.processes import state_of
-from tests.faults.scripts import train
-from tests.standstill import machine_seconds
 from tests.support.counted_steps import check_data, made, steps
+from tests.support.forked_job import ForkedJob
+from tests.support.machine_time import machine_seconds
+from tests.support.process_job import state_of
+from tests.support.worker_scripts import train
+from tests.support.workers import status, until
 
 pytestmark = pytest.mark.timing
 

@@ -10,9 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.e2e.workers import digest, status
-from tests.faults.forked import ForkedJob
-from tests.faults.scripts import train
 from tests.support.compared_runs import (
     EPOCHS,
     FLAGS,
@@ -26,6 +23,9 @@ from tests.support.compared_runs import (
     check_data,
     undisturbed,
 )
+from tests.support.forked_job import ForkedJob
+from tests.support.worker_scripts import train
+from tests.support.workers import digest, status
 
 HELD_AT, DONE = 90, "done"
 """Version at which workers wait until the killer is done; a run has at least 100."""

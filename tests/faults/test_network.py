@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.workers import until
-from tests.faults.proxied import heard, lines, longest_silence, more
-from tests.faults.pushing import LINE, NOTICED, RESUMED, Jobs, finish, workers
-from tests.standstill import machine_seconds
+from tests.support.machine_time import machine_seconds
+from tests.support.proxied_job import heard, lines, longest_silence, more
+from tests.support.pushing_jobs import LINE, NOTICED, RESUMED, Jobs, finish, workers
+from tests.support.workers import until
 
 pytestmark = pytest.mark.timing
 

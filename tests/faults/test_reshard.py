@@ -18,9 +18,6 @@ import pytest
 
 from pscommon.core.errors import PSError
 from psworker.ctl.job_client import CoordinatorClient
-from tests.e2e.workers import counted, digest, status, weights_of
-from tests.faults.forked import ForkedJob
-from tests.faults.scripts import count, train
 from tests.support.compared_runs import (
     EPOCHS,
     FLAGS,
@@ -31,6 +28,9 @@ from tests.support.compared_runs import (
     check_data,
     undisturbed,
 )
+from tests.support.forked_job import ForkedJob
+from tests.support.worker_scripts import count, train
+from tests.support.workers import counted, digest, status, weights_of
 
 SECONDS = 60
 DONE = "done"

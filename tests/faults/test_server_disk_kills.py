@@ -14,9 +14,9 @@ import pytest
 
 from pscommon.core.errors import PSError
 from pscommon.snapshot import SnapshotDirectory
-from tests.e2e.workers import ONES, count, counted, counter, until, weights_of
-from tests.faults.doomed import KILLED, DoomedServers
-from tests.faults.forked import Life
+from tests.support.crashing_servers import KILLED, CrashingServers
+from tests.support.forked_job import Life
+from tests.support.workers import ONES, count, counted, counter, until, weights_of
 
 FLAGS = ("--lease", "20s", "--snapshot-every", "2steps")
 LOGGED = (*FLAGS, "--durability", "log", "--log-fsync", "always")
@@ -44,12 +44,12 @@ def work_until_it_dies(address: str, server: Life) -> None:
 
 
 def each(
-    folder: Path, samples: range, walk: Callable[[DoomedServers, int], None], *flags: object
+    folder: Path, samples: range, walk: Callable[[CrashingServers, int], None], *flags: object
 ) -> None:
     """The walk at each sample, with servers of its own; what they said comes with a failure."""
     for at in samples:
         (folder / str(at)).mkdir()
-        with DoomedServers(folder / str(at), *flags) as servers:
+        with CrashingServers(folder / str(at), *flags) as servers:
             try:
                 walk(servers, at)
             except BaseException as error:
@@ -63,7 +63,7 @@ def test_with_a_log_every_push_counts_once(tmp_path: Path, shard: int) -> None:
     die.
     """
 
-    def walk(servers: DoomedServers, at: int) -> None:
+    def walk(servers: CrashingServers, at: int) -> None:
         servers.start(1 - shard)
         first = servers.start(shard, at)
         with ThreadPoolExecutor(1) as pool:
@@ -85,7 +85,7 @@ def test_with_a_log_every_push_counts_once(tmp_path: Path, shard: int) -> None:
 
 @pytest.mark.parametrize("shard", SNAPSHOT_ONLY)
 def test_without_one_all_shards_return_to_the_newest_snapshot(tmp_path: Path, shard: int) -> None:
-    def walk(servers: DoomedServers, at: int) -> None:
+    def walk(servers: CrashingServers, at: int) -> None:
         servers.start(1 - shard)
         first = servers.start(shard, at)
         with ThreadPoolExecutor(1) as pool:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.link import SERVER_ADDRESS, inside, missing
-from tests.e2e.programs import BIN, programs_in
-from tests.faults.namespaces import Cable
-from tests.faults.processes import MODULES
+from tests.support.namespaces import Cable
+from tests.support.process_job import MODULES
+from tests.support.programs import BIN, programs_in
 
 pytestmark = pytest.mark.timing
 

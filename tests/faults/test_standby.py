@@ -20,10 +20,7 @@ from psserver.core.shard.failover import TAKEOVER
 from psserver.process.generation_file import GENERATION
 from psworker.connection.discovery import describe
 from psworker.ctl.job_client import CoordinatorClient
-from tests.e2e.scrape import Metrics, get
-from tests.e2e.workers import counted, snapshots, status, until, weights_of
-from tests.faults.scripts import count
-from tests.faults.standbys import StandbyJob
+from tests.support.metrics_scrape import Metrics, get
 from tests.support.pushes_over_failover import (
     FLAGS,
     POLICIES,
@@ -33,6 +30,9 @@ from tests.support.pushes_over_failover import (
     goes_on,
     running,
 )
+from tests.support.standby_job import StandbyJob
+from tests.support.worker_scripts import count
+from tests.support.workers import counted, snapshots, status, until, weights_of
 
 pytestmark = pytest.mark.timing
 

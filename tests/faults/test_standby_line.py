@@ -15,16 +15,16 @@ from pscommon.core.exit_codes import ExitCode
 from psserver.core.shard.replication import SILENCE
 from psserver.replication.lease_directory import LeaseDirectory
 from psserver.replication.standby import Standby
-from tests.e2e.conftest import Cluster
-from tests.e2e.standbys import Following
-from tests.e2e.workers import count, counter, until
-from tests.faults.forked import serve
-from tests.faults.line import Direction
-from tests.faults.proxy import Proxy
-from tests.faults.scripts import count as push_ones
-from tests.faults.standbys import StandbyJob
-from tests.standstill import machine_seconds
+from tests.support.cluster import Cluster
+from tests.support.forked_job import serve
+from tests.support.machine_time import machine_seconds
+from tests.support.proxy import Proxy
+from tests.support.proxy_line import Direction
 from tests.support.pushes_over_failover import FLAGS, POLICIES, finish, goes_on, running
+from tests.support.standby_job import StandbyJob
+from tests.support.standbys import Following
+from tests.support.worker_scripts import count as push_ones
+from tests.support.workers import count, counter, until
 
 pytestmark = pytest.mark.timing
 

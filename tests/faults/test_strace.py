@@ -14,9 +14,9 @@ import pytest
 from pscommon.core.errors import PSError
 from pscommon.snapshot import SnapshotDirectory
 from psworker import Client
-from tests.e2e.programs import BIN, Program, Programs, programs_in
-from tests.e2e.workers import count, counted, counter, until, weights_of
-from tests.ports import free_ports
+from tests.support.ports import free_ports
+from tests.support.programs import BIN, Program, Programs, programs_in
+from tests.support.workers import count, counted, counter, until, weights_of
 
 STRACE = shutil.which("strace") or ""
 MOST = 300

@@ -12,11 +12,11 @@ import pytest
 from pscommon.wire.channel import open_channel
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tests.e2e.workers import status, until
-from tests.faults.forked import ForkedJob
-from tests.faults.processes import state_of
-from tests.standstill import machine_seconds
 from tests.support.counted_steps import LEASE, PAUSE, check_data, job, made, steps
+from tests.support.forked_job import ForkedJob
+from tests.support.machine_time import machine_seconds
+from tests.support.process_job import state_of
+from tests.support.workers import status, until
 
 pytestmark = pytest.mark.timing
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.law.sources import ROOT, Source, packages, parse, suite
+from tests.support.sources import ROOT, Source, packages, parse, suite
 
 # loading any of these runs what the sender wrote
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

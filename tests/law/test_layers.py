@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.law.sources import Source, packages, parse
+from tests.support.sources import Source, packages, parse
 
 # what a pure machine may use: values and arithmetic, nothing that reads a clock, draws lots, waits,
 # or reaches outside

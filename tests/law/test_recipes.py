@@ -19,7 +19,7 @@ from psserver.core.job.policy import policy
 from psserver.process.config import ServerConfig
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.session.metrics import WorkerMetrics
-from tests.law.sources import ROOT
+from tests.support.sources import ROOT
 
 SERVED_TOGETHER = {"shard": ("shard", "shards")}
 OF_THE_PROCESS = {"log_level", "log_format", "threads", "malloc", "metrics_bind", "optimizers"}
@@ -61,11 +61,11 @@ def test_every_file_of_a_recipe_is_there(title: str) -> None:
 def test_add_an_optimizer() -> None:
     built_in = {name for name, kind in SUPPORTED.items() if not kind.source}
     documented = set(re.findall(r"`(\w+)`", cells("docs/optimizers.md")))
-    tested = text("tests/psserver/test_store_torch.py")
+    tested = text("tests/unit/psserver/test_store_torch.py")
 
     assert not built_in - documented, "Add an optimizer: docs/optimizers.md"
     assert not [name for name in built_in if f'"{name}"' not in tested], (
-        "Add an optimizer: tests/psserver/test_store_torch.py"
+        "Add an optimizer: tests/unit/psserver/test_store_torch.py"
     )
 
 

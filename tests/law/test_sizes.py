@@ -2,7 +2,7 @@
 
 from statistics import quantiles
 
-from tests.law.sources import packages, parse, suite
+from tests.support.sources import packages, parse, suite
 
 FILE = 400
 FUNCTION = 60
@@ -24,23 +24,23 @@ LONGER = {
     "psworker/optim/optimizer.py",
     "psworker/training.py",
     "psworker/transport/grpc.py",
-    "tests/e2e/test_bad_input.py",
-    "tests/e2e/test_commands.py",
-    "tests/e2e/test_lanes.py",
-    "tests/e2e/test_settings.py",
-    "tests/e2e/test_snapshots.py",
-    "tests/e2e/test_torch_scripts.py",
-    "tests/e2e/test_training.py",
-    "tests/pscommon/test_config.py",
-    "tests/pscommon/test_optimizers.py",
-    "tests/psserver/test_clipping.py",
-    "tests/psworker/fake_server.py",
-    "tests/psworker/test_batches.py",
-    "tests/psworker/test_client.py",
-    "tests/psworker/test_ctl.py",
-    "tests/psworker/test_job.py",
-    "tests/psworker/test_run_display.py",
-    "tests/psworker/test_samplers.py",
+    "tests/integration/test_bad_input.py",
+    "tests/integration/test_commands.py",
+    "tests/integration/test_lanes.py",
+    "tests/integration/test_settings.py",
+    "tests/integration/test_snapshots.py",
+    "tests/integration/test_torch_scripts.py",
+    "tests/integration/test_training.py",
+    "tests/unit/pscommon/test_config.py",
+    "tests/unit/pscommon/test_optimizers.py",
+    "tests/unit/psserver/test_clipping.py",
+    "tests/support/fake_server.py",
+    "tests/unit/psworker/test_batches.py",
+    "tests/integration/scripted_server/test_client.py",
+    "tests/unit/psworker/test_ctl.py",
+    "tests/unit/psworker/test_job.py",
+    "tests/unit/psworker/test_run_display.py",
+    "tests/unit/psworker/test_samplers.py",
     "tests/sim/servers.py",
     "tests/sim/succession.py",
     "tests/sim/world.py",

@@ -3,8 +3,8 @@
 import pytest
 
 from pscommon.settings import options
-from tests.law.sources import Source, parse, suite
 from tests.support.settings_coverage import settings_with_test
+from tests.support.sources import Source, parse, suite
 
 
 def imported_tests(source: Source) -> set[str]:

@@ -9,7 +9,7 @@ from functools import partial
 from pscommon.core.errors import InvalidRequestError, PSError
 from psserver.core.commands.recorder import Recorder
 from psserver.core.job.coordinator import CoordinatorMachine
-from tests.sim import absurd
+from tests.sim import invalid_requests as absurd
 from tests.sim.scenario import Scenario
 from tests.sim.servers import check
 from tests.sim.workers import SimWorker

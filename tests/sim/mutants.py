@@ -22,8 +22,8 @@ from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import Policy, choose, policy
 from psserver.core.shard.state_machine import PushOutcome, ShardMachine
 from psserver.core.workers.membership import Member, Membership
-from tests.sim.absurd import FAULT
 from tests.sim.disks import JobJournal
+from tests.sim.invalid_requests import FAULT
 from tests.sim.scenario import Scenario
 from tests.sim.servers import SimShard
 

@@ -25,11 +25,11 @@ from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
 from psserver.core.shard.state_machine import NO_LOG, PushOutcome, ShardMachine
 from tests.sim import verdict
-from tests.sim.absurd import Faulty
 from tests.sim.disks import Disk, JobJournal, Saved
 from tests.sim.faults import Faults
-from tests.sim.lives import Lives
+from tests.sim.invalid_requests import Faulty
 from tests.sim.scenario import HORIZON, LEASE, Scenario
+from tests.sim.server_failures import ServerFailures
 from tests.sim.servers import (
     UNITS,
     InvariantError,
@@ -43,7 +43,7 @@ from tests.sim.workers import SimWorker
 
 
 @dataclass
-class World(Faults, Lives):
+class World(Faults, ServerFailures):
     """The cluster, its clock and its network."""
 
     scenario: Scenario

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tests.e2e.workers import digest, status
-from tests.faults.forked import ForkedJob
-from tests.faults.scripts import train
+from tests.support.forked_job import ForkedJob
+from tests.support.worker_scripts import train
+from tests.support.workers import digest, status
 
 SHARDS, WORKERS, KILLS = 2, 2, 20
 FLAGS = ("--min-workers", WORKERS, "--lease", "2s", "--snapshot-every", "20steps")

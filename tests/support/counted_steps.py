@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tests.e2e.workers import status, until
-from tests.faults.forked import ForkedJob
-from tests.faults.scripts import train
+from tests.support.forked_job import ForkedJob
+from tests.support.worker_scripts import train
+from tests.support.workers import status, until
 
 LEASE = 2.0
 PAUSE = 0.05

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pscommon.core.data_loop import LoopSpec
 from psworker import Job
 from psworker.optim.optimizer import ServerOptimizer
-from tests.e2e.workers import status
+from tests.support.workers import status
 
 Batch = tuple[int, ...]
 SIZE, BATCH, EPOCHS = 18, 4, 5

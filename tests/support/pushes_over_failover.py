@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.e2e.workers import counted, status, until, weights_of
-from tests.faults.proxied import lines
-from tests.faults.standbys import StandbyJob
-from tests.standstill import machine_seconds
+from tests.support.machine_time import machine_seconds
+from tests.support.proxied_job import lines
+from tests.support.standby_job import StandbyJob
+from tests.support.workers import counted, status, until, weights_of
 
 POLICIES = {"sync": ("--policy", "sync"), "async": ("--policy", "async")}
 FLAGS = ("--lease", "30s", "--min-workers", 2)

@@ -9,8 +9,8 @@ import numpy as np
 from psproto.v1 import coordinator_pb2 as co
 from psserver.coordinator.servicer import ControlPlaneServicer
 from psworker import Client, OptimizerSpec
-from tests.e2e.conftest import Cluster
-from tests.e2e.workers import until
+from tests.support.cluster import Cluster
+from tests.support.workers import until
 
 SIZE = 1000
 ONES = {"w": np.ones(SIZE), "b": np.ones(3, np.float32)}

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from tests.law.sources import dotted, suite
+from tests.support.sources import dotted, suite
 
 Test = TypeVar("Test", bound=Callable[..., None])
 

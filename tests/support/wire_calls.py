@@ -10,8 +10,8 @@ from grpc_status import rpc_status
 
 from pscommon.wire.channel import open_channel
 from pscommon.wire.frames import EXCHANGE
-from tests.e2e.programs import Program, Programs
-from tests.e2e.workers import until
+from tests.support.programs import Program, Programs
+from tests.support.workers import until
 
 WAIT = 20.0
 

@@ -1,0 +1,6 @@
+"""Fixtures."""
+
+from tests.support.cluster import cluster
+from tests.support.wire_calls import channel
+
+__all__ = ["channel", "cluster"]

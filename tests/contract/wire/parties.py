@@ -1,0 +1,86 @@
+"""The processes of the conversation: what the worker does, and with which settings the servers
+run.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.log_entries import BatchKey
+from psworker import Client, OptimizerSpec
+from psworker.client.arrays import ArrayBuffer
+from tests.contract.wire.conversation import EXCHANGE, HEARTBEAT
+
+JOB = "wire"
+SETTINGS: Mapping[str, Any] = {
+    "job": JOB,
+    "policy": "sync",
+    "lease": 600.0,
+    "lanes": "grpc",
+    "bad_gradients": "skip",
+}
+
+LOOP = LoopSpec(0, size=10, batch_size=4, epochs=1, seed=3)
+WEIGHTS = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3) / 4,
+    "b": np.array([0.5, -0.25], np.float32),
+}
+BUFFERS = {"mean": np.array([1.0, 2.0], np.float32)}
+FROZEN = {"table": np.array([3.0], np.float32)}
+
+
+def gradients(step: int) -> dict[str, Any]:
+    """Fixed numbers."""
+    return {
+        "a": WEIGHTS["a"] * np.float32(step) - np.float32(0.5),
+        "b": WEIGHTS["b"] / np.float32(step),
+    }
+
+
+def work(address: str, wait_for: Callable[[str, int], object]) -> dict[str, Any]:
+    """One worker from Join to Leave; the weights that it pulled last. wait_for: until servers
+    got so many calls.
+    """
+    with Client(address, rank=0, lanes="grpc", connect_timeout=30.0, wait_timeout=60.0) as client:
+        client.register(WEIGHTS, OptimizerSpec("adam", lr=0.01), buffers=BUFFERS, frozen=FROZEN)
+        wait_for(HEARTBEAT, 1)
+        assert client.push_pull(gradients(1)).status == "applied"
+        assert (
+            client.push({"b": gradients(2)["b"], "mean": BUFFERS["mean"] * 3}, samples=3).status
+            == "applied"
+        )
+        assert client.push({"b": gradients(2)["b"] * np.float32(np.nan)}).status == "rejected"
+        _step_through_data(client, wait_for)
+        client.report(loss=0.5)
+        return client.pull()
+
+
+def _step_through_data(client: Client, wait_for: Callable[[str, int], object]) -> None:
+    """Two batches are pushed with their positions in the data, one is returned. The push travels
+    in pieces.
+    """
+    lease = client.next_batches(LOOP, 3, idle=True)
+    memory, weights = client.tapes()
+    absent = ArrayBuffer(client.plan, memory).write_gradients(
+        gradients(3), ArrayBuffer(client.plan, weights)
+    )
+    pushed, returned = lease.numbers[:2], lease.numbers[2:]
+    with closing(client.begin()) as flow:
+        flow.send(0, 8)
+        wait_for(EXCHANGE, 2)  # or a shard's part is sent in one message
+        batches = [BatchKey(0, number) for number in pushed]
+        assert flow.finish(absent=absent, samples=8, batches=batches).status == "applied"
+        flow.wait(0, len(weights))
+    client.return_batches([BatchKey(0, number) for number in returned])
+
+
+def read_only(weights: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: np.asarray(weights[name]).tobytes() for name in sorted(weights)}
+
+
+def numbers_of(store: Any) -> dict[str, bytes]:
+    """Weights and optimizer state of one shard."""
+    return {key: tensor.numpy().tobytes() for key, tensor in sorted(store.export().items())}

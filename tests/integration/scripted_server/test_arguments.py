@@ -1,0 +1,112 @@
+"""What callers give that cannot be: a Client refuses it at the call, with what would do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
+from psworker.client.local_client import LocalClient
+from psworker.job import Job
+from tests.support.fake_server import FakeCluster
+
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
+ONES = {"w": np.ones(3, np.float32)}
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: FakeCluster) -> Iterator[Client]:
+    with Client(cluster.addresses) as client:
+        client.register(ONES, SGD)
+        yield client
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_an_optimizer_that_is_none_is_refused(cluster: FakeCluster, optimizer: Any) -> None:
+    with (
+        Client(cluster.addresses) as client,
+        pytest.raises(InvalidRequestError, match=r"psworker\.OptimizerSpec"),
+    ):
+        client.register(ONES, optimizer)
+
+
+def test_names_that_are_no_texts_are_refused(cluster: FakeCluster) -> None:
+    with (
+        Client(cluster.addresses) as client,
+        pytest.raises(InvalidRequestError, match="have names, texts, not 3"),
+    ):
+        client.register({3: np.ones(2, np.float32)}, SGD)  # type: ignore[dict-item]
+
+
+class NoArray:
+    """As torch's tensors that require grad."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+        )
+
+
+def test_what_numpy_cannot_take_is_said_with_its_name(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match=r"tensor 'w' is no numpy array.*tensor\.detach"):
+        client.push({"w": NoArray()})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("samples", [0, 1.5, True, None, "2", 2**63])
+def test_samples_are_a_number_of_them(client: Client, samples: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"samples={samples!r} is not a whole number"):
+        client.push(ONES, samples=samples)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rank": -1},
+        {"rank": 1.5},
+        {"rank": 2**32},
+        {"connect_timeout": 0},
+        {"connect_timeout": float("nan")},
+        {"connect_timeout": "5s"},
+        {"wait_timeout": 0},
+        {"wait_timeout": None},
+    ],
+)
+def test_what_a_client_cannot_be_made_with(cluster: FakeCluster, given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(InvalidRequestError, match=f"{name}={value!r}"):
+        Client(cluster.addresses, **given)
+    assert not cluster.calls["Join"]
+
+
+@pytest.mark.parametrize("name", ["PS_WORKER_RANK", "PS_WORKER_ATTEMPT"])
+def test_an_environment_that_has_no_number(
+    cluster: FakeCluster, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PS_SERVERS", ",".join(cluster.addresses))
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(InvalidRequestError, match=f"{name} must be 0, 1, 2"):
+        Client()
+
+
+@pytest.mark.parametrize("steps", [None, 0, 3])
+def test_a_scheduler_that_goes_by_what_was_measured_cannot_be_resumed(steps: int | None) -> None:
+    """Not in a new job either, where there is nothing to do yet: the script would fail when it
+    is started again.
+    """
+    job, model = Job(LocalClient()), nn.Linear(2, 1)
+    optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    with pytest.raises(InvalidRequestError, match=r"what was measured.*state_dict\(\)"):
+        job.resume(scheduler, steps)

@@ -1,0 +1,78 @@
+"""An exchange may take as long as its bytes move, however slowly; one that stands still is
+ended.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import UnreachableError
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
+from tests.support.fake_server import FakeCluster
+
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
+ONES = {"w": np.ones(10 * (1 << 18), np.float32)}
+"""Ten frames."""
+
+PATIENCE = 1.0
+"""Seconds that a server may be silent. Two more may pass without anything that moves, for the
+work on so many bytes.
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(lease=0.05) as cluster:
+        yield cluster
+
+
+def connect(cluster: FakeCluster) -> Client:
+    return Client(cluster.addresses, connect_timeout=PATIENCE, wait_timeout=20.0)
+
+
+def slowly(number: int) -> None:
+    """A hook for frames: all ten take four seconds."""
+    threading.Event().wait(0.4)
+
+
+@pytest.mark.parametrize(
+    "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
+)
+def test_what_moves_slowly_arrives(
+    cluster: FakeCluster, hooks: Callable[[FakeCluster], dict[int, Callable[[int], None]]]
+) -> None:
+    with connect(cluster) as client:
+        client.register(ONES, SGD)
+        hooks(cluster)[0] = slowly
+
+        assert client.push_pull(ONES).status == "applied"
+        assert cluster.calls["Exchange"] == 3  # nothing was sent twice; register pulls, too
+
+
+@pytest.mark.parametrize(
+    "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
+)
+def test_what_stands_still_is_given_up(
+    cluster: FakeCluster, hooks: Callable[[FakeCluster], dict[int, Callable[[int], None]]]
+) -> None:
+    """Also where each attempt begins well."""
+    goes_on = threading.Event()
+
+    def stop(number: int) -> None:
+        if number == 5:
+            goes_on.wait()
+
+    with connect(cluster) as client:
+        client.register(ONES, SGD)
+        hooks(cluster)[0] = stop
+        try:
+            with pytest.raises(
+                UnreachableError,
+                match=r"between here and [\d.:]+ nothing has moved for 3 s \(tried for",
+            ):
+                client.push_pull(ONES)
+        finally:
+            goes_on.set()

@@ -1,0 +1,404 @@
+"""The Client against servers in memory: values, results, arguments."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import InvalidRequestError, MismatchError
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.client.client import Client
+from tests.support.fake_server import FakeCluster
+
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
+
+
+def params(fill: float = 1.0) -> dict[str, Any]:
+    """Big enough for every shard to hold a slice of w."""
+    return {"w": np.full((100, 30), fill, np.float32), "b": np.full(7, fill, np.float32)}
+
+
+def gradient(fill: float = 2.0) -> dict[str, Any]:
+    return {name: np.full_like(array, fill) for name, array in params().items()}
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}-shards")
+def cluster(request: pytest.FixtureRequest) -> Iterator[FakeCluster]:
+    with FakeCluster(shards=request.param) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pair() -> Iterator[FakeCluster]:
+    with FakeCluster(shards=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: FakeCluster) -> Iterator[Client]:
+    with Client(cluster.addresses[0]) as client:
+        client.register(params(), SGD)
+        yield client
+
+
+def test_one_address_is_enough_and_pull_returns_what_was_registered(
+    client: Client, cluster: FakeCluster
+) -> None:
+    assert list(client.addresses) == cluster.addresses
+    assert (client.job, client.worker, client.policy, client.version) == ("job-1", 1, "sync", 0)
+    assert client.groups_json == '[{"lr": 0.5}]'
+
+    pulled = client.pull()
+
+    assert {name: array.tolist() for name, array in pulled.items()} == {
+        n: a.tolist() for n, a in params().items()
+    }
+
+
+def test_push_then_pull(client: Client, cluster: FakeCluster) -> None:
+    result = client.push(gradient())
+
+    assert (result.status, result.version, result.staleness, result.reason) == ("applied", 1, 0, "")
+    assert client.version == 0
+    assert (cluster.tensor("w") == 0).all()
+    assert (client.pull()["w"] == 0).all()
+    assert client.version == 1
+
+
+def test_push_pull_fills_in_place(client: Client) -> None:
+    out = client.pull()
+    same = out["b"]
+
+    result = client.push_pull(gradient(), out=out)
+
+    assert (result.status, result.version) == ("applied", 1)
+    assert out["b"] is same
+    assert (same == 0).all()
+    assert (out["w"] == 0).all()
+    assert client.version == 1
+
+
+def test_push_pull_without_out_leaves_them_in_weights(client: Client) -> None:
+    client.push_pull(gradient())
+
+    assert (client.weights["w"] == 0).all()
+
+
+def test_seconds_tell_where_the_time_went(client: Client) -> None:
+    seconds = client.push_pull(gradient()).seconds
+
+    assert set(seconds) == {"push", "wait", "apply", "pull"}
+    assert (seconds["wait"], seconds["apply"]) == (0.5, 0.25)
+    assert seconds["push"] >= 0
+    assert seconds["pull"] >= 0
+
+
+def test_base_is_the_version_pulled_last(client: Client, cluster: FakeCluster) -> None:
+    stale = [client.push(gradient()).staleness for _ in range(3)]
+    client.pull()
+
+    assert stale == [0, 1, 2]
+    assert client.push(gradient()).staleness == 0
+    assert {header.samples for header in cluster.received if header.seq} == {1}
+
+
+def test_pull_is_at_least_as_new_as_the_last_push(client: Client, cluster: FakeCluster) -> None:
+    client.push(gradient())
+    client.pull()
+
+    assert {header.min_version for header in cluster.received[-cluster.shards :]} == {1}
+
+
+def test_tensors_without_gradient_stay_and_are_not_sent(
+    client: Client, cluster: FakeCluster
+) -> None:
+    result = client.push({"w": None, "b": np.full(7, 2, np.float32)}, samples=5)  # type: ignore[dict-item]
+
+    assert result.status == "applied"
+    assert (cluster.tensor("w") == 1).all()
+    assert (cluster.tensor("b") == 0).all()
+    assert {tuple(header.absent) for header in cluster.received if header.seq} == {(0,)}
+    assert {header.samples for header in cluster.received if header.seq} == {5}
+
+
+def test_buffers_travel_by_value_and_frozen_never_change(cluster: FakeCluster) -> None:
+    mean, mask = np.arange(40, dtype=np.float32), np.array([1, 0, 1], np.int64)
+    with Client(cluster.addresses) as client:
+        client.register(params(), SGD, buffers={"mean": mean}, frozen={"mask": mask})
+        client.push_pull(gradient())
+        assert (client.weights["mean"] == mean).all()
+        client.push_pull({**gradient(), "mean": mean * 2})
+        first = client.pull()
+        client.push_pull(gradient())
+        second = client.pull()
+
+        assert (first["mean"] == mean * 2).all()
+        assert (second["mean"] == mean * 2).all()
+        assert (second["mask"] == mask).all()
+        assert second["mask"].dtype == np.int64
+        with pytest.raises(InvalidRequestError, match="frozen"):
+            client.push({"mask": mask})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
+def test_any_numpy_float(pair: FakeCluster, dtype: str) -> None:
+    values = np.linspace(-1, 1, 500).astype(dtype)
+    with Client(pair.addresses) as client:
+        client.register({"w": values}, SGD)
+
+        assert client.pull()["w"].astype("f8").tolist() == values.astype("f8").tolist()
+
+
+def test_odd_shapes(pair: FakeCluster) -> None:
+    given = {
+        "scalar": np.array(3.0),
+        "empty": np.zeros((0, 4)),
+        "transposed": np.arange(6.0).reshape(2, 3).T,
+    }
+    with Client(pair.addresses) as client:
+        client.register(given, SGD)
+        pulled = client.pull()
+
+    assert {name: array.tolist() for name, array in pulled.items()} == {
+        n: a.tolist() for n, a in given.items()
+    }
+
+
+def test_more_shards_than_blocks() -> None:
+    with FakeCluster(shards=4) as cluster, Client(cluster.addresses) as client:
+        client.register({"w": np.ones(3, np.float32)}, SGD)
+        result = client.push_pull({"w": np.ones(3, np.float32)})
+
+        assert result.status == "applied"
+        assert client.weights["w"].tolist() == [0.5] * 3
+
+
+def test_more_than_one_frame_and_the_message_limit(pair: FakeCluster) -> None:
+    values = np.arange(6 << 20, dtype=np.float32)
+    with Client(pair.addresses) as client:
+        client.register({"w": values}, SGD)
+        client.push_pull({"w": values})
+
+        assert (client.weights["w"] == values / 2).all()
+
+
+def test_second_worker_gets_the_first_ones_weights(client: Client, cluster: FakeCluster) -> None:
+    with Client(cluster.addresses) as second:
+        second.register(params(fill=9.0), SGD)
+
+        assert second.worker == 2
+        assert (second.pull()["w"] == 1).all()
+
+
+def test_order_of_registration_is_the_jobs(client: Client, cluster: FakeCluster) -> None:
+    with Client(cluster.addresses) as second:
+        second.register(dict(reversed(params().items())), SGD)
+
+        assert second.plan == client.plan
+        assert second.push_pull(gradient()).status == "applied"
+        assert (cluster.tensor("b") == 0).all()
+
+
+def test_second_worker_waits_for_the_upload(pair: FakeCluster) -> None:
+    first, second = Client(pair.addresses), Client(pair.addresses)
+    spec_known = threading.Event()
+    pair.before[0].append(lambda: spec_known.wait(20) and None)  # the upload is held up
+    values: list[Any] = []
+
+    def follow() -> None:
+        pair.wait_until(lambda: pair.plan is not None)
+        second.register(params(fill=9.0), SGD)
+        values.append(second.pull()["w"])
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    leader = threading.Thread(target=first.register, args=(params(), SGD))
+    leader.start()
+    pair.wait_until(lambda: pair.calls["Register"] > 3)
+    assert not values
+    spec_known.set()
+    thread.join(20)
+    leader.join(20)
+    first.close()
+    second.close()
+
+    assert (values[0] == 1).all()
+
+
+def test_other_model_shows_the_difference(client: Client, cluster: FakeCluster) -> None:
+    other = {
+        "w": np.zeros((100, 31), np.float32),
+        "b": np.zeros(7, np.float32),
+        "extra": np.zeros(1, np.float32),
+    }
+    with Client(cluster.addresses) as second, pytest.raises(MismatchError) as caught:
+        second.register(other, OptimizerSettings("adam", ({"lr": 0.5},)))
+
+    assert caught.value.reason == "MODEL_MISMATCH"
+    for words in (
+        "extra: not in",
+        "w: float32[100, 31]",
+        "float32[100, 30]",
+        "optimizer: adam, the job has sgd",
+    ):
+        assert words in str(caught.value)
+
+
+def test_other_placement_is_refused(pair: FakeCluster) -> None:
+    pair.digest = "0123"
+    with (
+        Client(pair.addresses) as client,
+        pytest.raises(MismatchError, match="place the model otherwise"),
+    ):
+        client.register(params(), SGD)
+
+
+@pytest.mark.parametrize(
+    ("grads", "reason", "words"),
+    [
+        ({"v": np.zeros(1, np.float32)}, "UNKNOWN_TENSOR", "no tensor 'v'"),
+        ({"b": np.zeros(8, np.float32)}, "WRONG_SHAPE", r"'b' has shape \(7,\), not \(8,\)"),
+        ({"b": np.zeros(7, np.float64)}, "WRONG_DTYPE", "'b' is float32, not float64"),
+        ({"b": [1, 2]}, "WRONG_DTYPE", "'b' is float32"),
+    ],
+)
+def test_unfit_gradient_is_refused_before_anything_is_sent(
+    client: Client, cluster: FakeCluster, grads: Any, reason: str, words: str
+) -> None:
+    before = len(cluster.received)
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        client.push({**gradient(), **grads})
+
+    assert caught.value.reason == reason
+    assert len(cluster.received) == before
+    assert client.push(gradient()).status == "applied"
+    assert (cluster.tensor("b") == 0).all()
+
+
+@pytest.mark.parametrize("name", ["unknown", "shape", "dtype", "readonly"])
+def test_unfit_out_is_refused_before_anything_is_sent(
+    client: Client, cluster: FakeCluster, name: str
+) -> None:
+    array = np.zeros(8 if name == "shape" else 7, np.float64 if name == "dtype" else np.float32)
+    array.flags.writeable = name != "readonly"
+    before = len(cluster.received)
+    with pytest.raises(InvalidRequestError):
+        client.push_pull(gradient(), out={"x" if name == "unknown" else "b": array})
+    with pytest.raises(InvalidRequestError):
+        client.pull(out={"x" if name == "unknown" else "b": array})
+
+    assert len(cluster.received) == before
+
+
+def test_out_may_be_a_part(client: Client) -> None:
+    out = {"b": np.zeros(7, np.float32)}
+
+    assert client.pull(out=out).keys() == {"b"}
+    assert (out["b"] == 1).all()
+
+
+def test_what_cannot_be_registered(pair: FakeCluster) -> None:
+    with Client(pair.addresses) as client:
+        for bad in ({"w": np.zeros(3, np.int32)}, {"w": np.zeros(3, np.complex64)}, {}):
+            with pytest.raises(InvalidRequestError):
+                client.register(bad, SGD)
+        with pytest.raises(InvalidRequestError, match="listed twice"):
+            client.agree(_twice())
+        for call in (
+            client.pull,
+            lambda: client.push({}),
+            lambda: client.plan,
+            lambda: client.weights,
+        ):
+            with pytest.raises(InvalidRequestError, match="no model yet"):
+                call()
+
+
+def _twice() -> Any:
+    from psworker.client.arrays import spec_of
+
+    return spec_of({"w": np.zeros(1)}, {"w": np.zeros(1)}, {}, SGD)
+
+
+def test_samples_below_one_are_refused(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="samples"):
+        client.push(gradient(), samples=0)
+
+
+def test_nan_is_rejected_with_worker_and_tensor(client: Client, cluster: FakeCluster) -> None:
+    bad = gradient()
+    bad["w"][3, 4] = np.nan
+
+    result = client.push_pull(bad)
+
+    assert (result.status, result.reason) == ("rejected", "NON_FINITE: worker 1: tensor w")
+    assert cluster.version == 0
+    assert client.push(gradient()).status == "applied"
+
+
+def test_tape_exchange_of_a_bridge(cluster: FakeCluster) -> None:
+    from psworker.client.arrays import spec_of
+
+    with Client(cluster.addresses) as client:
+        plan = client.agree(spec_of(params(), {}, {}, SGD))
+        weights = np.full(plan.nbytes, 0, np.uint8)
+        client.start(weights.data)
+        gradients = np.ones(plan.nbytes // 4, np.float32)
+        result = client.exchange(
+            gradients=gradients.view(np.uint8).data,
+            weights=weights.data,
+            batches=[BatchKey(0, 3), BatchKey(0, 4)],
+            groups_json='[{"lr": 1.0}]',
+            samples=64,
+        )
+        pulled = client.exchange(gradients=None, weights=weights.data)
+
+        assert (result.status, pulled.status, pulled.version) == ("applied", "none", 1)
+        assert weights.view(np.float32)[:3000].tolist() == [-0.5] * 3000
+        header = next(header for header in cluster.received if header.seq == 1)
+        assert [batch.number for batch in header.batches] == [3, 4]
+        assert (header.groups_json, header.samples) == ('[{"lr": 1.0}]', 64)
+
+
+def test_unfit_tapes_are_refused(client: Client) -> None:
+    tape = bytearray(client.plan.nbytes)
+    for gradients, weights, absent in (
+        (None, None, ()),
+        (memoryview(tape)[1:], None, ()),
+        (None, memoryview(bytes(tape)), ()),
+        (memoryview(tape), None, (99,)),
+    ):
+        with pytest.raises(InvalidRequestError):
+            client.exchange(gradients=gradients, weights=weights, absent=absent)
+
+
+def test_weights_missing_from_an_answer_are_asked_for(client: Client, cluster: FakeCluster) -> None:
+    def without_weights(header: ps.PushPullHeader, result: ps.ExchangeResult) -> Any:
+        server._with_weights = original  # type: ignore[method-assign]
+        return ps.ExchangeResult(
+            outcome=ps.OUTCOME_STALE, version=1, reason="STALE", detail="too old"
+        ), []
+
+    server = cluster.servers[-1]
+    original = server._with_weights
+    server._with_weights = without_weights  # type: ignore[method-assign]
+
+    result = client.push_pull(gradient())
+
+    assert (result.status, result.reason) == ("stale", "STALE: too old")
+    assert (client.weights["w"] == 0).all()
+
+
+def test_calls_from_several_threads(client: Client, cluster: FakeCluster) -> None:
+    threads = [threading.Thread(target=client.push_pull, args=(gradient(0.0),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+
+    assert cluster.version == 8
+    assert [seq for _, seq in cluster.counted] == list(range(1, 9))

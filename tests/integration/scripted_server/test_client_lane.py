@@ -1,0 +1,108 @@
+"""The Client over a lane that calls the servers directly, as a simulation does: no thread, no
+real time.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.model_spec import OptimizerSettings
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.client.client import Client
+from psworker.connection.retry import Clock
+from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
+from tests.support.fake_server import FakeCluster
+
+
+class DirectLane:
+    """Calls the fake servers' methods in the caller's thread; its clock only moves when somebody
+    pauses.
+    """
+
+    direct = True
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.addresses: Sequence[str] = [f"shard {shard}" for shard in range(cluster.shards)]
+        self.clock = Clock(lambda: self.now, self._pass)
+        self.now = 0.0
+        self.waits: list[tuple[int, int]] = []
+        self._cluster = cluster
+
+    def learn(
+        self, job: str, addresses: Sequence[str], terms: Sequence[int], standbys: Sequence[str]
+    ) -> None: ...
+
+    def look_around(self, job: str, timeout: float) -> bool: ...
+
+    def end_stalled(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        method = "".join(part.capitalize() for part in name.split("_"))
+        method = {"NextBatch": "NextBatch", "Report": "ReportMetrics", "Status": "GetStatus"}.get(
+            method, method
+        )
+        return lambda request, timeout: getattr(self._cluster.servers[0], method)(request, None)
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+
+    def exchange(
+        self,
+        shard: int,
+        header: ps.PushPullHeader,
+        send: Sequence[memoryview],
+        receiver: AnswerReceiver,
+        timeout: float,
+        cancellation: Cancellation,
+        frames: Iterator[bytes] | None = None,
+    ) -> ExchangeAnswer:
+        self.waits.append((shard, header.wait_ms))
+        sent = ps.PushPullHeader()
+        sent.CopyFrom(header)
+        result, views = self._cluster.servers[shard]._exchanged(sent, b"".join(send))
+        data = memoryview(b"".join(views))
+        for view in receiver.begin(result) if result.nbytes else ():
+            view[:], data = data[: view.nbytes], data[view.nbytes :]
+        return ExchangeAnswer(result, 0.0, 0.0)
+
+    def close(self) -> None:
+        self.now = -1.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(shards=3) as cluster:
+        yield cluster
+
+
+def test_direct_lane_trains_without_threads(cluster: FakeCluster) -> None:
+    before, lane = set(threading.enumerate()), DirectLane(cluster)
+    with Client(lane=lane, rank=4, device="sim") as client:
+        client.register({"w": np.ones(600, np.float32)}, OptimizerSettings("sgd", ({"lr": 0.5},)))
+        result = client.push_pull({"w": np.full(600, 2, np.float32)})
+        client.progress(steps=1, step_seconds=1.0, samples_per_second=1.0, phase="compute")
+        client.report(loss=0.5)
+
+        assert (result.status, client.version) == ("applied", 1)
+        assert (client.weights["w"] == 0).all()
+        assert set(threading.enumerate()) <= before
+    assert [beat.steps for beat in cluster.beats] == [1]
+    assert (cluster.joins[0].rank, cluster.joins[0].device) == (4, "sim")
+    assert cluster.left == {1: ""}
+    assert lane.now == -1.0
+
+
+def test_only_the_last_shard_may_wait(cluster: FakeCluster) -> None:
+    """A push is decided once all shards have it: waiting for the first before telling the last
+    would be for ever.
+    """
+    lane = DirectLane(cluster)
+    with Client(lane=lane) as client:
+        client.register({"w": np.ones(600, np.float32)}, OptimizerSettings("sgd", ({"lr": 0.5},)))
+        lane.waits.clear()
+        client.push({"w": np.ones(600, np.float32)})
+
+    assert lane.waits == [(0, 0), (1, 0), (2, 1000), (0, 0), (1, 1000)]

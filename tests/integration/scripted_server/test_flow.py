@@ -1,0 +1,366 @@
+"""Client.begin against servers that fail: what goes when, what is here when, and how it ends."""
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import FencedError, PSError, UnreachableError
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.system.shared_memory import SharedRegion
+from psproto.v1 import parameter_server_pb2 as ps
+from psworker.client.client import Client
+from psworker.connection.retry import Clock
+from psworker.exchange.buffered_push import BufferedPush
+from psworker.exchange.open_push import OpenPush
+from tests.support.fake_server import FakeCluster, FakeServer, lost
+
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
+SIZE = 2_000_000
+"""Of float32: 4 frames a shard."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(shards=2) as cluster:
+        yield cluster
+
+
+def connect(
+    cluster: FakeCluster,
+    connect_timeout: float = 20.0,
+    wait_timeout: float = 20.0,
+    size: int = SIZE,
+) -> Client:
+    client = Client(cluster.addresses, connect_timeout=connect_timeout, wait_timeout=wait_timeout)
+    client.register({"w": np.ones(size, np.float32)}, SGD)
+    numbers(client)[0][:] = 2.0
+    return client
+
+
+def numbers(client: Client) -> tuple[Any, Any]:
+    gradients, weights = client.tapes()
+    return np.frombuffer(gradients, np.float32), np.frombuffer(weights, np.float32)
+
+
+def begun(cluster: FakeCluster, client: Client) -> OpenPush:
+    """A push whose calls are open, on all shards."""
+    opened = [threading.Event() for _ in cluster.servers]
+    for shard, event in enumerate(opened):
+        cluster.before[shard].appendleft(event.set)
+    flow = client.begin()
+    assert isinstance(flow, OpenPush)
+    assert all(event.wait(20) for event in opened)
+    return flow
+
+
+def pushes(cluster: FakeCluster) -> list[ps.PushPullHeader]:
+    return [header for header in cluster.received if header.seq]
+
+
+class Gate:
+    """A hook before each frame, which holds back from frame `first` on; `reached` once it does."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, number: int) -> None:
+        if number >= self.first:
+            self.reached.set()
+            assert self.open.wait(20)
+
+
+def cut_at(frame: int) -> Callable[[int], None]:
+    """A hook that breaks the connection once, before this frame."""
+    hooks = deque([lost])
+
+    def hook(number: int) -> None:
+        if number == frame and hooks:
+            hooks.popleft()()
+
+    return hook
+
+
+def finished(flow: OpenPush | BufferedPush, client: Client) -> str:
+    result = flow.finish()
+    flow.wait(0, client.plan.nbytes)
+    flow.close()
+    return result.status
+
+
+# ---- before the end ------------------------------------------------------------------------------
+
+
+def test_pieces_leave_before_the_push_is_finished(cluster: FakeCluster) -> None:
+    arrived = threading.Event()
+    cluster.incoming[1] = lambda number: arrived.set()
+    with connect(cluster) as client:
+        arrived.clear()
+        flow = begun(cluster, client)
+        second = client.plan.range(1, "trainable")
+        flow.send(second.start, second.start + 4)
+
+        assert arrived.wait(20)
+        assert finished(flow, client) == "applied"
+        assert (numbers(client)[1] == 0).all()
+
+
+def test_finish_sends_only_what_has_not_gone(cluster: FakeCluster) -> None:
+    seen: dict[int, int] = {}
+    with connect(cluster) as client:
+        for shard in range(2):
+            cluster.incoming[shard] = lambda number, shard=shard: seen.update({shard: number + 1})  # type: ignore[misc]
+        flow = begun(cluster, client)
+        span = client.plan.range(0, "trainable")
+        flow.send(span.start, span.stop - 4)
+        assert finished(flow, client) == "applied"
+
+    assert seen == {0: 4 + 1 + 1, 1: 4 + 1}, "frames of data, and the closing header"
+
+
+def test_wait_returns_as_soon_as_its_bytes_are_here(cluster: FakeCluster) -> None:
+    """Later frames of shard 0 are held back, shard 1 is quick."""
+    gate = cluster.outgoing[0] = Gate(2)
+    with connect_open(cluster, gate) as client:
+        flow = begun(cluster, client)
+        weights, (first, second) = (
+            numbers(client)[1],
+            (client.plan.range(shard, "trainable") for shard in range(2)),
+        )
+        weights[:] = 9.0
+        assert flow.finish().status == "applied"
+        assert gate.reached.wait(20)
+        early = first.start, first.start + (2 << 20)
+        flow.wait(*early)
+        flow.wait(second.start, second.stop)
+        late = threading.Thread(target=flow.wait, args=(early[0], early[1] + 4))
+        late.start()
+
+        assert (weights[early[0] // 4 : early[1] // 4] == 0).all()
+        assert (weights[second.start // 4 : second.stop // 4] == 0).all()
+        assert (weights[early[1] // 4 : first.stop // 4] == 9).all()
+        late.join(0.3)
+        assert late.is_alive()
+        gate.open.set()
+        late.join(20)
+        assert weights[early[1] // 4] == 0
+        flow.close()
+        assert (weights == 0).all()
+
+
+def connect_open(cluster: FakeCluster, gate: Gate) -> Client:
+    """Registers while the gate lets everything through."""
+    first, gate.first = gate.first, 1 << 30
+    client = connect(cluster)
+    gate.first = first
+    return client
+
+
+# ---- what breaks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("frame", [0, 2, 4])
+def test_connection_that_is_cut_while_pieces_leave(
+    frame: int, shards: list[int], cluster: FakeCluster
+) -> None:
+    """Frame 4 is the closing header. Everything goes again, and counts once."""
+    with connect(cluster) as client:
+        for shard in shards:
+            cluster.incoming[shard] = cut_at(frame)
+        flow = begun(cluster, client)
+        flow.send(0, client.plan.nbytes)
+
+        assert finished(flow, client) == "applied"
+        assert (numbers(client)[1] == 0).all()
+        assert client.version == 1
+        assert isinstance(client.begin(), OpenPush)
+    assert cluster.counted == [(1, 1)]
+
+
+@pytest.mark.parametrize("frame", [0, 2])
+def test_connection_that_is_cut_while_weights_arrive(frame: int, cluster: FakeCluster) -> None:
+    """finish has said how it ended; wait waits for the second attempt."""
+    with connect(cluster) as client:
+        cluster.outgoing[1] = cut_at(frame)
+
+        assert finished(begun(cluster, client), client) == "applied"
+        assert (numbers(client)[1] == 0).all()
+    assert cluster.counted == [(1, 1)]
+
+
+def test_answers_that_are_lost_again_and_again_count_the_batches_once(cluster: FakeCluster) -> None:
+    """A shard without any bytes of the push repeats a header, nothing else."""
+    with connect(cluster) as client:
+        for shard in range(2):
+            cluster.after[shard].extend([lost] * 3)
+        flow = begun(cluster, client)
+        result = flow.finish(absent=[0], batches=[BatchKey(1, 7)])
+        flow.close()
+
+        assert result.status == "applied"
+    last = pushes(cluster)[-1]
+    assert [(batch.loop, batch.number) for batch in last.batches] == [(1, 7)]
+    assert list(last.absent) == [0]
+
+
+def release_when_asked(cluster: FakeCluster) -> None:
+    cluster.wait_until(lambda: len(pushes(cluster)) > 3)
+    cluster.release()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_hours_of_computing_are_neither_silence_nor_waiting(
+    cut: bool, cluster: FakeCluster
+) -> None:
+    """A server is given the usual time once the push is finished, not since it was begun."""
+    with connect(cluster, connect_timeout=5.0, wait_timeout=5.0) as client:
+        clock = client._connection.lane.clock
+        hours = [0.0]
+        client._connection.lane.clock = Clock(lambda: clock.now() + hours[0], clock.sleep)
+        if cut:
+            cluster.incoming[0] = cut_at(4)
+        flow = begun(cluster, client)
+        flow.send(0, client.plan.nbytes)
+        hours[0] = 3600.0
+        cluster.waits_for = "worker 2"
+        timer = threading.Thread(target=release_when_asked, args=(cluster,))
+        timer.start()
+
+        assert finished(flow, client) == "applied"
+        timer.join(20)
+    assert cluster.counted == [(1, 1)]
+
+
+def test_finish_raises_when_nobody_answers_and_the_next_push_is_whole(cluster: FakeCluster) -> None:
+    """What became of it is unknown, so the next one has to be told apart from it."""
+    with connect(cluster, connect_timeout=0.3) as client:
+        flow = begun(cluster, client)
+        cluster.incoming[1] = lambda number: lost()
+        with pytest.raises(UnreachableError):
+            flow.finish()
+        with pytest.raises(UnreachableError):
+            flow.wait(0, 4)
+        flow.close()
+        cluster.incoming.clear()
+
+        assert isinstance(whole := client.begin(), BufferedPush)
+        assert finished(whole, client) == "applied"
+        assert (numbers(client)[1] == 0).all()
+        assert finished(begun(cluster, client), client) == "applied"
+    assert cluster.counted == [(1, 2), (1, 3)]
+
+
+def test_memory_is_mapped_anew_by_the_script_s_thread_alone(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one would do it while the script computes, and lose what it writes meanwhile."""
+    threads: list[str] = []
+    monkeypatch.setattr(
+        SharedRegion, "detach", lambda region: threads.append(threading.current_thread().name)
+    )
+    with connect(cluster, connect_timeout=0.3) as client:
+        flow = begun(cluster, client)
+        threads.clear()
+        cluster.incoming[1] = lambda number: lost()
+        with pytest.raises(UnreachableError):
+            flow.finish()
+        flow.close()
+        flow.close()
+        cluster.incoming.clear()
+
+    assert threads[:1] == [threading.current_thread().name]
+    assert set(threads) == set(threads[:1])
+
+
+def test_failure_before_the_end_comes_out_of_finish(cluster: FakeCluster) -> None:
+    with connect(cluster) as client:
+        flow = begun(cluster, client)
+        cluster.fenced.add(client.worker)
+        flow.send(0, 4)
+        with pytest.raises(FencedError):
+            flow.finish()
+        flow.close()
+        with pytest.raises(FencedError):
+            finished(client.begin(), client)
+
+
+def test_begin_on_a_client_that_is_out_of_the_job_does_not_stay_open(cluster: FakeCluster) -> None:
+    with connect(cluster) as client:
+        client.leave()
+        for _ in range(2):
+            flow = client.begin()
+            with pytest.raises(PSError, match="this Client has left the job"):
+                flow.finish()
+            flow.close()
+
+
+def test_ctrl_c_in_finish_ends_the_calls(cluster: FakeCluster) -> None:
+    """close does not wait for the others of the round any more."""
+    cluster.waits_for = "worker 2"
+    with connect(cluster) as client:
+        flow = begun(cluster, client)
+
+        def interrupt() -> None:
+            cluster.wait_until(lambda: len(pushes(cluster)) > 3)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            flow.finish()
+        thread.join(20)
+        flow.close()
+        with pytest.raises(KeyboardInterrupt):  # and not that the others were waited for in vain
+            flow.wait(0, 4)
+        cluster.release()
+
+        assert isinstance(client.begin(), BufferedPush)
+
+
+def test_client_that_is_closed_with_an_open_push(cluster: FakeCluster) -> None:
+    client = connect(cluster)
+    begun(cluster, client).send(0, 4)
+    client.close()
+
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("psworker")]
+    assert not cluster.counted
+
+
+def test_server_that_comes_back_in_the_middle(cluster: FakeCluster) -> None:
+    with connect(cluster) as client:
+        flow = begun(cluster, client)
+        flow.send(0, client.plan.nbytes)
+        old = cluster.servers[1]
+        old.stop()
+        cluster.servers[1] = FakeServer(cluster, 1, True, bind=old.address)
+
+        assert finished(flow, client) == "applied"
+        assert (numbers(client)[1] == 0).all()
+    assert cluster.counted == [(1, 1)]
+
+
+# ---- one message each way ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "kind"), [(500_000, "ExchangeOnce"), (600_000, "Exchange")])
+def test_what_fits_goes_in_one_message(size: int, kind: str) -> None:
+    """A frame holds 1 MiB. Both ways of asking give the same."""
+    other = {"ExchangeOnce": "Exchange", "Exchange": "ExchangeOnce"}[kind]
+    with FakeCluster() as cluster:
+        with connect(cluster, size=size // 2) as client:
+            assert (cluster.calls["Exchange"] > 0) is (kind == "Exchange")
+            cluster.calls.clear()
+            gradient = {"w": np.arange(size // 2, dtype=np.float32)}
+            assert client.push(gradient).status == "applied"
+            assert np.array_equal(client.pull()["w"], 1 - gradient["w"] / 2)
+            assert client.push_pull(gradient).status == "applied"
+            assert np.array_equal(client.weights["w"], 1 - gradient["w"])
+        assert cluster.calls[kind] == 3
+        assert not cluster.calls[other]

@@ -1,0 +1,162 @@
+"""What a worker's metrics say, and that they are served once per process."""
+
+import math
+import shutil
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pscommon.core.errors import TakenError
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
+from psworker.session import metrics
+from psworker.session.metrics import MAX_REPORTED, WorkerMetrics
+from tests.support.fake_server import FakeCluster
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture(autouse=True)
+def nobody_serves() -> Iterator[None]:
+    """Each test starts and ends with a process that serves nothing."""
+    metrics.close()
+    yield
+    metrics.close()
+
+
+def scrape(address: str) -> list[str]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        return answer.read().decode().splitlines()
+
+
+def test_a_step(registry: CollectorRegistry) -> None:
+    """Phases apart, steps and samples added up."""
+    worker = WorkerMetrics(registry)
+    worker.step({"compute": 0.03, "push": 0.2}, samples=64)
+    worker.step({"compute": 0.04}, samples=32)
+
+    assert registry.get_sample_value("ps_worker_steps_total") == 2
+    assert registry.get_sample_value("ps_worker_samples_total") == 96
+    assert registry.get_sample_value("ps_worker_phase_seconds_count", {"phase": "compute"}) == 2
+    assert registry.get_sample_value("ps_worker_phase_seconds_sum", {"phase": "push"}) == 0.2
+    assert registry.get_sample_value("ps_worker_phase_seconds_count", {"phase": "wait"}) == 0
+
+
+def test_reported_values(registry: CollectorRegistry) -> None:
+    """The last value counts; a loss is also there under its own name, and is not a number
+    before.
+    """
+    worker = WorkerMetrics(registry)
+    assert math.isnan(registry.get_sample_value("ps_worker_loss") or 0)
+
+    worker.reported("loss", 2.0)
+    worker.reported("loss", 1.5)
+    worker.reported("accuracy", 0.97)
+
+    assert registry.get_sample_value("ps_worker_loss") == 1.5
+    assert registry.get_sample_value("ps_worker_reported", {"name": "loss"}) == 1.5
+    assert registry.get_sample_value("ps_worker_reported", {"name": "accuracy"}) == 0.97
+
+
+def test_reported_names_are_bounded(registry: CollectorRegistry) -> None:
+    """Names beyond the bound are dropped; the known ones go on."""
+    worker = WorkerMetrics(registry)
+    for number in range(MAX_REPORTED + 1):
+        worker.reported(f"value {number}", number)
+    worker.reported("value 0", 7)
+
+    assert (
+        registry.get_sample_value("ps_worker_reported", {"name": f"value {MAX_REPORTED}"}) is None
+    )
+    assert registry.get_sample_value("ps_worker_reported", {"name": "value 0"}) == 7
+
+
+def test_recording_without_a_server_is_harmless() -> None:
+    """What was recorded before anybody served is not kept."""
+    metrics.step({"compute": 0.1}, samples=1)
+    metrics.reported("loss", 1.0)
+
+    lines = scrape(metrics.serve("127.0.0.1:0"))
+
+    assert "ps_worker_steps_total 0.0" in lines
+    assert "ps_worker_loss NaN" in lines
+
+
+def test_serving() -> None:
+    """A scrape sees what was recorded, and the process's own metrics."""
+    address = metrics.serve("127.0.0.1:0")
+    metrics.step({"compute": 0.1}, samples=3)
+    metrics.reported("loss", 0.5)
+
+    lines = scrape(address)
+
+    assert {"ps_worker_samples_total 3.0", "ps_worker_loss 0.5"} <= set(lines)
+    assert any(line.startswith("process_cpu_seconds_total ") for line in lines)
+
+
+def test_a_script_that_works_with_arrays_is_counted() -> None:
+    """Without a Job: the time of its pulls and pushes is known (these servers say: all waiting),
+    the rest its own.
+    """
+    address, arrays = metrics.serve("127.0.0.1:0"), {"w": np.ones(3, np.float32)}
+    with FakeCluster(shards=1) as cluster, Client(cluster.addresses) as client:
+        client.register(arrays, OptimizerSettings("sgd", ({"lr": 0.5},)))
+        client.pull()
+        client.push(arrays, samples=3)
+        client.push_pull(arrays)
+        client.report(loss=0.5)
+
+    lines = scrape(address)
+    assert {
+        "ps_worker_steps_total 2.0",
+        "ps_worker_samples_total 4.0",
+        "ps_worker_loss 0.5",
+    } <= set(lines)
+    spent = {
+        name: float(seconds)
+        for name, _, seconds in (line.rpartition(" ") for line in lines)
+        if "_sum" in name
+    }
+    assert all(
+        spent[f'ps_worker_phase_seconds_sum{{phase="{phase}"}}'] > 0
+        for phase in ("pull", "wait", "compute")
+    )
+
+
+def test_serving_is_once_per_process() -> None:
+    """A script that connects twice keeps its counts and its port."""
+    address = metrics.serve("127.0.0.1:0")
+    metrics.step({}, samples=3)
+
+    assert metrics.serve("127.0.0.1:0") == address
+    assert "ps_worker_samples_total 3.0" in scrape(address)
+
+
+def test_a_taken_port_leaves_nothing_behind() -> None:
+    """After the error the process may still serve."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = f"127.0.0.1:{holder.getsockname()[1]}"
+        with pytest.raises(TakenError, match=taken):
+            metrics.serve(taken)
+
+    assert metrics.serve(taken) == taken
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_names_follow_the_conventions(registry: CollectorRegistry) -> None:
+    """Prometheus' own linter finds nothing to say."""
+    WorkerMetrics(registry).reported("loss", 1.0)
+    text = generate_latest(registry).decode()
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=20
+    )
+
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -1,0 +1,176 @@
+"""Nobody waits without a line that says for whom; and every call waits for servers that are away
+for a while.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.errors import PSError, UnreachableError
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import OptimizerSettings
+from psworker.client.client import Client
+from psworker.connection import retry as patience
+from tests.support.fake_server import FakeCluster, FakeServer
+
+SGD = OptimizerSettings("sgd", ({"lr": 0.5},))
+ONES = {"w": np.ones(50, np.float32)}
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with FakeCluster(shards=2, lease=0.05) as cluster:
+        yield cluster
+
+
+def connect(cluster: FakeCluster, connect_timeout: float = 20.0) -> Client:
+    client = Client(cluster.addresses, connect_timeout=connect_timeout, wait_timeout=20.0)
+    client.register(ONES, SGD)
+    return client
+
+
+class Lines(logging.Handler):
+    """What is said about shard 1; `said` once anything is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.said = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if " shard 1 at " in record.getMessage():
+            self.texts.append(record.getMessage())
+            self.said.set()
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
+    """Lines come fifty times as fast."""
+    handler, log = Lines(), logging.getLogger("psworker")
+    monkeypatch.setattr(patience, "LOG_SECONDS", 0.2)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+def test_a_server_that_sits_on_a_push_is_named_while_it_does(
+    cluster: FakeCluster, lines: Lines
+) -> None:
+    """Though no call has ended: the push's number, the shard and its address."""
+    with connect(cluster) as client:
+        cluster.before[1].append(lambda: _until(lines.said))
+
+        client.push(ONES)
+
+    assert (
+        lines.texts[0]
+        == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+    )
+
+
+def test_so_is_one_that_sits_on_the_end_of_a_flow_but_the_script_is_not(
+    cluster: FakeCluster, lines: Lines
+) -> None:
+    with connect(cluster) as client:
+        seen = len(cluster.beats)
+        flow = client.begin()
+        cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
+        assert lines.texts == []
+
+        cluster.after[1].append(lambda: _until(lines.said))
+        flow.finish()
+        flow.close()
+        said = len(lines.texts)
+        seen = len(cluster.beats)
+        cluster.wait_until(lambda: len(cluster.beats) > seen + 15)
+
+    assert (
+        lines.texts[0]
+        == f"push 1 of worker 1 on shard 1 at {cluster.addresses[1]}: no answer for 0 s"
+    )
+    assert len(lines.texts) == said
+
+
+def _until(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+CALLS: dict[str, Callable[[Client], Any]] = {
+    "push": lambda client: client.push(ONES),
+    "pull": lambda client: client.pull(),
+    "flow": lambda client: (flow := client.begin(), flow.finish(), flow.close()),
+    "data": lambda client: client.next_batches(LoopSpec(0, 4, 1)),
+    "back": lambda client: client.return_batches([BatchKey(0, 1)]),
+    "report": lambda client: client.report(loss=1.0),
+    "rejoin": lambda client: client.rejoin(),
+    "register": lambda client: client.agree(client.plan.spec),
+}
+
+
+@pytest.mark.parametrize("reason", ["UNREACHABLE", "NOT_READY", "NOT_ATTACHED", "STOPPING"])
+@pytest.mark.parametrize("what", CALLS)
+def test_every_call_outlives_a_server_that_is_away_for_a_while(
+    cluster: FakeCluster, what: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Away, or there again and not ready; for far longer than any pause, far shorter than
+    --connect-timeout.
+    """
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.05)
+
+    def away() -> None:
+        raise UnreachableError("not now", reason)
+
+    with connect(cluster) as client:
+        cluster.deal(0)
+        for hooks in (
+            *(cluster.before[shard] for shard in (0, 1)),
+            *map(cluster.control.__getitem__, METHODS),
+        ):
+            hooks.extend([away] * 12)
+
+        CALLS[what](client)
+
+
+METHODS = ("NextBatch", "ReturnBatches", "ReportMetrics", "Join", "Register", "Heartbeat")
+
+
+@pytest.mark.parametrize("what", ["push", "data", "report", "rejoin"])
+def test_no_call_outlives_connect_timeout(cluster: FakeCluster, what: str) -> None:
+    with connect(cluster, connect_timeout=0.5) as client:
+        for server in cluster.servers:
+            server.stop()
+        with pytest.raises(UnreachableError, match=r"tried for \d s"):
+            CALLS[what](client)
+
+
+def test_a_port_that_refuses_is_found_again_soon_after_it_listens(cluster: FakeCluster) -> None:
+    """gRPC's own waits between two attempts to connect are short, and so are ours."""
+    with connect(cluster) as client, ThreadPoolExecutor(1) as pool:
+        address = cluster.servers[1].address
+        cluster.servers[1].stop()
+        pushing = pool.submit(client.push, ONES)
+        with pytest.raises(TimeoutError):
+            pushing.result(3)  # long enough for gRPC to have come to its longest pause
+
+        cluster.servers[1] = FakeServer(cluster, 1, True, bind=address)
+
+        assert pushing.result(3).status == "applied"
+
+
+def test_a_request_that_is_wrong_is_not_repeated(cluster: FakeCluster) -> None:
+    def wrong() -> None:
+        raise PSError("a bug")
+
+    with connect(cluster) as client:
+        cluster.before[0].append(wrong)
+        with pytest.raises(PSError, match="a bug"):
+            client.push(ONES)

@@ -1,0 +1,261 @@
+"""Requests that no correct process sends, over gRPC to real servers: refused with a reason, and
+the job goes on.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
+from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.limits import MAX_TENSORS
+from pscommon.core.log_entries import BatchKey
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.wire.channel import open_channel
+from pscommon.wire.messages import loop_to_proto, model_to_proto
+from pscommon.wire.status import translated
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import model_pb2 as mo
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psserver.core.job.coordinator import CoordinatorMachine
+from psworker import Client
+from psworker.ctl.job_client import CoordinatorClient
+from tests.support.cluster import Cluster
+from tests.support.standbys import Following
+from tests.support.workers import count, counted, counter, digest, status, until
+
+Make = Callable[..., Cluster]
+
+LOOP = LoopSpec(0, size=1000, batch_size=1)
+EMPTY = StreamSpec(1, sources=2, batch_size=3, epochs=0)
+HUGE = ModelSpec((TensorSpec("w", (2**40,), "float64", "frozen"),), OptimizerSettings("sgd"))
+LARGEST = 2**32 - 1
+
+
+def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
+    """Method, request and reason of the refusal."""
+    huge, loop = model_to_proto(HUGE), loop_to_proto(LOOP)
+    endless = loop_to_proto(StreamSpec(2, 2**20, 1, 2**31))
+    yield "Join", co.JoinRequest(rank=LARGEST), "OUT_OF_RANGE"
+    yield "Join", co.JoinRequest(host="h" * 100_000), "OUT_OF_RANGE"
+    yield "Register", co.RegisterRequest(worker=worker, model=huge), "OUT_OF_RANGE"
+    yield "Register", co.RegisterRequest(worker=worker, model=huge, wait_ms=LARGEST), "OUT_OF_RANGE"
+    tensors = [mo.TensorSpec(name="w")] * (MAX_TENSORS + 1)
+    yield (
+        "Register",
+        co.RegisterRequest(worker=worker, model=mo.ModelSpec(tensors=tensors)),
+        "OUT_OF_RANGE",
+    )
+    nested = mo.ModelSpec(optimizer_json="[" * 100_000)
+    yield "Register", co.RegisterRequest(worker=worker, model=nested), "INVALID_REQUEST"
+    yield (
+        "NextBatch",
+        co.NextBatchRequest(worker=worker, loop=loop, count=20_000_000),
+        "OUT_OF_RANGE",
+    )
+    yield (
+        "NextBatch",
+        co.NextBatchRequest(worker=worker, loop=loop, wait_ms=LARGEST),
+        "OUT_OF_RANGE",
+    )
+    yield "NextBatch", co.NextBatchRequest(worker=worker, loop=endless), "OUT_OF_RANGE"
+    yield (
+        "NextBatch",
+        co.NextBatchRequest(worker=worker, loop=endless, share_only=True),
+        "OUT_OF_RANGE",
+    )
+    yield "NextBatch", co.NextBatchRequest(worker=worker, loop=co.LoopSpec()), "INVALID_REQUEST"
+    yield (
+        "ReturnBatches",
+        returned(worker, ps.Batch(number=5, count=3, end=True, loop=1)),
+        "OUT_OF_RANGE",
+    )
+    yield "ReturnBatches", returned(worker, ps.Batch(number=2**64 - 1)), "OUT_OF_RANGE"
+    yield "ReturnBatches", returned(worker, *[ps.Batch()] * 70_000), "OUT_OF_RANGE"
+    names = {f"value {number}": 1.0 for number in range(2000)}
+    yield "ReportMetrics", co.ReportMetricsRequest(worker=worker, metrics=names), "OUT_OF_RANGE"
+    yield "SetPolicy", co.SetPolicyRequest(policy="ssp"), "INVALID_REQUEST"
+    yield "SetPolicy", co.SetPolicyRequest(policy=""), "INVALID_REQUEST"
+    yield "Reshard", co.ReshardRequest(shards=100_000_000), "OUT_OF_RANGE"
+    yield "Reshard", co.ReshardRequest(shards=0), "OUT_OF_RANGE"
+    yield "Drain", co.DrainRequest(worker=2**64 - 1), "INVALID_REQUEST"
+    yield "SaveSnapshot", co.SaveSnapshotRequest(wait_ms=LARGEST), "OUT_OF_RANGE"
+    yield "RestoreSnapshot", co.RestoreSnapshotRequest(version=2**64 - 1), "NO_SNAPSHOT"
+    yield "Heartbeat", co.HeartbeatRequest(worker=2**64 - 1, phase="p" * 10_000), "FENCED"
+
+
+def returned(worker: int, *batches: ps.Batch) -> co.ReturnBatchesRequest:
+    return co.ReturnBatchesRequest(worker=worker, batches=batches)
+
+
+def refusals(address: str, worker: int) -> Iterator[tuple[str, str, str]]:
+    """Method, reason and the reason that is expected, of each request."""
+    with open_channel(address) as channel:
+        stub = CoordinatorServiceStub(channel)
+        for method, request, expected in requests(worker):
+            with pytest.raises(PSError) as caught, translated(method):
+                getattr(stub, method)(request, timeout=10.0)
+            yield method, caught.value.reason, expected
+
+
+def push(
+    client: Client, base: int | None = None, batches: tuple[BatchKey, ...] = (), groups: str = ""
+) -> str:
+    gradients, _ = client.tapes()
+    gradients[:] = bytes(len(gradients))
+    return client.exchange(
+        gradients=gradients, weights=None, base=base, batches=batches, groups_json=groups
+    ).status
+
+
+@contextmanager
+def job(cluster: Make, data_dir: Path) -> Iterator[tuple[Cluster, Client, dict[str, Any]]]:
+    settings = {"data_dir": data_dir, "durability": "log", "policy": "async"}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        count(client, 2)
+        for spec in (LOOP, EMPTY):
+            client.next_batches(spec, first_open=0)
+        yield servers, client, settings
+
+
+def test_every_absurd_request_is_refused_and_the_job_restarts(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """A worker trains in between; the log that the servers leave makes the same job again."""
+    with job(cluster, tmp_path) as (servers, client, settings):
+        for method, found, expected in refusals(servers.address, client.worker):
+            assert found == expected, method
+            count(client)
+        before, weights = status(servers.address), digest(servers.address)
+        servers.close()
+    again = cluster(2, **settings)
+    after = status(again.address)
+
+    assert digest(again.address) == weights
+    assert [after[key] for key in ("version", "samples", "data")] == [
+        before[k] for k in ("version", "samples", "data")
+    ]
+
+
+def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
+    servers = cluster(1, policy="async")
+    with Following(servers.servers[0]) as following, counter(servers.address) as client:
+        following.in_sync()
+        for spec in (LOOP, EMPTY):
+            client.next_batches(spec, first_open=0)
+        for _method, _found, _expected in refusals(servers.address, client.worker):
+            count(client)
+        assert push(client, base=10**6) == "stale"
+        hub, mirror = servers.servers[0].hub, following.standby._mirror
+        assert hub is not None
+        assert mirror is not None
+        assert mirror.coordinator is not None
+        until(
+            lambda: mirror.version == client.version or mirror.version == hub.version,
+            "the newest update",
+        )
+        standby, primary = (
+            json.dumps(machine.state()) for machine in (mirror.coordinator, hub._coordinator)
+        )
+
+        assert standby == primary
+        assert following.primary.shipper.state == "in sync"
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    "the end of a stream without epochs": {"batches": (BatchKey(1, 5, 3, True),)},
+    "a batch that the loop does not have": {"batches": (BatchKey(0, 5000),)},
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_unfit_push_is_refused_before_anything_is_applied(
+    cluster: Make, tmp_path: Path, name: str
+) -> None:
+    """On two shards; the worker keeps its place, and its next push counts."""
+    with job(cluster, tmp_path) as (servers, client, settings):
+        with pytest.raises(InvalidRequestError) as caught:
+            push(client, **UNFIT[name])
+        assert caught.value.reason == "INVALID_REQUEST"
+        assert status(servers.address)["version"] == 2
+        count(client, 3)
+        assert counted(client.pull()) == 5
+        weights = digest(servers.address)
+        servers.close()
+    again = cluster(2, **settings)
+
+    assert digest(again.address) == weights
+
+
+def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller gets INTERNAL, the servers go on, and restarts and a standby meet the same
+    state.
+    """
+
+    def faulty(self: CoordinatorMachine, worker: int, now: float) -> None:
+        self.samples += 1000
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(CoordinatorMachine, "drain", faulty)
+    settings = {"data_dir": tmp_path / "primary", "durability": "log", "policy": "async"}
+    servers = cluster(1, **settings)
+    with Following(servers.servers[0], data_dir=tmp_path / "standby") as following:
+        with counter(servers.address) as client:
+            following.in_sync()
+            count(client)
+            with (
+                CoordinatorClient([servers.address], 10.0) as asked,
+                pytest.raises(PSError) as caught,
+            ):
+                asked.drain(client.worker)
+            assert caught.value.reason == "INTERNAL"
+            count(client, 2)
+            weights = digest(servers.address)
+        hub, mirror = servers.servers[0].hub, following.standby._mirror
+        assert hub is not None
+        assert mirror is not None
+        assert mirror.coordinator is not None
+        assert mirror.coordinator.samples == hub._coordinator.samples == 1003
+        assert following.primary.shipper.state == "in sync"
+        servers.close()
+    for _ in range(2):
+        again = cluster(1, **settings)
+        assert digest(again.address) == weights
+        assert status(again.address)["samples"] == 1003
+        again.close()
+    assert any("a recorded command fails" in record.message for record in caplog.records)
+
+
+def test_a_push_with_a_negative_learning_rate_is_refused(cluster: Make) -> None:
+    """The rate of the job stays as it was."""
+    servers = cluster(2, policy="sync")
+    with counter(servers.address) as client:
+        with pytest.raises(InvalidRequestError) as caught:
+            push(client, groups='[{"lr": -1.0}]')
+        assert caught.value.reason == "OUT_OF_RANGE"
+        count(client, 2)
+        assert counted(client.pull()) == 2
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("base", [3, 10**6, 2**64 - 1])
+def test_a_push_with_a_base_above_the_version_is_stale_before_anything_is_applied(
+    cluster: Make, policy: str, base: int
+) -> None:
+    """On all shards. The worker's next push counts."""
+    servers = cluster(2, policy=policy)
+    with counter(servers.address) as client:
+        count(client, 2)
+        assert push(client, base=base) == "stale"
+        assert status(servers.address)["version"] == 2
+        count(client)
+        assert counted(client.pull()) == 3

@@ -1,0 +1,461 @@
+"""Bad input gets a clear error and the right exit code, and nothing is lost."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from pscommon.core.errors import (
+    InvalidRequestError,
+    MismatchError,
+    NonFiniteError,
+    PSError,
+    TakenError,
+    UnsupportedOptimizerError,
+)
+from psserver import cli as server_command
+from psserver.app import Server
+from psserver.process.config import ServerConfig
+from psworker import OptimizerSpec
+from tests.support.cluster import Cluster
+from tests.support.programs import Programs, descendants, gone, programs_in
+from tests.support.workers import (
+    ONES,
+    connected,
+    count,
+    counted,
+    counter,
+    network,
+    status,
+    together,
+    until,
+    weights_of,
+)
+
+Make = Callable[..., Cluster]
+SGD = OptimizerSpec("sgd", lr=1.0)
+ZEROS = {name: np.zeros_like(one) for name, one in ONES.items()}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs_in(tmp_path_factory.mktemp("bad")) as programs:
+        yield programs
+
+
+@contextmanager
+def refused(error: type[PSError], code: int, reason: str, *texts: str) -> Iterator[None]:
+    """What fails inside does so with this error, whose message says all of these."""
+    with pytest.raises(error) as caught:
+        yield
+    assert (caught.value.exit_code, caught.value.reason) == (code, reason)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+# ---- servers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shard", "text"),
+    [("2/2", "shards are counted from 0"), ("x", "is not I/N"), ("-1/2", "is not I/N")],
+)
+def test_a_wrong_shard(shard: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert server_command.main(["--shard", shard]) == 2
+
+    assert text in capsys.readouterr().err
+
+
+def test_a_port_file_where_there_is_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server_command.main(["--port-file", str(tmp_path / "none" / "port")]) == 2
+
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_port_file_that_cannot_be_written(tmp_path: Path, programs: Programs) -> None:
+    """Nor removed at the end."""
+    path = tmp_path / ("port" * 100)
+    server = programs.fork("ps-server", "--bind", "127.0.0.1:0", "--port-file", path)
+
+    assert server.wait() == 2
+    assert f"--port-file {path} cannot be written: File name too long" in server.err
+    assert "Traceback" not in server.err
+
+
+def test_two_servers_with_one_shard(cluster: Make, programs: Programs) -> None:
+    servers = cluster(2)
+    until(lambda: status(servers.address)["state"] == "waiting for a model", "two servers")
+
+    second = programs.fork(
+        "ps-server", "--shard", "1/2", "--join", servers.address, "--bind", "127.0.0.1:0"
+    )
+
+    assert second.wait() == 11
+    assert f"SHARD_TAKEN: shard 1 is already served by {servers.servers[1].address}" in second.err
+    with counter(servers.address) as client:  # the first one does not mind
+        count(client)
+
+
+def test_a_shard_of_another_number_of_shards(cluster: Make) -> None:
+    servers = cluster(2)
+
+    with closing(
+        Server(ServerConfig(shard=1, shards=3, bind="127.0.0.1:0", join=servers.address))
+    ) as stranger:
+        stranger.start()
+
+        assert stranger.ended.wait(30)
+        with refused(
+            MismatchError, 11, "SHARD_MISMATCH", "shard 1/3 does not belong to this job of 2 shards"
+        ):
+            raise stranger.failure or AssertionError("it did not fail")
+
+
+def test_a_port_that_is_taken(cluster: Make, programs: Programs) -> None:
+    address = cluster(1).address
+
+    second = programs.run("ps-server", "--bind", address)
+
+    assert second.wait() == 10
+    assert f"TAKEN: cannot listen on {address}" in second.err
+    assert "Traceback" not in second.err
+    with counter(address) as client:
+        count(client)
+
+
+def test_a_metrics_port_that_is_taken(cluster: Make) -> None:
+    taken = cluster(1, metrics_bind="127.0.0.1:0").servers[0].monitor.address
+
+    with refused(TakenError, 10, "TAKEN", taken):
+        cluster(1, metrics_bind=taken)
+
+
+def test_a_data_directory_that_is_taken(cluster: Make, tmp_path: Path) -> None:
+    address = cluster(1, data_dir=tmp_path).address
+
+    with refused(TakenError, 10, "TAKEN", str(tmp_path), f"in use by process {os.getpid()}"):
+        cluster(1, data_dir=tmp_path)
+
+    with counter(address) as client:
+        count(client)
+
+
+# ---- addresses -----------------------------------------------------------------------------------
+
+
+def test_an_incomplete_set_of_addresses() -> None:
+    """Servers without --join know nothing of each other until a worker lists them all."""
+    configs = [ServerConfig(shard=shard, shards=3, bind="127.0.0.1:0") for shard in range(2)]
+    with closing(Server(configs[0])) as first, closing(Server(configs[1])) as second:
+        first.start()
+        second.start()
+
+        with refused(
+            MismatchError, 11, "SHARD_MISMATCH", "nobody knows where shard 2 of 3 is", first.address
+        ):
+            connected(f"{first.address},{second.address}", connect_timeout=1.0)
+
+
+def test_an_address_that_is_listed_twice(cluster: Make, programs: Programs) -> None:
+    address = cluster(1).address
+
+    with refused(MismatchError, 11, "SHARD_MISMATCH", f"{address} is listed twice"):
+        connected(f"{address},{address}")
+
+
+def test_two_addresses_of_one_shard(cluster: Make) -> None:
+    one, other = cluster(1, job="otter").address, cluster(1, job="otter").address
+
+    with refused(MismatchError, 11, "SHARD_MISMATCH", f"{one} and {other} are both shard 0 of 1"):
+        connected(f"{one},{other}")
+
+
+def test_servers_of_two_jobs(cluster: Make) -> None:
+    one, other = cluster(1, job="otter").address, cluster(1, job="stoat").address
+
+    with refused(MismatchError, 11, "JOB_MISMATCH", "otter", "stoat"):
+        connected(f"{one},{other}")
+
+
+def test_servers_that_are_not_there(programs: Programs) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    programs.script("import psworker; psworker.connect()", "connect.py")
+
+    began = time.monotonic()
+    worker = programs.run("ps-worker", "--ps", address, "--connect-timeout", "1s", "connect.py")
+
+    assert worker.wait() == 20
+    assert (
+        time.monotonic() - began < 30
+    )  # not the 60 s of the default; most of it is the start of the process
+    assert re.search(rf"UNREACHABLE: no answer within \d+ s from {address}", worker.err)
+    assert "Traceback" not in worker.err
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+SMALL = np.zeros(3, np.float32)
+OTHER_MODELS: dict[str, tuple[dict[str, Any], OptimizerSpec, list[str]]] = {
+    "another shape": (
+        {"a": np.zeros((40, 3), np.float32), "b": ZEROS["b"]},
+        SGD,
+        ["a: float32[40, 3] trainable, the job has float32[3, 40] trainable"],
+    ),
+    "another dtype": (
+        {"a": ZEROS["a"], "b": np.zeros(100)},
+        SGD,
+        ["b: float64[100] trainable, the job has float32[100] trainable"],
+    ),
+    "one missing, one more": (
+        {"a": ZEROS["a"], "c": SMALL},
+        SGD,
+        ["b: missing; the job has float32[100] trainable", "c: not in the job's model"],
+    ),
+    "another optimizer": (
+        ZEROS,
+        OptimizerSpec("adam", lr=1.0),
+        ["optimizer: adam, the job has sgd"],
+    ),
+    "other hyper-parameters": (
+        ZEROS,
+        OptimizerSpec("sgd", lr=0.5, momentum=0.9),
+        [
+            "optimizer group 0: lr=0.5, the job has 1.0",
+            "optimizer group 0: momentum=0.9, the job has 0.0",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "differences"), OTHER_MODELS.values(), ids=OTHER_MODELS.keys()
+)
+def test_a_model_or_optimizer_that_is_not_the_jobs(
+    cluster: Make, model: dict[str, Any], optimizer: OptimizerSpec, differences: list[str]
+) -> None:
+    """The difference is shown by tensor, and the job goes on without this worker."""
+    address = cluster(2).address
+    with counter(address) as client:
+        with (
+            refused(MismatchError, 11, "MODEL_MISMATCH", *differences),
+            connected(address) as other,
+        ):
+            other.register(model, optimizer)
+
+        count(client, 2)
+        assert counted(client.pull()) == 2
+
+
+def test_an_optimizer_that_no_server_has(cluster: Make) -> None:
+    address, model = cluster(1).address, network()
+
+    for unsupported in (
+        torch.optim.LBFGS(model.parameters()),
+        type("Mine", (torch.optim.Adam,), {})(model.parameters()),
+    ):
+        with (
+            refused(
+                UnsupportedOptimizerError,
+                2,
+                "UNSUPPORTED_OPTIMIZER",
+                type(unsupported).__name__,
+                "Adagrad",
+            ),
+            psworker.connect(address, device="cpu") as job,
+        ):
+            job.optimizer(unsupported, model)
+
+    assert status(address)["model"] is None
+
+
+def test_a_tensor_whose_name_no_file_could_hold(cluster: Make) -> None:
+    """A snapshot could be written, but never be exported. The next worker may bring another
+    model.
+    """
+    address = cluster(1).address
+    with (
+        refused(InvalidRequestError, 2, "INVALID_REQUEST", "__metadata__", "Try: rename"),
+        connected(address) as client,
+    ):
+        client.register({"a": ZEROS["a"], "__metadata__": SMALL}, SGD)
+
+    assert status(address)["model"] is None
+    with counter(address) as client:
+        count(client)
+
+
+def test_initial_weights_that_are_not_finite(cluster: Make) -> None:
+    address = cluster(2).address
+    with (
+        refused(NonFiniteError, 14, "NON_FINITE", "worker 1", "tensor b"),
+        connected(address) as client,
+    ):
+        client.register({"a": ZEROS["a"], "b": np.full(100, np.inf, np.float32)}, SGD)
+
+    with counter(address) as client:  # the next one may do better
+        count(client)
+
+
+def test_who_uploaded_weights_that_are_not_finite_may_correct_them(cluster: Make) -> None:
+    """What was decided on the first ones is not the answer for others; and nobody waits for
+    them.
+    """
+    with connected(cluster(2).address) as client:
+        with pytest.raises(NonFiniteError, match=r"^worker 1 .*: tensor b$"):
+            client.register({"a": ZEROS["a"], "b": np.full(100, np.inf, np.float32)}, SGD)
+
+        client.register(ZEROS, SGD)
+        count(client)
+
+
+# ---- pushes --------------------------------------------------------------------------------------
+
+BAD_PUSHES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "unknown tensor": ({**ONES, "zz": SMALL}, "UNKNOWN_TENSOR", ["zz"]),
+    "wrong shape": ({**ONES, "b": SMALL}, "WRONG_SHAPE", ["b", "(100,)", "(3,)"]),
+    "wrong dtype": ({**ONES, "b": np.ones(100)}, "WRONG_DTYPE", ["b", "float32", "float64"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "reason", "texts"), BAD_PUSHES.values(), ids=BAD_PUSHES.keys()
+)
+def test_a_gradient_that_does_not_fit(
+    cluster: Make, gradients: dict[str, Any], reason: str, texts: list[str]
+) -> None:
+    with counter(cluster(2).address) as client:
+        count(client)
+
+        with refused(InvalidRequestError, 2, reason, *texts):
+            client.push(gradients)
+
+        count(client)
+        assert counted(client.pull()) == 2
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(
+    cluster: Make, name: str, value: float
+) -> None:
+    """Rejected by the shard that holds it, and so by all; the round closes with the worker's
+    next push.
+    """
+    address = cluster(3, min_workers=2, bad_gradients="skip").address
+    bad = {key: one.copy() for key, one in ONES.items()}
+    bad[name].flat[-1] = value
+
+    def careless() -> None:
+        with counter(address, rank=0) as client:
+            result = client.push(bad)
+            assert result.status == "rejected"
+            assert result.reason.startswith(f"NON_FINITE: worker {client.worker} (rank 0, ")
+            assert result.reason.endswith(f"tensor {name}")
+            assert counted(client.pull()) == 0
+            count(client)
+
+    def careful() -> None:
+        with counter(address, rank=1) as client:
+            count(client)
+
+    together(careless, careful)
+
+    assert counted(weights_of(address)) == 1
+    assert status(address)["pushes"]["rejected"] == 1
+
+
+# ---- scripts -------------------------------------------------------------------------------------
+
+BROKEN = """
+import psworker
+with psworker.connect() as job:
+    if job.rank == 1:
+        raise ValueError("the data is bad")
+    import signal; signal.pause()
+"""
+
+DIVERGES = """
+import torch, psworker
+model = torch.nn.Linear(3, 1)
+with psworker.connect() as job:
+    optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(5):
+        loss = model(torch.ones(2, 3)).sum() * (float("nan") if step == 3 else 1)
+        loss.backward()
+        optimizer.step()
+        print("made step", step)
+"""
+
+PATIENT = """
+import os, signal, psworker
+with psworker.connect() as job:
+    print("waits")
+    signal.pause()
+"""
+
+
+def test_a_script_that_raises(programs: Programs) -> None:
+    programs.script(BROKEN)
+
+    run = programs.run("ps-run", "--workers", 2, "--summary", "broken.json", "train.py")
+
+    assert run.wait() == 1
+    assert run.said.count("Traceback (most recent call last)") == 1
+    assert run.said.count('raise ValueError("the data is bad")') == 1
+    box = run.err[run.err.index("╭─ first failure: w1") :]
+    assert "ValueError: the data is bad" in box
+    assert "w1 exited with 1" in box
+    found = json.loads((programs.folder / "broken.json").read_text())
+    assert (found["status"], found["error"]["process"], found["error"]["exit_code"]) == (
+        "failed",
+        "w1",
+        1,
+    )
+
+
+def test_a_script_whose_gradient_is_not_finite(programs: Programs) -> None:
+    programs.script(DIVERGES)
+
+    run = programs.run("ps-run", "train.py")
+
+    assert run.wait() == 14
+    assert "made step 2" in run.out
+    assert "made step 3" not in run.out
+    box = run.err[run.err.index("╭─ first failure: ") :]
+    assert "worker 1 (rank 0, " in box
+    assert "tensor " in box
+    assert "what to do: lower the learning rate or clip" in box
+
+
+def test_ctrl_c_leaves_nothing_behind(programs: Programs) -> None:
+    before = set(programs.temporary.iterdir())
+    programs.script(PATIENT)
+    flags = ("--servers", 2, "--workers", 1, "--metrics-bind", "127.0.0.1:0")
+    run = programs.start("ps-run", *flags, "--summary", "interrupted.json", "train.py")
+    run.wait_for("waits")
+    everybody = descendants(run.pid)
+    assert len(everybody) == 3
+    assert {run.pid, *everybody} <= set(programs.alive)
+
+    run.send(signal.SIGINT)
+
+    assert run.wait() == 130
+    assert "Traceback" not in run.said
+    assert all(map(gone, everybody))
+    assert programs.alive == []
+    assert set(programs.temporary.iterdir()) == before
+    assert json.loads((programs.folder / "interrupted.json").read_text())["status"] == "interrupted"

@@ -1,0 +1,98 @@
+"""Long jobs with many workers that come and go: what servers show stays small, and numbers of
+workers never repeat.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from psserver.coordinator.service import CoordinatorService
+from psserver.core.commands.recorder import DEPARTED_KEPT
+from psserver.core.workers.membership import GENERATION
+from psworker.ctl.job_client import CoordinatorClient
+from tests.support.cluster import Cluster
+from tests.support.metrics_scrape import Metrics
+from tests.support.workers import count, counted, counter, snapshots, status, until
+
+Make = Callable[..., Cluster]
+
+JOINS = 2000
+
+
+def hub_of(servers: Cluster) -> CoordinatorService:
+    hub = servers.servers[0].hub
+    assert hub is not None
+    return hub
+
+
+def join(hub: CoordinatorService) -> int:
+    """A worker that leaves at once."""
+    worker = hub.join("", None, "host", 1, "cpu").worker
+    hub.leave(worker, "", 0)
+    return worker
+
+
+def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
+    """Their number is still counted; a worker that is there is served as before."""
+    servers = cluster(1, policy="async", metrics_bind="127.0.0.1:0")
+    hub, monitor = hub_of(servers), servers.servers[0].monitor
+    assert monitor is not None
+    with counter(servers.address) as client:
+        for _ in range(JOINS):
+            join(hub)
+        found = until(
+            lambda: (
+                (now := status(servers.address))
+                and len(now["workers"]) <= 2 * DEPARTED_KEPT + 1
+                and now
+            ),
+            "forgotten workers",
+        )
+        until(
+            lambda: Metrics(monitor.address)("ps_workers", state="left") == JOINS, "a count of all"
+        )
+        count(client, 2)
+        assert counted(client.pull()) == 2
+
+    assert len(json.dumps(found)) < 100_000
+
+
+@pytest.mark.parametrize("durability", ["log", "snapshot"])
+def test_numbers_of_workers_do_not_repeat_after_many_joins(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
+    """Neither when all go back to an old snapshot, nor when the servers are started again."""
+    settings = {"data_dir": tmp_path, "policy": "async", "durability": durability}
+    servers = cluster(1, **settings)
+    hub, given = hub_of(servers), []
+    with counter(servers.address) as client:
+        count(client, 3)
+        with CoordinatorClient([servers.address], 10.0) as asked:
+            asked.save(30.0)
+        until(lambda: 3 in snapshots(servers.address), "a snapshot")
+        hub._coordinator.roster._next_worker = GENERATION - 1  # so many have come and gone
+        given += [join(hub) for _ in range(5)]
+        with CoordinatorClient([servers.address], 10.0) as asked:
+            asked.restore(3, 30.0)
+        given += [join(hub) for _ in range(3)]
+        hub._coordinator.roster._next_worker = 4 * GENERATION
+        given += [join(hub) for _ in range(3)]
+        servers.close()
+    again = hub_of(cluster(1, **settings))
+    given += [join(again) for _ in range(3)]
+
+    assert len(set(given)) == len(given)
+    assert given == sorted(given)
+
+
+def test_numbers_of_workers_do_not_repeat_without_a_data_directory(cluster: Make) -> None:
+    """A start of the log that is not kept anywhere takes a later generation, too."""
+    servers = cluster(1, policy="async")
+    hub = hub_of(servers)
+    hub._coordinator.roster._next_worker = GENERATION
+    given = [join(hub) for _ in range(3)]
+    hub.archive.count_on()
+
+    assert hub.archive.generation * GENERATION >= max(given)

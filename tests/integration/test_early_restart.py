@@ -1,0 +1,79 @@
+"""Servers that are killed before there is any snapshot, come back elsewhere, or are found too
+early.
+"""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pscommon.core.errors import UnreachableError
+from psproto.v1 import parameter_server_pb2 as ps
+from psserver.app import Server
+from psserver.process.config import ServerConfig
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.streams import AnswerReceiver, Cancellation
+from tests.support.cluster import Cluster
+from tests.support.ports import free_port
+from tests.support.workers import count, counted, counter, status, weights_of
+
+SECONDS = 10.0
+
+
+def test_what_was_acknowledged_before_the_first_snapshot_is_there_after_each_restart(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Also with workers whose numbers were given by an earlier start of the servers."""
+    for start in range(3):
+        servers = cluster(2, data_dir=tmp_path, durability="log", policy="async", lease=60.0)
+        with counter(servers.address) as client:
+            assert counted(client.pull()) == 5 * start
+            count(client, 5)
+        assert counted(weights_of(servers.address)) == 5 * (start + 1)
+        assert status(servers.address)["snapshots"] == []
+        servers.close()
+
+
+def exchange(lane: GrpcTransport) -> None:
+    header = ps.PushPullHeader(job="otter", pull=ps.PULL_STEP)
+    lane.exchange(1, header, [], AnswerReceiver(lambda result: []), SECONDS, Cancellation())
+
+
+def attach(lane: GrpcTransport) -> None:
+    lane.attach(1, ps.AttachMemoryRequest(job="otter"), SECONDS)
+
+
+@pytest.mark.parametrize("call", [exchange, attach])
+def test_a_shard_that_has_come_back_and_not_heard_of_the_job_yet_asks_for_patience(
+    call: Callable[[GrpcTransport], None],
+) -> None:
+    """A worker of the job may be quicker than the coordinator, and must not take it for another
+    job's shard.
+    """
+    server = Server(
+        ServerConfig(shard=1, shards=2, bind="127.0.0.1:0", join=f"127.0.0.1:{free_port()}")
+    )
+    server.start()
+    with closing(server), closing(GrpcTransport(["", server.address])) as lane:
+        with pytest.raises(UnreachableError) as caught:
+            call(lane)
+
+        assert caught.value.reason == "NOT_READY"
+
+
+def test_a_shard_that_comes_back_elsewhere_is_found_by_the_workers_that_are_there(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    settings = {"data_dir": tmp_path, "durability": "log"}
+    servers = cluster(2, **settings)
+    with counter(servers.address, connect_timeout=20.0) as client:
+        count(client, 3)
+        before = servers.servers.pop()
+        before.close()
+        again = servers.add(1, 2, bind=f"127.0.0.1:{free_port()}", **settings)
+        assert again.address != before.address
+
+        count(client, 2)
+        assert counted(client.pull()) == 5
+        assert client.addresses == (servers.address, again.address)

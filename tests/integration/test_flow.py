@@ -1,0 +1,257 @@
+"""A push that leaves piece by piece (Client.begin) ends as one that is sent whole, over either
+lane.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import FencedError, InvalidRequestError
+from pscommon.core.partition import PIECES
+from psproto.v1 import coordinator_pb2 as co
+from psserver.parameters import weight_reads as reading
+from psworker import Client, OptimizerSpec
+from psworker.core.results import PushResult
+from psworker.exchange.open_push import OpenPush
+from tests.support.cluster import Cluster
+from tests.support.workers import connected, count, counted, counter, until, weights_of
+
+Make = Callable[..., Cluster]
+
+PARAMS: dict[str, Any] = {
+    "w": np.ones((900, 401), np.float32),
+    "bias": np.ones(301),
+    "half": np.ones(77, np.float16),
+}
+BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32)}
+STEPS = 12
+LANES = pytest.mark.parametrize("lanes", ["grpc", "shm"])
+
+
+def registered(address: str, **options: Any) -> Client:
+    client = connected(address, **options)
+    client.register(PARAMS, OptimizerSpec("adam", lr=0.01), buffers=BUFFERS)
+    return client
+
+
+@dataclass
+class Draw:
+    """A step's gradient as a random tape, and how it is sent."""
+
+    tape: np.ndarray[Any, np.dtype[np.uint8]]
+    absent: list[int]
+    pieces: list[tuple[int, int]]
+    samples: int
+
+
+def draw(client: Client, step: int) -> Draw:
+    """Pieces in any order, some twice, some never, some over borders, some empty."""
+    random, plan = np.random.default_rng(step), client.plan
+    tape = np.zeros(plan.nbytes, np.uint8)
+    for index, tensor in enumerate(plan.spec.tensors):
+        start, stop = plan.extent(index)
+        values = random.standard_normal(tensor.size).astype(tensor.dtype)
+        tape[start:stop] = values.view(np.uint8)
+    trainable = [i for i, tensor in enumerate(plan.spec.tensors) if tensor.role == "trainable"]
+    absent = [i for i in trainable if random.random() < 0.3]
+    if step == 0:  # nothing but buffers
+        absent = trainable
+    ends = random.integers(0, plan.nbytes + 1, (int(random.integers(0, 12)), 2))
+    return Draw(tape, absent, [(min(a, b), max(a, b)) for a, b in ends.tolist()], step + 1)
+
+
+def flowed(client: Client, step: Draw) -> PushResult:
+    """Each piece holds rubbish when it is first sent, and is sent again when it is right."""
+    tape, weights = (np.frombuffer(memory, np.uint8) for memory in client.tapes())
+    tape[:] = 1
+    flow = client.begin()
+    assert isinstance(flow, OpenPush)
+    for start, stop in step.pieces:
+        flow.send(start, stop)
+    tape[:] = step.tape
+    for start, stop in step.pieces:
+        flow.send(start, stop)
+    result = flow.finish(absent=step.absent, samples=step.samples)
+    for start, stop in step.pieces:
+        flow.wait(start, stop)
+    flow.wait(0, weights.nbytes)
+    flow.close()
+    return result
+
+
+def outcome(result: PushResult) -> tuple[Any, ...]:
+    return result.status, result.version, result.staleness, result.reason
+
+
+@LANES
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:
+    """After every step, on the worker, and at the end on the servers, bit for bit."""
+    addresses = [cluster(shards).address for _ in range(2)]
+    with (
+        registered(addresses[0], lanes="grpc") as whole,
+        registered(addresses[1], lanes=lanes) as pieces,
+    ):
+        for number in range(STEPS):
+            step = draw(whole, number)
+            expected, weights = bytearray(step.tape), whole.tapes()[1]
+            result = whole.exchange(
+                gradients=memoryview(expected),
+                weights=weights,
+                absent=step.absent,
+                samples=step.samples,
+            )
+
+            assert outcome(flowed(pieces, step)) == outcome(result)
+            assert bytes(pieces.tapes()[1]) == bytes(weights), f"step {number}"
+            assert (pieces.version, whole.version) == (number + 1, number + 1)
+        found, wanted = weights_of(pieces.addresses[0]), weights_of(whole.addresses[0])
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_is_used_as_it_comes_comes_in_small_pieces(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is not, does not: each message costs something."""
+    frames: list[int] = []
+    encode = reading.encode_data
+    monkeypatch.setattr(reading, "encode_data", lambda *views: frames.append(0) or encode(*views))
+    model, spec = {"w": np.zeros(1 << 20, np.float32)}, OptimizerSpec("sgd", lr=1.0)
+    with connected(cluster().address, lanes="grpc") as client:
+        client.register(model, spec)
+        gradients, weights = client.tapes()
+        frames.clear()
+        client.exchange(gradients=gradients, weights=weights)
+        whole = len(frames)
+        frames.clear()
+        with closing(client.begin()) as flow:
+            flow.send(0, 64)
+            flow.finish()
+            flow.wait(0, client.plan.nbytes)
+
+    assert (whole, len(frames)) == (4, PIECES)
+
+
+def test_half_of_the_shards_in_shared_memory(cluster: Make) -> None:
+    made = cluster(0)
+    made.add(0, 2)
+    made.add(1, 2, lanes="grpc")
+    with registered(cluster(2).address, lanes="grpc") as whole, registered(made.address) as pieces:
+        for number in range(4):
+            step = draw(whole, number)
+            flowed(pieces, step)
+            whole.exchange(
+                gradients=memoryview(bytearray(step.tape)),
+                weights=whole.tapes()[1],
+                absent=step.absent,
+                samples=step.samples,
+            )
+
+            assert bytes(pieces.tapes()[1]) == bytes(whole.tapes()[1]), f"step {number}"
+
+
+@LANES
+def test_a_push_that_is_given_up_leaves_nothing(lanes: Any, cluster: Make) -> None:
+    """Its number is gone; the next one flows again, in memory where it did before, and counts."""
+    made = cluster(2, policy="sync")
+    with counter(made.address, lanes=lanes) as client:
+        for _ in range(3):
+            flow = client.begin()
+            flow.send(0, client.plan.nbytes)
+            flow.close()
+            flow.close()
+        np.frombuffer(client.tapes()[0], np.float32)[:] = 1.0
+        flow = client.begin()
+        assert isinstance(flow, OpenPush)
+        assert flow.finish().status == "applied"
+        flow.close()
+
+        assert flow.header.seq == 4
+        assert all((part._header.memory != 0) is (lanes == "shm") for part in flow.parts)
+        assert counted(client.pull()) == 1
+        until(
+            lambda: all(server.engine.budget.used == 0 for server in made.servers),
+            "all room is given back",
+        )
+
+
+@LANES
+def test_no_second_push_while_one_is_open(lanes: Any, cluster: Make) -> None:
+    with counter(cluster(2).address, lanes=lanes) as client:
+        flow = client.begin()
+        for call in (client.begin, client.pull):
+            with pytest.raises(
+                InvalidRequestError, match="a push is under way: finish or close it first"
+            ):
+                call()
+        with pytest.raises(
+            InvalidRequestError, match="no weights come before this push is finished"
+        ):
+            flow.wait(0, 1)
+        with pytest.raises(InvalidRequestError, match="samples=0 < 1"):
+            flow.finish(samples=0)
+        with pytest.raises(InvalidRequestError, match="tensor 9 cannot be absent") as caught:
+            flow.finish(absent=[9])
+        assert caught.value.reason == "UNKNOWN_TENSOR"
+        assert flow.finish().status == "applied"
+        with pytest.raises(InvalidRequestError, match="this push is finished"):
+            flow.finish()
+        flow.close()
+        count(client)
+
+
+@LANES
+def test_gradient_that_is_no_number_is_rejected(lanes: Any, cluster: Make) -> None:
+    with counter(cluster(2, bad_gradients="skip").address, lanes=lanes) as client:
+        numbers = np.frombuffer(client.tapes()[0], np.float32)
+        numbers[:] = 1.0
+        numbers[3] = np.nan
+        flow = client.begin()
+        result = flow.finish()
+        flow.wait(0, client.plan.nbytes)
+        flow.close()
+
+        assert (result.status, result.version) == ("rejected", 0)
+        assert result.reason.startswith("NON_FINITE: ")
+        count(client)
+        assert counted(client.pull()) == 1
+
+
+@LANES
+def test_worker_that_is_out_of_the_job_hears_of_it_at_finish(lanes: Any, cluster: Make) -> None:
+    made = cluster(2, policy="async")
+    with counter(made.address, lanes=lanes) as client, counter(made.address) as other:
+        flow = client.begin()
+        client._connection.lane.leave(co.LeaveRequest(job=client.job, worker=client.worker), 5.0)
+        with pytest.raises(FencedError):
+            flow.finish()
+        flow.close()
+        count(other)
+
+        assert counted(other.pull()) == 1
+
+
+@LANES
+def test_close_leaves_no_thread(lanes: Any, cluster: Make) -> None:
+    made = cluster(2)
+    before = {thread.name for thread in threading.enumerate()}
+
+    def left() -> set[str]:
+        names = {thread.name for thread in threading.enumerate()} - before
+        return {name for name in names if "psworker" in name or "consume_request" in name}
+
+    with counter(made.address, lanes=lanes) as client:
+        for finish in (True, False):
+            flow = client.begin()
+            assert "psworker-flow" in left()
+            if finish:
+                flow.finish()
+            flow.close()
+            assert "psworker-flow" not in left()
+        client.begin()
+    until(lambda: not left(), "all threads have ended")

@@ -1,0 +1,300 @@
+"""Bytes in flight are bounded: pushes wait for room, everybody gets some, nothing is lost, and
+memory stays flat.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from pscommon.core.errors import InvalidRequestError, WaitTimeoutError
+from pscommon.wire.channel import open_channel
+from pscommon.wire.frames import EXCHANGE_ONCE, encode_data, encode_header
+from psproto.v1 import parameter_server_pb2 as ps
+from psserver.parameters.memory_budget import MemoryBudget
+from psworker import Client, OptimizerSpec
+from tests.support.cluster import Cluster
+from tests.support.programs import programs_in
+from tests.support.wire_calls import Open, exchange, reason_of, serve
+from tests.support.workers import DEADLINE, connected, counted, together, until, weights_of
+
+Make = Callable[..., Cluster]
+
+PUSH = 4_000_000
+ONE = {"w": np.ones(PUSH // 4, np.float32)}
+
+
+def joined(address: str, lanes: Any = "grpc", **options: Any) -> Client:
+    """A worker of a model of 4 MB that starts at zero and loses what is pushed."""
+    client = connected(address, lanes=lanes, **options)
+    client.register({"w": np.zeros(PUSH // 4, np.float32)}, OptimizerSpec("sgd", lr=1.0))
+    return client
+
+
+def budget_of(cluster: Cluster) -> MemoryBudget:
+    return cluster.servers[0].engine.budget
+
+
+# ---- 64 clients ----------------------------------------------------------------------------------
+
+CLIENTS = 64
+PUSHES = 448
+GREATEST, GROWTH = 250e6, 100e6
+"""Bytes by which the server's memory may grow in all, and in the second half over its peak in
+the first.
+"""
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process's memory."""
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
+    return int(line.split()[1]) << 10
+
+
+class Race:
+    """Clients that push as fast as they can until there are PUSHES; memory: of process `pid`,
+    after each.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.made = [0] * CLIENTS
+        self.memory: list[int] = []
+        self._pid = pid
+        self._lock = threading.Lock()
+        self._start = threading.Barrier(CLIENTS)
+
+    def run(self, client: Client, number: int) -> None:
+        self._start.wait(DEADLINE)
+        while sum(self.made) < PUSHES:
+            assert client.push(ONE).status == "applied"
+            with self._lock:
+                self.made[number] += 1
+                self.memory.append(resident(self._pid))
+
+
+@pytest.mark.full
+def test_64_clients_share_16_mb_and_nobody_starves(tmp_path: Path) -> None:
+    """Nobody gets less than half of the mean, and the server holds a fraction of the 256 MB that
+    want to come in.
+
+    Besides the bytes in flight, a server of 64 streams has gRPC's windows and frames, threads'
+    stacks, and what malloc keeps of them.
+    """
+    with programs_in(tmp_path) as programs, ExitStack() as stack:
+        server, address = serve(
+            programs,
+            programs.start,
+            "--policy",
+            "async",
+            "--in-flight",
+            "16MB",
+            "--lanes",
+            "grpc",
+            "--lease",
+            "60s",
+        )
+        clients = [stack.enter_context(joined(address, wait_timeout=100.0)) for _ in range(CLIENTS)]
+        before, race = resident(server.pid), Race(server.pid)
+        together(*[lambda n=n, c=c: race.run(c, n) for n, c in enumerate(clients)])
+
+        assert counted(weights_of(address)) == sum(race.made) >= PUSHES
+        assert min(race.made) >= sum(race.made) / CLIENTS / 2
+        assert max(race.memory) - before < GREATEST
+        half = len(race.memory) // 2
+        assert max(race.memory[half:]) - max(race.memory[:half]) < GROWTH
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(cluster: Make) -> Cluster:
+    """A server with room for two pushes, which tests take and give back."""
+    return cluster(1, policy="async", in_flight=8_000_000)
+
+
+@pytest.mark.parametrize("request_of", ["push", "push_pull", "pull"])
+def test_who_waits_too_long_is_told_that_there_was_no_room(full: Cluster, request_of: str) -> None:
+    with joined(full.address), joined(full.address, wait_timeout=0.5) as client:
+        calls: dict[str, Callable[[], object]] = {
+            "push": lambda: client.push(ONE),
+            "push_pull": lambda: client.push_pull(ONE),
+            "pull": client.pull,
+        }
+        claim = budget_of(full).take(99, 5_000_000, 0.0)
+        message = (
+            r"5000000 of 8000000 bytes are in flight, no room for 4000000 more \(--in-flight\)"
+        )
+        with pytest.raises(WaitTimeoutError, match=message) as caught:
+            calls[request_of]()
+        assert caught.value.exit_code == 20
+        budget_of(full).give(claim)
+        calls[request_of]()
+
+        assert counted(client.pull()) == (request_of != "pull")
+    until(lambda: budget_of(full).used == 0, "everything given back")
+
+
+def test_a_push_goes_on_as_soon_as_there_is_room(full: Cluster) -> None:
+    with joined(full.address) as client:
+        claim = budget_of(full).take(99, 8_000_000, 0.0)
+        push = threading.Thread(target=client.push, args=(ONE,))
+        push.start()
+        until(lambda: budget_of(full).waiting, "a push that waits")
+        assert full.servers[0].engine.version == 0
+        budget_of(full).give(claim)
+        push.join(DEADLINE)
+
+        assert counted(client.pull()) == 1
+
+
+def test_shared_memory_takes_no_room(full: Cluster) -> None:
+    with joined(full.address, lanes="shm", wait_timeout=5.0) as client:
+        claim = budget_of(full).take(99, 8_000_000, 0.0)
+        assert client.push_pull(ONE).status == "applied"
+        budget_of(full).give(claim)
+
+        assert counted(client.weights) == 1
+
+
+def header(client: Client, **fields: Any) -> bytes:
+    return encode_header(
+        ps.PushPullHeader(
+            job=client.job, worker=client.worker, pull=ps.PULL_NONE, wait_ms=100, **fields
+        )
+    )
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_on_the_wire_no_room_is_resource_exhausted_with_a_time_to_wait(
+    full: Cluster,
+    channel: Open,
+    opened: bool,
+) -> None:
+    expected = ("RESOURCE_EXHAUSTED", "IN_FLIGHT", {"ErrorInfo", "RetryInfo"})
+    with joined(full.address) as client:
+        claim = budget_of(full).take(99, 8_000_000, 0.0)
+        push = header(client, seq=1, has_data=True, samples=1, open=opened)
+        with pytest.raises(grpc.RpcError) as streamed:
+            list(exchange(channel(full.address), [push]))
+        once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel(full.address).unary_unary(
+            EXCHANGE_ONCE
+        )
+        with pytest.raises(grpc.RpcError) as asked:
+            once(push, timeout=DEADLINE)
+        budget_of(full).give(claim)
+
+        assert reason_of(streamed.value) == reason_of(asked.value) == expected
+
+
+# ---- what is given back --------------------------------------------------------------------------
+
+
+def test_a_call_that_breaks_off_gives_its_room_back(full: Cluster) -> None:
+    """While it sends, and while it waits for room itself."""
+    budget, silent = budget_of(full), threading.Event()
+
+    def frames(client: Client) -> Iterator[bytes]:
+        yield header(client, seq=1, has_data=True, samples=1)
+        yield encode_data(memoryview(bytes(1000)))
+        silent.wait(DEADLINE)
+
+    with joined(full.address) as client, closing(open_channel(full.address)) as raw:
+        calls = [cast(Any, exchange(raw, frames(client))) for _ in range(3)]
+        until(
+            lambda: budget.used == 8_000_000 and budget.waiting == 1,
+            "two that send and one that waits",
+        )
+        for call in calls:
+            call.cancel()
+        silent.set()
+        until(lambda: (budget.used, budget.waiting) == (0, 0), "room")
+
+        assert client.push(ONE).status == "applied"
+
+
+def test_a_pull_that_nobody_reads_gives_its_room_back_when_it_is_cancelled(full: Cluster) -> None:
+    """A caller whose window does not grow: else all may be on its way before anybody looks."""
+    budget = budget_of(full)
+    narrow = grpc.insecure_channel(full.address, options=[("grpc.http2.bdp_probe", 0)])
+    with joined(full.address) as client, closing(narrow) as raw:
+        pull = ps.PushPullHeader(
+            job=client.job, worker=client.worker, pull=ps.PULL_STEP, wait_ms=1000
+        )
+        call = cast(Any, exchange(raw, [encode_header(pull)]))
+        next(call)
+        until(lambda: budget.used == PUSH, "a pull under way")
+        call.cancel()
+
+        until(lambda: budget.used == 0, "room")
+
+
+def test_a_worker_that_leaves_gives_the_room_of_its_staged_push_back(cluster: Make) -> None:
+    servers = cluster(1)
+    with joined(servers.address):
+        with joined(servers.address, wait_timeout=0.3) as client:
+            with pytest.raises(WaitTimeoutError):
+                client.push(ONE)
+            assert budget_of(servers).used == PUSH
+
+        until(lambda: budget_of(servers).used == 0, "room")
+
+
+# ---- rounds --------------------------------------------------------------------------------------
+
+ROUNDS = pytest.mark.parametrize(("policy", "staleness"), [("sync", None), ("ssp", 0), ("ssp", 2)])
+
+
+@ROUNDS
+def test_a_worker_for_whom_a_round_has_no_room_is_refused(
+    cluster: Make, policy: str, staleness: int | None
+) -> None:
+    servers = cluster(1, policy=policy, staleness=staleness, in_flight=3 * PUSH - 1)
+    with joined(servers.address) as one, joined(servers.address) as two:
+        with pytest.raises(
+            InvalidRequestError, match=f"start the servers with --in-flight {3 * PUSH}"
+        ) as caught:
+            joined(servers.address)
+        assert caught.value.exit_code == 2
+        results = together(lambda: one.push(ONE), lambda: two.push(ONE))
+        assert [result.status for result in results] == ["applied"] * 2
+        two.close()
+        with joined(servers.address) as three:
+            assert {r.status for r in together(lambda: one.push(ONE), lambda: three.push(ONE))} == {
+                "applied"
+            }
+
+
+@ROUNDS
+def test_rounds_need_no_more_room_than_that(
+    cluster: Make, policy: str, staleness: int | None
+) -> None:
+    servers = cluster(2, policy=policy, staleness=staleness, in_flight=3 * PUSH // 2, min_workers=3)
+    clients = together(*[lambda: joined(servers.address) for _ in range(3)])
+
+    def train(client: Client) -> None:
+        with client:
+            for _ in range(8):
+                assert client.push_pull(ONE).status == "applied"
+
+    together(*[lambda client=client: train(client) for client in clients])
+    assert counted(weights_of(servers.address)) == (8 if staleness in (None, 0) else 24)
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_a_model_whose_push_never_fits_is_refused_when_it_is_registered(
+    cluster: Make, policy: str
+) -> None:
+    servers = cluster(1, policy=policy, in_flight=PUSH - 1)
+
+    with pytest.raises(InvalidRequestError, match=f"--in-flight {PUSH}"):
+        joined(servers.address)

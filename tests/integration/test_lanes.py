@@ -1,0 +1,414 @@
+"""Shared memory and gRPC move the same bytes: which of them is taken, what it says, and that
+nobody sees a mixture.
+"""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import InvalidRequestError, UnreachableError
+from pscommon.core.log_entries import PushKey
+from pscommon.snapshot.weights_digest import weights_sha256
+from psserver.app import Server
+from psworker import Client, OptimizerSpec, WaitTimeoutError
+from tests.support.cluster import Cluster
+from tests.support.workers import (
+    ONES,
+    connected,
+    count,
+    counted,
+    counter,
+    together,
+    until,
+    weights_of,
+)
+
+Make = Callable[..., Cluster]
+Step = Callable[[Client, dict[str, Any]], object]
+
+STEPS = 20
+PARAMS: dict[str, Any] = {
+    "w": np.ones((700, 500), np.float32),
+    "bias": np.ones(301),
+    "half": np.ones(77, np.float16),
+}
+BUFFERS: dict[str, Any] = {"mean": np.zeros(130, np.float32), "batches": np.zeros((), np.int64)}
+FROZEN = {"mask": np.arange(900, dtype=np.int32)}
+SHARED = "tensors move through shared memory to shards"
+TRAVEL = "tensors move over gRPC, not shared memory"
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What workers have logged about lanes."""
+    caplog.set_level(logging.INFO, "psworker")
+    return lambda: [
+        record.getMessage() for record in caplog.records if "tensors move" in record.getMessage()
+    ]
+
+
+def half_shared(cluster: Make) -> Cluster:
+    """Two shards, of which only the first attaches memory."""
+    made = cluster(0)
+    made.add(0, 2, min_workers=2)
+    made.add(1, 2, lanes="grpc")
+    return made
+
+
+def gradients(rank: int, step: int) -> dict[str, Any]:
+    """Of one worker; the half-precision tensor has none at every third step, with its second
+    worker never.
+    """
+    draw = np.random.default_rng([rank, step])
+    made: dict[str, Any] = {
+        n: draw.standard_normal(a.shape).astype(a.dtype) for n, a in PARAMS.items()
+    }
+    made["mean"], made["batches"] = draw.random(130, np.float32), np.array(step, np.int64)
+    if step % 3 == 0 or rank:
+        del made["half"]
+    return made
+
+
+def by_name(client: Client, grads: dict[str, Any]) -> None:
+    """Register's own tapes, in one round trip."""
+    client.push_pull(grads)
+
+
+def in_two_calls(client: Client, grads: dict[str, Any]) -> None:
+    client.push(grads)
+    client.pull()
+
+
+class Foreign:
+    """Steps on memory that is not client.tapes()."""
+
+    def __init__(self) -> None:
+        self.weights = memoryview(bytearray())
+
+    def __call__(self, client: Client, grads: dict[str, Any]) -> None:
+        plan, spec = client.plan, client.plan.spec
+        tape = np.full(plan.nbytes, 255, np.uint8)
+        for index, tensor in enumerate(spec.tensors):
+            start, stop = plan.extent(index)
+            if tensor.name in grads:
+                tape[start:stop] = np.frombuffer(grads[tensor.name].tobytes(), np.uint8)
+        if not self.weights:
+            self.weights = memoryview(bytearray(plan.nbytes))
+        absent = [
+            i for i, t in enumerate(spec.tensors) if t.role == "trainable" and t.name not in grads
+        ]
+        client.exchange(gradients=tape.data, weights=self.weights, absent=absent)
+
+
+def trained(address: str, step: Callable[[], Step], **options: Any) -> str:
+    """Two workers, STEPS steps of Adam; a digest of the weights, which both workers hold as the
+    servers do.
+    """
+
+    def work(rank: int) -> str:
+        with connected(address, rank, **options) as client:
+            adam = OptimizerSpec("adam", lr=0.01, weight_decay=0.1)
+            client.register(PARAMS, adam, buffers=BUFFERS, frozen=FROZEN)
+            made = step()
+            for number in range(STEPS):
+                made(client, gradients(rank, number))
+            if isinstance(made, Foreign):
+                assert not (np.frombuffer(made.weights, np.uint8) == 0).all()
+            client.pull()
+            return weights_sha256(client.weights)
+
+    found = set(together(partial(work, 0), partial(work, 1)))
+    assert found == {weights_sha256(weights_of(address))}
+    return found.pop()
+
+
+@pytest.fixture(scope="module")
+def travelled() -> str:
+    """The digest of a training over gRPC."""
+    cluster = Cluster(2, min_workers=2)
+    try:
+        return trained(cluster.address, lambda: by_name, lanes="grpc")
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [lambda: by_name, lambda: in_two_calls, Foreign],
+    ids=["push_pull", "push, pull", "foreign memory"],
+)
+def test_shared_memory_gives_the_same_weights(
+    step: Callable[[], Step], travelled: str, cluster: Make, said: Callable[[], list[str]]
+) -> None:
+    made = cluster(2, min_workers=2)
+
+    assert trained(made.address, step) == travelled
+    assert said() == [f"{SHARED} [0, 1]"] * 2
+    assert [server.engine.budget.used for server in made.servers] == [0, 0]
+
+
+@pytest.mark.parametrize("step", [lambda: by_name, Foreign], ids=["push_pull", "foreign memory"])
+def test_half_of_the_shards_in_shared_memory(
+    step: Callable[[], Step], travelled: str, cluster: Make, said: Callable[[], list[str]]
+) -> None:
+    made = half_shared(cluster)
+
+    assert trained(made.address, step) == travelled
+    assert [line.startswith(f"{SHARED} [0]") for line in said()] == [True, True]
+    assert all("shard 1: the server runs with --lanes grpc" in line for line in said())
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def test_server_that_refuses_is_reached_over_grpc_and_says_so_once(
+    cluster: Make, said: Callable[[], list[str]]
+) -> None:
+    made = cluster(2, lanes="grpc")
+    with counter(made.address) as client:
+        count(client, 3)
+
+        assert counted(client.pull()) == 3
+    assert said() == [f"{TRAVEL}: shard 0: the server runs with --lanes grpc"]
+
+
+def test_worker_that_wants_grpc_offers_nothing(
+    cluster: Make, said: Callable[[], list[str]]
+) -> None:
+    made = cluster(2)
+    with counter(made.address, lanes="grpc") as client:
+        count(client)
+
+        assert counted(client.pull()) == 1
+    assert said() == []
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_demanded_shared_memory_that_is_refused_is_an_error(half: bool, cluster: Make) -> None:
+    """The message names each shard that refused; a server that merely had a word to say has none
+    left to write.
+    """
+    made = half_shared(cluster) if half else cluster(2, lanes="grpc")
+    names = ["shard 1"] if half else ["shard 0", "shard 1"]
+    expected = "; ".join(f"{name}: the server runs with --lanes grpc" for name in names)
+    with connected(made.address, lanes="shm") as client:
+        for _ in range(2):
+            with pytest.raises(
+                InvalidRequestError, match="--lanes shm is not possible: "
+            ) as caught:
+                client.register({"w": np.ones(9)}, OptimizerSpec("sgd", lr=1.0))
+            assert str(caught.value).endswith(f"possible: {expected}")
+
+
+def test_demanded_shared_memory_that_is_there(cluster: Make, said: Callable[[], list[str]]) -> None:
+    with counter(cluster(2).address, lanes="shm") as client:
+        count(client)
+
+        assert counted(client.pull()) == 1
+    assert said() == [f"{SHARED} [0, 1]"]
+
+
+def test_the_environment_chooses(
+    cluster: Make, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PS_LANES", "grpc")
+    with counter(cluster().address):
+        assert said() == []
+    monkeypatch.setenv("PS_LANES", "fast")
+    with pytest.raises(InvalidRequestError, match="lanes 'fast' is not one of auto, grpc, shm"):
+        counter(cluster().address)
+
+
+def test_gradients_stay_as_they_were(cluster: Make) -> None:
+    """The servers apply them where they lie, and must not use them up."""
+    sgd = OptimizerSpec("sgd", lr=0.5, momentum=0.9, weight_decay=0.1, maximize=True)
+    for spec in (
+        sgd,
+        OptimizerSpec("adam", lr=0.5, weight_decay=0.1),
+        OptimizerSpec("rmsprop", lr=0.5),
+    ):
+        with connected(cluster(2).address, lanes="shm") as client:
+            client.register({"w": np.ones(1000, np.float32)}, spec)
+            tape, weights = client.tapes()
+            np.frombuffer(tape, np.float32)[:1000] = np.arange(1000)
+            before = bytes(tape)
+            client.exchange(gradients=tape, weights=weights)
+
+            assert bytes(tape) == before
+
+
+# ---- one version, and no other -------------------------------------------------------------------
+
+
+def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
+    """One pushes the same number to all elements as fast as it can; on each shard all pulled
+    elements are equal.
+    """
+    size, pushes = 1_000_000, 60
+    made = cluster(2, policy="async")
+    start = {"w": np.zeros(size, np.float32)}
+
+    def push(client: Client) -> set[float]:
+        return {client.push({"w": np.ones(size, np.float32)}).version for _ in range(pushes)}
+
+    def look(client: Client) -> set[float]:
+        seen: set[float] = set()
+        while -pushes not in seen:
+            weights = client.pull()["w"]
+            for held in np.split(weights, [border]):
+                assert held.min() == held.max()
+            seen.add(float(weights[0]))
+        return seen
+
+    with (
+        connected(made.address, lanes="shm") as first,
+        connected(made.address, lanes="shm") as second,
+    ):
+        for client in (first, second):
+            client.register(start, OptimizerSpec("sgd", lr=1.0))
+        border = first.plan.range(0, "trainable").nbytes // 4
+        _, seen = together(lambda: push(first), lambda: look(second))
+    assert len(seen) > 3, "the reader came too late to see anything"
+
+
+# ---- after a failure -----------------------------------------------------------------------------
+
+
+def memory_number(server: Server, worker: int) -> int:
+    """Of the offer that stands at the server."""
+    return server.engine.memories._tapes[worker].number
+
+
+def test_memory_that_a_server_has_lost_is_offered_again(
+    cluster: Make, said: Callable[[], list[str]]
+) -> None:
+    """The exchange that finds out goes over gRPC; the next one is in memory again."""
+    made = cluster(2)
+    with counter(made.address) as client:
+        count(client)
+        made.servers[1].engine.memories.drop(client.worker)
+        count(client)
+        count(client)
+
+        assert counted(client.pull()) == 3
+        assert [memory_number(server, client.worker) for server in made.servers] == [2, 2]
+    assert said() == [f"{SHARED} [0, 1]"] * 2
+
+
+def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster: Make) -> None:
+    made = cluster(2)
+    with counter(made.address) as client:
+        foreign = memoryview(bytearray(client.plan.nbytes))
+        made.servers[1].engine.memories.drop(client.worker)
+        client.exchange(gradients=client.tapes()[0], weights=foreign)
+        client.exchange(
+            gradients=None, weights=(expected := memoryview(bytearray(client.plan.nbytes)))
+        )
+        assert foreign == expected
+
+        count(client)
+        made.servers[1].engine.memories.drop(client.worker)
+        client.exchange(gradients=None, weights=foreign)
+        client.exchange(gradients=None, weights=expected)
+
+        assert foreign == expected
+        assert counted(weights_of(made.address)) == 1
+
+
+def given_up(client: Client, servers: list[Server]) -> None:
+    """Ctrl-C, once the push is staged."""
+
+    def interrupt() -> None:
+        until(
+            lambda: all(server.engine.make_report().staged for server in servers),
+            "the push is staged",
+        )
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            client.exchange(gradients=client.tapes()[0], weights=client.tapes()[1])
+    finally:
+        thread.join()
+
+
+def timed_out(client: Client, servers: list[Server]) -> None:
+    with pytest.raises(WaitTimeoutError):
+        client.exchange(gradients=client.tapes()[0], weights=client.tapes()[1])
+
+
+@pytest.mark.parametrize("ended", [timed_out, given_up])
+def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
+    ended: Callable[[Client, list[Server]], None], cluster: Make
+) -> None:
+    """Nobody waits for the first push any more when the second worker makes the round complete.
+    It counts as it was when it was sent, and its weights are written where nobody looks."""
+    made = cluster(2, min_workers=2)
+    timeout = 1.0 if ended is timed_out else 30.0
+    clients = together(
+        lambda: counter(made.address, 0, wait_timeout=timeout, lanes="shm"),
+        lambda: counter(made.address, 1),
+    )
+    with clients[0] as client, clients[1] as late:
+        tape, weights = client.tapes()
+        numbers = np.frombuffer(tape, np.float32)
+        numbers[:] = 1.0
+        ended(client, made.servers)
+        numbers[:], weights[:] = 77.0, bytes([7]) * weights.nbytes
+        count(late)
+        outcomes = [
+            server.engine.wait(PushKey(client.worker, 1), 0, 0.0, lambda: True)
+            for server in made.servers
+        ]
+
+        assert [outcome and outcome.status for outcome in outcomes] == ["applied", "applied"]
+        assert counted(late.pull()) == 1
+        assert (numbers == 77).all()
+        assert bytes(weights) == bytes([7]) * weights.nbytes
+
+        numbers[:] = 5.0  # with the other's 1, a mean of 3
+        together(
+            lambda: str(client.exchange(gradients=tape, weights=weights)),
+            lambda: str(late.push(ONES)),
+        )
+        assert counted(late.pull()) == 4
+        assert [memory_number(server, client.worker) for server in made.servers] == [2, 2]
+        assert (np.frombuffer(weights, np.float32)[:120] == -4).all()
+        until(
+            lambda: all(server.engine.budget.used == 0 for server in made.servers),
+            "everything is given back",
+        )
+
+
+def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
+    made = cluster(2)
+    with counter(made.address, lanes="shm", connect_timeout=1.0) as client:
+        memories = [
+            server.engine.memories._tapes[client.worker].gradients for server in made.servers
+        ]
+        made.close()
+        with pytest.raises(UnreachableError):
+            count(client)
+        client.tapes()[0][0] = 200
+        memories[1].whole[1] = 201
+
+        assert memories[0].whole[0] != 200
+        assert client.tapes()[0][1] != 201
+
+
+def test_initial_values_that_only_a_buffer_may_have(cluster: Make) -> None:
+    """An attention mask of -inf is accepted whichever way it comes."""
+    mask = np.array([0, -np.inf, 1], np.float32)
+    for lanes in ("grpc", "shm"):
+        with connected(cluster().address, lanes=lanes) as client:
+            client.register({"w": np.ones(9)}, OptimizerSpec("sgd", lr=1.0), buffers={"mask": mask})
+
+            assert np.array_equal(client.pull()["mask"], mask)

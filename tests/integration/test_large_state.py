@@ -1,0 +1,91 @@
+"""A state of more than the 4 MiB that gRPC allows a message by default: a model of very many
+tensors, as MoE models.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psserver.app import Server
+from psworker import Client, OptimizerSpec
+from tests.support.cluster import Cluster
+from tests.support.standbys import Following
+from tests.support.workers import DEADLINE, connected, status, until
+
+Make = Callable[..., Cluster]
+
+LARGE = 5 << 20
+
+# names as long as this are as good as many tensors, and quicker
+NAMES = [f"{tensor:04}.{'experts.' * 128}weight" for tensor in range(LARGE >> 10)]
+ZEROS = {name: np.zeros(1, np.float32) for name in NAMES}
+
+
+def register(client: Client) -> None:
+    client.register(ZEROS, OptimizerSpec("sgd", lr=1.0))
+
+
+def push(client: Client) -> None:
+    assert client.push({name: np.ones(1, np.float32) for name in NAMES}).status == "applied"
+
+
+def save(servers: Cluster) -> None:
+    hub = servers.servers[0].hub
+    assert hub is not None
+    hub.snapshots.save(DEADLINE)
+
+
+def all_counted(client: Client) -> float:
+    """How many pushes are in every tensor."""
+    (found,) = {float(-value[0]) for value in client.pull().values()}
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("durability", ["snapshot", "log"])
+def test_a_server_that_comes_again_gets_it(cluster: Make, tmp_path: Path, durability: str) -> None:
+    servers = cluster(2, data_dir=tmp_path, durability=durability)
+    with connected(servers.address) as client:
+        register(client)
+        push(client)
+        save(servers)
+        push(client)
+
+    lost = servers.servers.pop()
+    lost.close()
+    servers.add(1, 2, data_dir=tmp_path, durability=durability, bind=lost.address)
+
+    with connected(servers.address) as client:
+        until(
+            lambda: (
+                status(servers.address)["state"] == "waiting for workers" or durability == "log"
+            ),
+            "it is back",
+        )
+        register(client)
+        push(client)
+        assert all_counted(client) == (3 if durability == "log" else 2)
+    (manifest,) = [
+        path for path in tmp_path.rglob("MANIFEST.json") if path.parent.name.endswith("1")
+    ]
+    assert manifest.stat().st_size > LARGE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_standby_gets_it(cluster: Make, tmp_path: Path, shard: int) -> None:
+    """With a snapshot, which it is told of, and without."""
+
+    def follow(server: Server) -> None:
+        with Following(server) as following:
+            following.in_sync()
+
+    servers = cluster(2, data_dir=tmp_path)
+    with connected(servers.address) as client:
+        register(client)
+        push(client)
+        follow(servers.servers[shard])
+        save(servers)
+        follow(servers.servers[shard])

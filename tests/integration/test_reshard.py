@@ -1,0 +1,211 @@
+"""Another number of servers, under load: no push is lost or repeated, and workers do not notice
+but for a pause.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import LayoutError, UnreachableError
+from pscommon.wire.channel import open_channel
+from pscommon.wire.frames import ExchangeStub, encode_header
+from pscommon.wire.status import translated
+from psproto.v1 import parameter_server_pb2 as ps
+from psserver.coordinator.resharding import ReshardRequests
+from psworker import Client
+from psworker.ctl.cli import main
+from psworker.transport.grpc import GrpcTransport
+from psworker.transport.streams import ExchangeAnswer
+from tests.support.cluster import Cluster
+from tests.support.metrics_scrape import Metrics
+from tests.support.ports import free_port
+from tests.support.reshards import EACH, ONES, ZEROS, pushing, reshard, weights
+from tests.support.workers import until
+
+Make = Callable[..., Cluster]
+
+
+class LosesShard(GrpcTransport):
+    """Shard 1 gets a push, and is never heard of again."""
+
+    def exchange(self, shard: int, header: ps.PushPullHeader, *args: Any) -> ExchangeAnswer:
+        answer = super().exchange(shard, header, *args)
+        if shard == 1 and header.seq:
+            self._places._go(1, f"127.0.0.1:{free_port()}")
+            raise UnreachableError("shard 1 does not answer", "UNREACHABLE")
+        return answer
+
+
+@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("policy", ["sync", "async"])
+@pytest.mark.parametrize("durability", ["", "snapshot", "log"])
+def test_each_push_counts_once_while_servers_come_and_go(
+    cluster: Make, tmp_path: Path, lanes: str, policy: str, durability: str
+) -> None:
+    data = {"data_dir": tmp_path, "durability": durability} if durability else {}
+    settings = {"policy": policy, "min_workers": 2, **data}
+    servers = cluster(2, **settings)
+    with pushing(servers.address, 2, lanes) as pushers:
+        for shards in (3, 1):
+            for pusher in pushers:
+                pusher.goes_on()
+            assert reshard(servers, shards, **settings).seconds > 0
+        for pusher in pushers:
+            pusher.goes_on()
+    for gone in servers.servers[1:]:
+        assert gone.ended.wait(10)
+        assert gone.failure is None
+
+    counted = sum(pusher.counted for pusher in pushers)
+    status = servers.servers[0].hub.status()  # type: ignore[union-attr]
+    assert (status["steps"], len(status["servers"]), status["moving_to"]) == (counted, 1, None)
+    assert (
+        policy == "sync" or status["version"] == counted
+    )  # in sync, an update is the mean of a round
+    found = weights(servers.address)
+    assert {*found["w"], *found["b"]} == {-status["version"]}
+
+
+def test_what_a_server_says_that_is_to_leave_takes_nobody_back(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its word may be on the way while the move ends."""
+    servers = cluster(2, policy="async")
+    (leader, leaver), hub = servers.servers, servers.servers[0].hub
+    assert hub is not None
+    with Client(servers.address) as client, monkeypatch.context() as patch:
+        client.register(ZEROS, EACH)
+        client.push(ONES)
+        left = hub.fleet[1]
+        patch.setattr(
+            ReshardRequests, "dismiss", lambda reshards: None
+        )  # it is not told that it may go
+        reshard(servers, 1, policy="async")
+        hub.report(leaver.engine.make_report(), left, left.line)
+    assert (leader.failure, hub.version) == (None, 1)
+
+
+def test_ps_ctl_says_whom_to_start_and_what_it_cost(
+    cluster: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"policy": "async", "metrics_bind": "127.0.0.1:0"}
+    servers = cluster(1, **settings)
+    with registered(servers) as client:
+        client.push(ONES)
+        servers.add(1, 3, **settings)
+        until(lambda: client.status()["candidates"], "a candidate")
+        assert [row["shard"] for row in client.status()["candidates"]] == [1]
+        assert main(["--ps", servers.address, "reshard", "--servers", "3"]) == 2
+        assert f"ps-server --shard 2/3 --join {servers.address}" in capsys.readouterr().err
+        assert main(["--ps", servers.address, "reshard", "--servers", "1"]) == 2
+        capsys.readouterr()
+
+        servers.add(2, 3, **settings)
+        until(lambda: len(client.status()["candidates"]) == 2, "two candidates")
+        assert main(["--ps", servers.address, "reshard", "--servers", "3", "--output", "json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["servers"], told["pause_seconds"] > 0) == (3, True)
+        assert 0 < told["nbytes"] < client.plan.nbytes
+
+        client.push(ONES)
+        status = client.status()
+        assert (len(status["servers"]), status["candidates"], status["state"]) == (3, [], "running")
+        for server in servers.servers:
+            (labels,) = Metrics(server.monitor.address).labels("ps_shard_info")
+            assert labels["shards"] == "3"
+
+
+@pytest.fixture
+def moving(cluster: Make) -> Cluster:
+    """Two servers, and a job whose weights are zeros."""
+    return cluster(2, policy="async")
+
+
+@contextmanager
+def registered(servers: Cluster, lanes: str = "grpc") -> Iterator[Client]:
+    with Client(servers.address, lanes=lanes) as client:  # type: ignore[arg-type]
+        client.register(ZEROS, EACH)
+        yield client
+
+
+@pytest.mark.parametrize("lanes", ["grpc", "shm"])
+@pytest.mark.parametrize("when", ["before anything is sent", "half sent", "when all has gone"])
+def test_a_push_that_leaves_in_pieces_counts_once_when_servers_come_in_its_midst(
+    moving: Cluster, lanes: str, when: str
+) -> None:
+    with registered(moving, lanes) as client:
+        for shards in (3, 1):
+            client.pull()
+            tape, nbytes = np.frombuffer(client.tapes()[0], np.uint8), client.plan.nbytes
+            tape[:] = tape_of_ones(client)
+            flow = client.begin()
+            if when != "before anything is sent":
+                flow.send(0, nbytes // 2 if when == "half sent" else nbytes)
+            reshard(moving, shards, policy="async")
+            result = flow.finish()
+            flow.wait(0, nbytes)
+            flow.close()
+            assert result.status == "applied"
+            assert client.plan.shards == shards
+        assert {*client.weights["w"], *client.weights["b"]} == {-2}
+
+
+def tape_of_ones(client: Client) -> np.ndarray:
+    """What a push of ones sends."""
+    tape = np.zeros(client.plan.nbytes, np.uint8)
+    for index, tensor in enumerate(client.plan.spec.tensors):
+        start, stop = client.plan.extent(index)
+        tape[start:stop] = ONES[tensor.name].view(np.uint8)
+    return tape
+
+
+def test_who_found_the_servers_before_and_registers_after(moving: Cluster) -> None:
+    with Client(moving.address) as late, registered(moving) as client:
+        client.push(ONES)
+        reshard(moving, 3, policy="async")
+        late.register(ZEROS, EACH)
+        assert late.push_pull(ONES).version == 2
+        client.rejoin()
+        assert set(client.pull()["w"]) == {-2}
+
+
+def test_another_number_of_shards_in_a_request_is_refused(moving: Cluster) -> None:
+    with registered(moving) as client:
+        header = ps.PushPullHeader(
+            job=client.job, worker=client.worker, seq=1, has_data=True, samples=1, shards=3
+        )
+        with open_channel(moving.address) as channel, pytest.raises(LayoutError), translated("it"):
+            ExchangeStub(channel).once(encode_header(header), timeout=5)
+
+
+def test_a_late_server_of_before_ends(moving: Cluster) -> None:
+    """Its line was cut when the others were told."""
+    with registered(moving):
+        leaver = moving.servers[1]
+        reshard(moving, 1)
+        assert leaver.ended.wait(5)
+        assert leaver.failure is None
+        assert not moving.servers[0].hub.fleet.candidates  # type: ignore[union-attr]
+
+
+def test_a_push_that_only_a_server_which_left_did_not_answer_has_counted(cluster: Make) -> None:
+    """All others have, so no exchange of it is told that the model has moved: a heartbeat tells."""
+    servers = cluster(2)
+    with (
+        Client(lane=LosesShard(servers.addresses.split(","))) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.register(ZEROS, EACH)
+        pushed = pool.submit(client.push_pull, ONES)
+        until(lambda: servers.servers[0].hub.version == 1, "an update")  # type: ignore[union-attr]
+
+        reshard(servers, 1)
+
+        assert pushed.result(20).status == "applied"
+        assert client.push_pull(ONES).version == 2

@@ -1,0 +1,251 @@
+"""Servers that are started again on their data: with the policy that an operator set meanwhile,
+or with other flags.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import InvalidRequestError, MismatchError, NonFiniteError
+from psworker import Client, QuarantinedError
+from psworker.ctl.job_client import CoordinatorClient
+from tests.support.cluster import Cluster
+from tests.support.workers import ONES, count, counted, counter, status, until, weights_of
+
+Make = Callable[..., Cluster]
+both = pytest.mark.parametrize("durability", ["snapshot", "log"])
+
+
+def saved(servers: Cluster, client: Client, more: int) -> None:
+    """Two pushes, a snapshot of them, and so many pushes after it."""
+    count(client, 2)
+    with CoordinatorClient([servers.address], 10.0) as asked:
+        asked.save(10.0)
+    count(client, more)
+
+
+def set_policy(servers: Cluster, name: str, staleness: int | None = None) -> None:
+    with CoordinatorClient([servers.address], 10.0) as asked:
+        asked.set_policy(name, staleness, None)
+
+
+@both
+def test_the_policy_that_was_set_is_that_of_the_next_start(
+    cluster: Make, tmp_path: Path, durability: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"data_dir": tmp_path, "durability": durability, "policy": "async"}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        set_policy(servers, "ssp", 3)
+        saved(servers, client, 1)
+    servers.close()
+
+    caplog.set_level("INFO", "psserver")
+    for _ in range(2):
+        caplog.clear()
+        again = cluster(2, **settings)
+        assert status(again.address)["policy"] == "ssp"
+        told = [
+            record.__dict__.get("policy")
+            for record in caplog.records
+            if record.message == "listening"
+        ]
+        assert told == ["ssp", None]  # only shard 0 knows
+        with counter(again.address) as client:
+            assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
+        again.close()
+
+
+@both
+def test_another_policy_on_the_command_line_counts_more(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
+    settings = {"data_dir": tmp_path, "durability": durability}
+    servers = cluster(2, **settings, policy="sync")
+    with counter(servers.address) as client:
+        set_policy(servers, "ssp", 3)
+        saved(servers, client, 1)
+    servers.close()
+
+    for _ in range(2):
+        again = cluster(2, **settings, policy="async", max_staleness=7)
+        assert (status(again.address)["policy"], status(again.address)["max_staleness"]) == (
+            "async",
+            7,
+        )
+        with counter(again.address) as client:
+            assert counted(client.pull()) == {"snapshot": 2, "log": 3}[durability]
+        again.close()
+
+
+def test_what_is_in_the_log_was_decided_by_the_settings_of_then(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """Else the log of shard 0 would say something else than those of the others, and nobody
+    could go on with them.
+    """
+    settings = {"data_dir": tmp_path, "durability": "log", "bad_gradients": "skip"}
+    bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        count(client, 2)
+        assert client.push(bad).status == "rejected"
+        count(client, 2)
+    servers.close()
+
+    again = cluster(2, **settings, quarantine_after=1)
+    with counter(again.address) as client:
+        assert counted(client.pull()) == 4
+        count(client)
+        with pytest.raises(QuarantinedError):
+            client.push(bad)
+    again.close()
+
+    assert counted(weights_of(cluster(2, **settings).address)) == 5
+
+
+def test_a_job_that_has_failed_goes_on_when_its_servers_are_started_again(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """Also where its last snapshot is from before it failed, so that the log says why it did."""
+    settings = {"data_dir": tmp_path, "durability": "log"}
+    bad = {name: np.full_like(one, np.nan) for name, one in ONES.items()}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        saved(servers, client, 0)
+        assert client.push(bad).status == "rejected"
+    assert servers.servers[0].ended.wait(10.0)
+    assert isinstance(servers.servers[0].failure, NonFiniteError)
+    servers.close()
+
+    for start in range(2):
+        again = cluster(2, **settings)
+        with counter(again.address) as client:
+            assert counted(client.pull()) == 2 + start
+            count(client)
+        again.close()
+
+
+def test_all_shards_look_at_gradients_as_shard_0_was_told_to(cluster: Make, tmp_path: Path) -> None:
+    """Else a norm would be that of the parts on those servers alone that were started with the
+    same flags.
+    """
+    settings = {"data_dir": tmp_path, "durability": "log"}
+    bad = {**ONES, "b": np.where(np.arange(100) == 99, np.nan, ONES["b"])}
+    norm = float(np.sqrt(sum(one.size for one in ONES.values())))
+    servers = cluster(0)
+    servers.add(0, 2, **settings, bad_gradients="clip", max_norm=1.0)
+    servers.add(1, 2, **settings)
+    with counter(servers.address) as client:
+        count(client)
+        for weights in client.pull().values():
+            np.testing.assert_allclose(weights, -1.0 / norm, rtol=1e-6)
+        assert client.push(bad).status == "applied"
+    servers.close()
+
+    again = cluster(2, **settings)
+    with counter(again.address) as client:
+        before = client.pull()
+        count(client)
+        for name, weights in client.pull().items():
+            np.testing.assert_allclose(weights, before[name] - 1.0, rtol=1e-6)
+        assert client.push(bad).status == "rejected"
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+@pytest.mark.parametrize(
+    ("shards", "durability", "remedy"),
+    [
+        (2, "snapshot", "start the servers with --durability log"),
+        (3, "log", "start 2 servers, and then use ps-ctl"),
+    ],
+)
+def test_what_only_the_log_holds_is_not_left_behind_unasked(
+    cluster: Make, tmp_path: Path, shards: int, durability: str, remedy: str, snapshot: bool
+) -> None:
+    servers = cluster(2, data_dir=tmp_path, durability="log")
+    with counter(servers.address) as client:
+        if snapshot:
+            saved(servers, client, 3)
+        else:
+            count(client, 5)
+    servers.close()
+    other = {"data_dir": tmp_path, "durability": durability}
+
+    with pytest.raises(
+        InvalidRequestError, match=f"updates {3 if snapshot else 1} to 5 .* {remedy}"
+    ):
+        cluster(shards, **other)
+
+    again = cluster(2, data_dir=tmp_path, durability="log")
+    assert counted(weights_of(again.address)) == 5
+    again.close()
+    given_up = cluster(shards, **other, resume=2 if snapshot else "never")
+    with counter(given_up.address) as client:
+        assert counted(client.pull()) == (2 if snapshot else 0)
+        count(client)
+    given_up.close()
+    if snapshot and durability == "snapshot":  # the log that was given up is not gone on from later
+        assert (
+            counted(weights_of(cluster(shards, data_dir=tmp_path, durability="log").address)) == 2
+        )
+
+
+def test_after_a_snapshot_of_all_servers_need_no_log(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(2, data_dir=tmp_path, durability="log")
+    with counter(servers.address) as client:
+        count(client, 5)
+    servers.stop()
+
+    again = cluster(3, data_dir=tmp_path)
+    assert counted(weights_of(again.address)) == 5
+
+
+@both
+def test_a_shard_0_that_gets_the_disk_of_another_shard_begins_no_job_there(
+    cluster: Make, tmp_path: Path, durability: str
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    settings = {"durability": durability}
+    servers = cluster(0)
+    servers.add(0, 2, data_dir=first, **settings)
+    servers.add(1, 2, data_dir=second, **settings)
+    with counter(servers.address) as client:
+        saved(servers, client, 0)
+    servers.close()
+
+    with pytest.raises(MismatchError, match="start each server with the one that it had") as caught:
+        cluster(2, data_dir=second, **settings)
+
+    assert caught.value.exit_code == 11
+    servers.add(0, 2, data_dir=first, **settings)
+    servers.add(1, 2, data_dir=second, **settings)
+    assert counted(weights_of(servers.address)) == 2
+    assert status(cluster(1, data_dir=second, **settings, resume="never").address)["version"] == 0
+
+
+def test_a_job_begins_from_snapshots_that_were_copied_elsewhere(
+    cluster: Make, tmp_path: Path
+) -> None:
+    servers = cluster(2, data_dir=tmp_path / "one")
+    with counter(servers.address) as client:
+        saved(servers, client, 1)
+    shutil.copytree(tmp_path / "one" / "snapshots", tmp_path / "other" / "snapshots")
+
+    assert counted(weights_of(cluster(2, data_dir=tmp_path / "other").address)) == 2
+
+
+def test_a_shard_that_writes_no_log_where_shard_0_does_says_so(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shard 2 is one more, which the job may come to have."""
+    told = "shard 0 writes a log and this shard does not"
+    servers = cluster(0)
+    for shard, flags in enumerate(({"durability": "log"}, {"durability": "log"}, {})):
+        servers.add(shard, max(2, shard + 1), data_dir=tmp_path, **flags)
+        link = servers.servers[shard].link
+        until(lambda link=link: link is None or link._connected, "its line")
+        assert (told in caplog.text) is (shard == 2)

@@ -1,0 +1,359 @@
+"""ps-ctl snapshot restore: a running job goes back to a snapshot, on all shards, and trains on
+from there.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import FencedError
+from pscommon.snapshot import SnapshotDirectory
+from pscommon.snapshot.atomic_files import AtomicFiles
+from psworker import Client, Job
+from psworker.ctl.cli import main as ps_ctl
+from psworker.ctl.job_client import CoordinatorClient
+from tests.support.cluster import Cluster
+from tests.support.ctl_output import ctl
+from tests.support.data_training import ALL, EPOCHS, SIZE
+from tests.support.data_training import train as train_loop
+from tests.support.snapshot_files import flip, stored
+from tests.support.training_threads import real
+from tests.support.workers import (
+    DEADLINE,
+    ONES,
+    count,
+    counted,
+    counter,
+    snapshots,
+    status,
+    together,
+    until,
+    weights_of,
+)
+
+Make = Callable[..., Cluster]
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def saved(address: str, client: Client, capsys: Output, *versions: int) -> None:
+    """Trains up to each of these versions and takes a snapshot there."""
+    for version in versions:
+        count(client, version - status(address)["version"])
+        assert ctl(capsys, "--ps", address, "snapshot", "save")["version"] == version
+
+
+class Pusher:
+    """Pushes ones until it is told to end, and comes back when it is fenced. acknowledged:
+    pushes by worker number.
+    """
+
+    def __init__(self, address: str, rank: int) -> None:
+        self.acknowledged: dict[int, int] = {}
+        self._address, self._rank, self._end = address, rank, Event()
+
+    def run(self) -> None:
+        with counter(self._address, self._rank) as client:
+            while not self._end.is_set():
+                try:
+                    self._push(client)
+                except FencedError:
+                    client.rejoin()
+
+    def _push(self, client: Client) -> None:
+        if client.push(ONES).status in ("applied", "duplicate"):
+            self.acknowledged[client.worker] = self.acknowledged.get(client.worker, 0) + 1
+
+    def end(self) -> None:
+        self._end.set()
+
+
+@contextmanager
+def pushing(address: str, workers: int) -> Iterator[list[Pusher]]:
+    """So many at work; afterwards they have ended."""
+    pushers = [Pusher(address, rank) for rank in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        running = [pool.submit(pusher.run) for pusher in pushers]
+        try:
+            yield pushers
+        finally:
+            for pusher in pushers:
+                pusher.end()
+    assert [run.result(DEADLINE) for run in running] == [None] * workers
+
+
+# ---- going back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["sync", "async"])
+def test_all_shards_go_back_under_load_and_no_update_is_lost_after_it(
+    cluster: Make, capsys: Output, caplog: pytest.LogCaptureFixture, tmp_path: Path, policy: str
+) -> None:
+    caplog.set_level(logging.WARNING, "psserver")
+    servers = cluster(3, policy=policy, data_dir=tmp_path)
+    address = servers.address
+    with counter(address, rank=9) as client:
+        saved(address, client, capsys, 5)
+    with pushing(address, 2) as pushers:
+        until(lambda: status(address)["version"] >= 15, "some training")
+        found = ctl(capsys, "--ps", address, "snapshot", "restore", 5)
+        until(
+            lambda: min(fresh(address).values(), default=0) >= 5 and len(fresh(address)) == 2,
+            "both at work again",
+        )
+
+    assert (found["version"], found["state"]) == (5, "restored")
+    assert "going back to a snapshot, as asked" in caplog.messages
+    assert fresh(address) == {
+        w: n for each in pushers for w, n in each.acknowledged.items() if w in fresh(address)
+    }
+    steps = sum(fresh(address).values())
+    assert status(address)["steps"] - 5 == steps
+    version = counted(weights_of(address))  # the same on all shards
+    assert version == status(address)["version"]
+    assert (
+        version - 5 == steps if policy == "async" else version - 5 >= max(fresh(address).values())
+    )
+
+
+def fresh(address: str) -> dict[int, int]:
+    """Steps of those who have joined since the job went back, by worker."""
+    return {
+        r["worker"]: r["steps"]
+        for r in status(address)["workers"]
+        if r["reason"] != "the job was restarted"
+    }
+
+
+def test_a_push_that_waits_for_others_hears_of_it_at_once(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    """Not when its call would have ended anyway, which is after five seconds."""
+    address = cluster(2, min_workers=2, data_dir=tmp_path).address
+    patient = {"connect_timeout": 60.0}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        counter(address, 0, **patient) as one,
+        counter(address, 1) as other,
+    ):
+        together(lambda: count(one), lambda: count(other))
+        ctl(capsys, "--ps", address, "snapshot", "save")
+        push = pool.submit(one.push, ONES)
+        until(
+            lambda: f"worker {other.worker} " in status(address)["waiting_for"], "a push that waits"
+        )
+
+        ctl(capsys, "--ps", address, "snapshot", "restore", 1)
+
+        with pytest.raises(FencedError):
+            push.result(3.0)
+
+
+def test_scripts_train_on_with_the_data_of_that_version(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    """Sync: both are waited for again, so that the job takes the updates that it would have
+    taken.
+    """
+    address = cluster(2, min_workers=2, data_dir=tmp_path).address
+
+    def each(job: Job, step: int) -> None:
+        if job.rank == 0 and step == 2:
+            assert ctl(capsys, "--ps", address, "snapshot", "save")["version"] == 2
+        if job.rank == 0 and step == 5:
+            ctl(capsys, "--ps", address, "snapshot", "restore", 2)
+            assert (status(address)["version"], status(address)["samples"]) == (2, 4 * 4)
+
+    real(address, 2, lambda job: train_loop(job, lambda step: each(job, step)))
+
+    (row,) = status(address)["data"]
+    assert (row["committed"], row["leased"], row["dropped"], row["ended"]) == (len(ALL), 0, 0, True)
+    assert (status(address)["samples"], status(address)["version"]) == (
+        EPOCHS * SIZE,
+        (len(ALL) + 1) // 2,
+    )
+
+
+def test_the_policy_that_was_set_stays(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+    address = cluster(1, min_workers=2, data_dir=tmp_path).address
+    with counter(address, 0) as one, counter(address, 1) as other:
+        together(lambda: count(one), lambda: count(other))
+        ctl(capsys, "--ps", address, "snapshot", "save")
+        ctl(capsys, "--ps", address, "policy", "set", "async")
+        ctl(capsys, "--ps", address, "snapshot", "restore", 1)
+
+        assert (status(address)["policy"], status(address)["version"]) == ("async", 1)
+        for client in (one, other):
+            client.rejoin()
+        count(one, 3)
+
+
+def test_those_who_have_left_since_are_not_waited_for(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    address = cluster(1, min_workers=3, data_dir=tmp_path).address
+    with counter(address, 0) as one, counter(address, 1) as two:
+        with counter(address, 2) as three:
+            together(*[lambda each=each: count(each) for each in (one, two, three)])
+            ctl(capsys, "--ps", address, "snapshot", "save")
+        ctl(capsys, "--ps", address, "snapshot", "restore", 1)
+        assert status(address)["min_workers"] == 2
+
+        for client in (one, two):
+            client.rejoin()
+        together(lambda: count(one, 2), lambda: count(two, 2))
+        assert counted(one.pull()) == 3
+
+
+def test_newer_snapshots_are_set_aside_and_the_log_begins_there(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    """With --durability log: what is trained from there on survives a crash of all servers."""
+    settings = {"data_dir": tmp_path, "durability": "log"}
+    servers = cluster(2, **settings)
+    with counter(servers.address) as client:
+        saved(servers.address, client, capsys, 2, 4, 6)
+        ctl(capsys, "--ps", servers.address, "snapshot", "restore", 4)
+        assert snapshots(servers.address) == [2, 4] == servers.servers[0].archive.kept
+        assert sorted(
+            path.name for path in SnapshotDirectory(tmp_path).folder.glob("*6.aside-*")
+        ) == ["000000000006.aside-1"]
+        client.rejoin()
+        count(client, 3)
+    servers.close()
+
+    again = cluster(2, **settings)
+
+    until(lambda: status(again.address)["state"] != "waiting for servers", "both servers")
+    with counter(again.address) as client:
+        assert counted(client.pull()) == 7
+        count(client)
+
+
+def test_a_snapshot_that_is_being_written_then_never_comes_to_be(
+    cluster: Make, capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next one of that version is made of its own parts."""
+    address = cluster(2, data_dir=tmp_path).address
+    written, go_on, save = Event(), Event(), AtomicFiles.save
+
+    def slow(self: AtomicFiles, *args: Any) -> str:
+        written.set()
+        assert go_on.wait(30)
+        return save(self, *args)
+
+    with (
+        ThreadPoolExecutor(2) as pool,
+        counter(address) as client,
+        CoordinatorClient([address], DEADLINE) as servers,
+    ):
+        saved(address, client, capsys, 1)
+        count(client, 2)
+        monkeypatch.setattr(AtomicFiles, "save", slow)
+        saving = pool.submit(servers.save, DEADLINE)
+        assert written.wait(30)
+        going = pool.submit(servers.restore, 1, DEADLINE)
+        with pytest.raises(TimeoutError):  # or its parts could come among those of the next one
+            going.result(2.0)
+        go_on.set()
+        assert going.result(DEADLINE) is None
+        assert snapshots(address) == [1]
+
+        assert saving.result(DEADLINE)[0] == 1, "that is what stands now"
+        client.rejoin()
+        saved(address, client, capsys, 3)
+    assert (snapshots(address), SnapshotDirectory(tmp_path).verify(3)) == ([1, 3], [])
+    assert counted(stored(tmp_path, 3)) == 3
+
+
+# ---- what cannot be ------------------------------------------------------------------------------
+
+
+def test_a_version_that_is_not_there_or_damaged_is_refused_and_the_job_goes_on(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    address = cluster(2, data_dir=tmp_path).address
+    with counter(address) as client:
+        saved(address, client, capsys, 1, 2)
+        (part,) = SnapshotDirectory(tmp_path).path(1).glob("shard-1-*")
+        flip(part)
+
+        assert ps_ctl(["--ps", address, "snapshot", "restore", "7"]) == 12
+        assert "no snapshot of version 7" in (text := capsys.readouterr().err)
+        assert "there are [1, 2]" in text
+        assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
+        assert part.name in capsys.readouterr().err
+        count(client)
+
+    assert (snapshots(address), counted(weights_of(address))) == ([1, 2], 3)
+
+
+def test_newer_snapshots_stay_where_going_back_fails(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    address = cluster(1, data_dir=tmp_path).address
+    with counter(address) as client:
+        saved(address, client, capsys, 1, 2)
+        (tmp_path / "generation").unlink()
+        (tmp_path / "generation").mkdir()  # no number for a new start can be written down
+
+        assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
+        assert "cannot count this start of the job" in capsys.readouterr().err
+        count(client)
+
+    assert (
+        snapshots(address),
+        SnapshotDirectory(tmp_path).versions(),
+        counted(weights_of(address)),
+    ) == ([1, 2], [1, 2], 3)
+
+
+def test_without_a_data_dir_there_is_nothing_to_go_back_to(cluster: Make, capsys: Output) -> None:
+    address = cluster(1).address
+    with counter(address) as client:
+        assert ps_ctl(["--ps", address, "snapshot", "restore", "1"]) == 12
+        assert "these servers have no --data-dir" in capsys.readouterr().err
+        count(client)
+
+
+def test_a_shard_that_is_away_is_named_and_goes_back_when_it_comes(
+    cluster: Make, capsys: Output, tmp_path: Path
+) -> None:
+    servers = cluster(2, data_dir=tmp_path)
+    with counter(servers.address) as client:
+        saved(servers.address, client, capsys, 2)
+        count(client)
+    away = servers.servers.pop()
+    away.close()
+    until(
+        lambda: ctl(capsys, "--ps", servers.address, "status")["state"] == "waiting for servers",
+        "one that is away",
+    )
+
+    assert ps_ctl(["--ps", servers.address, "snapshot", "restore", "2", "--wait", "200ms"]) == 20
+    assert "not every shard has loaded it: shard 1 of 2 to connect" in capsys.readouterr().err
+
+    servers.add(1, 2, data_dir=tmp_path, bind=away.address)
+    with counter(servers.address) as client:
+        assert counted(client.pull()) == 2
+
+
+def test_a_job_that_ends_does_not_go_back(cluster: Make, capsys: Output, tmp_path: Path) -> None:
+    servers = cluster(1, data_dir=tmp_path)
+    with counter(servers.address) as client:
+        saved(servers.address, client, capsys, 1)
+        ctl(capsys, "--ps", servers.address, "stop", "--reason", "enough")
+
+        assert ps_ctl(["--ps", servers.address, "snapshot", "restore", "1"]) == 20
+        assert "shard 0 is stopping: enough" in capsys.readouterr().err

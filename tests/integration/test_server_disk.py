@@ -1,0 +1,291 @@
+"""Servers whose disk fails, for a moment or for long: training goes on, and what they start from
+again is right.
+
+Real servers over gRPC, so operations are sampled; each single one is walked in
+test_every_operation.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import psserver.core.commands.recorder
+from pscommon.settings.values import SnapshotEvery
+from pscommon.snapshot import SnapshotDirectory
+from pscommon.snapshot.atomic_files import AtomicFiles
+from psserver.coordinator.snapshot_jobs import TRIES
+from psworker import Client
+from psworker.ctl.cli import main
+from tests.support.cluster import Cluster
+from tests.support.disk_operations import TROUBLES, Operations, failing
+from tests.support.metrics_scrape import Metrics
+from tests.support.small_disk import SmallDisk, missing
+from tests.support.snapshot_files import stored
+from tests.support.workers import count, counted, counter, until
+
+Make = Callable[..., Cluster]
+
+PUSHES = 5
+FOR_GOOD = 1 << 30
+STEPS = SnapshotEvery(steps=2)
+RARELY = SnapshotEvery(seconds=3600)
+ANY = "127.0.0.1:0"
+LASTING = {"durability": "log", "log_fsync": "always", "metrics_bind": ANY}
+BROKEN, MENDED = (
+    "the log cannot be written; training goes on without it until the next snapshot",
+    "can be written again",
+)
+
+# samples of the operations of `job`, each trouble at others: there are about 240 with a log, 50
+# without. Not of the first: a server that cannot count its starts does not start
+LOGGED = {trouble: range(12 + 24 * start, 230, 96) for start, trouble in enumerate(TROUBLES)}
+SNAPSHOT_ONLY = {trouble: [9 + 12 * start] for start, trouble in enumerate(TROUBLES)}
+
+
+def job(servers: Cluster) -> None:
+    """Five pushes, and a snapshot after each two."""
+    archive = servers.servers[0].archive
+    with counter(servers.address) as client:
+        for version in range(1, PUSHES + 1):
+            count(client)
+            if version % 2 == 0:
+                until(
+                    lambda version=version: archive.newest_version == version or archive.problem,
+                    "a snapshot's end",
+                )
+        assert counted(client.pull()) == PUSHES
+
+
+def started_again(make: Make, data_dir: Path, durability: str) -> int:
+    """The version that the servers go on from, all of them, and train on."""
+    again = make(2, data_dir=data_dir, durability=durability)
+    fleet = again.servers[0].hub.fleet  # type: ignore[union-attr]
+    until(lambda: not fleet.missing, "servers that go on together")
+    with counter(again.address) as client:
+        version = counted(client.pull())
+        assert [server.engine.version for server in again.servers] == [version] * 2
+        count(client)
+        assert counted(client.pull()) == version + 1
+    again.close()
+    return version
+
+
+def failures(servers: Cluster) -> float:
+    """How many operations have failed, as dashboards see it."""
+    scrapes = [Metrics(server.monitor.address) for server in servers.servers]
+    return sum(
+        scrape("ps_log_failures_total") + scrape("ps_snapshot_failures_total") for scrape in scrapes
+    )
+
+
+# ---- one operation fails -------------------------------------------------------------------------
+
+
+def walk(make: Make, data_dir: Path, durability: str, number: int, trouble: str) -> None:
+    """A job whose n-th operation on the disk goes wrong, and what is left of it."""
+    disk = Operations(number, number, TROUBLES[trouble])
+    with pytest.MonkeyPatch.context() as patch:
+        disk.install(patch.setattr)
+        servers = make(
+            2, data_dir=data_dir, snapshot_every=STEPS, **LASTING | {"durability": durability}
+        )
+        job(servers)
+        failed = failures(servers)
+        servers.close()
+    assert len(disk.seen) >= number, "the job has fewer operations than this"
+    manifest, skipped = SnapshotDirectory(data_dir).newest_valid()
+    newest = manifest.version if manifest else 0
+    assert skipped == ()
+    if manifest:
+        assert counted(stored(data_dir, newest)) == newest
+    version = started_again(make, data_dir, durability)
+    assert newest <= version <= PUSHES
+    assert failed or version == PUSHES or durability == "snapshot"
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_with_a_log(cluster: Make, tmp_path: Path, trouble: str) -> None:
+    for number in LOGGED[trouble]:
+        walk(cluster, tmp_path / str(number), "log", number, trouble)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_with_snapshots_alone(cluster: Make, tmp_path: Path, trouble: str) -> None:
+    for number in SNAPSHOT_ONLY[trouble]:
+        walk(cluster, tmp_path / str(number), "snapshot", number, trouble)
+
+
+@pytest.mark.parametrize("snapshots", [0, 2])
+def test_without_a_failure_nothing_is_lost(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshots: int
+) -> None:
+    """Before the first snapshot, too; and nothing is said that sounds like a failure."""
+    servers = cluster(
+        2, data_dir=tmp_path, snapshot_every=STEPS if snapshots else RARELY, durability="log"
+    )
+    if snapshots:
+        job(servers)
+    else:
+        with counter(servers.address) as client:
+            count(client, PUSHES)
+    servers.close()
+
+    assert started_again(cluster, tmp_path, "log") == PUSHES
+    assert [r.message for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path: Path) -> None:
+    old, really = SnapshotDirectory(tmp_path).path(2), AtomicFiles.remove
+
+    def remove(files: AtomicFiles, path: Path) -> None:
+        if old in (path, path.parent):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really(files, path)
+
+    servers = cluster(1, data_dir=tmp_path, snapshot_every=STEPS, snapshot_keep=1, metrics_bind=ANY)
+    archive = servers.servers[0].archive
+    with counter(servers.address) as client, pytest.MonkeyPatch.context() as patch:
+        count(client, 2)
+        until(lambda: archive.newest_version == 2, "a snapshot")
+        patch.setattr(AtomicFiles, "remove", remove)
+        count(client, 2)
+        until(lambda: archive.newest_version == 4, "another one")
+
+    assert failures(servers) == 0
+    assert SnapshotDirectory(tmp_path).versions() == [2, 4]
+
+
+# ---- all fail for a while ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken logs are begun anew sooner."""
+    monkeypatch.setattr(psserver.core.commands.recorder, "MEND", 0.3)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    if reason := missing(tmp_path):
+        pytest.skip(reason)
+    with SmallDisk(tmp_path / "disk", 1 << 20) as disk:
+        yield disk
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> set[str]:
+    """Folders of logs about which it was said."""
+    return {r.__dict__["folder"] for r in caplog.records if text in r.message}
+
+
+def recovers(
+    servers: Cluster, client: Client, caplog: pytest.LogCaptureFixture, folders: set[str]
+) -> int:
+    """Every log that was broken is whole again, without a snapshot that was due; the version
+    then, after one more.
+    """
+    until(lambda: said(caplog, MENDED) == folders, "logs that are whole again")
+    until(lambda: servers.servers[0].archive.newest_version is not None, "a snapshot")
+    count(client)
+    return counted(client.pull())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_disk_that_fails_for_long_is_told_now_and_then(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One ERROR for each log, however many pushes and tries; and logs are whole as soon as the
+    disk is.
+    """
+    caplog.set_level(logging.INFO)
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Operations(40, FOR_GOOD, failing(errno.ENOSPC))
+        disk.install(patch.setattr)
+        servers = cluster(2, data_dir=tmp_path, snapshot_every=RARELY, **LASTING)
+        with counter(servers.address) as client:
+            count(client, 30)
+            until(lambda: failures(servers) >= 10, "tries that fail")
+            errors = [r.__dict__["folder"] for r in caplog.records if r.message == BROKEN]
+            assert sorted(errors) == [
+                str(tmp_path / name) for name in ("log-job", "log-shard-0", "log-shard-1")
+            ]
+            assert not said(caplog, MENDED)
+
+            disk.heal()
+            version = recovers(servers, client, caplog, set(errors))
+        servers.close()
+    assert started_again(cluster, tmp_path, "log") == version == 31
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_disk_that_is_really_full(
+    cluster: Make, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Filled amid training, and freed."""
+    caplog.set_level(logging.INFO)
+    servers = cluster(2, data_dir=small_disk.path, snapshot_every=RARELY, **LASTING)
+    with counter(servers.address) as client:
+        count(client, 5)
+        small_disk.fill()
+        count(client, 50)
+        small_disk.fill()
+        until(lambda: failures(servers) >= 5, "tries that fail")
+        folders = said(caplog, BROKEN)
+        assert folders
+
+        small_disk.free()
+        version = recovers(servers, client, caplog, folders)
+    servers.close()
+    assert started_again(cluster, small_disk.path, "log") == version == 56
+
+
+def test_who_asks_for_a_snapshot_on_a_full_disk_is_told_at_once(
+    cluster: Make,
+    small_disk: SmallDisk,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """After one try: each copies and writes the whole model."""
+    servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
+    with counter(servers.address) as client:
+        count(client)
+        small_disk.fill()
+
+        assert main(["--ps", servers.address, "snapshot", "save"]) == 12
+        assert "No space left" in capsys.readouterr().err
+        assert (
+            len([each for each in caplog.records if each.message.startswith("snapshot failed")])
+            == 1
+        )
+
+        small_disk.free()
+        assert main(["--ps", servers.address, "snapshot", "save"]) == 0
+
+
+def test_the_last_snapshot_on_a_full_disk_is_tried_some_times_with_pauses(
+    cluster: Make,
+    small_disk: SmallDisk,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever ended the server may kill it soon, and what it waits for may never come."""
+    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.PAUSE", 0.2)
+    servers = cluster(1, data_dir=small_disk.path, snapshot_every=RARELY)
+    server = servers.servers[0]
+    with counter(servers.address) as client:
+        count(client)
+        small_disk.fill()
+        began = time.monotonic()
+        server.stop("SIGTERM")
+        assert server.ended.wait(30)
+
+    assert server.archive.failures == TRIES
+    assert time.monotonic() - began >= 0.2 * (TRIES - 1)
+    assert "version 1 is not saved, and there is no snapshot" in server.not_saved
+    assert "No space left" in server.not_saved
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert not (small_disk.path / "snapshots").exists()

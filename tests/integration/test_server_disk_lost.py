@@ -1,0 +1,62 @@
+"""A disk that has lost what it had promised to keep: no server goes on from another history than
+the others.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pscommon.settings.values import SnapshotEvery
+from psworker import Client
+from tests.support.cluster import Cluster
+from tests.support.workers import count, counted, counter, until
+
+Make = Callable[..., Cluster]
+LOGS = ("log-job", "log-shard-0", "log-shard-1")
+
+
+def trained(make: Make, data_dir: Path, pushes: int, save: bool = False) -> None:
+    """So many pushes more; then the servers are gone."""
+    servers = make(
+        2, data_dir=data_dir, snapshot_every=SnapshotEvery(seconds=3600), durability="log"
+    )
+    with counter(servers.address) as client:
+        if save:
+            servers.servers[0].hub.snapshots.save(30)  # type: ignore[union-attr]
+        count(client, pushes)
+    servers.close()
+
+
+def version_of(client: Client) -> int:
+    return counted(client.pull())
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_without_its_end_is_not_gone_on_from(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, saved: bool
+) -> None:
+    """All go back to the newest snapshot, or begin anew where there is none, and say so."""
+    trained(cluster, tmp_path, 2)
+    trained(cluster, tmp_path, 1, save=saved)
+    shutil.copytree(tmp_path / name, tmp_path / "older")
+    trained(cluster, tmp_path, 2)
+    assert not caplog.text.count("cannot be used")
+    shutil.rmtree(tmp_path / name)
+    (tmp_path / "older").rename(tmp_path / name)
+
+    servers = cluster(2, data_dir=tmp_path, durability="log")
+    fleet = servers.servers[0].hub.fleet  # type: ignore[union-attr]
+    until(lambda: not fleet.missing, "servers that go on together")
+
+    assert (
+        "cannot be used" in caplog.text
+        or "rolling back" in caplog.text
+        or "begins anew" in caplog.text
+    )
+    with counter(servers.address) as client:
+        assert version_of(client) == (2 if saved else 0)
+        count(client)
+        assert version_of(client) == (3 if saved else 1)

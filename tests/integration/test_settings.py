@@ -1,0 +1,428 @@
+"""Each setting of ps-server changes what a server does."""
+
+import json
+import os
+import platform
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.settings import options
+from pscommon.snapshot import SnapshotDirectory
+from pscommon.system.memory_limit import usable_memory
+from pscommon.system.thread_team import cores
+from pscommon.wire.channel import open_channel
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psserver.app import Server
+from psserver.process.config import ServerConfig
+from psworker import OptimizerSpec
+from tests.support.malloc_probe import MAPPED
+from tests.support.metrics_scrape import get
+from tests.support.ports import free_port
+from tests.support.programs import Program, programs_in
+from tests.support.settings_coverage import server_setting
+from tests.support.workers import (
+    DEADLINE,
+    ONES,
+    connected,
+    count,
+    counted,
+    counter,
+    snapshots,
+    status,
+    until,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in options.SERVER:
+        monkeypatch.delenv(option.variables[0], raising=False)
+
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts the server that ps-server would start with these flags; closed at the end, the last
+    one first.
+    """
+    with ExitStack() as stack:
+
+        def start(*flags: object) -> Server:
+            line = ["--bind", "127.0.0.1:0", *map(str, flags)]
+            with options.command("server", "ps-server").make_context("ps-server", line) as ctx:
+                server = Server(ServerConfig.from_settings(ctx.params))
+            stack.callback(server.close)
+            server.start()
+            return server
+
+        yield start
+
+
+def stop(server: Server) -> None:
+    """To its end, with the last snapshot."""
+    server.stop("enough")
+    assert server.ended.wait(30)
+
+
+# ---- place ---------------------------------------------------------------------------------------
+
+
+@server_setting("shard", "join")
+def test_shard_and_join(serve: Serve) -> None:
+    leader = serve("--shard", "0/2")
+    assert status_of(leader)["state"] == "waiting for servers"
+
+    other = serve("--shard", "1/2", "--join", leader.address)
+
+    until(lambda: status_of(leader)["state"] == "waiting for a model", "a second server")
+    assert [row["address"] for row in status_of(leader)["servers"]] == [
+        leader.address,
+        other.address,
+    ]
+
+
+def status_of(server: Server) -> dict[str, Any]:
+    """Also of a job whose servers are not complete."""
+    with closing(open_channel(server.address)) as channel:
+        answer = CoordinatorServiceStub(channel).GetStatus(co.GetStatusRequest(), timeout=20)
+    found: dict[str, Any] = json.loads(answer.status_json)
+    return found
+
+
+@server_setting("bind")
+def test_bind(serve: Serve) -> None:
+    port = free_port()
+
+    assert serve("--bind", f"127.0.0.1:{port}").address == f"127.0.0.1:{port}"
+    with connected(f"127.0.0.1:{port}"):
+        pass
+
+
+@server_setting("advertise")
+def test_advertise(serve: Serve) -> None:
+    port = free_port()
+    serve("--bind", f"0.0.0.0:{port}", "--advertise", f"localhost:{port}")
+
+    assert status(f"127.0.0.1:{port}")["servers"][0]["address"] == f"localhost:{port}"
+
+
+@server_setting("join_timeout")
+def test_join_timeout(serve: Serve) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+
+    server = serve("--shard", "1/2", "--join", nobody, "--join-timeout", "300ms")
+
+    assert server.ended.wait(30)
+    assert server.failure is not None
+    assert server.failure.exit_code == 20
+    assert nobody in str(server.failure)
+
+
+@server_setting("port_file")
+def test_port_file(serve: Serve, tmp_path: Path) -> None:
+    mine = tmp_path / "port.tmp"
+    mine.write_text("something else")
+    server = serve("--port-file", tmp_path / "port.0")
+
+    assert (tmp_path / "port.0").read_text() == server.address.rpartition(":")[2] + "\n"
+    server.close()
+    assert list(tmp_path.iterdir()) == [mine]
+    assert mine.read_text() == "something else"
+
+
+def test_a_port_file_that_is_a_pipe_stays_one_and_holds_nobody_up(
+    serve: Serve, tmp_path: Path
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    server = serve("--port-file", path)
+
+    assert path.read_text() == server.address.rpartition(":")[2] + "\n"
+    server.close()
+    assert path.is_fifo()
+
+
+# ---- job -----------------------------------------------------------------------------------------
+
+
+def pushes_alone(address: str) -> int:
+    """How many pushes of one worker count, up to 4, before one waits for another worker, which
+    makes none.
+    """
+    with (
+        ThreadPoolExecutor(1) as pool,
+        counter(address, rank=0) as quick,
+        counter(address, rank=1) as other,
+    ):
+        pushing = pool.submit(count, quick, 4)
+
+        def waits() -> bool:
+            whom = status(address)["waiting_for"]
+            return "rank 1" in whom and "rank 0" not in whom
+
+        until(lambda: pushing.done() or waits(), "all pushes, or one that waits")
+        made: int = status(address)["workers"][0]["steps"]
+        other.leave("enough")  # nobody waits for it any more
+        pushing.result(DEADLINE)
+        return made
+
+
+@server_setting("policy", "staleness")
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--policy", "sync"], 0),
+        (["--policy", "async"], 4),
+        (["--policy", "ssp", "--staleness", 1], 1),
+        (["--policy", "ssp", "--staleness", 2], 2),
+    ],
+)
+def test_policy_and_staleness_bound_how_far_a_worker_gets_alone(
+    serve: Serve, flags: list[object], steps: int
+) -> None:
+    assert pushes_alone(serve("--min-workers", 2, *flags).address) == steps
+
+
+@server_setting("max_staleness")
+@pytest.mark.parametrize(("flags", "outcome"), [([], "applied"), (["--max-staleness", 1], "stale")])
+def test_max_staleness(serve: Serve, flags: list[object], outcome: str) -> None:
+    address = serve("--policy", "async", *flags).address
+    with counter(address) as quick, counter(address) as slow:
+        slow.pull()
+        count(quick, 2)
+
+        assert slow.push(ONES).status == outcome
+
+
+@server_setting("min_workers")
+@pytest.mark.parametrize(
+    ("flags", "state"), [([], "running"), (["--min-workers", 2], "waiting for workers")]
+)
+def test_min_workers(serve: Serve, flags: list[object], state: str) -> None:
+    address = serve(*flags).address
+    with counter(address):
+        assert status(address)["state"] == state
+
+
+@server_setting("lease")
+def test_lease(serve: Serve) -> None:
+    server = serve("--lease", "200ms")
+    silent_joins(server)
+
+    until(
+        lambda: status_of(server)["workers"][0]["state"] == "lost",
+        "a worker that was dropped",
+        seconds=4,
+    )
+
+
+def silent_joins(server: Server) -> None:
+    """A worker that is never heard of again."""
+    with closing(open_channel(server.address)) as channel:
+        CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
+
+
+@server_setting("job")
+def test_job(serve: Serve) -> None:
+    assert status_of(serve("--job", "otter"))["job"] == "otter"
+    assert status_of(serve())["job"] not in ("", "otter")
+
+
+@server_setting("exit_when_done")
+@pytest.mark.parametrize(("flags", "ends"), [([], False), (["--exit-when-done"], True)])
+def test_exit_when_done(serve: Serve, flags: list[object], ends: bool) -> None:
+    server = serve(*flags)
+    with counter(server.address) as client:
+        count(client)
+
+    assert server.ended.wait(30 if ends else 1) is ends
+
+
+# ---- snapshots -----------------------------------------------------------------------------------
+
+
+@server_setting("data_dir")
+def test_data_dir(serve: Serve, tmp_path: Path) -> None:
+    server = serve("--data-dir", tmp_path / "job")
+    with counter(server.address) as client:
+        count(client)
+    stop(server)
+
+    assert SnapshotDirectory(tmp_path / "job").versions() == [1]
+
+
+@server_setting("snapshot_every")
+@pytest.mark.parametrize(("every", "wanted"), [("2steps", [2]), ("1h", []), ("3steps", [3])])
+def test_snapshot_every(serve: Serve, tmp_path: Path, every: str, wanted: list[int]) -> None:
+    server = serve("--data-dir", tmp_path, "--snapshot-every", every)
+    with counter(server.address) as client:
+        count(client, 3)
+
+    until(lambda: snapshots(server.address) == wanted, f"{wanted}")
+
+
+@server_setting("snapshot_keep")
+@pytest.mark.parametrize("keep", [1, 2])
+def test_snapshot_keep(serve: Serve, tmp_path: Path, keep: int) -> None:
+    server = serve("--data-dir", tmp_path, "--snapshot-every", "1steps", "--snapshot-keep", keep)
+    with counter(server.address) as client:
+        for version in (1, 2, 3):
+            count(client)
+            until(lambda version=version: version in snapshots(server.address), "a snapshot")
+
+        # a snapshot counts before older ones are removed
+        until(lambda: len(snapshots(server.address)) <= keep, "the end of older snapshots")
+        assert snapshots(server.address) == [1, 2, 3][-keep:]
+
+
+@server_setting("resume")
+@pytest.mark.parametrize(
+    ("flags", "version"), [([], 2), (["--resume", "never"], 0), (["--resume", 1], 1)]
+)
+def test_resume(serve: Serve, tmp_path: Path, flags: list[object], version: int) -> None:
+    first = serve("--data-dir", tmp_path, "--snapshot-every", "1steps")
+    with counter(first.address) as client:
+        for wanted in (1, 2):
+            count(client)
+            until(lambda wanted=wanted: wanted in snapshots(first.address), "a snapshot")
+    first.close()
+
+    with counter(serve("--data-dir", tmp_path, *flags).address) as client:
+        assert counted(client.pull()) == version
+
+
+# ---- this process --------------------------------------------------------------------------------
+
+
+@server_setting("lanes")
+@pytest.mark.parametrize(
+    ("flags", "grpc", "shm"),
+    [
+        ([], "taken", "taken"),
+        (["--lanes", "grpc"], "taken", "refused"),
+        (["--lanes", "shm"], "refused", "taken"),
+    ],
+)
+def test_lanes(serve: Serve, flags: list[object], grpc: str, shm: str) -> None:
+    """Pushes of a worker that has one lane only."""
+    for lanes, expected in (("grpc", grpc), ("shm", shm)):
+        assert trained(serve(*flags).address, lanes=lanes) == expected
+
+
+def trained(address: str, **options: Any) -> str:
+    try:
+        with counter(address, **options) as client:
+            count(client)
+    except InvalidRequestError as error:
+        return "refused" if "--lanes" in str(error) or "--in-flight" in str(error) else str(error)
+    return "taken"
+
+
+@server_setting("in_flight")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([], "taken"), (["--in-flight", 960], "taken"), (["--in-flight", 959], "refused")],
+)
+def test_in_flight(serve: Serve, flags: list[object], expected: str) -> None:
+    """A push of the counters' two tensors has 512 and 448 bytes."""
+    assert trained(serve(*flags).address) == expected
+
+
+def test_half_of_the_memory_may_be_in_flight(serve: Serve) -> None:
+    assert serve().engine.budget.limit == usable_memory() // 2
+
+
+@server_setting("metrics_bind")
+def test_metrics_bind(serve: Serve) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    serve("--metrics-bind", address)
+
+    assert get(address, "/livez").status == 200
+
+
+# ps-server, and at its end what became of malloc
+SERVER = f"""
+{MAPPED}
+import sys
+from psserver import cli
+code = cli.main(sys.argv[1:])
+print("mapped", mapped())
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Program]]:
+    """Two servers that differ in what only a process of its own has; each has lost a worker, and
+    has ended.
+    """
+    variants = {
+        "text": ("--log-format", "text"),
+        "json": ("--log-level", "warning", "--log-format", "json", "--malloc", "system"),
+    }
+    with programs_in(tmp_path_factory.mktemp("servers")) as programs:
+        started = []
+        for name, flags in variants.items():
+            own = ("--bind", "127.0.0.1:0", "--port-file", name, "--lease", "200ms")
+            started.append(programs.start("python", "-c", SERVER, *own, *flags))
+        for server, name in zip(started, variants, strict=True):
+            path = programs.folder / name
+            until(path.exists, "a port", seconds=60)
+            with closing(open_channel(f"127.0.0.1:{path.read_text().strip()}")) as channel:
+                CoordinatorServiceStub(channel).Join(co.JoinRequest(), timeout=20)
+            server.wait_for("worker lost")
+            server.send(signal.SIGTERM)
+            assert server.wait() == 143, server.said
+        yield started[0], started[1]
+
+
+@server_setting("threads")
+@pytest.mark.parametrize(
+    ("flags", "most"), [(("--threads", 3), 2), (("--threads", 1), 0), ((), min(4, cores()) - 1)]
+)
+def test_threads(flags: tuple[object, ...], most: int, serve: Serve) -> None:
+    """How many work on a large update beside the one that answers."""
+    before, large = set(threading.enumerate()), {"w": np.ones(4 << 20, np.float32)}
+    with connected(serve(*flags).address) as client:
+        client.register(large, OptimizerSpec("sgd", lr=1.0))
+        client.push(large)
+        team = [
+            each
+            for each in threading.enumerate()
+            if each not in before and each.name.startswith("team")
+        ]
+
+        assert len(team) <= most
+        assert bool(team) == bool(most)
+
+
+@pytest.mark.full
+@server_setting("malloc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_malloc(two: tuple[Program, Program]) -> None:
+    assert [server.out.splitlines()[0] for server in two] == ["mapped False", "mapped True"]
+
+
+@server_setting("log_level")
+def test_log_level(two: tuple[Program, Program]) -> None:
+    assert ["listening" in server.err for server in two] == [True, False]
+
+
+@server_setting("log_format")
+def test_log_format(two: tuple[Program, Program]) -> None:
+    text, lines = (server.err.splitlines() for server in two)
+
+    assert any("[warning] worker lost" in line for line in text)
+    assert [json.loads(line)["event"] for line in lines] == ["worker lost"]

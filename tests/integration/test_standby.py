@@ -1,0 +1,383 @@
+"""A standby follows real servers: what it has, when it is believed to have it, and what it
+refuses.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.wire.channel import open_channel
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import standby_pb2 as pb
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psserver.core.shard import replication as shipping
+from psserver.parameters.frozen_shard import FrozenShard
+from psserver.replication.lease_directory import LeaseDirectory
+from psserver.replication.primary import EVERY
+from psworker import Client, OptimizerSpec
+from psworker.connection.discovery import describe
+from tests.support.cluster import Cluster
+from tests.support.machine_time import machine_seconds
+from tests.support.metrics_scrape import Metrics
+from tests.support.ports import free_ports
+from tests.support.reshards import pushing, reshard
+from tests.support.standbys import Following, mirror, same, silent_standby
+from tests.support.workers import ONES, connected, count, counter, status, until
+
+Make = Callable[..., Cluster]
+
+
+def adam(address: str) -> Client:
+    """With optimizer state."""
+    client = connected(address)
+    zeros = {name: np.zeros_like(one) for name, one in ONES.items()}
+    client.register(zeros, OptimizerSpec("adam", lr=0.1))
+    return client
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["from the beginning", "in the middle"])
+def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
+    """Weights, the optimizer's state, outcomes; and of shard 0 the coordinator, to the last
+    lease.
+    """
+    server = cluster(policy="async").servers[0]
+    with Following(server) as following, adam(server.address) as client:
+        if early:
+            following.in_sync()
+        for _ in range(5):
+            client.push(ONES)
+        following.in_sync()
+        for _ in range(5):
+            client.push(ONES)
+
+        until(lambda: same(following), "the same")
+        coordinator = mirror(following).coordinator
+        assert server.hub is not None
+        assert coordinator is not None
+        assert coordinator.state() == server.hub._coordinator.state()
+        assert mirror(following).version == 10
+
+
+def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
+    """A round that waits for somebody."""
+    server = cluster(policy="sync", min_workers=2).servers[0]
+    with counter(server.address, rank=0) as first, Following(server) as following:
+        pushing = threading.Thread(target=count, args=(first,))
+        pushing.start()
+        until(lambda: len(server.engine._kept) == 1, "a push that waits")
+        following.in_sync()
+        until(lambda: same(following), "the same")
+        assert len(mirror(following).replica.kept) == 1
+        with counter(server.address, rank=1) as second:
+            count(second)
+            pushing.join()
+        until(lambda: same(following) and mirror(following).version == 1, "the round, too")
+
+
+def test_shards_have_standbys_of_their_own(cluster: Make) -> None:
+    servers = cluster(2, policy="async")
+    with Following(servers.servers[1]) as following, counter(servers.address) as client:
+        following.in_sync()
+        count(client, 3)
+        until(lambda: same(following), "the same")
+        until(
+            lambda: status(servers.address)["servers"][1].get("standby_state") == "in sync",
+            "in the status",
+        )
+        assert status(servers.address)["servers"][1]["standby"] == following.standby.address
+        assert mirror(following).coordinator is None
+
+
+def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> None:
+    servers = cluster(policy="async", data_dir=tmp_path)
+    server = servers.servers[0]
+    with Following(server) as following, counter(server.address) as client:
+        following.in_sync()
+        count(client, 2)
+        assert server.hub is not None
+        version = server.hub.snapshots.save(20)
+        count(client, 3)
+        server.hub.snapshots.restore(version, 20)
+        until(
+            lambda: mirror(following).loaded and mirror(following).version == 2, "the older version"
+        )
+        following.in_sync()
+        assert same(following)
+
+
+def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path: Path) -> None:
+    """Before any shard lets go of the log that came before it: who takes over tells them what to
+    go on from.
+    """
+    server = cluster(policy="async", data_dir=tmp_path, snapshot_keep=2).servers[0]
+    assert server.hub is not None
+    with Following(server) as following, counter(server.address) as client:
+        following.in_sync()
+        for version in (1, 2, 3):
+            count(client, 1)
+            assert server.hub.snapshots.save(20.0) == version
+            _, newest = mirror(following).snapshots
+            assert newest is not None
+            assert newest.version == version
+        until(lambda: server.archive.kept == [2, 3], "older ones to go")
+
+
+def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
+    """Each loads anew once the move is over, with the command line of before; that of a server
+    that leaves ends.
+    """
+    servers = cluster(2, policy="async")
+    first, second = servers.servers
+    with (
+        Following(first) as of_first,
+        Following(second) as of_second,
+        pushing(servers.address, 1, "grpc") as pushers,
+    ):
+        for shards in (3, 2, 1):
+            pushers[0].goes_on()
+            reshard(servers, shards, policy="async")
+            pushers[0].goes_on()
+            of_first.in_sync()
+            if shards > 1:
+                of_second.in_sync()
+                assert mirror(of_second).replica.shards == shards
+        assert second.ended.wait(10)
+        second.close()  # as its process would
+        until(lambda: of_second.ended, "the end of the second standby")
+        pushers[0].stop()
+        until(lambda: same(of_first), "the same")
+        coordinator = mirror(of_first).coordinator
+        assert coordinator is not None
+        assert (coordinator.shards, mirror(of_first).replica.shards) == (1, 1)
+        assert mirror(of_first).hello["layout"] == {"shards": 1, "past": [2, 3], "changes": 3}
+
+
+def test_numbers_that_differ_are_found_and_loaded_anew(
+    cluster: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = cluster(policy="async", metrics_bind="127.0.0.1:0").servers[0]
+    with Following(server) as following, counter(server.address) as client:
+        following.in_sync()
+        count(client, 3)
+        until(lambda: same(following), "the same")
+        wrong = mirror(following)
+        store = wrong.replica.store
+        assert store is not None
+        next(iter(store.tensors()))[1][0] += 1.0
+
+        count(client, EVERY - 3)
+
+        until(lambda: mirror(following) is not wrong, "another state")
+        following.in_sync()
+        assert same(following)
+        assert Metrics(server.monitor.address)("ps_standby_divergences_total") == 1
+        assert any(
+            "are not the primary's at 100" in str(getattr(r, "problem", "")) for r in caplog.records
+        )
+
+
+def test_the_end_of_the_job_is_its_end(cluster: Make) -> None:
+    servers = cluster()
+    with Following(servers.servers[0]) as following:
+        following.in_sync()
+        servers.stop()
+        until(lambda: following.ended, "the end of the standby")
+        assert following.standby.failure is None
+
+
+def test_it_says_who_is_primary(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(server) as following:
+        following.in_sync()
+        with pytest.raises(
+            PSError, match=f"is a standby; its primary is {server.address}"
+        ) as refused:
+            describe(following.standby.address)
+        assert refused.value.reason == "NOT_PRIMARY"
+
+
+def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(
+        server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5
+    ) as following:
+        until(lambda: following.ended, "its end")
+        assert "nothing for too long" in str(following.standby.failure)
+
+
+def test_other_settings_than_the_primary_are_refused_by_name(cluster: Make) -> None:
+    server = cluster(policy="async").servers[0]
+    with Following(server, policy="sync") as following:
+        until(lambda: following.ended, "its end")
+        assert "other settings than its primary: policy (here" in str(following.standby.failure)
+
+
+def test_there_is_one_standby(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(server) as first:
+        first.in_sync()
+        with Following(server) as second:
+            until(lambda: second.standby._told, "a try")
+            assert server.shipper.address == first.standby.address
+            first.standby.stop("")
+            until(lambda: server.shipper.address == second.standby.address, "the second one")
+
+
+def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
+    server = cluster().servers[0]
+    with Following(server) as following:
+        with (
+            closing(open_channel(server.address)) as channel,
+            pytest.raises(Exception, match="this standby is behind"),
+        ):
+            StandbyServiceStub(channel).StepDown(
+                pb.StepDownRequest(instance="somebody else"), timeout=5
+            )
+        following.in_sync()
+        with counter(server.address) as client:
+            count(client)
+
+
+def test_one_that_cannot_load_says_why(cluster: Make) -> None:
+    server = cluster(policy="async").servers[0]
+    with counter(server.address) as client:
+        count(client, 1)
+        store = server.engine.store
+        assert store is not None
+        with server.engine.standing(1):
+            server.engine.frozen.current = FrozenShard(server.engine._machine.epoch, 1, 1, store)
+        with Following(server) as following:
+            until(lambda: "the model is on the move" in following.standby.ready()[1], "a reason")
+            with pytest.raises(
+                MismatchError,
+                match=r"has not loaded.*the model is on the move.*: wait until ps-ctl",
+            ):
+                following.standby.promote(1.0)
+
+
+def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its primary would end, too, and nobody be primary."""
+    server, asked, answer = cluster().servers[0], threading.Event(), threading.Event()
+
+    def agreed() -> str:
+        asked.set()
+        answer.wait(10)
+        return ""
+
+    with Following(server) as following, ThreadPoolExecutor(2) as pool:
+        following.in_sync()
+        monkeypatch.setattr(following.standby, "_agreed", agreed)
+        monkeypatch.setattr(following.standby._succession, "take_over", lambda: None)
+        promoting = pool.submit(following.standby.promote, 1.0)
+        asked.wait(10)
+        stopping = pool.submit(following.standby.stop, "SIGTERM")
+        with pytest.raises(TimeoutError):
+            stopping.result(0.3)
+        assert not following.standby.ended.is_set()
+        answer.set()
+        with pytest.raises(MismatchError):
+            promoting.result(10)
+        stopping.result(10)
+
+        asked.clear()
+        with pytest.raises(UnreachableError, match="this standby ends"):
+            following.standby.promote(1.0)
+        assert not asked.is_set()
+
+
+def test_one_that_is_told_to_end_while_it_connects_ends(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no line yet that could be ended; the new one lasts until its primary, or the
+    network, gives it up.
+    """
+    server = cluster().servers[0]
+    monkeypatch.setattr(shipping, "SILENCE", 60.0)
+    following = Following(server)
+    monkeypatch.setattr(following.standby, "_find", lambda: following.standby.stop("SIGTERM"))
+    with following:
+        until(lambda: following.ended, "its end")
+
+
+def test_one_that_the_lock_keeps_back_says_who_has_more(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = cluster().servers[0]
+    with Following(server) as following:
+        following.in_sync()
+        monkeypatch.setattr(following.standby, "_agreed", lambda: "nobody answers")
+        monkeypatch.setattr(following.standby._succession, "take_over", lambda: None)
+        with pytest.raises(
+            MismatchError, match=f"{server.address} may have gone on.*start that server again"
+        ):
+            following.standby.promote(1.0)
+
+
+def test_the_lock_says_whom_it_waits_for(cluster: Make, tmp_path: Path) -> None:
+    server = cluster(failover_lock=tmp_path).servers[0]
+    lease = LeaseDirectory(tmp_path, 0)
+
+    def in_sync() -> str:
+        tenure = lease.read()
+        assert tenure is not None
+        return tenure.in_sync
+
+    assert in_sync() == ""
+    with Following(server) as following:
+        following.in_sync()
+        assert in_sync() == following.standby.name
+    until(lambda: in_sync() == "", "nobody, when it is gone")
+    with counter(server.address) as client:
+        count(client)
+
+
+def test_a_standby_that_dies_holds_nobody_up_for_long(cluster: Make) -> None:
+    server = cluster(policy="async").servers[0]
+    with counter(server.address) as client:
+        with Following(server) as following:
+            following.in_sync()
+            count(client)
+        began = time.monotonic()
+        count(client)
+        assert machine_seconds(began) < 3.0
+
+
+def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_holds_nobody_up(
+    cluster: Make,
+) -> None:
+    """gRPC tells of that end in the thread that also hears the standby."""
+    server, over = cluster(policy="async").servers[0], threading.Event()
+
+    def words() -> Iterator[co.LinkShardRequest]:
+        yield co.LinkShardRequest(shard=1, shards=2, address="nowhere:1", instance="candidate")
+        over.wait()
+
+    with (
+        counter(server.address) as client,
+        silent_standby(server) as speaking,
+        closing(open_channel(server.address)) as channel,
+    ):
+        line = CoordinatorServiceStub(channel).LinkShard(words())
+        next(line)
+        pushing = threading.Thread(target=count, args=(client,))
+        pushing.start()
+        until(lambda: server.shipper.behind, "a record that the standby does not acknowledge")
+        line.cancel()
+
+        for _ in range(20):
+            assert describe(server.address, 1.0).shard == 0
+
+        speaking.set()
+        pushing.join(10)
+        over.set()
+    assert server.shipper.term == 1

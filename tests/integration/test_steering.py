@@ -1,0 +1,264 @@
+"""A running job that is steered from outside: workers are asked to leave, its policy changes,
+slow ones are named.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from pscommon.core.errors import InvalidRequestError
+from pscommon.wire import messages as codec
+from pscommon.wire.channel import open_channel
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from psworker import Client, connect
+from psworker.ctl.cli import main as ps_ctl
+from psworker.ctl.job_client import CoordinatorClient
+from tests.support.cluster import Cluster
+from tests.support.ctl_output import ctl
+from tests.support.data_training import assert_each_once, train
+from tests.support.programs import Programs, programs_in
+from tests.support.workers import (
+    DEADLINE,
+    ONES,
+    OUTLIVED,
+    count,
+    counted,
+    counter,
+    status,
+    together,
+    until,
+    weights_of,
+)
+
+Make = Callable[..., Cluster]
+Output = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PS_PS", "PS_SERVERS", "PS_OUTPUT", "PS_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    with programs_in(tmp_path) as programs:
+        yield programs
+
+
+def row_of(address: str, worker: int) -> dict[str, Any]:
+    """One worker, as status shows it."""
+    (found,) = [row for row in status(address)["workers"] if row["worker"] == worker]
+    return dict(found)
+
+
+# ---- drain ---------------------------------------------------------------------------------------
+
+# In its fourth step it waits for the word, and makes that step.
+DRAINED = """
+import json, threading, psworker
+from tests.support.data_training import train
+used = []
+with psworker.connect() as job:
+    def each(step):
+        if step == 3:
+            print("asks for it:", job.client.worker, flush=True)
+            while not job.stopping:
+                threading.Event().wait(0.01)
+    try:
+        train(job, each, used)
+    finally:
+        print("used", json.dumps(used), flush=True)
+print("end", flush=True)
+"""
+
+
+def test_a_drained_worker_ends_its_step_and_its_process_and_each_sample_counts_once(
+    cluster: Make, programs: Programs, capsys: Output
+) -> None:
+    address = cluster(2, min_workers=2).address
+    path = f"{ROOT}:{ROOT / 'common'}"
+    drained = programs.fork("ps-worker", "--ps", address, programs.script(DRAINED), PYTHONPATH=path)
+
+    def other() -> list[tuple[int, ...]]:
+        with connect(address, device="cpu", wait_timeout=DEADLINE) as job:
+            return train(job)
+
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(other)
+        worker = int(drained.wait_for("asks for it:").split()[-1])
+        found = ctl(capsys, "--ps", address, "drain", worker)
+
+        assert (found["worker"], found["state"]) == (worker, "draining")
+        assert drained.wait() == 0, drained.said
+        used = [tuple(batch) for batch in batches_in(drained.out)]
+        assert len(used) == 4
+        assert "end" not in drained.out
+        assert_each_once([used, rest.result(DEADLINE)], address)
+    assert (row_of(address, worker)["state"], row_of(address, worker)["steps"]) == ("left", 4)
+
+
+def batches_in(text: str) -> list[list[int]]:
+    """What a script says it has used."""
+    (line,) = [line for line in text.splitlines() if line.startswith("used ")]
+    batches: list[list[int]] = json.loads(line.removeprefix("used "))
+    return batches
+
+
+def test_who_is_not_here_cannot_be_drained(cluster: Make, capsys: Output) -> None:
+    address = cluster(1).address
+    with counter(address) as gone:
+        count(gone)
+    with counter(address) as client:
+        for worker in (gone.worker, 999):
+            assert ps_ctl(["--ps", address, "drain", str(worker)]) == 2
+            error = capsys.readouterr().err
+            assert f"no worker {worker} is here to be drained; here are: {client.worker} " in error
+    assert ps_ctl(["--ps", address, "drain", "1"]) == 2
+    assert "here are: none" in capsys.readouterr().err
+
+
+# ---- policy --------------------------------------------------------------------------------------
+
+
+def held_up(address: str, client: Client, other: Client, pool: ThreadPoolExecutor) -> Any:
+    """A push that waits for the other worker's."""
+    push = pool.submit(client.push, ONES)
+    until(lambda: f"worker {other.worker} " in status(address)["waiting_for"], "a push that waits")
+    return push
+
+
+def test_a_job_changes_its_policy_from_the_next_update_on(cluster: Make, capsys: Output) -> None:
+    address = cluster(2, min_workers=2).address
+    with ThreadPoolExecutor(1) as pool, counter(address, 0) as quick, counter(address, 1) as slow:
+        push = held_up(address, quick, slow, pool)
+        assert quick.policy == "sync"
+        assert ctl(capsys, "--ps", address, "policy", "set", "async")["policy"] == "async"
+        until(
+            lambda: (quick.policy, slow.policy) == ("async", "async"), "the workers to hear of it"
+        )
+        assert push.result(DEADLINE).status == "applied"  # the one that waited, at once
+        count(quick, 5)
+        assert (status(address)["policy"], status(address)["version"]) == ("async", 6)
+
+        ctl(capsys, "--ps", address, "policy", "set", "sync")
+        push = held_up(address, quick, slow, pool)
+        count(slow)
+        assert push.result(DEADLINE).version == 7
+        together(lambda: count(quick, 3), lambda: count(slow, 3))
+
+        assert (
+            status(address)["policy"],
+            status(address)["version"],
+            status(address)["steps"],
+        ) == ("sync", 10, 14)
+        assert counted(quick.pull()) == 10
+
+
+def test_ssp_counts_from_where_everybody_stands(cluster: Make, capsys: Output) -> None:
+    """What async let the quick one be ahead is forgotten, and the bound holds from then on."""
+    address = cluster(1, policy="async", min_workers=2).address
+    with ThreadPoolExecutor(1) as pool, counter(address, 0) as quick, counter(address, 1) as slow:
+        count(quick, 9)
+        ctl(
+            capsys, "--ps", address, "policy", "set", "ssp", "--staleness", 2, "--max-staleness", 50
+        )
+        count(quick, 2)
+        push = held_up(address, quick, slow, pool)
+
+        assert [row["clock"] for row in status(address)["workers"]] == [11, 9]
+        assert (status(address)["staleness"], status(address)["max_staleness"]) == (2, 50)
+        count(slow)
+        assert push.result(DEADLINE).status == "applied"
+
+
+def test_a_change_to_sync_takes_the_backup_workers_along(cluster: Make, capsys: Output) -> None:
+    address = cluster(1, min_workers=2, backup_workers=1).address
+    with counter(address, 0) as quick, counter(address, 1):
+        for name in ("async", "sync"):
+            ctl(capsys, "--ps", address, "policy", "set", name)
+        for version in range(1, 4):
+            assert quick.push_pull(ONES).version == version
+
+    assert status(address)["backup_workers"] == 1
+
+
+def test_a_policy_that_cannot_be_is_refused_and_the_old_one_stays(
+    cluster: Make, capsys: Output
+) -> None:
+    address = cluster(1, policy="async", in_flight=1000).address  # a push has 960 bytes
+    with counter(address, 0, lanes="grpc") as one, counter(address, 1, lanes="grpc"):
+        assert ps_ctl(["--ps", address, "policy", "set", "sync"]) == 2
+        assert "start the servers with --in-flight 1920" in capsys.readouterr().err
+        with (
+            CoordinatorClient([address], 10.0) as servers,
+            pytest.raises(InvalidRequestError, match="ssp needs it"),
+        ):
+            servers.set_policy("ssp", None, None)
+
+        count(one, 3)
+    assert status(address)["policy"] == "async"
+
+
+# ---- health --------------------------------------------------------------------------------------
+
+
+def test_a_slow_worker_is_named_by_its_own_part_of_the_steps(
+    cluster: Make, capsys: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In sync all of them take the same time from push to push."""
+    caplog.set_level(logging.WARNING, "psserver")
+    address = cluster(2, min_workers=3, lease=30.0).address
+    named = Event()
+
+    def train_at(pace: float, rank: int) -> int:
+        with counter(address, rank) as client:
+            while not named.is_set():
+                count(client)
+                Event().wait(pace)  # its own part of the step, and what this is about
+            return client.worker
+
+    def look() -> list[dict[str, Any]]:
+        try:
+            until(lambda: "worker is slow" in caplog.messages, "a line that names it")
+            return list(ctl(capsys, "--ps", address, "workers"))
+        finally:
+            named.set()
+
+    with ThreadPoolExecutor(3) as pool:
+        workers = [pool.submit(train_at, pace, rank) for rank, pace in enumerate((0.05, 0.05, 0.5))]
+        rows = {row["rank"]: row for row in look()}
+        slow = workers[2].result(DEADLINE)
+
+    assert [rows[rank]["health"] for rank in range(3)] == ["live", "live", "slow"]
+    assert rows[2]["own_seconds"] > 2 * rows[0]["own_seconds"]
+    (record,) = [record for record in caplog.records if record.message == "worker is slow"]
+    assert (record.__dict__["worker"], record.__dict__["rank"]) == (slow, 2)
+    assert record.__dict__["step_seconds"] > 2 * record.__dict__["median_seconds"]
+
+
+def test_one_that_is_not_heard_of_is_silent_before_it_is_lost(cluster: Make) -> None:
+    address = cluster(1, lease=OUTLIVED).address
+    with counter(address, 0) as client, closing(open_channel(address)) as channel:
+        stub = CoordinatorServiceStub(channel)
+        worker = stub.Join(co.JoinRequest(), timeout=10).worker
+        model = codec.model_to_proto(client.plan.spec)
+        stub.Register(co.RegisterRequest(worker=worker, model=model), timeout=10)
+        assert row_of(address, worker)["health"] == "live"
+
+        until(lambda: row_of(address, worker)["health"] == "silent", "one that is silent")
+        assert row_of(address, worker)["state"] == "active"
+        until(lambda: row_of(address, worker)["health"] == "lost", "one that is lost")
+
+        assert row_of(address, client.worker)["health"] == "live"
+    assert row_of(address, client.worker)["health"] == "left"
+    assert counted(weights_of(address)) == 0

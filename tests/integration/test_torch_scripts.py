@@ -1,0 +1,420 @@
+"""What a PyTorch user expects of models and optimizers holds on two workers and two servers.
+
+Each case is trained twice: by workers that call `compute`, and by one torch process that does
+what they should amount to: every worker computes from the same state, gradients and floating
+buffers are averaged, one step is made.
+"""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import psworker
+from psworker import Job
+from tests.support.cluster import Cluster
+from tests.support.training_threads import real, simulated
+
+WORKERS = 2
+ROUNDS = 6
+
+Make = Callable[..., Cluster]
+Named = dict[str, Tensor]
+Compute = Callable[[nn.Module, int, int], None]
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def fixed(model: nn.Module) -> nn.Module:
+    """In float64, with the same parameters for everyone."""
+    model.double()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(noise(*parameter.shape, seed=number) * 0.4)
+    return model
+
+
+def backward(model: nn.Module, rank: int, number: int) -> None:
+    """The gradient of some batch, another one for each worker and round."""
+    x = noise(5, 6, seed=100 + 10 * number + rank)
+    F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def snapshot(model: nn.Module) -> Named:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def distributed(
+    make: Callable[[], nn.Module],
+    compute: Compute = backward,
+    optimize: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+) -> list[list[Named]]:
+    """By worker, the model's state after each round."""
+
+    def script(job: Job) -> list[Named]:
+        model, states = make(), []
+        optimizer = job.optimizer(optimize(model), model)
+        for number in range(ROUNDS):
+            compute(model, job.rank, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(snapshot(model))
+        return states
+
+    return simulated(WORKERS, script, shards=2)
+
+
+def plain(
+    make: Callable[[], nn.Module],
+    compute: Compute = backward,
+    optimize: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+) -> list[Named]:
+    """The state after each round in one torch process."""
+    model, states = make(), []
+    optimizer = optimize(model)
+    for number in range(ROUNDS):
+        twins = [copy.deepcopy(model) for _ in range(WORKERS)]
+        for rank, twin in enumerate(twins):
+            compute(twin, rank, number)
+        _copy_switches(model, twins[0])
+        for parameter, *theirs in zip(
+            model.parameters(), *(twin.parameters() for twin in twins), strict=True
+        ):
+            held = [each.grad / WORKERS for each in theirs if each.grad is not None]
+            parameter.grad = torch.stack(held).sum(0) if held else None
+        for buffer, *theirs in zip(
+            model.buffers(), *(twin.buffers() for twin in twins), strict=True
+        ):
+            buffer.copy_(torch.stack(theirs).mean(0) if buffer.is_floating_point() else theirs[0])
+        optimizer.step()
+        model.zero_grad()
+        states.append(snapshot(model))
+    return states
+
+
+def _copy_switches(model: nn.Module, twin: nn.Module) -> None:
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        mine.requires_grad_(other.requires_grad)
+
+
+def assert_alike(runs: list[list[Named]], expected: list[Named]) -> None:
+    """All workers are the same bit by bit after every round, and as expected within float64's
+    rounding.
+    """
+    for round_, states in enumerate(zip(*runs, expected, strict=True)):
+        *workers, other = states
+        for name, value in other.items():
+            assert all(torch.equal(worker[name], workers[0][name]) for worker in workers), (
+                round_,
+                name,
+            )
+            assert torch.allclose(workers[0][name], value, rtol=1e-11, atol=1e-12), (round_, name)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.output = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.output(self.second(self.first(x).tanh()))
+        return out
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+        self.used = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers[self.used](x)
+        return out
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+        self.output = nn.utils.parametrizations.weight_norm(nn.Linear(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.output(self.lstm(x.view(-1, 3, 2))[0][:, -1])
+        return out
+
+
+def normed() -> nn.Module:
+    return fixed(
+        nn.Sequential(nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    )
+
+
+def two_layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    fixed(model)
+    return model
+
+
+def test_tied_weights_are_one_tensor_and_stay_tied() -> None:
+    models = []
+
+    def make() -> nn.Module:
+        models.append(fixed(Tied()))
+        return models[-1]
+
+    runs = distributed(make)
+
+    assert_alike(runs, plain(lambda: fixed(Tied())))
+    for model in models:
+        assert isinstance(model, Tied)
+        assert model.first.weight is model.second.weight
+
+
+def test_frozen_parameters_do_not_move() -> None:
+    def optimize(model: nn.Module) -> torch.optim.Optimizer:
+        first, _, second = model.children()
+        first.requires_grad_(False)
+        return torch.optim.AdamW(second.parameters(), lr=0.02)
+
+    runs = distributed(two_layers, optimize=optimize)
+
+    assert_alike(runs, plain(two_layers, optimize=optimize))
+    assert torch.equal(runs[0][-1]["0.weight"], two_layers()[0].weight)
+
+
+def test_parameters_may_be_frozen_and_thawed_on_the_way() -> None:
+    """Gradual unfreezing: all are the optimizer's, requires_grad decides who moves."""
+
+    def compute(model: nn.Module, rank: int, number: int) -> None:
+        first, _, second = model.children()
+        first.requires_grad_(number >= 2)
+        second.requires_grad_(number != 4)
+        backward(model, rank, number)
+
+    runs = distributed(two_layers, compute)
+
+    assert_alike(runs, plain(two_layers, compute))
+    assert torch.equal(runs[0][1]["0.weight"], two_layers()[0].weight)
+    assert not torch.equal(runs[0][2]["0.weight"], two_layers()[0].weight)
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda rank, number: number % 2,
+        lambda rank, number: rank,
+        lambda rank, number: number * rank % 2,
+    ],
+)
+def test_a_parameter_without_a_gradient_is_left_alone(used: Callable[[int, int], int]) -> None:
+    """By all workers at times: no step, no decay, no moment. By some: it counts as zero there."""
+
+    def compute(model: nn.Module, rank: int, number: int) -> None:
+        assert isinstance(model, Branches)
+        model.used = used(rank, number)
+        backward(model, rank, number)
+
+    assert_alike(
+        distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute)
+    )
+
+
+def test_weights_that_were_put_back_count_also_where_they_have_no_gradient() -> None:
+    """Sharpness-aware minimisation: the gradient of weights near by, and then the weights of
+    before, as other tensors.
+
+    Servers send only what a step has changed."""
+
+    def compute(model: nn.Module, rank: int, number: int) -> None:
+        assert isinstance(model, Branches)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        model.used = number % 2
+        backward(model, rank, number)
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.data = value
+
+    assert_alike(
+        distributed(lambda: fixed(Branches()), compute), plain(lambda: fixed(Branches()), compute)
+    )
+
+
+def test_batch_norm_s_statistics_are_averaged_and_the_same_everywhere_after_each_step() -> None:
+    runs = distributed(normed)
+
+    assert_alike(runs, plain(normed))
+    assert runs[0][-1]["1.num_batches_tracked"] == ROUNDS
+    assert not torch.equal(runs[0][0]["1.running_mean"], runs[0][1]["1.running_mean"])
+
+
+def test_buffers_that_are_not_in_the_state_dict_stay_with_their_worker() -> None:
+    counts = {}
+
+    def compute(model: nn.Module, rank: int, number: int) -> None:
+        model.get_buffer("own").add_(rank + 1)
+        counts[rank] = float(model.get_buffer("own"))
+        backward(model, rank, number)
+
+    def make() -> nn.Module:
+        model = two_layers()
+        model.register_buffer("own", torch.zeros(()), persistent=False)
+        return model
+
+    distributed(make, compute)
+
+    assert counts == {0: ROUNDS, 1: 2 * ROUNDS}
+
+
+def test_gradients_accumulate_over_several_batches() -> None:
+    def compute(model: nn.Module, rank: int, number: int) -> None:
+        for part in range(3):
+            backward(model, rank, 10 * number + part)
+
+    assert_alike(distributed(normed, compute), plain(normed, compute))
+
+
+def test_clipping_before_the_step_clips_what_is_sent() -> None:
+    norms: list[float] = []
+
+    def compute(model: nn.Module, rank: int, number: int) -> None:
+        backward(model, rank, number)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+
+    runs = distributed(two_layers, compute)
+
+    assert min(norms) > 0.5, "nothing was clipped: the test proves nothing"
+    assert_alike(runs, plain(two_layers, compute))
+
+
+def test_recurrent_layers_and_parametrizations() -> None:
+    assert_alike(distributed(lambda: fixed(Recurrent())), plain(lambda: fixed(Recurrent())))
+
+
+def test_every_worker_starts_from_the_first_one_s_weights() -> None:
+    """However each of them initialised its own model, frozen tensors and buffers included."""
+
+    def script(job: Job) -> Named:
+        torch.manual_seed(job.rank)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        model.get_buffer("1.running_mean").fill_(job.rank)
+        mine = snapshot(model)
+        job.optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+        return mine if job.rank == 0 else snapshot(model)
+
+    first, second = simulated(2, script, shards=2)
+
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+def test_each_group_has_its_own_schedule() -> None:
+    """LambdaLR over two groups, stepped with every step."""
+
+    def script(job: Job | None, model: nn.Sequential, compute: Callable[[int], None]) -> Named:
+        groups = [{"params": model[0].parameters(), "lr": 0.05}, {"params": model[2].parameters()}]
+        plain = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        optimizer: torch.optim.Optimizer = job.optimizer(plain, model) if job else plain
+        rates = [lambda step: 0.8**step, lambda step: 1.0 + step]
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+        for number in range(ROUNDS):
+            compute(number)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return snapshot(model)
+
+    def worker(job: Job) -> Named:
+        model = two_layers()
+        return script(job, model, lambda number: backward(model, 0, number))
+
+    alone = two_layers()
+    expected = script(None, alone, lambda number: backward(alone, 0, number))
+
+    for state in simulated(WORKERS, worker, shards=2):
+        assert all(torch.allclose(state[name], expected[name], rtol=1e-11) for name in expected)
+
+
+def test_a_saved_model_and_optimizer_go_on_in_another_job(cluster: Make) -> None:
+    """Plain SGD has no moments, so state dicts are all that there is to bring over."""
+
+    def train(job: Job, model: nn.Module, saved: Any, rounds: range) -> bytes:
+        if saved:
+            model.load_state_dict(saved["model"])
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if saved:
+            optimizer.load_state_dict(saved["optimizer"])
+            scheduler.load_state_dict(saved["scheduler"])
+        for number in rounds:
+            backward(model, job.rank, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        file = io.BytesIO()
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+        return file.getvalue()
+
+    def job(saved: bytes, rounds: range) -> bytes:
+        loaded = torch.load(io.BytesIO(saved), weights_only=True) if saved else None
+        address = cluster(2, min_workers=2).address
+        return real(address, 2, lambda job: train(job, normed(), loaded, rounds))[0]
+
+    whole, halves = (
+        torch.load(io.BytesIO(file), weights_only=True)
+        for file in (job(b"", range(ROUNDS)), job(job(b"", range(3)), range(3, ROUNDS)))
+    )
+
+    assert whole["optimizer"]["param_groups"] == halves["optimizer"]["param_groups"]
+    assert whole["scheduler"] == halves["scheduler"]
+    assert all(torch.equal(whole["model"][name], halves["model"][name]) for name in whole["model"])
+
+
+def test_alone_is_one_worker_with_one_server(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PS_LOCAL=1: same batches, same dropout, same weights."""
+    data = noise(30, 6, seed=1)
+
+    def script(job: Job) -> Named:
+        layers = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        model = fixed(nn.Sequential(*layers))
+        optimizer = job.optimizer(adam(model), model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        for batch in job.batches(data, 7, epochs=3, seed=2):
+            F.mse_loss(model(batch), batch.sum(1, keepdim=True)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return snapshot(model)
+
+    (served,) = real(cluster(1).address, 1, script)
+    monkeypatch.setenv("PS_LOCAL", "1")
+    with psworker.connect() as job:
+        alone = script(job)
+
+    assert all(torch.allclose(alone[name], served[name], rtol=1e-12, atol=1e-13) for name in alone)

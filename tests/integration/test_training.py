@@ -1,0 +1,459 @@
+"""psworker.DistributedTraining: one call that really trains on several workers."""
+
+import functools
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from psworker import DistributedTraining, InvalidRequestError, NonFiniteError
+from psworker.data.random_state import reseed
+from tests.support.cluster import Cluster
+from tests.support.policies import POLICIES
+from tests.support.programs import descendants, gone, programs_in
+from tests.support.workers import status, weights_of
+
+INPUTS = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
+LABELS = (INPUTS.sum(1) > 0).long()
+DATA = (INPUTS, LABELS)
+KEYS = {
+    "model_name",
+    "nodes_used",
+    "device",
+    "status",
+    "steps",
+    "samples",
+    "seconds",
+    "final_loss",
+    "state_dict",
+}
+
+
+class Net(nn.Sequential):
+    """Always the same initial weights."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 2)
+        )
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def make_net() -> Net:
+    return Net()
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.02)  # type: ignore[arg-type]
+
+
+def accuracy(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        return float((model(INPUTS).argmax(1) == LABELS).float().mean())
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_three_nodes_train_a_module_and_leave_nothing() -> None:
+    model, before, threads = Net(), children(), set(threading.enumerate())
+
+    result = DistributedTraining(servers=2).train_distributed(
+        model, DATA, nodes=3, epochs=8, batch_size=10, optimizer=adam
+    )
+
+    assert set(result) == KEYS
+    assert (result["model_name"], result["nodes_used"], result["device"], result["status"]) == (
+        "Net",
+        3,
+        "cpu",
+        "done",
+    )
+    assert (result["steps"], result["samples"]) == (96, 960)
+    assert accuracy(model) > 0.9
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, result["state_dict"][name])
+    assert children() == before
+    left = {thread.name for thread in set(threading.enumerate()) - threads}
+    assert left <= {"forgotten-clients"}, "that one stays, once it was needed"
+
+
+def test_its_servers_take_nothing_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of what another job is told there; with a data directory the second training would be the
+    end of the first.
+    """
+    for name, value in {
+        "PS_DATA_DIR": str(tmp_path),
+        "PS_STALENESS": "3",
+        "PS_STANDBY_OF": "127.0.0.1:1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    runs = [
+        DistributedTraining().train_distributed(Net(), DATA, nodes=1, batch_size=40)
+        for _ in range(2)
+    ]
+
+    assert [run["steps"] for run in runs] == [3, 3]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("row", [{}, {"policy": "async"}, {"policy": "ssp", "staleness": 2}])
+def test_a_simulated_run_is_the_same_every_time(row: dict[str, object]) -> None:
+    """Dropout included; and on any number of servers."""
+    states = []
+    for servers in (1, 1, 2):
+        training = DistributedTraining(servers, **row)  # type: ignore[arg-type]
+        result = training.train_distributed(
+            Net(), DATA, nodes=3, epochs=3, batch_size=10, optimizer=adam, simulate=True
+        )
+        assert (result["nodes_used"], result["steps"], result["samples"]) == (3, 36, 360)
+        states.append(result["state_dict"])
+
+    again = (
+        2 if not row else 1
+    )  # without a barrier, another number of servers is another order of events
+    for state in states[1 : 1 + again]:
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+
+
+def test_a_simulated_run_learns() -> None:
+    model = Net()
+    DistributedTraining().train_distributed(
+        model, DATA, nodes=2, epochs=10, batch_size=10, optimizer=adam, simulate=True
+    )
+
+    assert accuracy(model) > 0.9
+
+
+@pytest.mark.parametrize("given", [{"epochs": 0}, {"data": (INPUTS[:0], LABELS[:0])}])
+def test_no_step_has_no_loss(given: dict[str, Any]) -> None:
+    result = DistributedTraining().train_distributed(
+        Net(), **{"data": DATA, "nodes": 2, "simulate": True} | given
+    )
+
+    assert (result["status"], result["steps"], result["samples"]) == ("done", 0, 0)
+    assert math.isnan(result["final_loss"])
+
+
+def test_what_can_be_given() -> None:
+    """A factory by name, a data set, an optimizer as it is, a loss of one's own."""
+    template = Net()
+    dataset = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2])
+    training = DistributedTraining()
+
+    named = training.train_distributed(f"{__name__}:make_net", DATA, nodes=1, simulate=True)
+    whole = training.train_distributed(
+        template,
+        dataset,
+        nodes=2,
+        simulate=True,
+        loss=nn.L1Loss(),
+        optimizer=torch.optim.SGD(template.parameters(), lr=0.1),
+    )
+
+    assert named["model_name"] == "Net"
+    assert whole["status"] == "done"
+
+
+class Quadratic(nn.Module):
+    """Has state that is no tensor, and takes its inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.seen: dict[str, int] = {}
+
+    def forward(self, inputs: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        self.seen["calls"] = self.seen.get("calls", 0) + 1
+        (x, bias) = inputs["x"]
+        return self.linear(x) + bias  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = dict(state)
+
+
+def test_nested_inputs_and_state_that_is_no_tensor() -> None:
+    model, data = (
+        Quadratic(),
+        [({"x": (x, x[:1])}, label) for x, label in zip(INPUTS, LABELS, strict=True)],
+    )
+
+    result = DistributedTraining().train_distributed(
+        model, data, nodes=2, batch_size=30, simulate=True
+    )
+
+    assert (result["steps"], result["samples"]) == (4, 120)
+    assert result["state_dict"]["_extra_state"] == model.seen == {"calls": 2}
+
+
+def test_a_list_of_two_tensors_is_a_pair() -> None:
+    results = [
+        DistributedTraining().train_distributed(Net(), data, nodes=1, simulate=True)
+        for data in (DATA, list(DATA))
+    ]
+    assert [result["samples"] for result in results] == [120, 120]
+    assert results[0]["final_loss"] == results[1]["final_loss"]
+
+
+@pytest.mark.parametrize("as_it_is", [False, True])
+def test_what_an_optimizer_reads_from_its_constructor_counts(as_it_is: bool) -> None:
+    model, alone = nn.Linear(6, 2), nn.Linear(6, 2)
+    alone.load_state_dict(model.state_dict())
+    make = functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5)
+    optimizer = make(alone.parameters())
+    nn.functional.cross_entropy(alone(INPUTS), LABELS).backward()
+    optimizer.step()
+
+    given = make(model.parameters()) if as_it_is else make
+    DistributedTraining().train_distributed(
+        model, DATA, nodes=1, batch_size=120, shuffle=False, optimizer=given, simulate=True
+    )
+
+    torch.testing.assert_close(model.weight, alone.weight)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": [INPUTS]}, "pair of tensors"),
+        ({"data": [INPUTS, LABELS, LABELS]}, "pair of tensors"),
+        ({"data": (INPUTS, LABELS[:5])}, "equally many rows"),
+        ({"data": (INPUTS.numpy(), LABELS.numpy())}, "torch.from_numpy"),
+        ({"data": [{"x": INPUTS[0], "y": LABELS[0]}]}, r"a pair, \(input, target\), not a dict"),
+        ({"data": [(INPUTS[0], {"y": LABELS[0]})] * 2}, "without loss"),
+        ({"optimizer": "adam"}, "such as torch.optim.SGD, not 'adam'"),
+        ({"optimizer": list}, "this made a list"),
+        ({"nodes": 2.5}, "nodes=2.5 is not a whole number"),
+        ({"nodes": "3"}, "nodes='3' is not a whole number"),
+        ({"data": DataLoader(TensorDataset(*DATA))}, "give the data set that it has"),
+        ({"loss": "mse"}, r"such as torch.nn.MSELoss\(\), not 'mse'"),
+        ({"loss": nn.CrossEntropyLoss}, "such as torch.nn.MSELoss"),
+        ({"loss": nn.CrossEntropyLoss(reduction="none")}, r"of shape \[64\], not one number"),
+        ({"loss": lambda output, target: 0.5}, "is a float, not one number"),
+    ],
+)
+def test_what_cannot_be_given(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        DistributedTraining().train_distributed(
+            **{"model": Net(), "data": DATA, "nodes": 1, "simulate": True} | given
+        )
+
+
+def test_a_loss_over_the_model_that_was_given_is_refused() -> None:
+    """Its gradients would lie with the module itself, while copies of it train without them."""
+    model = nn.Linear(6, 2)
+
+    def penalized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) + model.weight.square().sum()
+
+    with pytest.raises(InvalidRequestError, match="each node trains a copy"):
+        DistributedTraining().train_distributed(model, DATA, loss=penalized, simulate=True)
+    penalized(model(INPUTS), LABELS).backward()
+
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_the_caller_s_random_numbers_go_on_where_they_were(simulate: bool) -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+    model = Net()
+    reseed(5)
+    expected = draw()
+    reseed(5)
+    DistributedTraining().train_distributed(model, DATA, nodes=2, batch_size=40, simulate=simulate)
+
+    assert draw() == expected
+
+
+def test_a_simulation_has_its_own_servers() -> None:
+    with pytest.raises(InvalidRequestError, match="leave out ps='h:1'"):
+        DistributedTraining(ps="h:1").train_distributed(Net(), DATA, simulate=True)
+
+
+def broken_factory() -> nn.Module:
+    raise AttributeError("of its own")
+
+
+def test_an_error_of_the_factory_is_its_own() -> None:
+    with pytest.raises(AttributeError, match="of its own"):
+        DistributedTraining().train_distributed(f"{__name__}:broken_factory", DATA)
+
+
+@pytest.mark.parametrize("model", ["", ":make", "module:", "module"])
+def test_a_text_that_names_no_factory(model: str) -> None:
+    with pytest.raises(InvalidRequestError, match="one of them is missing"):
+        DistributedTraining().train_distributed(model, DATA)
+
+
+@pytest.mark.parametrize(
+    "model", ["no_such_module:make", f"{__name__}:nothing", f"{__name__}:children"]
+)
+def test_a_factory_that_is_none_is_named(model: str) -> None:
+    with pytest.raises(InvalidRequestError, match=model.split(":")[1]):
+        DistributedTraining().train_distributed(model, DATA, simulate=True)
+
+
+def test_what_is_no_model_is_said_so() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"a model is a torch\.nn\.Module or a text, not a NoneType"
+    ):
+        DistributedTraining().train_distributed(None, DATA)  # type: ignore[arg-type]
+
+
+def test_nobody_cannot_train() -> None:
+    with pytest.raises(InvalidRequestError, match="nodes=0"):
+        DistributedTraining().train_distributed(Net(), DATA, nodes=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_gpus_that_are_not_there_are_an_error() -> None:
+    with pytest.raises(InvalidRequestError, match="sees 0 GPUs"):
+        DistributedTraining().train_distributed(Net(), DATA, use_gpus=True)
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_the_user_s_own_error_comes_out_once(simulate: bool) -> None:
+    before = children()
+
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("my loss")
+
+    with pytest.raises(ZeroDivisionError, match="my loss"):
+        DistributedTraining().train_distributed(
+            Net(), DATA, nodes=2, loss=broken, simulate=simulate
+        )
+    assert children() == before
+
+
+class Breaks(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """So much data that it takes for ever; the `at`-th sample that anybody asks for cannot be
+    read, the others can.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.asked = 0
+        self._at = at
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked += 1
+        if self.asked == self._at:
+            raise FileNotFoundError("sample.png")
+        return INPUTS[index % 120], LABELS[index % 120]
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
+    data, before = Breaks(at=100), children()
+
+    with pytest.raises(FileNotFoundError, match=r"sample\.png"):
+        DistributedTraining().train_distributed(
+            Net(), data, nodes=2, batch_size=10, simulate=simulate
+        )
+
+    assert data.asked < 1000
+    assert children() == before
+
+
+def test_a_gradient_that_ends_the_job_ends_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """The servers are gone at once, and nobody waits for them as for some that come back."""
+    began = time.monotonic()
+
+    with pytest.raises(NonFiniteError, match=r"tensor 0\.weight"):
+        DistributedTraining().train_distributed(
+            Net(), (INPUTS * torch.nan, LABELS), nodes=3, batch_size=60
+        )
+
+    assert time.monotonic() - began < 30, caplog.text
+
+
+ENDLESS = """
+import faulthandler
+from psworker import DistributedTraining
+from tests.integration.test_training import Breaks, Net
+
+class Says(Breaks):
+    def __getitem__(self, index):
+        if self.asked == 100:
+            print("trains", flush=True)
+            faulthandler.dump_traceback_later(40)  # should it hang, the test shows where
+        return super().__getitem__(index)
+
+DistributedTraining(servers=2).train_distributed(Net(), Says(at=0), nodes=2, batch_size=10)
+"""
+
+
+def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    with programs_in(tmp_path) as programs:
+        programs.script(ENDLESS)
+        script = programs.start("python", "train.py", PYTHONPATH=f"{root}:{root / 'common'}")
+        script.wait_for("trains")
+        assert (
+            list(programs.temporary.iterdir()) == []
+        )  # nor will there be anything, however it ends
+        servers = descendants(script.pid)
+
+        script.send_beside_main(signal.SIGINT)
+
+        assert script.wait() == -signal.SIGINT
+        assert script.err.count("KeyboardInterrupt") == 1
+        assert len(servers) >= 2
+        assert all(gone(pid) for pid in servers)
+
+
+@pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
+def test_servers_that_run_already_can_be_used_and_go_on(
+    row: dict[str, Any], cluster: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job is one training: who comes to it when it is over gets its weights, and is told."""
+    address = cluster(2, min_workers=2, **row).address
+    model = Net()
+
+    result = DistributedTraining(ps=address).train_distributed(
+        model, DATA, nodes=2, epochs=2, batch_size=10, optimizer=adam
+    )
+
+    seen = status(address)
+    assert (result["steps"], result["samples"]) == (seen["steps"], seen["samples"]) == (24, 240)
+    assert (seen["state"], seen["finished"]) == ("running", 2)
+    weights = weights_of(address)
+    assert all(
+        torch.equal(tensor, torch.from_numpy(weights[name]))
+        for name, tensor in model.state_dict().items()
+    )
+
+    caplog.clear()
+    late = DistributedTraining(ps=address).train_distributed(
+        Net(), DATA, 2, False, 2, 10, optimizer=adam
+    )
+    assert (late["steps"], "nothing was trained" in caplog.text) == (0, True)
+    assert all(
+        torch.equal(tensor, model.state_dict()[name]) for name, tensor in late["state_dict"].items()
+    )

@@ -1,0 +1,240 @@
+"""Only what has changed travels back with a push, and a worker's weights are the job's all the
+same.
+"""
+
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import WaitTimeoutError
+from psworker import Client, OptimizerSpec
+from tests.support.cluster import Cluster
+from tests.support.workers import connected, together, weights_of
+
+Make = Callable[..., Cluster]
+
+SIZES = {"a": 256, "b": 64, "c": 4096, "d": 16}
+"""float32 numbers, whole blocks of 64 bytes."""
+BUFFER, FROZEN = 32, 512
+ALL = 4 * sum(SIZES.values())
+
+LANES = pytest.mark.parametrize("lanes", ["grpc", "shm"])
+
+
+def joined(address: str, **options: Any) -> Client:
+    """A worker of a model that starts at zero and loses what is pushed."""
+    client = connected(address, **options)
+    values = {name: np.zeros(size, np.float32) for name, size in SIZES.items()}
+    client.register(values, OptimizerSpec("sgd", lr=1.0), frozen={"f": np.ones(FROZEN, np.float32)})
+    return client
+
+
+def ones(names: Collection[str]) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: np.ones(SIZES[name], np.float32) for name in names}
+
+
+class Sent:
+    """Bytes of weights that a cluster has sent since the last question."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._before = cluster, 0
+        self()
+
+    def __call__(self) -> int:
+        total = sum(server.engine.traffic.sent_bytes for server in self._cluster.servers)
+        since, self._before = total - self._before, total
+        return since
+
+
+def same(client: Client, address: str) -> bool:
+    """Are the worker's weights those that a fresh observer gets?"""
+    job = weights_of(address)
+    assert client.weights.keys() == job.keys()
+    return all(np.array_equal(client.weights[name], job[name]) for name in job)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+@LANES
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_push_brings_only_what_it_has_changed(cluster: Make, lanes: Any, shards: int) -> None:
+    servers = cluster(shards)
+    with joined(servers.address, lanes=lanes) as client:
+        sent = Sent(servers)
+        for names in ("a", "b", "abcd", "cd", "", "d"):
+            assert client.push_pull(ones(names)).status == "applied"
+            assert sent() == 4 * sum(SIZES[name] for name in names)
+
+        assert same(client, servers.address)
+
+
+@LANES
+def test_what_others_have_changed_comes_too(cluster: Make, lanes: Any) -> None:
+    servers = cluster(2, policy="async")
+    with joined(servers.address, lanes=lanes) as one, joined(servers.address, lanes=lanes) as other:
+        sent = Sent(servers)
+        for names in ("b", "ad", "b"):
+            other.push(ones(names))
+        assert sent() == 0
+        one.push_pull(ones("d"))
+
+        assert sent() == 4 * (SIZES["a"] + SIZES["b"] + SIZES["d"])
+        assert same(one, servers.address)
+
+
+@LANES
+def test_a_version_that_the_worker_has_is_not_sent_again(cluster: Make, lanes: Any) -> None:
+    servers = cluster(2, bad_gradients="skip")
+    with joined(servers.address, lanes=lanes) as client:
+        client.push_pull(ones("abcd"))
+        sent = Sent(servers)
+        bad = ones("abcd") | {"c": np.full(SIZES["c"], np.nan, np.float32)}
+
+        assert client.push_pull(bad).status == "rejected"
+        assert sent() == 0
+        assert same(client, servers.address)
+
+
+@LANES
+def test_a_push_that_was_too_old_brings_what_it_had_missed(cluster: Make, lanes: Any) -> None:
+    servers = cluster(2, policy="async", max_staleness=0)
+    with joined(servers.address, lanes=lanes) as one, joined(servers.address, lanes=lanes) as other:
+        other.push(ones("ab"))
+        sent = Sent(servers)
+
+        assert one.push_pull(ones("d")).status == "stale"
+        assert sent() == 4 * (SIZES["a"] + SIZES["b"])
+        assert one.push_pull(ones("d")).status == "applied"
+        assert same(one, servers.address)
+
+
+def test_a_pull_alone_brings_everything_that_steps(cluster: Make) -> None:
+    servers = cluster(2)
+    with joined(servers.address, lanes="grpc") as client:
+        client.push_pull(ones("a"))
+        sent = Sent(servers)
+        client.pull()
+        assert sent() == ALL
+
+
+def test_frozen_tensors_travel_once_and_buffers_with_each_version(cluster: Make) -> None:
+    servers = cluster(1, bad_gradients="skip")
+    buffer = np.zeros(BUFFER, np.float32)
+    with connected(servers.address, lanes="grpc") as client:
+        params = {"a": np.zeros(256, np.float32)}
+        client.register(
+            params,
+            OptimizerSpec("sgd", lr=1.0),
+            buffers={"m": buffer},
+            frozen={"f": np.ones(FROZEN, np.float32)},
+        )
+        sent = Sent(servers)
+        for names, nbytes in (("a", 1024 + 128), ("", 128)):
+            client.push_pull(ones(names) | {"m": buffer + 3})
+            assert sent() == nbytes
+        assert (
+            client.push_pull({"a": np.full(256, np.nan, np.float32), "m": buffer}).status
+            == "rejected"
+        )
+        assert sent() == 0
+        client.pull()
+        assert sent() == 1024 + 128
+
+        assert same(client, servers.address)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@LANES
+def test_what_a_script_did_to_its_weights_is_replaced_where_the_job_has_changed(
+    cluster: Make, lanes: Any
+) -> None:
+    servers = cluster(2)
+    with joined(servers.address, lanes=lanes) as client:
+        client.push_pull(ones("abcd"))
+        for array in client.weights.values():
+            array.fill(100)
+        client.push_pull(ones("ac"))
+        assert {name: float(client.weights[name][0]) for name in "ac"} == {"a": -2.0, "c": -2.0}
+
+        assert {name: float(client.weights[name][0]) for name in "bd"} == {"b": 100.0, "d": 100.0}
+
+        client.pull()
+        job = weights_of(servers.address)
+        assert all(np.array_equal(client.weights[name], job[name]) for name in SIZES)
+
+
+@LANES
+def test_after_an_error_everything_comes(cluster: Make, lanes: Any) -> None:
+    """Nobody knows then what the worker has."""
+    servers = cluster(2, min_workers=2)
+    with (
+        joined(servers.address, lanes=lanes) as other,
+        joined(servers.address, lanes=lanes, wait_timeout=0.3) as one,
+    ):
+        with pytest.raises(WaitTimeoutError):
+            one.push_pull(ones("a"))
+        for array in one.weights.values():
+            array.fill(7)
+        other.push(ones("b"))
+
+        assert one.push_pull(ones("a")).status in ("applied", "duplicate")
+        job = weights_of(servers.address)
+        assert all(np.array_equal(one.weights[name], job[name]) for name in SIZES)
+
+
+@LANES
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_after_every_push_a_workers_weights_are_the_jobs(
+    cluster: Make, lanes: Any, shards: int
+) -> None:
+    """Async workers in random turns, with random gradients, some of which are bad."""
+    address = cluster(shards, policy="async", bad_gradients="skip").address
+    chance = random.Random(shards)
+    workers = [joined(address, lanes=lanes) for _ in range(3)]
+    statuses = []
+    for turn in range(25):
+        worker = chance.choice(workers)
+        push = ones(chance.sample("abcd", chance.randrange(5)))
+        if turn % 5 == 4:
+            push |= {"c": np.full(SIZES["c"], np.inf, np.float32)}
+        if chance.random() < 0.2:
+            worker.push(ones("b"))
+        statuses.append(worker.push_pull(push).status)
+        assert same(worker, address)
+
+    assert (statuses.count("applied"), statuses.count("rejected")) == (20, 5)
+    for worker in workers:
+        worker.close()
+
+
+@LANES
+@pytest.mark.parametrize("shards", [1, 3])
+def test_workers_that_push_at_the_same_time_end_with_the_same_weights(
+    cluster: Make, lanes: Any, shards: int
+) -> None:
+    address = cluster(shards, policy="async").address
+    workers = [joined(address, lanes=lanes) for _ in range(4)]
+
+    def work(number: int) -> dict[str, int]:
+        chance, made = random.Random(number), dict.fromkeys(SIZES, 0)
+        for _ in range(30):
+            names = chance.sample("abcd", chance.randrange(1, 4))
+            assert workers[number].push_pull(ones(names)).status == "applied"
+            for name in names:
+                made[name] += 1
+                assert -float(workers[number].weights[name].max()) >= made[name]
+        return made
+
+    made = together(*[lambda number=number: work(number) for number in range(4)])
+    expected = {name: -float(sum(each[name] for each in made)) for name in SIZES}
+    for worker in workers:
+        worker.push_pull({})
+        assert {name: float(worker.weights[name][0]) for name in SIZES} == expected
+        assert same(worker, address)
+        worker.close()

@@ -1,0 +1,5 @@
+"""Fixtures."""
+
+from tests.support.cluster import cluster
+
+__all__ = ["cluster"]

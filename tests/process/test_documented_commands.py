@@ -1,0 +1,113 @@
+"""Every command of README.md and of the tutorial is run, section by section, but for targets of
+make.
+
+Each section begins in an empty folder with the page's files. A block whose title names a
+terminal is left running if it starts a server or a worker; all of these must end with 0. A
+second machine is a network namespace.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.link import inside, missing
+from tests.support.documentation_pages import ROOT, Block, blocks
+from tests.support.namespaces import Cable
+from tests.support.programs import BIN, Program, Programs, programs_in
+
+PAGES = (ROOT / "README.md", ROOT / "docs/tutorial.md")
+LIMIT = 200.0
+
+SECTIONS = [
+    pytest.param(page, section, id=f"{page.stem}: {section}")
+    for page in PAGES
+    for section in dict.fromkeys(block.section for block in blocks(page) if block.language == "sh")
+]
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * LIMIT)]
+
+
+@pytest.fixture
+def machines() -> Iterator[list[tuple[str, ...]]]:
+    """What to put before a command of machine 1 and of machine 2; empty where there can be no
+    namespaces.
+    """
+    if missing():
+        yield []
+        return
+    with Cable() as cable:
+        names = (cable.server, cable.worker)
+        for number, name in enumerate(names, 1):
+            address = ("ip", "-n", name, "address", "add", f"10.0.0.{number}/24", "dev", "veth0")
+            subprocess.run(address, check=True)
+        yield [inside(name) for name in names]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    with programs_in(tmp_path) as programs:
+        yield programs
+
+
+class Reader:
+    """Does what a section says."""
+
+    def __init__(self, programs: Programs, machines: list[tuple[str, ...]]) -> None:
+        self._programs = programs
+        self._machines = machines
+        self._left_running: list[Program] = []
+        runtime = programs.folder / "runtime"
+        runtime.mkdir(mode=0o700)
+        self._environment = {"PATH": f"{BIN}:{os.environ['PATH']}", "XDG_RUNTIME_DIR": str(runtime)}
+        (programs.folder / ".venv").symlink_to(sys.prefix)
+
+    def carry_out(self, block: Block) -> None:
+        lines = [line for line in block.text.splitlines() if not line.startswith("make ")]
+        program = self._start("\n".join(lines), self._machine(block.title))
+        if "terminal" in block.title and lines[0].startswith(("ps-server", "ps-worker")):
+            self._left_running.append(program)
+            if lines[0].startswith("ps-server"):
+                program.wait_for("listening")
+        else:
+            assert program.wait(LIMIT) == 0, program.said
+
+    def finish(self) -> None:
+        for program in self._left_running:
+            assert program.wait(LIMIT) == 0, program.said
+
+    def _machine(self, title: str) -> tuple[str, ...]:
+        if self._machines:
+            return self._machines["machine 2" in title]
+        if "machine" in title:
+            pytest.skip(missing())
+        return ()
+
+    def _start(self, text: str, prefix: tuple[str, ...]) -> Program:
+        first, *rest = (*prefix, "bash", "-euo", "pipefail", "-c", text)
+        return self._programs.start(str(shutil.which(first)), *rest, **self._environment)
+
+
+@pytest.mark.parametrize(("page", "section"), SECTIONS)
+def test_the_commands_of_a_section(
+    page: Path, section: str, programs: Programs, machines: list[tuple[str, ...]]
+) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            programs.script(block.text, block.title)
+    reader = Reader(programs, machines)
+    for block in blocks(page):
+        if block.section == section and block.language == "sh":
+            reader.carry_out(block)
+    reader.finish()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_all_blocks_are_commands_or_files(page: Path) -> None:
+    """So none of them escapes the test above."""
+    assert {block.language for block in blocks(page)} == {"sh", "python"}
+    assert all(block.title.endswith(".py") for block in blocks(page) if block.language == "python")

@@ -1,0 +1,66 @@
+"""Runs in which no training step was counted."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.programs import Programs, programs_in
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs_in(tmp_path_factory.mktemp("idle")) as programs:
+        yield programs
+
+
+def test_a_script_that_never_joins(programs: Programs) -> None:
+    programs.script("print('no job')")
+
+    run = programs.start(
+        "ps-run", "--servers", 2, "--workers", 2, "--summary", "idle.json", "train.py"
+    )
+
+    assert run.wait() == 16
+    assert "no worker has registered a model; a script does with psworker.connect()" in run.err
+    assert "what to do: call psworker.connect(), job.optimizer(...), and step()" in run.err
+    found = json.loads((programs.folder / "idle.json").read_text())
+    assert (found["status"], found["error"]["exit_code"], found["error"]["process"]) == (
+        "failed",
+        16,
+        None,
+    )
+
+
+def test_a_script_that_is_not_meant_to_train(programs: Programs) -> None:
+    """It prints its --help, say."""
+    programs.script("print('no job')")
+
+    run = programs.start("ps-run", "--allow-idle", "train.py")
+
+    assert run.wait() == 0
+    assert "no worker has registered a model; a script does with psworker.connect()" in run.err
+
+
+FORGETS_TO_STEP = """
+import torch, psworker
+job = psworker.connect()
+model = torch.nn.Linear(1, 1)
+local = torch.optim.SGD(model.parameters(), lr=0.1)
+job.optimizer(local, model)
+for (x,) in job.batches((torch.ones(8, 1),), batch_size=2):
+    model(x).sum().backward()
+job.close()
+"""
+
+
+def test_a_script_that_forgets_to_step(programs: Programs) -> None:
+    programs.script(FORGETS_TO_STEP)
+
+    run = programs.run("ps-run", "train.py")
+
+    assert run.wait() == 16
+    assert (
+        "no step was counted, and data is left; a step is step() of the optimizer that "
+        "job.optimizer" in run.err
+    )

@@ -1,0 +1,236 @@
+"""ps-run from the first process to the last: what it reports, that it can be repeated, and what
+it survives.
+"""
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pscommon.snapshot import SnapshotDirectory
+from tests.support.programs import Program, Programs, descendants, gone, programs_in
+from tests.support.workers import until
+
+# Everything that a restart has to bring back: moments, the learning rate, BatchNorm's statistics,
+# dropout's draws.
+SCRIPT = """
+import os, signal, torch, psworker
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+data = torch.rand(80, 6), torch.randint(0, 3, (80,))
+with psworker.connect() as job:
+    print("here", job.rank)
+    optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    job.resume(scheduler)
+    loss = torch.zeros(())
+    print("starts at", job.version)
+    for x, y in job.batches(data, batch_size=8, epochs=4, seed=3):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if job.stats.steps == 2 and job.rank == 1 and "FALLS" in os.environ and not os.path.exists("fallen"):
+            open("fallen", "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        shard = {5: 1, 9: 0}.get(job.version) if job.rank == 0 and "SERVERS_FALL" in os.environ else None
+        if shard is not None and not os.path.exists(f"fallen-{shard}"):
+            open(f"fallen-{shard}", "x").close()
+            os.kill(job.client.status()["servers"][shard]["pid"], signal.Signals[os.environ["SERVERS_FALL"]])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if job.version == int(os.environ.get("STOP_AT", 0)):
+            print("stops at", job.version)
+            signal.pause()
+    job.report(loss=loss.item(), lr=optimizer.param_groups[0]["lr"])
+"""
+VERSIONS = 20
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    with programs_in(tmp_path_factory.mktemp("run")) as programs:
+        programs.script(SCRIPT)
+        yield programs
+
+
+@pytest.fixture(scope="module")
+def whole(programs: Programs) -> Program:
+    """A run that nobody disturbs; it leaves whole.json and the folder logs."""
+    return programs.run(
+        "ps-run",
+        "--servers",
+        2,
+        "--workers",
+        2,
+        "--summary",
+        "whole.json",
+        "--log-dir",
+        "logs",
+        "train.py",
+    )
+
+
+def summary(programs: Programs, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((programs.folder / name).read_text())
+    return found
+
+
+def test_the_summary_says_what_came_out(programs: Programs, whole: Program) -> None:
+    assert whole.wait() == 0, whole.said
+    content = summary(programs, "whole.json")
+
+    assert content.pop("seconds") > 0
+    assert len(bytes.fromhex(content["weights_sha256"])) == 32
+    assert content.pop("weights_sha256") in whole.out
+    metrics = content.pop("metrics")
+    assert metrics["lr"] == pytest.approx(0.05 * 0.9**VERSIONS)
+    assert 0 < metrics["loss"] < 5
+    assert set(content.pop("history", metrics)) == {"loss", "lr"}
+    assert content.pop("this_run") == {
+        "steps": 2 * VERSIONS,
+        "samples": 320,
+        "resumed_version": None,
+    }
+    assert content == {
+        "status": "done",
+        "steps": 2 * VERSIONS,
+        "samples": 320,
+        "policy": "sync",
+        "staleness": None,
+        "servers": 2,
+        "workers": 2,
+        "restarts": 0,
+        "saved": None,
+    }
+
+
+def test_nothing_is_left(programs: Programs, whole: Program) -> None:
+    assert whole.wait() == 0
+    assert list(programs.temporary.iterdir()) == []
+
+
+def test_log_dir_has_a_file_for_each_process(programs: Programs, whole: Program) -> None:
+    assert whole.wait() == 0
+    logs = {path.name: path.read_text() for path in (programs.folder / "logs").iterdir()}
+
+    assert sorted(logs) == ["s0.log", "s1.log", "w0.log", "w1.log"]
+    assert "listening" in logs["s1.log"]
+    assert "here 1" in logs["w1.log"]
+    assert "[w1] here 1" in whole.out
+
+
+def test_the_same_run_gives_the_same_bytes_on_any_number_of_servers(
+    programs: Programs, whole: Program
+) -> None:
+    again = programs.run(
+        "ps-run", "--servers", 1, "--workers", 2, "--summary", "again.json", "train.py"
+    )
+
+    assert (whole.wait(), again.wait()) == (0, 0), again.said
+    assert (
+        summary(programs, "again.json")["weights_sha256"]
+        == summary(programs, "whole.json")["weights_sha256"]
+    )
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_bytes(
+    programs: Programs, whole: Program
+) -> None:
+    flags = (
+        "--servers",
+        2,
+        "--workers",
+        2,
+        "--data-dir",
+        "job",
+        "--snapshot-every",
+        "5steps",
+        "--summary",
+        "end.json",
+    )
+    first = programs.start("ps-run", *flags, "train.py", STOP_AT="7")
+    first.wait_for("stops at 7", times=2)
+    until(
+        lambda: SnapshotDirectory(programs.folder / "job").versions() == [5],
+        "a snapshot of version 5",
+    )
+
+    everybody = descendants(first.pid)
+    first.send(signal.SIGKILL)
+    assert len(everybody) in (4, 5)  # a spare server comes after some seconds
+    assert all(map(gone, everybody))
+    second = programs.run("ps-run", *flags, "train.py")
+
+    assert second.wait() == 0, second.said
+    assert second.out.count("starts at 5") == 2
+    assert whole.wait() == 0
+    assert (
+        summary(programs, "end.json")["weights_sha256"]
+        == summary(programs, "whole.json")["weights_sha256"]
+    )
+
+
+def test_a_killed_worker_is_started_again_and_the_run_finishes(programs: Programs) -> None:
+    """It dies with a batch in hand: that goes to another, what it had pushed stays, each batch
+    counts once.
+    """
+    flags = ("--servers", 1, "--workers", 2, "--lease", "1s", "--summary", "killed.json")
+    run = programs.run("ps-run", *flags, "train.py", FALLS="yes")
+
+    assert run.wait() == 0, run.said
+    content = summary(programs, "killed.json")
+    assert (content["status"], content["restarts"]) == ("done", 1)
+    assert (content["samples"], content["steps"]) == (320, 2 * VERSIONS)
+    assert "w1 was killed by SIGKILL; restart 1 of at most 3" in run.err
+    assert "worker lost" in run.err
+
+
+def test_with_a_log_killed_servers_and_workers_change_no_bit(
+    programs: Programs, whole: Program
+) -> None:
+    """Both servers and a worker are killed, each is started again, nobody else is."""
+    (programs.folder / "fallen").unlink(missing_ok=True)
+    flags = ("--servers", 2, "--workers", 2, "--data-dir", "logged", "--durability", "log")
+    wait = ("--on-worker-loss", "wait:60s", "--summary", "fallen.json")
+    run = programs.run("ps-run", *flags, *wait, "train.py", FALLS="yes", SERVERS_FALL="SIGKILL")
+
+    assert run.wait() == 0, run.said
+    for name in ("s0", "s1", "w1"):
+        assert f"{name} was killed by SIGKILL; restart " in run.err
+    content = summary(programs, "fallen.json")
+    assert (content["status"], content["restarts"], content["samples"]) == ("done", 3, 320)
+    assert whole.wait() == 0
+    assert content["weights_sha256"] == summary(programs, "whole.json")["weights_sha256"]
+
+
+def test_servers_that_are_told_to_end_are_started_again(programs: Programs, whole: Program) -> None:
+    """Not by ps-run: the training is not over with them."""
+    for shard in (0, 1):
+        (programs.folder / f"fallen-{shard}").unlink(missing_ok=True)
+    flags = (
+        "--servers",
+        2,
+        "--workers",
+        2,
+        "--data-dir",
+        "told",
+        "--durability",
+        "log",
+        "--summary",
+        "told.json",
+    )
+    run = programs.run("ps-run", *flags, "train.py", SERVERS_FALL="SIGTERM")
+
+    assert run.wait() == 0, run.said
+    for name in ("s0", "s1"):
+        assert f"{name} exited with 143: terminated (SIGTERM); restart " in run.err
+    assert whole.wait() == 0
+    assert (
+        summary(programs, "told.json")["weights_sha256"]
+        == summary(programs, "whole.json")["weights_sha256"]
+    )

@@ -1,0 +1,63 @@
+"""A disk that fails at any operation, once or from then on, and servers that die at any: every
+single one is walked.
+
+With each failure training goes on, one ERROR for each log and the metrics say so, every snapshot
+that is there loads, and as soon as the disk works all is whole again by itself: after a restart
+nothing acknowledged is missing. With each death nobody notices where there are logs, and
+otherwise all return to the newest snapshot together.
+
+More kinds, and second deaths: python -m tests.sim.every_operation. Real processes:
+test_server_disk_kills.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.sim.every_operation import FOR_GOOD, WALKS, walk, writes
+from tests.support.tiers import cases
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARES = 20
+"""Each test takes every 20th operation, so that it takes seconds."""
+FEWEST = {
+    "any errno, log": 300,
+    "ENOSPC, log, for long": 150,
+    "a death, log": 240,
+    "any errno, snapshot": 55,
+    "EROFS, snapshot, for long": 25,
+    "a death of all, snapshot": 50,
+}
+"""Operations that such a job has at least."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where syncing takes no time, if there is such a place."""
+    with tempfile.TemporaryDirectory(
+        prefix="ps-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    ) as made:
+        yield Path(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), cases(product(FEWEST, range(SHARES)), lambda name, share: share == 0)
+)
+def test_nothing_is_lost(folder: Path, name: str, share: int) -> None:
+    done = walk(folder, WALKS[name], range(1 + share, FOR_GOOD, SHARES))
+
+    assert done >= FEWEST[name] // SHARES
+
+
+@pytest.mark.parametrize("share", [0, 1])
+@pytest.mark.parametrize(("durability", "fewest"), [("log", 80), ("snapshot", 8)])
+def test_nothing_is_lost_by_a_write_cut_short(
+    folder: Path, durability: str, fewest: int, share: int
+) -> None:
+    numbers = writes(folder / "sound", durability)
+
+    assert len(numbers) >= fewest
+    assert walk(folder, WALKS[f"short, {durability}"], numbers[share::2]) == len(numbers[share::2])

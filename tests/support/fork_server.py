@@ -1,0 +1,108 @@
+"""Processes that start in a moment, forked from one that has imported all they need.
+
+A fresh interpreter takes seconds to import torch; where a test is about what processes do, not
+about how a command starts, it need not wait for that.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "psserver.app",
+        "psserver.cli",
+        "psworker.cli",
+        "psworker.connect",
+        "tests.support.worker_scripts",
+        "tests.support.fork_server_preload",
+    ]
+)
+
+
+class Forked:
+    """What subprocess.Popen is to a program: one of ours, or a script, without a new interpreter.
+
+    command: ps-server, ps-worker, or python with a script's path. environment: all of it.
+    """
+
+    def __init__(
+        self, command: str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
+    ) -> None:
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
+        writers = [writer for _, writer in pipes]
+        body = (command, list(arguments), str(cwd), dict(environment), *writers)
+        self._process = CONTEXT.Process(target=become, args=body, name=command, daemon=True)
+        self._process.start()
+        for writer in writers:
+            writer.close()
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes
+        )
+        for reader, _ in pipes:
+            reader.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None: it runs."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Its exit code. subprocess.TimeoutExpired as Popen."""
+        self._process.join(seconds)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self._process.name, seconds or 0.0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def become(
+    command: str,
+    arguments: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    out: Connection,
+    err: Connection,
+) -> None:
+    """Body of the process: as if it had been started there, with these streams."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    out.close(), err.close()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.path.insert(0, cwd)  # where an interpreter puts the folder of what it runs
+    sys.exit(_run(command, arguments))
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    match command:
+        case "ps-server":
+            from psserver import cli as server
+
+            return server.main(arguments)
+        case "ps-worker":
+            from psworker import cli as worker
+
+            return worker.main(arguments)
+        case "python":
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+            return 0
+    raise ValueError(f"{command} cannot be forked")

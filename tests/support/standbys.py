@@ -1,0 +1,105 @@
+"""Standbys in the test's process, which follow real servers and are never primary."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from pscommon.wire.channel import open_channel
+from psproto.v1 import standby_pb2 as pb
+from psproto.v1.standby_pb2_grpc import StandbyServiceStub
+from psserver.app import Server
+from psserver.durability.state_records import checksum
+from psserver.replication.lease_directory import lease_of
+from psserver.replication.standby import Standby
+from psserver.replication.standby_state import StandbyState
+from tests.support.workers import until
+
+
+class Following:
+    """A standby of this server, from entering to leaving. settings: others than its own."""
+
+    def __init__(self, primary: Server, **settings: Any) -> None:
+        self.primary = primary
+        made = replace(
+            primary.config, **{"bind": "127.0.0.1:0", "standby_of": primary.address, **settings}
+        )
+        self.standby = Standby(made, lease_of(made))
+        self._thread = threading.Thread(target=self.standby.run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.standby.stop("the test is over")
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def in_sync(self) -> Self:
+        until(lambda: self.primary.shipper.state == "in sync", "in sync")
+        return self
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+
+@contextmanager
+def silent_standby(server: Server) -> Iterator[threading.Event]:
+    """Acknowledges the whole state and every beat, and no record after that, until the event is
+    set.
+    """
+    heard, done, speaking = [0], threading.Event(), threading.Event()
+
+    def words() -> Iterator[pb.ReplicateRequest]:
+        yield pb.ReplicateRequest(shard=0, shards=1, instance="silent", address="nowhere:1")
+        while not done.wait(0.05):
+            if server.shipper.state == "loading" or speaking.is_set():
+                yield pb.ReplicateRequest(received=heard[0])
+            else:
+                yield pb.ReplicateRequest(received=0)
+
+    def listen(call: Any) -> None:
+        try:
+            for message in call:
+                heard[0] = max(heard[0], message.number)
+        except Exception:
+            assert done.is_set()
+
+    with closing(open_channel(server.address)) as channel:
+        call = StandbyServiceStub(channel).Replicate(words())
+        listener = threading.Thread(target=listen, args=(call,))
+        listener.start()
+        try:
+            until(lambda: server.shipper.state == "in sync", "in sync")
+            yield speaking
+        finally:
+            done.set()
+            call.cancel()
+            listener.join()
+
+
+def mirror(following: Following) -> StandbyState:
+    found = following.standby._mirror
+    assert found is not None
+    return found
+
+
+def same(following: Following) -> bool:
+    """Has the standby what its primary has?"""
+    engine, replica = following.primary.engine, mirror(following).replica
+    assert engine.store is not None
+    assert replica.store is not None
+    return (
+        replica.machine.state() == engine._machine.state()
+        and replica.kept.keys() == engine._kept.keys()
+        and checksum(replica.store) == checksum(engine.store)
+    )

@@ -1,0 +1,49 @@
+"""Scripts of several workers at once: in a simulated cluster, or as threads against real
+servers.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from psserver.process.config import ServerConfig
+from psworker import Client, Job, connect
+from psworker.simulation import SimulatedCluster
+from tests.support.workers import DEADLINE, together
+
+T = TypeVar("T")
+
+Script = Callable[[Job], T]
+"""What one worker does; job.rank tells which."""
+
+
+def simulated(workers: int, script: Script[T], **settings: Any) -> list[T]:
+    """The script on `workers` workers that take turns; what each returned. settings:
+    ServerConfig's.
+    """
+    config = ServerConfig(**{"min_workers": workers, "lease": 1e6, **settings})
+    cluster = SimulatedCluster(config, workers)
+
+    def run(rank: int) -> T:
+        cluster.turns.enter(rank)
+        try:
+            with Job(Client(lane=cluster.lane(rank), rank=rank), rank, torch.device("cpu")) as job:
+                return script(job)
+        finally:
+            cluster.turns.leave(rank)
+
+    return together(*[partial(run, rank) for rank in range(workers)])
+
+
+def real(address: str, workers: int, script: Script[T]) -> list[T]:
+    """The script on `workers` workers at the same time over gRPC; what each returned."""
+
+    def run(rank: int) -> T:
+        with connect(
+            address, rank=rank, device="cpu", connect_timeout=10.0, wait_timeout=DEADLINE
+        ) as job:
+            return script(job)
+
+    return together(*[partial(run, rank) for rank in range(workers)])

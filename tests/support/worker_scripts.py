@@ -1,0 +1,132 @@
+"""What workers do while servers and workers around them die."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import psworker
+from pscommon.settings.values import Lanes
+from psworker import FencedError
+from tests.support.rpc_faults import faulty_lane
+from tests.support.workers import ONES, counter
+
+SOURCES = 4
+LOOK = 0.02
+"""Seconds between two looks for a file."""
+NOBODY: Mapping[int, float] = MappingProxyType({})
+
+
+def network() -> nn.Sequential:
+    """With all that has to survive: normalization's buffers, dropout's random numbers, Adam's
+    moments.
+    """
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
+    )
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.rand(80, 6, generator=generator), torch.randint(0, 3, (80,), generator=generator)
+
+
+class Rows:
+    """The data as a stream of SOURCES, each with its share of the rows."""
+
+    def read(self, source: int, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        x, y = data()
+        share = len(x) // SOURCES
+        return zip(
+            x[source * share + offset :][: share - offset],
+            y[source * share + offset :],
+            strict=False,
+        )
+
+
+def train(
+    address: str,
+    rank: int | None,
+    epochs: int = 3,
+    pause: float = 0.0,
+    slow: Mapping[int, float] = NOBODY,
+    held_at: int = 0,
+    until: Path | None = None,
+    streamed: bool = False,
+    clip_norm: float | None = None,
+) -> None:
+    """A classifier on 10 batches an epoch, with a learning rate that changes at every step. Says
+    when it made each.
+
+    pause: seconds that a step computes; slow: other ones, by rank. until: steps from version
+    held_at on take place when there is such a file. streamed: the data come as a stream.
+    """
+    torch.set_num_threads(1)
+    computing = threading.Event()
+    print(f"connects {time.monotonic():.3f}", flush=True)
+    with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
+        model = network()
+        optimizer = job.optimizer(
+            torch.optim.Adam(model.parameters(), lr=0.05), model, clip_norm=clip_norm
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+        job.resume(scheduler)
+        dataset, sources = (Rows(), SOURCES) if streamed else (data(), None)
+        for x, y in job.batches(dataset, batch_size=8, epochs=epochs, seed=3, sources=sources):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            computing.wait(slow.get(rank or 0, pause))
+            while until is not None and job.version >= held_at and not until.exists():
+                computing.wait(LOOK)
+            print(f"step {time.monotonic():.3f} {job.version}", flush=True)
+
+
+def count(
+    address: str,
+    rank: int | None,
+    pushes: int,
+    lanes: tuple[Lanes, ...] = ("grpc",),
+    faults: str = "",
+    seed: int = 0,
+    pause: float = 0.0,
+) -> None:
+    """So many pushes of one each, until that many have been acknowledged to this rank; says how
+    many at the end.
+
+    lanes: by rank, again and again. faults: rules of tests.support.rpc_faults. A worker that is fenced
+    comes back as a new one; whether the push counted that it was just making, it never learns.
+    """
+    lane = faulty_lane(address, faults, seed=100 * seed + (rank or 0)) if faults else None
+    chosen = lanes[(rank or 0) % len(lanes)]
+    acknowledged = fenced = 0
+    computing = threading.Event()
+    with counter(
+        None if lane else address,
+        rank,
+        lane=lane,
+        lanes=chosen,
+        connect_timeout=60.0,
+        wait_timeout=120.0,
+    ) as client:
+        while acknowledged < pushes:
+            try:
+                result = client.push_pull(ONES) if acknowledged % 2 else client.push(ONES)
+            except FencedError as error:
+                fenced += 1
+                print("fenced:", error, flush=True)
+                client.rejoin()
+            else:
+                assert result.status == "applied", result
+                acknowledged += 1
+                print("pushed", acknowledged, flush=True)
+            computing.wait(pause)
+    faulty = sum(lane.faults.counts.values()) if lane else 0
+    print(f"acknowledged {acknowledged}, fenced {fenced}, faults {faulty}", flush=True)

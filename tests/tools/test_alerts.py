@@ -1,0 +1,40 @@
+"""Prometheus' own tool reads what deploy/ gives to Prometheus."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.prometheus_queries import ALERTS, DEPLOY, alert_queries
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed"
+)
+
+
+def promtool(*args: str | Path) -> tuple[int, str]:
+    done = subprocess.run(["promtool", *args], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_configuration_is_valid() -> None:
+    """The configuration and the rules that it names."""
+    code, output = promtool("check", "config", "--lint=all", DEPLOY / "prometheus.yml")
+
+    assert code == 0, output
+    assert f"{len(alert_queries())} rules found" in output
+
+
+def test_alerts_fire_when_they_should() -> None:
+    """alerts_test.yml: each alert fires in its case and none in a healthy run."""
+    cases = Path(__file__).with_name("alerts_test.yml")
+    code, output = promtool("test", "rules", cases)
+
+    assert code == 0, output
+    missing = [
+        query.where
+        for query in alert_queries()
+        if query.where.removeprefix("alert ") not in cases.read_text()
+    ]
+    assert not missing, f"{ALERTS.name} has alerts without a case"

@@ -1,0 +1,88 @@
+"""The page and its pictures, from results that are made up."""
+
+from pathlib import Path
+
+from benchmarks import record, report
+from benchmarks.bars import BARS
+from benchmarks.setup import MEGABYTE
+from benchmarks.works.entrants import RPC, STREAM, TENSORFLOW, ours, team
+from benchmarks.works.sizes import sized
+from tests.support.benchmark_results import result
+
+GRPC = ours("grpc")
+
+
+def push_pull() -> record.Result:
+    records = {
+        GRPC: {"seconds": [0.3, 0.2]},
+        STREAM: {"seconds": [0.1, 0.1]},
+        RPC: {"seconds": [0.4, 0.6]},
+    }
+    return result("push_pull", records, skipped={TENSORFLOW: "no TensorFlow here"})
+
+
+def test_losing_numbers_are_shown() -> None:
+    """In the table of bars and in that of the contenders, with their spread."""
+    page = report.text({"push_pull": push_pull()}, [])
+
+    assert f"| 1 | {GRPC} | {STREAM} | 1.25 | 2.50 (2.00 to 3.00) | **no** |" in page
+    assert f"| 1 | {GRPC} | {RPC} | 0.5 | 0.50 (0.33 to 0.75) | yes |" in page
+    assert f"| {GRPC} | 250 (200 to 300) | – | – |" in page
+
+
+def test_what_was_not_measured_says_why() -> None:
+    page = report.text({"push_pull": push_pull()}, [])
+
+    assert f"| 1 | {GRPC} | {TENSORFLOW} | 0.8 | no TensorFlow here | – |" in page
+    assert f"| {TENSORFLOW} | not measured: no TensorFlow here |" in page
+
+
+def test_machine_and_versions_are_named() -> None:
+    page = report.text({"push_pull": push_pull()}, [])
+
+    assert (
+        "2 rounds, 2026-01-02T03:04:05+00:00; processor a processor, cores 2, torch 2.13.0." in page
+    )
+
+
+def test_tables_are_tables() -> None:
+    """Every row has as many cells as its heading."""
+    lines = report.text({"push_pull": push_pull()}, []).splitlines()
+    counts = [line.count("|") for line in lines if line.startswith("|")]
+    rows = len(BARS) + 2
+
+    assert set(counts[:rows]) == {7}
+    assert set(counts[rows:]) == {5}
+
+
+def test_page_with_pictures(tmp_path: Path) -> None:
+    """All three, where their works were run; the page shows each."""
+    shown = ("data", "pull", "compute", "push", "wait", "apply")
+    results = {
+        "sizes": result(
+            "sizes", {sized(GRPC, size * MEGABYTE): {"seconds": [0.1 * size]} for size in (1, 4)}
+        ),
+        "growth": result(
+            "growth", {team("grpc", count): {"server_cpu": [0.01]} for count in (1, 2)}
+        ),
+        "phases": result("phases", {team("grpc", 1): {f"phase.{phase}": [0.1] for phase in shown}}),
+    }
+
+    page = report.write(results, tmp_path).read_text()
+
+    for name in ("throughput.png", "growth.png", "phases.png"):
+        assert f"({name})" in page
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_pictures_of_nothing(tmp_path: Path) -> None:
+    report.write({"push_pull": push_pull()}, tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_results_survive_the_disk(tmp_path: Path) -> None:
+    """What is loaded is what was saved."""
+    push_pull().save(tmp_path)
+
+    assert record.load(tmp_path) == {"push_pull": push_pull()}

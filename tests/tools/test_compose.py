@@ -1,0 +1,123 @@
+"""deploy/docker-compose.yml and Dockerfile agree with the commands that they run and with one
+another.
+
+What needs an engine is deploy/test-compose; this needs none.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import closing
+from importlib.util import find_spec
+
+import click
+import pytest
+
+from pscommon.telemetry.http import MetricsServer, new_registry
+from psserver.cli import COMMAND as SERVER
+from psserver.process.config import ServerConfig
+from psworker.cli import COMMAND as WORKER
+from tests.support.prometheus_queries import DEPLOY
+
+COMPOSE = (DEPLOY / "docker-compose.yml").read_text()
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+
+
+def service(name: str) -> str:
+    """The text of one service (no YAML parser is among the dependencies)."""
+    found = re.search(rf"^  {name}:\n((?:(?: {{4}}.*)?\n)+)", COMPOSE, re.M)
+    assert found, name
+    return found[1]
+
+
+def server(shard: int) -> ServerConfig:
+    flags = re.findall(r"^ +- (--\S+)$", service(f"server-{shard}"), re.M)
+    return ServerConfig.from_settings(SERVER.make_context("ps-server", flags).params)
+
+
+def test_servers_are_one_complete_set() -> None:
+    """Every flag is accepted; both follow server-0, share the data directory and end with the
+    job.
+    """
+    servers = [server(0), server(1)]
+
+    assert [(each.shard, each.shards) for each in servers] == [(0, 2), (1, 2)]
+    assert [each.advertise for each in servers] == ["server-0:50051", "server-1:50051"]
+    assert servers[1].join == servers[0].advertise
+    assert servers[0].data_dir == servers[1].data_dir
+    assert all(each.exit_when_done for each in servers)
+    assert servers[0].min_workers == 2
+
+
+def test_workers_train_a_module_that_exists() -> None:
+    """The arguments are accepted and name the servers and an example of ours."""
+    command = re.search(r"command: &train \[(.*)\]", service("worker-0"))
+    assert command
+    args = [arg.strip('"') for arg in re.findall(r'"[^"]*"|[^\s,"]+', command[1])]
+    settings = WORKER.make_context("ps-worker", args).params
+
+    assert re.search("command: [*]train", service("worker-1"))
+    assert settings["ps"] == ",".join(str(server(shard).advertise) for shard in (0, 1))
+    assert settings["module"]
+    assert find_spec(settings["script"])
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\bPS_\w+(?=[:=])", COMPOSE + DOCKERFILE))))
+def test_environment_is_read_by_a_command(name: str) -> None:
+    """A misspelt variable would be ignored in silence."""
+    options = [each for each in (*SERVER.params, *WORKER.params) if isinstance(each, click.Option)]
+
+    assert name in {variable for option in options for variable in (option.envvar or ())}
+
+
+def test_prometheus_scrapes_every_container() -> None:
+    """All four by name, at the port that the image serves and probes."""
+    bind = re.search(r"PS_METRICS_BIND=[\d.]+:(\d+)", DOCKERFILE)
+    assert bind
+    config = (DEPLOY / "prometheus.yml").read_text()
+    servers, workers = config.split("job_name: workers")
+
+    assert re.findall(r'"([\w-]+):(\d+)"', servers) == [
+        (name, bind[1]) for name in ("server-0", "server-1")
+    ]
+    # several may be behind one name, with --scale
+    assert f"{{names: [worker-0, worker-1], type: A, port: {bind[1]}, " in workers
+    assert f"http://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
+
+
+@pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
+def test_health_is_asked_for_past_a_proxy(ready: bool, code: int) -> None:
+    """Docker gives containers the proxy of its own settings."""
+    command = re.search(r"HEALTHCHECK .* CMD (\[.*?\])$", DOCKERFILE.replace("\\\n", ""), re.M)
+    assert command
+    name, *arguments = json.loads(command[1])
+    assert name == "python"
+    away = {"http_proxy": "http://127.0.0.1:9"}
+    with closing(MetricsServer("127.0.0.1:0", new_registry(), lambda: (ready, ""))) as monitor:
+        here = [text.replace("127.0.0.1:9464", monitor.address) for text in arguments]
+        done = subprocess.run(
+            [sys.executable, *here], env=os.environ | away, stderr=subprocess.DEVNULL, timeout=60
+        )
+
+    assert done.returncode == code
+
+
+def test_shared_memory_is_laid_over_all_four_services() -> None:
+    """One owner, whom the others join and wait for; the memory can be made larger."""
+    overlay = (DEPLOY / "docker-compose.shm.yml").read_text()
+    found = dict(re.findall(r"^  ([\w-]+):\n    ipc: (\S+)$", overlay, re.M))
+    joined = ("server-1", "worker-0", "worker-1")
+
+    assert found == {"server-0": "shareable", **dict.fromkeys(joined, "service:server-0")}
+    assert re.search(r"^  server-0:\n    ipc: .*\n    shm_size: \${SHM_SIZE:-\w+}$", overlay, re.M)
+    assert all("depends_on: [server-0" in text for text in (overlay, COMPOSE))
+
+
+def test_processes_in_the_image_are_nobody() -> None:
+    """No root at run time, and signals reach the command itself."""
+    runtime = DOCKERFILE.partition(" AS runtime")[2]
+
+    assert re.findall(r"^USER (.*)$", runtime, re.M) == ["10001:10001"]
+    assert re.findall(r"^ENTRYPOINT (.*)$", runtime, re.M) == ['["ps-worker"]', '["ps-server"]']

@@ -1,0 +1,126 @@
+"""What a cable between two namespaces does to an echo, and that nothing of it stays."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.link import SERVER_ADDRESS, inside, missing
+from tests.support.namespaces import Cable, sweep
+from tests.support.programs import Program, Programs, programs_in
+
+# echoes what comes, or sends pieces of `size` bytes and says each one's number when it is back
+SCRIPT = """
+import socket, sys
+if sys.argv[1] == "echo":
+    with socket.create_server(("", 4711)) as server:
+        print("listens", flush=True)
+        peer, _ = server.accept()
+        while data := peer.recv(1 << 16):
+            peer.sendall(data)
+else:
+    size = int(sys.argv[2])
+    with socket.create_connection((sys.argv[1], 4711), 20) as line:
+        for number in range(10**9):
+            line.sendall(bytes(size))
+            left = size
+            while left:
+                left -= len(line.recv(left))
+            print("echo", number, flush=True)
+"""
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    if reason := missing():
+        pytest.skip(reason)
+    with Cable() as cable:
+        yield cable
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    with programs_in(tmp_path) as programs:
+        programs.script(SCRIPT)
+        yield programs
+
+
+def within(programs: Programs, name: str, *args: object) -> Program:
+    command, *rest = inside(name)
+    return programs.start(
+        str(shutil.which(command)), *rest, shutil.which("python3"), "train.py", *args
+    )
+
+
+def echoes(programs: Programs, cable: Cable, size: int = 1) -> Program:
+    within(programs, cable.server, "echo").wait_for("listens")
+    client = within(programs, cable.worker, SERVER_ADDRESS, size)
+    client.wait_for("echo", times=3)
+    return client
+
+
+def is_silent(client: Program) -> bool:
+    """After what was under way has arrived."""
+    so_far = client.out.count("echo")
+    try:
+        client.wait_for("echo", times=so_far + 5, seconds=0.3)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fault", ["down", "silence"])
+def test_nothing_passes_until_it_is_healed(fault: str, cable: Cable, programs: Programs) -> None:
+    client = echoes(programs, cable)
+    getattr(cable, fault)()
+
+    assert is_silent(client)
+    cable.up()
+    cable.rate(1000)
+    client.wait_for("echo", times=client.out.count("echo") + 20)
+
+
+def test_a_rate_is_kept(cable: Cable, programs: Programs) -> None:
+    """1 MB each way takes 2 s at 8 Mbit/s, but for the first 256 KiB."""
+    client = echoes(programs, cable, size=1 << 20)
+    cable.rate(8)
+
+    assert is_silent(client)
+    cable.rate(1000)
+    client.wait_for("echo", times=client.out.count("echo") + 20)
+
+
+def test_nothing_is_left_after_a_failure() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    cable = Cable()
+    with pytest.raises(ZeroDivisionError), cable:
+        raise_one()
+
+    assert not {cable.server, cable.worker} & namespaces()
+
+
+def raise_one() -> None:
+    raise ZeroDivisionError
+
+
+def test_what_a_killed_process_left_is_swept() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    name = f"psbench-{dead.pid}-server"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+
+    sweep()
+
+    assert name not in namespaces()
+
+
+def namespaces() -> set[str]:
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    return {line.split()[0] for line in listed.splitlines()}

@@ -1,0 +1,127 @@
+"""A dashboard or an alert that asks for a metric nobody exports shows nothing, and nobody
+notices: so look here.
+"""
+
+import re
+from collections import Counter
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pscommon.telemetry.http import new_registry
+from psserver.process.metrics import ServerMetrics, standby_metrics
+from psworker.session.metrics import WorkerMetrics
+from tests.support import prometheus_queries as queries
+from tests.support.prometheus_queries import DEPLOY, Query
+
+ALL = [*queries.dashboard_queries(), *queries.annotation_queries(), *queries.alert_queries()]
+SCRAPED = {"up": {"job", "instance"}}  # what Prometheus adds itself
+
+
+def exported() -> dict[str, set[str]]:
+    """Every series name that a server, a standby or a worker exports, with its labels and those
+    that a scrape adds.
+    """
+    series: dict[str, set[str]] = dict(SCRAPED)
+    for registry in (server(), standby_metrics(0, lambda: 1), worker()):
+        for family in registry.collect():
+            for sample in family.samples:
+                series.setdefault(sample.name, {"job", "instance"}).update(sample.labels)
+    return series
+
+
+def server() -> CollectorRegistry:
+    """A shard to which everything has happened once."""
+    registry = new_registry()
+    metrics = ServerMetrics(registry, shard=0)
+    metrics.about = lambda: {"shards": "2", "job": "otter", "policy": "sync"}
+    metrics.workers({"active": 1})
+    metrics.worker(1, clock=1, pushed=True)
+    metrics.rpc("Exchange", "OK", 0.1)
+    return registry
+
+
+def worker() -> CollectorRegistry:
+    """A worker that has reported a value."""
+    registry = new_registry()
+    WorkerMetrics(registry).reported("loss", 1.0)
+    return registry
+
+
+@pytest.mark.parametrize("query", ALL, ids=lambda query: query.where)
+def test_every_metric_and_label_in_a_query_exists(query: Query) -> None:
+    """Checked against what real metric objects export, not against a list of names."""
+    series = exported()
+    used = queries.names(query.expr)
+
+    assert used, "a query without a metric"
+    assert used <= series.keys()
+    assert queries.labels(query.expr) <= set().union(*(series[name] for name in used))
+
+
+def test_every_row_of_the_metrics_is_watched() -> None:
+    """The other way round: a metric of ours that no panel shows is either missing there or not
+    worth exporting.
+    """
+    shown = set().union(*(queries.names(query.expr) for query in ALL))
+    families = {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in exported() if name.startswith("ps_")
+    }
+    watched = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
+    unwatched = {name for name in families if not name.endswith("_created")} - watched
+
+    assert unwatched == {"ps_build_info", "ps_parameters", "ps_worker_reported"}
+
+
+@pytest.mark.parametrize(
+    ("expr", "names", "labels"),
+    [
+        ('sum by (le, job) (rate(a_bucket{x=~"y"}[5m])) > 1', {"a_bucket"}, {"le", "job", "x"}),
+        ("a == 0 and on (job) max by (job) (b) == 1", {"a", "b"}, {"job"}),
+        ("time() - (a_seconds > 0)", {"a_seconds"}, set()),
+    ],
+)
+def test_reading_of_queries(expr: str, names: set[str], labels: set[str]) -> None:
+    """The small parser behind these tests sees names and labels, not functions and keywords."""
+    assert queries.names(expr) == names
+    assert queries.labels(expr) == labels
+
+
+def test_dashboard_is_well_formed() -> None:
+    """Panels have ids of their own, stay on the 24-column grid and do not cover one another."""
+    panels = queries.dashboard()["panels"]
+    cells = Counter(
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    )
+
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert max(x for x, _ in cells) < 24
+    assert set(cells.values()) == {1}
+    assert [panel["title"] for panel in panels if panel["type"] == "row"] == [
+        "Is it training?",
+        "Where does a step go?",
+        "Staleness and policy",
+        "Servers",
+        "Durability",
+        "Errors",
+    ]
+
+
+def test_dashboard_uses_the_provisioned_datasource() -> None:
+    """Every panel and query names the uid that provisioning gives, or Grafana shows "datasource
+    not found".
+    """
+    provisioned = re.findall(
+        r"^\s+uid: (\w+)",
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(),
+        re.M,
+    )
+    document = queries.dashboard()
+    users = [panel for panel in document["panels"] if panel["type"] != "row"]
+    users += [target for panel in users for target in panel["targets"]]
+    users += document["templating"]["list"] + document["annotations"]["list"]
+
+    assert {user["datasource"]["uid"] for user in users} == set(provisioned)

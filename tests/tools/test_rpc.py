@@ -1,0 +1,126 @@
+"""The interceptor: faults are drawn as asked for, and a client over real servers counts each
+push once through them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pscommon.core.errors import UnreachableError
+from psproto.v1 import coordinator_pb2 as co
+from psworker import Client, OptimizerSpec
+from psworker.connection.retry import Clock
+from tests.support.cluster import Cluster
+from tests.support.rpc_faults import Faults, FaultyLane, Rule, faulty_lane
+from tests.support.workers import ONES, counted, status, together, weights_of
+
+EXCHANGE = "ParameterServerService.Exchange"
+ALL = "*.AttachMemory=0:0%:0%,*=-1:10%:10%:10%"
+"""But for the offer of shared memory: one that is lost makes a worker go on without."""
+PUSHES = 40
+
+
+def test_a_rule_is_read_as_it_is_written() -> None:
+    assert Rule.parse("A.B=3:10%:25%") == Rule("A.B", 3, 0.1, 0.25)
+    assert Rule.parse(" A.*=-1:1%:2%:3%") == Rule("A.*", -1, 0.01, 0.02, 0.03)
+
+
+@pytest.mark.parametrize(
+    "text", ["A.B", "A.B=3", "A.B=3:10:20", "=3:1%:1%", "A.B=x:1%:1%", "A.B=1:1%:1%:1%:1%"]
+)
+def test_a_rule_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"A\.B|=3|invalid literal"):
+        Rule.parse(text)
+
+
+def test_faults_come_as_often_as_asked_for() -> None:
+    faults = Faults("A.B=-1:10%:20%:30%")
+    for _ in range(4000):
+        faults.draw("A.B")
+    shares = [
+        faults.happened(fault) / 4000 for fault in ("request lost", "reply lost", "duplicate")
+    ]
+
+    assert shares == pytest.approx([0.1, 0.2, 0.3], abs=0.03)
+
+
+def test_a_budget_is_kept_and_the_first_rule_that_fits_counts() -> None:
+    faults = Faults("A.B=2:100%:0%,A.C=0:100%:0%,*=-1:0%:100%")
+
+    assert [faults.draw("A.B") for _ in range(3)] == ["request lost", "request lost", ""]
+    assert faults.draw("A.C") == ""
+    assert faults.draw("X.Y", shard=3) == "reply lost"
+
+
+def test_the_same_seed_gives_the_same_faults_in_whatever_order_shards_are_called() -> None:
+    def drawn(seed: int, shards: list[int]) -> dict[int, list[str]]:
+        faults, found = Faults("*=-1:20%:20%:20%", seed), {0: [], 1: []}
+        for shard in shards:
+            found[shard].append(faults.draw(EXCHANGE, shard))
+        return found
+
+    assert drawn(1, [0] * 30 + [1] * 30) == drawn(1, [0, 1] * 30)
+    assert drawn(1, [0, 1] * 30) != drawn(2, [0, 1] * 30)
+
+
+class Counting:
+    """The lane of a server that counts heartbeats."""
+
+    direct, addresses, clock = False, ("here",), Clock(lambda: 0.0, lambda seconds: None)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def heartbeat(self, request: co.HeartbeatRequest, timeout: float) -> co.HeartbeatResponse:
+        self.calls += 1
+        return co.HeartbeatResponse(version=self.calls)
+
+
+@pytest.mark.parametrize(("rule", "calls"), [("*=1:100%:0%", 0), ("*=1:0%:100%", 1)])
+def test_a_lost_request_never_runs_and_a_lost_reply_does(rule: str, calls: int) -> None:
+    counting = Counting()
+    lane = FaultyLane(counting, Faults(rule))  # type: ignore[arg-type]  # the one method that is called
+    with pytest.raises(UnreachableError, match=r"CoordinatorService\.Heartbeat"):
+        lane.heartbeat(co.HeartbeatRequest(), 1.0)
+
+    assert counting.calls == calls
+    assert lane.heartbeat(co.HeartbeatRequest(), 1.0).version == calls + 1
+
+
+def test_a_duplicate_runs_twice_and_the_first_answer_counts() -> None:
+    counting = Counting()
+    lane = FaultyLane(counting, Faults("*=1:0%:0%:100%"))  # type: ignore[arg-type]
+
+    assert lane.heartbeat(co.HeartbeatRequest(), 1.0).version == 1
+    assert counting.calls == 2
+
+
+def pushing(address: str, lanes: str, rank: int) -> FaultyLane:
+    """So many pushes of one each through a lane with faults; each must count."""
+    lane = faulty_lane(address, ALL, seed=rank)
+    with Client(lane=lane, rank=rank, lanes=lanes, connect_timeout=20.0) as client:  # type: ignore[arg-type]
+        client.register(
+            {name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0)
+        )
+        for number in range(PUSHES):
+            result = client.push_pull(ONES) if number % 2 else client.push(ONES)
+            assert result.status == "applied"
+    return lane
+
+
+@pytest.mark.parametrize("lanes", ["grpc", "auto"])
+@pytest.mark.parametrize("policy", ["async", "sync"])
+def test_each_push_counts_once_whatever_is_lost_or_repeated(
+    policy: str, lanes: str, cluster: Callable[..., Cluster]
+) -> None:
+    address = cluster(2, policy=policy, min_workers=2, lease=10.0).address
+    used = together(*[lambda rank=rank: pushing(address, lanes, rank) for rank in range(2)])
+
+    assert counted(weights_of(address)) == (2 * PUSHES if policy == "async" else PUSHES)
+    assert status(address)["steps"] == 2 * PUSHES
+    for lane in used:
+        assert all(
+            lane.faults.counts[EXCHANGE, fault]
+            for fault in ("request lost", "reply lost", "duplicate")
+        )

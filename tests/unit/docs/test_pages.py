@@ -1,0 +1,150 @@
+"""What the pages name exists: files, flags, variables, Python names."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import psworker
+from pscommon.settings import options
+from pscommon.settings.environment import OTHERS
+from psworker.ctl.cli import ps_ctl
+from tests.support.documentation_pages import ROOT, pages, prose
+from tests.support.prometheus_queries import ALERTS
+
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)\s#]+)")
+OTHER_PROGRAMS = frozenset(
+    {
+        # pip, make, docker, python -m benchmarks, pytest
+        "--build",
+        "--volumes",
+        "--scale",
+        "--build-arg",
+        "--ipc",
+        "--only",
+        "--rounds",
+        "--pushes",
+        "--minutes",
+        # the example scripts
+        "--epochs",
+        "--batch-size",
+        "--lr",
+        "--steps",
+        "--bytes",
+        "--seed",
+    }
+)
+SETTING = re.compile(r"\bPS_[A-Z_]+\b")
+SET_FOR_SCRIPTS = frozenset(
+    {"PS_WORKER_RANK", "PS_WORKER_COUNT", "PS_SERVERS", "PS_JOB", "PS_DEVICE"}
+)
+
+
+def names(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def flags() -> set[str]:
+    found = {flag for table in options.TABLES.values() for option in table for flag in option.opts}
+    commands = [ps_ctl]
+    while commands:
+        command = commands.pop()
+        found |= {flag for parameter in command.params for flag in parameter.opts}
+        commands += getattr(command, "commands", {}).values()
+    return found | {"--config", "--help", "--version"}
+
+
+@pytest.mark.parametrize("page", pages(), ids=names)
+def test_links_lead_to_files(page: Path) -> None:
+    missing = [
+        target
+        for target in LINK.findall(prose(page))
+        if not Path(os.path.normpath(page.parent / target)).exists()
+    ]
+
+    assert not missing
+
+
+@pytest.mark.parametrize("page", pages(), ids=names)
+def test_flags_exist(page: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+\b", page.read_text(encoding="utf-8")))
+
+    assert named <= flags() | OTHER_PROGRAMS
+
+
+@pytest.mark.parametrize("page", pages(), ids=names)
+def test_variables_exist(page: Path) -> None:
+    twins = {
+        variable
+        for table in options.TABLES.values()
+        for option in table
+        for variable in option.variables
+    }
+    named = set(SETTING.findall(page.read_text(encoding="utf-8")))
+
+    assert {name for name in named if not name.endswith("_")} <= twins | OTHERS | SET_FOR_SCRIPTS
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^::: psworker\.(?:\w+\.)*(\w+)$", text, re.MULTILINE))
+
+    assert listed == set(psworker.__all__)
+
+
+def test_the_monitoring_page_has_every_alert() -> None:
+    text = (ROOT / "docs/operations/monitoring.md").read_text(encoding="utf-8")
+
+    assert set(re.findall(r"^\| `([A-Z]\w+)` \|", text, re.M)) == set(
+        re.findall(r"- alert: (\w+)", ALERTS.read_text())
+    )
+
+
+def test_the_glossary_is_short_and_sorted() -> None:
+    text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| ([^|]+?) \|", text, re.M)[2:]
+
+    assert len(terms) <= 40
+    assert terms == sorted(terms, key=str.lower)
+
+
+def test_the_tests_that_faults_names_exist() -> None:
+    """A name without a folder lies beside the one before it."""
+    missing = []
+    for row in (
+        line
+        for line in (ROOT / "FAULTS.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ):
+        folder = ROOT / "tests"
+        for name in re.findall(r"`(tests/[\w/.*]+|test_[\w*]+\.py)`", row):
+            path = ROOT / name if name.startswith("tests/") else folder / name
+            folder = path.parent
+            if not list(folder.glob(path.name)):
+                missing.append(name)
+
+    assert not missing
+
+
+def test_pages_keep_their_length() -> None:
+    limits = {"README.md": 150, "ARCHITECTURE.md": 120}
+    limits |= {str(page.relative_to(ROOT)): 30 for page in (ROOT / "docs/adr").glob("0*.md")}
+    lengths = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in limits}
+
+    assert len(limits) > 20
+    assert not {name: length for name, length in lengths.items() if length > limits[name]}
+
+
+def test_architecture_has_every_package() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.partition("## Packages")[2].partition("Rules, checked")[0]
+    listed = set()
+    for name in re.findall(r"`([\w/{},]+)`", table):
+        start, _, ends = name.partition("{")
+        listed |= {start + end for end in ends.rstrip("}").split(",")}
+    folders = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("ps*/**/__init__.py")}
+    shared = {path.parent.name for path in (ROOT / "common/pscommon").glob("*/__init__.py")}
+    packages = {folder for folder in folders if "/" in folder and folder != "psserver/core"}
+
+    assert listed - {"psproto"} == packages | {f"pscommon/{name}" for name in shared}

@@ -1,0 +1,235 @@
+"""Absurd requests between honest ones: refused, and the job goes on the same live, after a
+restart and on a standby.
+"""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
+from pscommon.core.errors import FencedError, InvalidRequestError, PSError
+from pscommon.core.log_entries import Apply, BatchKey, PushKey, Reject, ShardReport, Staged
+from psserver.core.commands.recorder import RecordedCommand, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.policy import Policy, policy
+from psserver.core.job.settings import JobRules
+from tests.sim import invalid_requests as absurd
+from tests.support.replayed_job import Job, whole
+
+LOOP = LoopSpec(0, size=9, batch_size=1, epochs=3)
+STREAM = StreamSpec(1, sources=2, batch_size=3, epochs=2)
+ROWS = (policy("sync"), policy("async"), policy("ssp", 1), policy("async", max_staleness=2))
+
+
+@settings(max_examples=150)
+@given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
+def test_absurd_requests_are_refused_and_a_replay_meets_the_same_state(
+    rng: random.Random, row: Policy
+) -> None:
+    """Refusals are errors of the tree; nothing else is raised, and honest workers are served in
+    between.
+    """
+    job = Job(row)
+    for _ in range(rng.randint(1, 40)):
+        job.now += rng.random()
+        try:
+            if rng.random() < 0.5:
+                absurd.send(job.recorder, rng, [*job.workers, 0, 999, 2**64 - 1], job.now)
+            else:
+                job.step(rng.choice(job.workers), rng.choice([LOOP, STREAM]))
+        except PSError:
+            pass
+
+    assert whole(job.replayed()) == whole(job.coordinator)
+
+
+@settings(max_examples=100)
+@given(rng=st.randoms(use_true_random=False), row=st.sampled_from(ROWS))
+def test_commands_that_bypassed_the_checks_replay_to_the_same_state(
+    rng: random.Random, row: Policy
+) -> None:
+    """Journals of releases without these checks hold such commands; some of them raised
+    unexpected errors.
+    """
+    job = Job(row)
+    for _ in range(rng.randint(1, 25)):
+        job.now += rng.random()
+        name, args = absurd.request(rng, [*job.workers, 999])
+        if name == "next_batches":
+            args["count"] = min(args["count"], 50)  # it would deal them all
+        if name == "reshard":
+            args["shards"] = min(
+                args["shards"], 5
+            )  # earlier releases refused more than there are servers
+        command = RecordedCommand(name, job.now, args)
+        job.book.write(command)
+        replay(job.coordinator, [command])
+
+    assert whole(job.replayed()) == whole(job.coordinator)
+
+
+class Faulty(CoordinatorMachine):
+    """Raises in the midst of a command, as a bug would."""
+
+    def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
+        self.samples += 1
+        super().report_metrics(worker, metrics, now)
+        raise ZeroDivisionError("planted")
+
+
+def test_an_unexpected_error_leaves_the_same_state_live_and_in_a_replay() -> None:
+    job = Job(policy("async"), kind=Faulty)
+    job.step(job.workers[0], LOOP)
+    with pytest.raises(ZeroDivisionError):
+        job.recorder.do("report_metrics", job.now, worker=job.workers[0], metrics={"loss": 1.0})
+    job.step(job.workers[1], LOOP)
+    failed: list[str] = []
+    again = job.made()
+    replay(
+        again, job.book.commands, lambda command, error: failed.append(f"{command.name}: {error}")
+    )
+
+    assert failed == ["report_metrics: planted"]
+    assert whole(again) == whole(job.coordinator)
+    assert again.version == 2
+
+
+def test_an_error_that_depends_on_memory_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends instead, and a replay does not know of the command."""
+    job = Job(policy("async"))
+    before = list(job.book.lines)
+
+    def full(self: CoordinatorMachine, worker: int, now: float) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(CoordinatorMachine, "drain", full)
+    with pytest.raises(MemoryError):
+        job.recorder.do("drain", job.now, worker=job.workers[0])
+    assert job.book.lines == before
+
+
+def test_a_replay_refuses_a_command_of_a_later_release() -> None:
+    with pytest.raises(ValueError, match="does not know the command 'later'"):
+        replay(CoordinatorMachine(1, JobRules(policy("sync"))), [RecordedCommand("later", 0.0, {})])
+
+
+# ---- single requests -----------------------------------------------------------------------------
+
+
+def refused(job: Job, name: str, **args: Any) -> str:
+    """The reason of a refusal that changes nothing and is not recorded."""
+    before, lines = whole(job.coordinator), len(job.book.lines)
+    with pytest.raises(InvalidRequestError) as caught:
+        job.recorder.do(name, job.now, **args)
+    assert (whole(job.coordinator), len(job.book.lines)) == (before, lines)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_returned_batches_of_a_stream_without_epochs_are_refused(end: bool) -> None:
+    job = Job(policy("async"))
+    worker, empty = job.workers[0], StreamSpec(0, sources=2, batch_size=3, epochs=0)
+    job.step(worker, empty)
+
+    assert (
+        refused(job, "return_batches", worker=worker, batches=[BatchKey(0, 5, 3, end)])
+        == "OUT_OF_RANGE"
+    )
+
+
+def test_batches_that_a_loop_does_not_have_cannot_be_returned() -> None:
+    job = Job(policy("async"))
+    job.step(job.workers[0], LOOP), job.step(job.workers[0], STREAM)
+    for batch in (BatchKey(0, 27), BatchKey(0, 2**64 - 1), BatchKey(1, 2**63), BatchKey(1, 0, 4)):
+        assert (
+            refused(job, "return_batches", worker=job.workers[0], batches=[batch]) == "OUT_OF_RANGE"
+        )
+
+
+UNFIT = {
+    "a base above the version": {"base": 3},
+    "a batch that the loop does not have": {"batches": (BatchKey(0, 27),)},
+    "a batch of a stream without epochs": {"batches": (BatchKey(2, 0, 3, True),)},
+    "more samples than a batch of the stream has": {"batches": (BatchKey(1, 0, 4),)},
+    "too many batches": {"batches": (BatchKey(0, 1),) * 65_537},
+    "too many samples": {"samples": 2**60},
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_an_unfit_push_is_rejected_before_anything_is_applied(name: str, row: Policy) -> None:
+    """Its worker learns why, keeps its place, and its next push counts.
+
+    A base above the version is stale: a correct worker may have pulled it from a shard that then
+    went back.
+    """
+    job = Job(row)
+    first, second = job.workers
+    for spec in (LOOP, StreamSpec(2, 2, 3, epochs=0)):
+        job.recorder.do(
+            "next_batches", job.now, worker=first, spec=spec, received=0, count=1, idle=False
+        )
+    job.step(first, STREAM), job.step(second, STREAM)
+    version = job.coordinator.version
+    push = Staged(PushKey(first, 2), **{"samples": 1, "base": version, **UNFIT[name]})  # type: ignore[arg-type]
+    job.report(push)
+    rejected = [entry for entry in job.coordinator.entries_after(0) if isinstance(entry, Reject)]
+
+    reason = "STALE" if "base" in UNFIT[name] else "INVALID_REQUEST"
+    assert [(entry.key, entry.reason) for entry in rejected] == [(push.key, reason)]
+    assert job.coordinator.version == version
+    assert whole(job.replayed()) == whole(job.coordinator)
+    job.seqs[first] = 2
+    job.push(first), job.push(second)
+    assert job.coordinator.version > version
+
+
+def test_an_unfit_push_that_comes_in_a_move_is_rejected_after_it() -> None:
+    """Reshard: a shard that holds its new part takes pushes before the move is over."""
+    job = Job(policy("async"), workers=1)
+    (worker,) = job.workers
+    job.recorder.do("reshard", job.now, shards=1, keeps=False)
+    push = Staged(PushKey(worker, 1), 1, 10**6)
+    index = job.coordinator.log.index
+    job.recorder.report(ShardReport(0, 5, index, (push,), moving=True), job.now)
+    assert job.coordinator.move is not None
+    job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
+    job.recorder.report(ShardReport(0, 5, index, (push,)), job.now)
+    entries = job.coordinator.entries_after(index)
+
+    assert job.coordinator.move is None
+    assert [type(entry) for entry in entries] == [Reject]
+    assert whole(job.replayed()) == whole(job.coordinator)
+
+
+def test_a_push_of_a_worker_that_is_out_is_fenced_whatever_its_base() -> None:
+    """After a rollback the bases of old workers are above the version: they have to hear that
+    they are out.
+    """
+    job = Job(policy("async"))
+    job.report(Staged(PushKey(77, 3), 1, base=100))
+
+    assert not any(isinstance(entry, Reject) for entry in job.coordinator.entries_after(0))
+    with pytest.raises(FencedError):
+        job.recorder.do("return_batches", job.now, worker=77, batches=[])
+
+
+def test_a_worker_that_is_put_out_in_a_round_does_not_apply_the_round_again() -> None:
+    """Its gradient had to be clipped once too often; the other push of the same round is decided
+    already.
+    """
+    job = Job(policy("sync"), workers=2, bad_gradients="clip", max_norm=1.0, quarantine_after=1)
+    first, second = job.workers
+    job.report(Staged(PushKey(first, 1), 1, 0, square_norm=100.0))
+    job.report(Staged(PushKey(second, 1), 1, 0, square_norm=0.1))
+    applied = [entry for entry in job.coordinator.entries_after(0) if isinstance(entry, Apply)]
+
+    assert [[part.key for part in entry.contributions] for entry in applied] == [
+        [PushKey(first, 1), PushKey(second, 1)]
+    ]
+    assert not job.coordinator.roster.members[first].alive

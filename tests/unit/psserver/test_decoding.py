@@ -1,0 +1,86 @@
+"""Bytes that are no message of ours: the caller gets a reason, the log one line, and the server
+goes on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import grpc
+import pytest
+
+from pscommon.wire.channel import open_channel
+from pscommon.wire.status import error_from
+from psproto.v1 import coordinator_pb2 as co
+from psproto.v1 import parameter_server_pb2 as ps
+from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from tests.support.cluster import Cluster, cluster  # a fixture  # noqa: F401
+
+GARBAGE = b"\xff\xff\xff\xffgarbage"
+UNARY = [
+    "CoordinatorService/Join",
+    "CoordinatorService/GetStatus",
+    "ParameterServerService/Describe",
+    "ShardService/ReadShard",
+]
+
+
+@pytest.fixture
+def channel(cluster: Callable[..., Cluster]) -> Iterator[grpc.Channel]:  # noqa: F811
+    with open_channel(cluster(1).address) as channel:
+        yield channel
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The methods of which an undecodable message was logged; nothing else may be, and no
+    traceback.
+    """
+    records = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert {record.message for record in records} <= {"undecodable_message"}
+    assert [record.exc_info for record in records if record.exc_info] == []
+    assert all(record.__dict__["peer"].startswith("ipv4:") for record in records)
+    return [record.__dict__["method"] for record in records]
+
+
+@pytest.mark.parametrize("method", UNARY)
+def test_a_request_is_refused_with_one_line(
+    channel: grpc.Channel, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    path = f"/psproto.v1.{method}"
+    streams = method.endswith("ReadShard")
+    for _ in range(3):
+        with pytest.raises(grpc.RpcError) as raised:
+            next(
+                channel.unary_stream(path)(GARBAGE, timeout=10)
+            ) if streams else channel.unary_unary(path)(GARBAGE)
+        error = error_from(raised.value, "the server")
+        assert (error.reason, error.exit_code) == ("INVALID_REQUEST", 2)
+        assert method in str(error)
+
+    assert lines(caplog) == [path] * 3
+    assert (
+        ParameterServerServiceStub(channel).Describe(ps.DescribeRequest(), timeout=10).shards == 1
+    )
+
+
+@pytest.mark.parametrize("method", ["CoordinatorService/LinkShard", "StandbyService/Replicate"])
+def test_a_stream_that_brings_one_ends(
+    channel: grpc.Channel, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    call = channel.stream_stream(f"/psproto.v1.{method}")
+    with pytest.raises(grpc.RpcError) as raised:
+        list(call(iter([GARBAGE]), timeout=10))
+
+    assert raised.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.INVALID_ARGUMENT)
+    assert lines(caplog) == [f"/psproto.v1.{method}"]
+
+
+def test_a_stream_that_brings_one_late_ends(
+    channel: grpc.Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a message that is sound."""
+    call = channel.stream_stream("/psproto.v1.CoordinatorService/LinkShard")
+    sound = co.LinkShardRequest(shard=0, shards=1, address="h:1", instance="i").SerializeToString()
+    with suppress(grpc.RpcError):
+        list(call(iter([sound, GARBAGE]), timeout=10))
+    assert "undecodable_message" in [record.message for record in caplog.records]
+    assert not any(record.exc_info for record in caplog.records)

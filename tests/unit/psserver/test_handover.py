@@ -1,0 +1,110 @@
+"""Numbers that move from some shards to more or fewer: every bit, wherever the cuts fall."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pscommon.core.errors import SnapshotError
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.core.partition import ByteRange, PartitionPlan
+from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
+from psserver.parameters.store import ParameterStore
+from psserver.shard.reshard_reader import ReshardReader, needed_by
+from tests.support.stores import Shards
+
+MODEL = ModelSpec(
+    (
+        TensorSpec("big", (700,), "float32"),
+        TensorSpec("odd", (13, 3), "float64", "trainable", 1),
+        TensorSpec("seen", (5,), "float32", "buffer"),
+        TensorSpec("count", (), "int64", "buffer"),
+        TensorSpec("fixed", (9,), "float32", "frozen"),
+    ),
+    OptimizerSettings("adam", ({"lr": 0.1}, {"lr": 0.01})),
+)
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {
+        tensor.name: torch.randint(-9, 9, tensor.shape, generator=made).to(
+            getattr(torch, tensor.dtype)
+        )
+        for tensor in MODEL.tensors
+    }
+
+
+def push(seed: int) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in values(seed).items() if name != "fixed"}
+
+
+def trained(shards: int, steps: int) -> Shards:
+    job = Shards(MODEL, shards)
+    job.begin(values(0))
+    for step in range(steps):
+        given = push(step + 1)
+        if step == 1:
+            del given["odd"]  # so its steps lag behind
+        job.step(given)
+    return job
+
+
+def moved(job: Shards, shards: int) -> Shards:
+    frozen = [FrozenShard(1, 7, len(job.stores), store) for store in job.stores]
+    others = Shards(MODEL, shards)
+    for shard, store in enumerate(others.stores):
+        store.restore(ReshardReader(job.plan, frozen, needed_by(others.plan, shard)))
+    return others
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1), (3, 2), (2, 40), (40, 3)])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_training_goes_on_with_the_bits_of_a_job_that_never_moved(
+    before: int, after: int, steps: int
+) -> None:
+    still, other = trained(before, steps), moved(trained(before, steps), after)
+    for step in range(2):
+        for job in (still, other):
+            job.step(push(100 + step))
+
+    ours, theirs = still.weights(), other.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Holed:
+    """A shard that lacks the first bytes of what it should have."""
+
+    def __init__(self, frozen: FrozenShard, hole: int) -> None:
+        self._frozen, self._hole = frozen, hole
+
+    def about(self) -> FrozenDescription:
+        return self._frozen.about()
+
+    def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
+        return self._frozen.read(kind, ByteRange(max(span.start, self._hole), span.stop))
+
+
+def test_weights_that_nobody_has_are_missed() -> None:
+    job, plan = trained(1, 0), PartitionPlan(MODEL, 2)
+    source = Holed(FrozenShard(1, 7, 1, job.stores[0]), hole=64)
+
+    with pytest.raises(SnapshotError, match="no shard had all weights of big"):
+        ParameterStore(plan, 0).restore(ReshardReader(job.plan, [source], needed_by(plan, 0)))
+    ParameterStore(plan, 1).restore(ReshardReader(job.plan, [source], needed_by(plan, 1)))
+
+
+def test_only_those_that_have_something_of_it_are_asked() -> None:
+    """The others may be dead: a shard that keeps its place among many reads from few."""
+    job = trained(40, 1)
+    asked: list[int] = []
+
+    class Asked(Holed):
+        def about(self) -> FrozenDescription:
+            asked.append(self._frozen.index)
+            return super().about()
+
+    sources = [Asked(FrozenShard(1, shard, 40, store), 0) for shard, store in enumerate(job.stores)]
+    ReshardReader(job.plan, sources, [job.plan.range(3, "trainable")])
+
+    assert asked == [3]

@@ -1,0 +1,258 @@
+"""Memory of workers that a server has attached: the same bytes, the last offer only, and no
+longer than needed.
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pscommon.core.errors import InvalidRequestError, UnreachableError
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.core.partition import PartitionPlan
+from pscommon.settings.values import Lanes
+from pscommon.system.shared_memory import MemoryOffer, SharedRegion
+from pscommon.system.thread_team import ThreadTeam
+from psproto.v1 import parameter_server_pb2 as pb
+from psserver.parameters.partition import VIEWS_KEPT, ShardPartition, WorkerBuffer
+from psserver.parameters.store import ParameterStore
+from psserver.shard.shared_buffers import AttachedBuffers
+from tests.support.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPEC = model(((100,), "float32"), ((7,), "float32"), ((5,), "float32", "buffer"), optimizer=SGD)
+TAPE = 512 + 64
+
+
+@pytest.fixture
+def memories() -> AttachedBuffers:
+    return AttachedBuffers("auto")
+
+
+@pytest.fixture
+def region() -> Iterator[SharedRegion]:
+    region = SharedRegion(2 * TAPE)
+    yield region
+    region.hide()
+
+
+def asked(offer: MemoryOffer, worker: int = 1, memory: int = 1) -> pb.AttachMemoryRequest:
+    return pb.AttachMemoryRequest(
+        worker=worker, memory=memory, name=offer.name, nbytes=offer.nbytes, token=offer.token
+    )
+
+
+def header(worker: int = 1, memory: int = 1) -> pb.PushPullHeader:
+    return pb.PushPullHeader(worker=worker, memory=memory)
+
+
+def mapped() -> int:
+    """How many mappings of shared regions this process has, its own included."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/paramserver-")
+
+
+def test_both_sides_see_the_same_bytes(memories: AttachedBuffers, region: SharedRegion) -> None:
+    region.memory[:3] = b"abc"
+    assert memories.attach(asked(region.share())) == ""
+    tapes = memories.tapes(header())
+    region.memory[3:5] = b"de"
+    tapes.weights.whole[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+
+    assert bytes(tapes.gradients.whole[:5].tolist()) == b"abcde"
+    assert bytes(region.memory[TAPE : TAPE + 4]) == bytes([1, 2, 3, 4])
+    assert (tapes.number, len(tapes.gradients.whole), len(tapes.weights.whole)) == (1, TAPE, TAPE)
+
+
+def test_a_server_without_the_lane_says_so(region: SharedRegion) -> None:
+    memories = AttachedBuffers("grpc")
+
+    assert "--lanes grpc" in memories.attach(asked(region.share()))
+    with pytest.raises(UnreachableError):
+        memories.tapes(header())
+
+
+@pytest.mark.parametrize(("lanes", "allowed"), [("grpc", True), ("auto", True), ("shm", False)])
+def test_a_server_for_shared_memory_takes_no_push_over_the_network(
+    lanes: Lanes, allowed: bool
+) -> None:
+    if allowed:
+        AttachedBuffers(lanes).check_wire()
+        return
+    with pytest.raises(InvalidRequestError, match="runs with --lanes shm"):
+        AttachedBuffers(lanes).check_wire()
+
+
+@pytest.mark.parametrize("spoiled", ["name", "token", "nbytes"])
+def test_what_cannot_be_attached_leaves_the_former_offer(
+    memories: AttachedBuffers, region: SharedRegion, spoiled: str
+) -> None:
+    offer = region.share()
+    assert memories.attach(asked(offer)) == ""
+    other: dict[str, pb.AttachMemoryRequest] = {
+        "name": asked(MemoryOffer("paramserver-" + "0" * 32, offer.token, offer.nbytes), memory=2),
+        "token": asked(MemoryOffer(offer.name, bytes(32), offer.nbytes), memory=2),
+        "nbytes": asked(MemoryOffer(offer.name, offer.token, offer.nbytes * 2), memory=2),
+    }
+
+    assert offer.name in memories.attach(other[spoiled]) or spoiled == "name"
+    assert memories.tapes(header(memory=1)).number == 1
+    with pytest.raises(UnreachableError):
+        memories.tapes(header(memory=2))
+
+
+def test_only_the_last_offer_of_a_worker_stands(
+    memories: AttachedBuffers, region: SharedRegion
+) -> None:
+    for number in (1, 2):
+        assert memories.attach(asked(region.share(), memory=number)) == ""
+    memories.tapes(header(memory=2)).weights.whole[0] = 9
+
+    assert region.memory[TAPE] == 9
+    for other in (header(memory=1), header(memory=3), header(worker=2, memory=2)):
+        with pytest.raises(UnreachableError, match="is not attached") as caught:
+            memories.tapes(other)
+        assert caught.value.reason == "NOT_ATTACHED"
+
+
+def test_a_dropped_worker_has_no_memory_here(
+    memories: AttachedBuffers, region: SharedRegion
+) -> None:
+    before = mapped()
+    assert memories.attach(asked(region.share())) == ""
+    held = memories.tapes(header()).gradients
+    memories.drop(1)
+    memories.drop(1)
+    assert mapped() == before + 2  # what a staged push refers to stays
+    held.whole[0] = 7
+    assert region.memory[0] == 7
+    del held
+
+    assert mapped() == before + 1  # the region itself
+    with pytest.raises(UnreachableError):
+        memories.tapes(header())
+
+
+def test_a_model_without_bytes_can_be_attached(memories: AttachedBuffers) -> None:
+    region = SharedRegion(0)
+    assert memories.attach(asked(region.share())) == ""
+    tapes = memories.tapes(header())
+    region.hide()
+
+    assert (len(tapes.gradients.whole), len(tapes.weights.whole)) == (0, 0)
+
+
+def test_ranges_and_views_of_a_tape_are_made_once_for_each_model() -> None:
+    tape, stretch, other = (
+        WorkerBuffer(torch.zeros(TAPE, dtype=torch.uint8)),
+        *(ShardPartition(PartitionPlan(SPEC, 1), 0) for _ in range(2)),
+    )
+    memory = tape.of(stretch)
+    view = stretch.view(memory, torch.float32, 0, 64)
+
+    assert tape.of(stretch) is memory
+    assert stretch.view(memory, torch.float32, 0, 64) is view
+    assert tape.of(other) is not memory
+    for start in range(2 * VIEWS_KEPT):
+        stretch.view(memory, torch.uint8, start, start + 1)
+    assert len(memory.views) <= VIEWS_KEPT
+
+
+@pytest.mark.parametrize("length", [0, TAPE - 1, TAPE - 64, TAPE + 64])
+def test_a_tape_of_another_model_is_refused(length: int) -> None:
+    """Before it could end the server's log in the middle of an update."""
+    store, tape = begun(SPEC).stores[0], torch.zeros(length, dtype=torch.uint8)
+    assert store.step_nbytes == TAPE
+
+    with pytest.raises(
+        InvalidRequestError, match=f"a tape of this model is {TAPE} bytes, not {length}"
+    ):
+        store.staging_on(WorkerBuffer(tape), [])
+    with pytest.raises(InvalidRequestError):
+        store.copy_to(WorkerBuffer(tape))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_pushes_and_pulls_on_tapes_are_those_of_the_wire(shards: int) -> None:
+    over_wire, on_tapes = begun(SPEC, shards), begun(SPEC, shards)
+    for update in range(3):
+        push = noise(SPEC, update, roles=("trainable", "buffer"))
+        over_wire.step(push)
+        tape = tape_of(over_wire.plan.starts, push)
+        on_tapes.apply(
+            [[store.staging_on(WorkerBuffer(tape), []) for store in on_tapes.stores]], [1]
+        )
+    pulled = torch.zeros(TAPE, dtype=torch.uint8)
+    sizes = [store.copy_to(WorkerBuffer(pulled)) for store in on_tapes.stores]
+
+    assert sum(sizes) == TAPE
+    weights = over_wire.weights()
+    assert torch.equal(
+        without_padding(pulled), without_padding(tape_of(over_wire.plan.starts, weights))
+    )
+
+
+def tape_of(starts: tuple[int, ...], values: dict[str, torch.Tensor]) -> torch.Tensor:
+    tape = torch.zeros(TAPE, dtype=torch.uint8)
+    for start, tensor in zip(starts, SPEC.tensors, strict=True):
+        tape[start : start + tensor.nbytes] = values[tensor.name].contiguous().view(torch.uint8)
+    return tape
+
+
+def without_padding(tape: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tape[:400], tape[448:476], tape[512:532]])
+
+
+OPTIMIZERS = {
+    "sgd": {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9},
+    "adam": {"lr": 0.1, "weight_decay": 0.1, "maximize": True},
+    "rmsprop": {"lr": 0.1, "weight_decay": 0.1},
+    "adagrad": {"lr": 0.1, "weight_decay": 0.1},
+}
+
+
+def test_a_team_sees_and_copies_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pscommon.system.thread_team.PART_BYTES", 64)
+    store = Shards(SPEC, 1, ThreadTeam(3)).stores[0]
+    for place in range(107):
+        tape = torch.zeros(TAPE // 4)
+        tape[place if place < 100 else place + 12] = float(
+            "nan"
+        )  # after the first tensor comes padding
+        assert (
+            store.find_non_finite(store.staging_on(WorkerBuffer(tape.view(torch.uint8)), []))
+            == f"t{int(place >= 100)}"
+        )
+    push, pulled = (torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(2))
+    store.begin(store.staging_on(WorkerBuffer(push), [], initial=True))
+    assert store.copy_to(WorkerBuffer(pulled)) == TAPE
+    assert torch.equal(pulled, push)
+
+
+@pytest.mark.parametrize("pushes", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_never_writes_to_a_workers_gradients(name: str, pushes: int) -> None:
+    spec = model(
+        ((100,), "float32"),
+        ((7,), "float32"),
+        ((5,), "float32", "buffer"),
+        optimizer=OptimizerSettings(name, (OPTIMIZERS[name],)),
+    )
+    store: ParameterStore = begun(spec).stores[0]
+    tapes = [torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(pushes)]
+    before = [tape.clone() for tape in tapes]
+    for _ in range(3):
+        stagings = [store.staging_on(WorkerBuffer(tape), []) for tape in tapes]
+        store.apply(stagings, [1] * pushes)
+        for staging in stagings:
+            store.release(staging)
+
+    assert all(torch.equal(tape, kept) for tape, kept in zip(tapes, before, strict=True))
+    assert not any(
+        staging.memory is not None and staging.memory["trainable"].data_ptr() == tape.data_ptr()
+        for tape in tapes
+        for staging in [store.staging()]
+    )

@@ -1,0 +1,32 @@
+"""No formula needs torch's compiler. What they compute: test_store_torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+STEPS = """
+import sys
+import psserver.app
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.optim.specs import SUPPORTED
+from tests.support.stores import Shards, model, noise
+for name in SUPPORTED:
+    for dtype in ("float32", "bfloat16"):
+        spec = model(((3, 5), dtype, 0), ((7,), dtype, 1), optimizer=OptimizerSettings(name, ({}, {"lr": 0.5})))
+        job = Shards(spec, 2)
+        job.begin(noise(spec, seed=1))
+        job.step(noise(spec, seed=2))
+print("torch" in sys.modules, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_server_that_steps_has_not_loaded_the_compiler() -> None:
+    """It takes a second, while the workers of a server that was killed wait for it."""
+    command = [sys.executable, "-c", STEPS]
+    said = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert said.stdout.split() == ["True", "False"], said.stderr

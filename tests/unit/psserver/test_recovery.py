@@ -1,0 +1,315 @@
+"""A shard made again from its log: exactly what it was, or not at all."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Cut,
+    Entry,
+    Evict,
+    Measure,
+    Measured,
+    PushKey,
+    Reshard,
+    Staged,
+)
+from pscommon.core.model_spec import ModelSpec, TensorSpec
+from pscommon.core.partition import PartitionPlan
+from pscommon.snapshot import Manifest
+from pscommon.snapshot.manifest import SnapshotPart, part_file
+from pscommon.system.thread_team import ALONE
+from psserver.core.job.entry_log import EntryLog
+from psserver.core.shard.state_machine import ShardMachine
+from psserver.durability.best_effort_log import BestEffortLog
+from psserver.durability.record_sink import RecordSink, RecordSource
+from psserver.durability.shard_log import HeldNumbers, SegmentBase, ShardLog
+from psserver.durability.shard_recovery import ShardRecovery
+from psserver.durability.shard_state import LogUnfitError
+from psserver.parameters.frozen_shard import FrozenShard
+from psserver.parameters.staging import Staging
+from psserver.parameters.store import ParameterStore, PartReader
+from psserver.shard.reshard_reader import ReshardReader, needed_by
+from tests.support.stores import SGD, Shards
+
+MODEL = ModelSpec((TensorSpec("w", (4,), "float32"),), SGD)
+EPOCH = 9
+UPLOAD, FIRST, SECOND = PushKey(1, 0), PushKey(1, 1), PushKey(1, 2)
+
+
+def begin() -> Begin:
+    return Begin(1, worker=1)
+
+
+def apply(index: int, key: PushKey) -> Apply:
+    return Apply(index, key.seq, (Contribution(key, 8, 0),))
+
+
+def shard_log(folder: Path) -> ShardLog:
+    return ShardLog(
+        RecordSink(RecordSource.SHARD, BestEffortLog(folder / "log", "no", lambda reason: None))
+    )
+
+
+class Writer:
+    """A shard's log, and what a shard would write into it. Weights begin as 0; a push of 1 makes
+    them 1 less.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.log = shard_log(folder)
+        self._shards = Shards(MODEL, 1)
+        self.log.begin(SegmentBase(1, self.state()), None, ())
+        self.log.model(MODEL)
+
+    @staticmethod
+    def state(**changed: Any) -> dict[str, Any]:
+        machine = ShardMachine(0)
+        machine.follow(EPOCH, 0)
+        return machine.state() | changed
+
+    def staging(self, value: float, initial: bool = False) -> Staging:
+        (staging,) = self._shards.stage({"w": torch.full((4,), value)}, initial=initial)
+        return staging
+
+    def push(self, key: PushKey, value: float = 1.0) -> None:
+        self.log.push(Staged(key, 8, 0), self.staging(value, initial=key.seq == 0))
+
+    def write(self, *things: PushKey | Entry) -> None:
+        """Pushes and entries, in this order; the upload of weights is of zeros."""
+        for thing in things:
+            if isinstance(thing, PushKey):
+                self.push(thing, 1.0 if thing.seq else 0.0)
+            else:
+                self.log.entry(thing)
+
+    def read(self, shards: int = 1, epoch: int = EPOCH) -> ShardRecovery:
+        recovery = ShardRecovery(0, {shards}, ALONE, epoch, None, None)
+        recovery.read(self.log)
+        return recovery
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    writer = Writer(tmp_path)
+    yield writer
+    writer.log.close()
+
+
+def weights(recovery: ShardRecovery) -> list[float]:
+    assert recovery.store is not None
+    return numbers(recovery.store)[:4]
+
+
+def numbers(store: ParameterStore) -> list[float]:
+    reading = store.read(everything=True)
+    whole = torch.frombuffer(bytearray(b"".join(reading.views())), dtype=torch.float32)
+    reading.close()
+    return whole.tolist()
+
+
+def test_all_is_as_it_was(writer: Writer) -> None:
+    writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST), SECOND)
+
+    recovery = writer.read()
+
+    assert (recovery.machine.version, recovery.machine.index) == (1, 2)
+    assert weights(recovery) == [-1.0] * 4
+    assert recovery.kept.keys() == recovery.machine.staged.keys() == {SECOND}
+
+
+def test_its_digest_is_that_of_the_jobs_log(writer: Writer) -> None:
+    """So that the coordinator knows whether both tell the same story."""
+    job = EntryLog(1)
+    for entry in (begin(), apply(2, FIRST)):
+        job.append(entry)
+    writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST))
+
+    assert job.can_go_on(writer.read().machine.report())
+
+
+def test_a_push_that_was_written_twice_counts_once(writer: Writer) -> None:
+    """As when its first append failed, but came to the disk: the worker sent it again."""
+    writer.write(UPLOAD, begin(), FIRST)
+    writer.push(FIRST, 5.0)
+    writer.write(apply(2, FIRST))
+    writer.push(FIRST, 5.0)  # decided by now
+    writer.push(UPLOAD, 5.0)
+
+    recovery = writer.read()
+
+    assert weights(recovery) == [-1.0] * 4
+    assert recovery.kept == {}
+
+
+def test_an_entry_that_was_written_twice_is_carried_out_once(writer: Writer) -> None:
+    writer.write(UPLOAD, begin(), FIRST, apply(2, FIRST), apply(2, FIRST))
+
+    assert writer.read().machine.version == 1
+
+
+def test_what_was_measured_is_measured_again_and_stays_until_the_pushes_count(
+    writer: Writer,
+) -> None:
+    measure = Measure(2, (Contribution(FIRST, 8, 0, 0.5),))
+    writer.write(UPLOAD, begin(), FIRST, measure)
+
+    recovery = writer.read()
+    assert recovery.machine.report().measured == Measured(2, 4 * 0.5**2)
+    assert recovery.kept.keys() == {FIRST}
+    assert weights(recovery) == [0.0] * 4
+
+    writer.write(apply(3, FIRST))
+    recovery = writer.read()
+    assert recovery.machine.report().measured is None
+    assert weights(recovery) == [-1.0] * 4
+
+
+def test_the_pushes_of_an_evicted_worker_are_gone(writer: Writer) -> None:
+    writer.write(UPLOAD, begin(), FIRST, Evict(2, 1, "gone"))
+
+    assert writer.read().kept == {}
+
+
+@pytest.mark.parametrize(
+    ("things", "problem"),
+    [
+        ((UPLOAD, begin(), apply(2, FIRST)), "it lacks pushes"),
+        ((begin(),), r"it lacks pushes .*seq=0"),
+    ],
+)
+def test_an_entry_without_its_pushes_is_refused(
+    writer: Writer, things: tuple[PushKey | Entry, ...], problem: str
+) -> None:
+    writer.write(*things)
+
+    with pytest.raises(LogUnfitError, match=problem):
+        writer.read()
+
+
+def test_entries_that_are_missing_between_segments_are_noticed(writer: Writer) -> None:
+    writer.write(UPLOAD, begin())
+    writer.log.begin(SegmentBase(1, writer.state(index=5, begun=True)), MODEL, ())
+
+    with pytest.raises(LogUnfitError, match="entries 2 to 5 are missing"):
+        writer.read()
+
+
+def test_the_log_of_another_start_or_size_is_refused(writer: Writer) -> None:
+    with pytest.raises(LogUnfitError, match="another start"):
+        writer.read(epoch=EPOCH + 1)
+    with pytest.raises(LogUnfitError, match="1 servers wrote it, and there are 2 now"):
+        writer.read(shards=2)
+
+
+def test_an_empty_folder_is_no_log(tmp_path: Path) -> None:
+    log = shard_log(tmp_path)
+
+    with pytest.raises(LogUnfitError, match="there is none since version 0"):
+        ShardRecovery(0, {1}, ALONE, EPOCH, None, None).read(log)
+
+
+# ---- a move that begins at the version of the newest snapshot: then the log is read from the last
+# of these segments on
+
+PAIR = ModelSpec((TensorSpec("w", (1024,), "float32"), TensorSpec("v", (1024,), "float32")), SGD)
+VALUES = {"w": torch.arange(1024.0), "v": torch.arange(1024.0) + 5000}
+CUT, RESHARD, CUT_AGAIN = 7, 8, 9
+
+
+def moved(folder: Path, shard: int, before: int, after: int, of: int = CUT) -> ShardRecovery:
+    """A shard that died when the snapshot that ends a move was cut, read again: on the snapshot
+    before or on this.
+    """
+    job = Shards(PAIR, before)
+    job.begin(VALUES)
+    state = Writer.state(shard=shard, version=5, begun=True)
+    log = shard_log(folder)
+    log.begin(SegmentBase(before, state | {"index": CUT}), PAIR, ())
+    log.entry(Reshard(RESHARD, 5, after))
+    log.entry(Cut(CUT_AGAIN, 5))
+    log.begin(
+        SegmentBase(
+            after,
+            state | {"index": CUT_AGAIN, "moving": shard >= after},
+            HeldNumbers(RESHARD, before),
+        ),
+        PAIR,
+        (),
+    )
+
+    parts = tuple(
+        SnapshotPart(part_file(number, before, "0" * 64), 0, "0" * 64) for number in range(before)
+    )
+    manifest = Manifest(
+        job="job",
+        version=5,
+        index=of,
+        shards=before,
+        created="2026-01-01T00:00:00+00:00",
+        model=PAIR,
+        parts=parts,
+    )
+    recovery = ShardRecovery(
+        shard, {before, after}, ALONE, EPOCH, manifest, partial(snapshot, job, shard)
+    )
+    try:
+        recovery.read(log)
+    finally:
+        log.close()
+    return recovery
+
+
+def snapshot(job: Shards, shard: int, shards: int) -> PartReader:
+    """The numbers of all, as one of so many reads them."""
+    frozen = [FrozenShard(EPOCH, 0, len(job.stores), store) for store in job.stores]
+    return ReshardReader(job.plan, frozen, needed_by(PartitionPlan(PAIR, shards), shard))
+
+
+@pytest.mark.parametrize(("shard", "before", "after"), [(0, 2, 1), (1, 2, 1), (0, 1, 2), (2, 3, 1)])
+def test_who_died_in_a_move_holds_what_it_held_before_it(
+    tmp_path: Path, shard: int, before: int, after: int
+) -> None:
+    recovery = moved(tmp_path, shard, before, after)
+
+    job = Shards(PAIR, before)
+    job.begin(VALUES)
+    assert recovery.frozen is not None
+    assert (recovery.frozen.epoch, recovery.frozen.index, recovery.frozen.shards) == (
+        EPOCH,
+        RESHARD,
+        before,
+    )
+    assert numbers(recovery.frozen.store) == numbers(job.stores[shard])
+    assert (recovery.shards, recovery.store, recovery.machine.moving) == (after, None, True)
+
+
+def test_with_the_snapshot_that_ends_a_move_it_is_over(tmp_path: Path) -> None:
+    recovery = moved(tmp_path, 0, 2, 1, of=CUT_AGAIN)
+
+    assert (recovery.shards, recovery.frozen, recovery.machine.moving) == (1, None, False)
+    assert recovery.store is not None
+    assert numbers(recovery.store) == [*VALUES["w"].tolist(), *VALUES["v"].tolist()]
+
+
+def test_who_has_no_place_in_that_snapshot_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(LogUnfitError, match="the job has moved to 1 servers"):
+        moved(tmp_path, 1, 2, 1, of=CUT_AGAIN)
+
+
+def test_a_log_that_goes_on_from_weights_which_no_snapshot_holds_is_refused(writer: Writer) -> None:
+    """So begins that of a standby which took over before there was a snapshot."""
+    writer.log.clear()
+    writer.log.begin(SegmentBase(1, writer.state(index=1, begun=True)), MODEL, ())
+
+    with pytest.raises(
+        LogUnfitError, match="it goes on from weights, and there is no snapshot of them"
+    ):
+        writer.read()

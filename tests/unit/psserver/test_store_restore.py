@@ -1,0 +1,212 @@
+"""Snapshots hold everything, and any number of shards can go on from them to the same bytes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pscommon.core.errors import SnapshotError
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.core.partition import PartitionPlan
+from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
+from psserver.parameters.store import ParameterStore
+from tests.support.stores import Shards, model, noise, one_thread  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROLES = ("trainable", "buffer", "frozen")
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"lr": 0.1}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    ("adam", {"lr": 1e-2}),
+    ("adam", {"lr": 1e-2, "amsgrad": True}),
+    ("adamw", {"lr": 1e-2}),
+    ("adagrad", {"lr": 1e-2, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    ("rmsprop", {"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-2}),
+    ("adadelta", {"lr": 0.5}),
+    ("adamax", {"lr": 1e-2}),
+    (
+        "nadam",
+        {"lr": 1e-2, "momentum_decay": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1},
+    ),
+    ("radam", {"lr": 1e-2, "betas": (0.9, 0.9)}),
+    ("rprop", {"lr": 1e-2}),
+    ("asgd", {"lr": 1e-2, "lambd": 0.1, "t0": 3.0}),
+    ("lion", {"lr": 1e-2}),
+]
+
+
+class Kept:
+    """A snapshot in memory: what the shards exported, by place on the tape."""
+
+    def __init__(self, job: Shards) -> None:
+        self._bytes: dict[str, dict[int, bytes]] = {}
+        self._steps = {
+            index: count for store in job.stores for index, count in store.steps().items()
+        }
+        self._scalars: dict[str, dict[int, float]] = {}
+        for store in job.stores:
+            for name, values in store.scalars().items():
+                known = self._scalars.setdefault(name, {})
+                assert all(known.get(index, value) == value for index, value in values.items())
+                known.update(values)
+        self._groups = groups_to_json(job.stores[0].groups())
+        for store in job.stores:
+            for key, tensor in store.export().items():
+                kind, _, start = key.partition("@")
+                assert tensor.dim() == 1
+                self._bytes.setdefault(kind, {})[int(start)] = (
+                    tensor.view(torch.uint8).numpy().tobytes()
+                )
+
+    def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
+        """One piece after the other, as far as they go."""
+        position = start
+        for at, data in sorted(self._bytes.get(kind, {}).items()):
+            if at <= position < at + len(data):
+                part = data[position - at : stop - at]
+                out[position - start : position - start + len(part)] = part
+                position += len(part)
+        return position == stop
+
+    def kinds(self) -> set[str]:
+        return set(self._bytes)
+
+    def steps(self) -> dict[int, int]:
+        return self._steps
+
+    def scalars(self) -> Scalars:
+        return scalars_from_json(scalars_to_json(self._scalars))
+
+    def groups_json(self) -> str:
+        return self._groups
+
+    def forget(self, kind: str) -> None:
+        del self._bytes[kind]
+
+
+def spec_for(name: str, group: Mapping[str, Any]) -> ModelSpec:
+    tensors: list[tuple[Any, ...]] = [
+        ((40, 3), "float32", 0),
+        ((), "float32", 1),
+        ((130,), "float32", 0),
+        ((7, 7), "float64", 1),
+        ((300,), "float32", 1),
+        ((0,), "float32", 0),
+        ((9,), "float32", "buffer"),
+        ((), "int64", "buffer"),
+        ((50,), "float32", "frozen"),
+    ]
+    return model(
+        *tensors, optimizer=OptimizerSettings(name, (group, {**group, "lr": group["lr"] / 2}))
+    )
+
+
+def advance(job: Shards, spec: ModelSpec, start: int, stop: int) -> None:
+    """Two workers; in some rounds tensors are absent, and one gets its first gradient late."""
+    for step in range(start, stop):
+        pushes = [
+            noise(spec, 10 * step + worker, roles=("trainable", "buffer")) for worker in range(2)
+        ]
+        for push in pushes:
+            if step < 6:
+                del push["t2"]
+            if step % 3 == 0:
+                del push["t4"]
+        groups = tuple({**group, "lr": group["lr"] * 0.95} for group in job.stores[0].groups())  # type: ignore[operator]
+        job.step(*pushes, samples=[1, 2], groups=groups)
+
+
+def restored(job: Shards, spec: ModelSpec, shards: int) -> Shards:
+    fresh = Shards(spec, shards)
+    for store in fresh.stores:
+        store.restore(Kept(job))
+    return fresh
+
+
+def equal(ours: Shards, theirs: Shards) -> bool:
+    weights, others = ours.weights(), theirs.weights()
+    return (
+        all(torch.equal(weights[name], others[name]) for name in weights)
+        and ours.steps() == theirs.steps()
+    )
+
+
+def contents(export: dict[str, Tensor]) -> dict[str, bytes]:
+    """Bytes, because padding may hold NaN."""
+    return {key: tensor.view(torch.uint8).numpy().tobytes() for key, tensor in export.items()}
+
+
+@pytest.mark.parametrize(("name", "group"), VARIANTS)
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (1, 2)])
+def test_a_restored_job_goes_on_to_the_same_bytes(
+    name: str, group: dict[str, Any], before: int, after: int
+) -> None:
+    spec = spec_for(name, group)
+    job = Shards(spec, before)
+    job.begin(noise(spec, 1, roles=ROLES))
+    advance(job, spec, 0, 5)
+    resumed = restored(job, spec, after)
+    at_once = equal(job, resumed)
+    advance(job, spec, 5, 12)
+    advance(resumed, spec, 5, 12)
+
+    assert at_once
+    assert equal(job, resumed)
+    assert job.stores[0].groups() == resumed.stores[0].groups()
+
+
+def test_a_job_can_be_restored_before_its_first_step() -> None:
+    spec = spec_for(*VARIANTS[1])
+    job = Shards(spec, 2)
+    job.begin(noise(spec, 1, roles=ROLES))
+    resumed = restored(job, spec, 3)
+    for each in (job, resumed):
+        advance(each, spec, 0, 3)
+
+    assert equal(job, resumed)
+
+
+def test_a_store_in_use_can_be_restored_and_forgets_what_it_was() -> None:
+    spec = spec_for(*VARIANTS[2])
+    job, other = Shards(spec, 1), Shards(spec, 1)
+    job.begin(noise(spec, 1, roles=ROLES))
+    advance(job, spec, 0, 4)
+    other.begin(noise(spec, 2, roles=ROLES))
+    advance(other, spec, 0, 9)
+    other.stores[0].restore(Kept(job))
+    for each in (job, other):
+        advance(each, spec, 4, 8)
+
+    assert equal(job, other)
+
+
+def test_missing_weights_are_an_error() -> None:
+    spec = spec_for(*VARIANTS[0])
+    job = Shards(spec, 1)
+    job.begin(noise(spec, 1, roles=ROLES))
+    kept = Kept(job)
+    kept.forget("weight")
+
+    with pytest.raises(SnapshotError, match="does not hold all weights"):
+        ParameterStore(PartitionPlan(spec, 2), 0).restore(kept)
+
+
+def test_an_export_is_a_copy_and_its_memory_is_used_again() -> None:
+    spec = spec_for(*VARIANTS[2])
+    job = Shards(spec, 1)
+    job.begin(noise(spec, 1, roles=ROLES))
+    advance(job, spec, 0, 2)
+    first = job.stores[0].export()
+    places = {key: tensor.data_ptr() for key, tensor in first.items()}
+    kept = contents(first)
+    advance(job, spec, 2, 4)
+    unchanged = contents(first) == kept
+    second = job.stores[0].export(first)
+
+    assert unchanged
+    assert {key.partition("@")[0] for key in second} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert {key: tensor.data_ptr() for key, tensor in second.items()} == places
+    assert contents(second) != kept

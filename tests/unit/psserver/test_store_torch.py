@@ -1,0 +1,269 @@
+"""Servers step exactly as one torch process would that averages the same gradients, however many
+shards there are.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pscommon.core.model_spec import ModelSpec, OptimizerSettings
+from pscommon.optim.specs import SUPPORTED, Groups, validate
+from pscommon.system.thread_team import ThreadTeam
+from tests.support.stores import Plain, Shards, model, noise, one_thread  # noqa: F401
+from tests.support.tiers import cases
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 100
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+SHAPES = [(), (1,), (3, 5), (17,), (33, 31), (0, 4), (64,), (257,), (7, 11, 13), (40,)]
+
+DEFAULT: dict[str, list[dict[str, Any]]] = {
+    "sgd": [{"lr": 0.05}],
+    "adam": [{"lr": 1e-3}],
+    "adamw": [{"lr": 1e-3}],
+    "adagrad": [{"lr": 1e-2}],
+    "rmsprop": [{"lr": 1e-3}],
+    "adadelta": [{"lr": 0.5}],
+    "adamax": [{"lr": 1e-3}],
+    "nadam": [{"lr": 1e-3}],
+    "radam": [{"lr": 1e-3}],
+    "rprop": [{"lr": 1e-3}],
+    "asgd": [{"lr": 1e-2}],
+    "lion": [{"lr": 1e-4}],
+}
+VARIANTS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("sgd", [{"lr": 0.05, "momentum": 0.9}]),
+    ("sgd", [{"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}]),
+    ("sgd", [{"lr": 0.05, "momentum": 0.8, "dampening": 0.3, "maximize": True}]),
+    (
+        "sgd",
+        [
+            {"lr": 0.05, "momentum": 0.9},
+            {"lr": 0.01},
+            {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.1},
+        ],
+    ),
+    ("adam", [{"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-2}]),
+    ("adam", [{"lr": 1e-3, "amsgrad": True}, {"lr": 2e-3, "maximize": True}]),
+    (
+        "adamw",
+        [{"lr": 1e-3, "weight_decay": 0.1, "amsgrad": True}, {"lr": 2e-3, "weight_decay": 0.0}],
+    ),
+    ("adagrad", [{"lr": 1e-2, "lr_decay": 1e-2, "weight_decay": 1e-2, "eps": 1e-8}]),
+    ("adagrad", [{"lr": 1e-2, "initial_accumulator_value": 0.5, "maximize": True}]),
+    ("rmsprop", [{"lr": 1e-3, "alpha": 0.9, "momentum": 0.9, "weight_decay": 1e-2}]),
+    (
+        "rmsprop",
+        [
+            {"lr": 1e-3, "centered": True, "eps": 1e-3},
+            {"lr": 5e-4, "momentum": 0.5, "maximize": True},
+        ],
+    ),
+    ("rmsprop", [{"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3}]),
+    (
+        "adadelta",
+        [{"lr": 0.5, "rho": 0.8, "eps": 1e-4, "weight_decay": 1e-2}, {"lr": 1.0, "maximize": True}],
+    ),
+    (
+        "adamax",
+        [
+            {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-2},
+            {"lr": 2e-3, "maximize": True},
+        ],
+    ),
+    (
+        "nadam",
+        [{"lr": 1e-3, "momentum_decay": 0.1, "weight_decay": 1e-2}, {"lr": 2e-3, "maximize": True}],
+    ),
+    (
+        "nadam",
+        [
+            {"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.1},
+            {"lr": 1e-3, "betas": (0.5, 0.9)},
+        ],
+    ),
+    (
+        "radam",
+        [{"lr": 1e-3, "betas": (0.9, 0.9), "weight_decay": 1e-2}, {"lr": 2e-3, "maximize": True}],
+    ),
+    (
+        "radam",
+        [
+            {"lr": 1e-3, "decoupled_weight_decay": True, "weight_decay": 0.1},
+            {"lr": 1e-3, "betas": (0.5, 0.8)},
+        ],
+    ),
+    (
+        "rprop",
+        [
+            {"lr": 1e-3, "etas": (0.7, 1.1), "step_sizes": (1e-4, 0.01)},
+            {"lr": 1e-2, "maximize": True},
+        ],
+    ),
+    (
+        "asgd",
+        [
+            {"lr": 1e-2, "lambd": 0.1, "alpha": 0.5, "t0": 20.0, "weight_decay": 1e-2},
+            {"maximize": True},
+        ],
+    ),
+    (
+        "lion",
+        [{"lr": 1e-4, "betas": (0.8, 0.95), "weight_decay": 0.1}, {"lr": 2e-4, "maximize": True}],
+    ),
+]
+CASES = [(name, groups, workers) for name, groups in DEFAULT.items() for workers in (1, 2, 3)]
+CASES += [(name, groups, 2) for name, groups in VARIANTS]
+
+
+def test_every_built_in_optimizer_has_a_case() -> None:
+    """A new entry of pscommon/optim needs one here, see docs/optimizers.md."""
+    built_in = {name for name, kind in SUPPORTED.items() if not kind.source}
+
+    assert built_in - DEFAULT.keys() == set(), "add its hyper-parameters to DEFAULT and VARIANTS"
+
+
+def mixed(
+    name: str, groups: list[dict[str, Any]], dtypes: tuple[str, ...] = ("float32", "float64")
+) -> ModelSpec:
+    """Awkward shapes of each dtype, dealt to the parameter groups in turn."""
+    tensors = [
+        (shape, dtype, place % len(groups))
+        for dtype in dtypes
+        for place, shape in enumerate(SHAPES)
+    ]
+    return model(*tensors, optimizer=OptimizerSettings(name, tuple(groups)))
+
+
+def scheduled(groups: Groups, step: int) -> Groups:
+    """What a scheduler makes of the groups: another learning rate at each step."""
+    return tuple({**group, "lr": group["lr"] * (0.5 + 0.05 * (step * 7 % 10))} for group in groups)
+
+
+def gradients(
+    weights: dict[str, Tensor], samples: list[dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
+    """Each worker's. They depend on the weights, as gradients do, so what goes wrong in one step
+    shows in the next.
+    """
+    return [
+        {name: weights[name].mul(0.1).add_(value) for name, value in sample.items()}
+        for sample in samples
+    ]
+
+
+def difference(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """The largest difference, relative to the largest value of its tensor."""
+    return max(
+        float((ours[name] - value).abs().max() / value.abs().max())
+        for name, value in plain.items()
+        if value.dtype is dtype and value.numel()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "workers"), cases(CASES, lambda name, groups, workers: workers == 2)
+)
+def test_a_hundred_steps_are_those_of_one_torch_process(
+    name: str, groups: list[dict[str, Any]], workers: int
+) -> None:
+    spec = mixed(name, groups)
+    start = noise(spec, seed=7)
+    kind = SUPPORTED[name]
+    plain = Plain(
+        kind.torch_class,
+        spec,
+        start,
+        **{key: groups[0].get(key, 0.0) for key in kind.constructor_only},
+    )
+    jobs = [Shards(spec, shards) for shards in (1, 2, 3)]
+    for job in jobs:
+        job.begin(start)
+    for step in range(STEPS):
+        now = scheduled(validate(spec.optimizer).groups, step)
+        samples = [noise(spec, 1000 * step + worker) for worker in range(workers)]
+        plain.step(*gradients(plain.weights, samples), groups=now)
+        for job in jobs:
+            job.step(*gradients(job.weights(), samples), groups=now)
+    results = [job.weights() for job in jobs]
+
+    for dtype, tolerance in TOLERANCE.items():
+        assert difference(results[0], plain.weights, dtype) <= tolerance
+    for other in results[1:]:
+        assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
+
+
+HALF_CHANGES = {
+    "radam": {"lr": 0.02},
+    "lion": {"lr": 0.02},
+    "nadam": {"lr": 5e-3, "betas": (0.9, 0.99)},
+}
+CENTERED = ("rmsprop", [{"lr": 1e-3, "centered": True, "momentum": 0.9, "eps": 1e-3}])
+HALF_VARIANTS = [(name, groups[0] | HALF_CHANGES.get(name, {})) for name, groups in DEFAULT.items()]
+HALF_VARIANTS += [
+    ("sgd", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    ("rmsprop", CENTERED[1][0]),
+]
+
+
+@pytest.mark.parametrize(("name", "group"), HALF_VARIANTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_weights_follow_a_double_precision_process(
+    name: str, group: dict[str, Any], dtype: str
+) -> None:
+    group = group | {"eps": 1e-3} if "eps" in SUPPORTED[name].defaults else group
+    spec = mixed(name, [group], (dtype,))
+    start = noise(spec, seed=7)
+    plain = Plain(
+        SUPPORTED[name].torch_class, spec, {name: value.double() for name, value in start.items()}
+    )
+    jobs = [Shards(spec, shards) for shards in (1, 2, 3)]
+    for job in jobs:
+        job.begin(start)
+    for step in range(10):
+        samples = [noise(spec, 1000 * step + worker) for worker in range(3)]
+        plain.step(
+            *({name: value.double() for name, value in sample.items()} for sample in samples)
+        )
+        for job in jobs:
+            job.step(*samples)
+    results = [job.weights() for job in jobs]
+
+    ours = {name: value.double() for name, value in results[0].items()}
+    assert (
+        difference(ours, plain.weights, torch.float64)
+        <= 10 * torch.finfo(getattr(torch, dtype)).eps
+    )
+    assert (
+        difference(ours, {name: value.double() for name, value in start.items()}, torch.float64)
+        > 1e-2
+    )
+    for other in results[1:]:
+        assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
+
+
+@pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), CENTERED])
+def test_the_number_of_threads_does_not_show(
+    name: str, groups: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pscommon.system.thread_team.PART_BYTES", 4096)
+    spec = model(
+        ((90_001,), "float32"),
+        ((70, 1001), "float64"),
+        ((5,), "float32"),
+        ((70_003,), "bfloat16"),
+        optimizer=OptimizerSettings(name, (groups[0],)),
+    )
+    results = []
+    for threads, shards in ((1, 1), (3, 1), (4, 1), (2, 3)):
+        job = Shards(spec, shards, ThreadTeam(threads))
+        job.begin(noise(spec, seed=7))
+        for step in range(3):
+            job.step(*(noise(spec, 10 * step + worker) for worker in range(3)), samples=[1, 2, 4])
+        results.append(job.weights())
+
+    for other in results[1:]:
+        assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)

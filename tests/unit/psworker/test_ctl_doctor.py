@@ -1,0 +1,170 @@
+"""doctor finds what is wrong with a machine and says what to do; a healthy one passes."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from psworker.ctl import checks
+from psworker.ctl import rpc_speed as loopback
+from psworker.ctl.cli import main
+from tests.support.ports import free_port
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "FRAMES", 4)
+    monkeypatch.setattr(loopback, "CALLS", 5)
+
+
+def test_a_healthy_machine_passes(tmp_path: Path, capsys: Output, quick: None) -> None:
+    code = main(
+        ["doctor", "--port", str(free_port()), "--data-dir", str(tmp_path), "--output", "json"]
+    )
+    findings = json.loads(capsys.readouterr().out)
+
+    assert code == 0
+    assert not [finding for finding in findings if finding["state"] == "problem"]
+    assert {
+        "python",
+        "packages",
+        "torch",
+        "devices",
+        "cores",
+        "memory",
+        "/dev/shm",
+        "loopback gRPC",
+    } <= {finding["check"] for finding in findings}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_problems_are_shown_with_what_to_do_and_give_exit_code_1(
+    tmp_path: Path, capsys: Output, quick: None
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        code = main(["doctor", "--port", str(taken), "--data-dir", str(tmp_path / "missing")])
+    text = capsys.readouterr().out
+
+    assert code == 1
+    assert f"port {taken}" in text
+    assert "Address already in use" in text
+    assert "stop its holder, or give servers another --bind" in text
+    assert "No such file or directory" in text
+
+
+def test_several_ports_are_checked(tmp_path: Path, capsys: Output, quick: None) -> None:
+    ports = [free_port(), free_port()]
+    flags = [word for port in ports for word in ("--port", str(port))]
+    assert main(["doctor", *flags, "--data-dir", str(tmp_path), "--output", "json"]) == 0
+
+    assert [f["check"] for f in json.loads(capsys.readouterr().out)][6:8] == [
+        f"port {port}" for port in ports
+    ]
+
+
+def test_the_data_directory_of_the_environment_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output, quick: None
+) -> None:
+    monkeypatch.setenv("PS_DATA_DIR", str(tmp_path))
+    main(["doctor", "--port", str(free_port())])
+
+    assert f"folder {tmp_path}" in capsys.readouterr().out
+
+
+def test_a_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    # what Docker gives a container
+    monkeypatch.setattr(
+        checks.shutil,
+        "disk_usage",
+        lambda path: checks.shutil._ntuple_diskusage(64 << 20, 0, 64 << 20),
+    )
+    finding = checks.shared_memory()
+
+    assert (finding.state, "shm-size" in finding.remedy) == ("warning", True)
+
+
+def test_a_missing_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    assert checks.shared_memory(tmp_path / "shm").state == "warning"
+
+
+def test_little_memory_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  4000000 kB\nMemAvailable:  500000 kB\nHugePages_Total:  0\n"
+    )
+    finding = checks.memory(tmp_path / "meminfo")
+
+    assert finding.state == "warning"
+    assert finding.text == "512 MB available of 4.1 GB"
+
+
+def test_unknown_memory_is_a_warning(tmp_path: Path) -> None:
+    assert checks.memory(tmp_path / "meminfo").state == "warning"
+
+
+def test_a_loopback_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "ECHO", "/not/there")
+    monkeypatch.setattr(loopback._Echo, "service", lambda self, details: None)
+    finding = checks.loopback()
+
+    assert finding.state == "problem"
+    assert finding.remedy
+
+
+def test_a_slow_loopback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loopback, "measure", lambda: loopback.RpcSpeed(6.0, 1000.0))
+
+    assert checks.loopback().state == "warning"
+
+
+def test_the_loopback_really_moves_bytes(quick: None) -> None:
+    speed = loopback.measure()
+
+    assert 0 < speed.round_trip < 1000
+    assert speed.rate > 1
+
+
+def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "PACKAGES", ("no-such-package-at-all",))
+    finding = checks.packages()
+
+    assert (finding.state, finding.text) == ("problem", "no-such-package-at-all is not installed")
+
+
+def test_a_torch_that_does_not_load_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(checks.sys.modules, "torch", None)
+
+    assert [checks.torch().state, checks.devices().state] == ["problem", "problem"]
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(index: int) -> str:
+        raise RuntimeError(
+            "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors "
+            "might be"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", busy)
+    finding = checks.devices()
+
+    assert (finding.state, finding.text.count("\n")) == ("problem", 0)
+    assert "busy or unavailable" in finding.text
+    assert "--device cpu" in finding.remedy
+
+
+def test_the_loopback_leaves_no_port_open(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[int] = []
+    bind = loopback._bind
+    monkeypatch.setattr(loopback, "_bind", lambda server: ports.append(bind(server)) or ports[0])
+    loopback.measure()
+
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", ports[0])) != 0

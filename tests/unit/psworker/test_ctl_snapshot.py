@@ -1,0 +1,196 @@
+"""`ps-ctl snapshot` offline: list, verify and export a data directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from pscommon.snapshot import SnapshotDirectory
+from psworker.ctl.cli import main
+from tests.support.snapshot_cases import TINY, manifest_of, save_tiny, tape_of, write_part
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    for version in (1, 2):
+        save_tiny(SnapshotDirectory(tmp_path / "data"), version, shards=2)
+    return tmp_path / "data"
+
+
+def damage(data_dir: Path, version: int) -> Path:
+    part = next(SnapshotDirectory(data_dir).path(version).glob("shard-1-*"))
+    raw = bytearray(part.read_bytes())
+    raw[100] ^= 4
+    part.write_bytes(raw)
+    return part
+
+
+def exported(file: Path) -> bytes:
+    return bytes(safetensors.torch.load_file(file)["w"].numpy().tobytes())
+
+
+def expected(version: int) -> bytes:
+    return tape_of(TINY, version)[: TINY.tensors[0].nbytes].tobytes()
+
+
+def test_list_shows_what_is_there(data_dir: Path, capsys: Output) -> None:
+    (SnapshotDirectory(data_dir).path(1) / "MANIFEST.json").write_text("{}")
+    assert main(["snapshot", "list", str(data_dir), "--output", "json"]) == 0
+    damaged, whole = json.loads(capsys.readouterr().out)
+
+    assert (damaged["version"], damaged["state"]) == (1, "damaged")
+    assert (whole["version"], whole["state"], whole["job"], whole["shards"]) == (
+        2,
+        "complete",
+        "job-1",
+        2,
+    )
+    assert whole["nbytes"] > 2400
+    assert main(["snapshot", "list", str(data_dir)]) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+def test_sound_snapshots_are_verified(data_dir: Path, capsys: Output) -> None:
+    assert main(["snapshot", "verify", str(data_dir)]) == 0
+    assert capsys.readouterr().out.count(" sound ") == 2
+
+
+def test_a_damaged_snapshot_is_named_with_the_file_and_exit_code_12(
+    data_dir: Path, capsys: Output
+) -> None:
+    part = damage(data_dir, 2)
+
+    assert main(["snapshot", "verify", str(data_dir)]) == 12
+    assert f"{part}: damaged" in capsys.readouterr().out
+    assert main(["snapshot", "verify", str(data_dir), "--output", "json"]) == 12
+    assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["sound", "damaged"]
+    assert main(["snapshot", "verify", str(data_dir), "--version", "1"]) == 0
+
+
+def test_a_version_that_is_not_there_does_not_verify(data_dir: Path, capsys: Output) -> None:
+    assert main(["snapshot", "verify", str(data_dir), "--version", "9"]) == 12
+    assert "MANIFEST.json is missing" in capsys.readouterr().out
+
+
+def test_parts_on_other_disks_are_told(tmp_path: Path, capsys: Output) -> None:
+    disks = [SnapshotDirectory(tmp_path / "0"), SnapshotDirectory(tmp_path / "1")]
+    parts = tuple(
+        write_part(disk, 5, TINY, shard, 2, {"weight": tape_of(TINY, 5)})
+        for shard, disk in enumerate(disks)
+    )
+    disks[0].commit(manifest_of(5, TINY, parts))
+
+    assert main(["snapshot", "verify", str(tmp_path / "0")]) == 0
+    assert "1 of 2 parts elsewhere" in capsys.readouterr().out
+    assert main(["snapshot", "export", str(tmp_path / "0"), str(tmp_path / "x")]) == 12
+    assert f"{parts[1].file} is missing in {disks[0].path(5)}" in capsys.readouterr().err
+
+
+def test_export_writes_the_newest(data_dir: Path, tmp_path: Path, capsys: Output) -> None:
+    assert (
+        main(
+            [
+                "snapshot",
+                "export",
+                str(data_dir),
+                str(tmp_path / "m.safetensors"),
+                "--output",
+                "json",
+            ]
+        )
+        == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+
+    assert exported(tmp_path / "m.safetensors") == expected(2)
+    assert document == {
+        "version": 2,
+        "file": str(tmp_path / "m.safetensors"),
+        "nbytes": (tmp_path / "m.safetensors").stat().st_size,
+    }
+
+
+def test_export_skips_a_damaged_one_loudly(data_dir: Path, tmp_path: Path, capsys: Output) -> None:
+    part = damage(data_dir, 2)
+
+    assert main(["snapshot", "export", str(data_dir), str(tmp_path / "m.safetensors")]) == 0
+    assert f"skipped a damaged snapshot: {part}" in capsys.readouterr().err
+    assert exported(tmp_path / "m.safetensors") == expected(1)
+
+
+def test_export_of_a_version_takes_that_one_or_none(
+    data_dir: Path, tmp_path: Path, capsys: Output
+) -> None:
+    target = tmp_path / "m.safetensors"
+    assert main(["snapshot", "export", str(data_dir), str(target), "--version", "1"]) == 0
+    assert exported(target) == expected(1)
+    damage(data_dir, 2)
+    assert main(["snapshot", "export", str(data_dir), str(target), "--version", "2"]) == 12
+    assert "damaged" in capsys.readouterr().err
+    assert exported(target) == expected(1)
+
+
+def test_export_with_nothing_valid_is_exit_code_12(
+    data_dir: Path, tmp_path: Path, capsys: Output
+) -> None:
+    damage(data_dir, 1)
+    damage(data_dir, 2)
+
+    assert main(["snapshot", "export", str(data_dir), str(tmp_path / "m.safetensors")]) == 12
+    assert "none of the snapshots in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_folder_without_snapshots_says_which_folder_is_meant(
+    tmp_path: Path, capsys: Output, command: str
+) -> None:
+    assert main(["snapshot", command, str(tmp_path)]) == 12
+    assert (
+        f"no snapshots in {tmp_path}: DIR is what the servers got as --data-dir"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_path_that_list_prints_is_accepted_in_place_of_the_data_directory(
+    data_dir: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data_dir.parent)
+    assert main(["snapshot", "list", data_dir.name, "--output", "json"]) == 0
+    paths = [row["path"] for row in json.loads(capsys.readouterr().out)]
+    monkeypatch.chdir("/")
+    target = tmp_path / "m.safetensors"
+
+    for version, path in enumerate(paths, start=1):
+        assert main(["snapshot", "verify", path, "--output", "json"]) == 0
+        assert [row["version"] for row in json.loads(capsys.readouterr().out)] == [version]
+        assert main(["snapshot", "list", path, "--output", "json"]) == 0
+        assert [row["version"] for row in json.loads(capsys.readouterr().out)] == [version]
+        assert main(["snapshot", "export", path, str(target)]) == 0
+        assert capsys.readouterr().out.startswith(f"version  {version}")
+        assert exported(target) == expected(version)
+
+
+def test_a_path_of_one_snapshot_and_another_version_exclude_each_other(
+    data_dir: Path, tmp_path: Path, capsys: Output
+) -> None:
+    path = data_dir / "snapshots" / "000000000001"
+
+    assert main(["snapshot", "verify", str(path), "--version", "2"]) == 2
+    assert "DIR is the snapshot of version 1, --version says 2" in capsys.readouterr().err
+
+
+def test_a_folder_of_a_snapshot_that_is_none_has_no_snapshots(
+    data_dir: Path, capsys: Output
+) -> None:
+    (data_dir / "snapshots" / "000000000007").mkdir()
+
+    assert main(["snapshot", "verify", str(data_dir / "snapshots" / "000000000007")]) == 12
+    assert "a path of `snapshot list`" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_bad_usage(tmp_path: Path, capsys: Output) -> None:
+    assert main(["snapshot", "verify", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Tables of what servers tell, of a version that tells less or more than ours."""
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from psworker.ctl import views
+from psworker.ctl.cli import main
+from psworker.ctl.output import Table
+from tests.support.ctl_servers import STATUS, Cluster, serving
+
+TOLD = {
+    **STATUS,
+    "candidates": [{"shard": 2, "shards": 3, "address": "10.0.0.2:50051"}],
+    "servers": [
+        {**server, "standby": "b:1", "standby_state": "in sync", "standby_behind": 3}
+        for server in STATUS["servers"]
+    ],
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in the document."""
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, inner in pairs:
+        if isinstance(key, str):
+            yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def changed(path: tuple[Any, ...], change: str) -> dict[str, Any]:
+    document = copy.deepcopy(TOLD)
+    inner: Any = document
+    for key in path[:-1]:
+        inner = inner[key]
+    if change == "null":
+        inner[path[-1]] = None
+    else:
+        del inner[path[-1]]
+    return document
+
+
+def all_tables(document: dict[str, Any]) -> list[Table]:
+    return [
+        *views.status(document),
+        views.workers(document),
+        views.snapshots(views.rows(document, "snapshots")),
+    ]
+
+
+@pytest.mark.parametrize("change", ["null", "absent"])
+@pytest.mark.parametrize("path", list(places(TOLD)), ids=lambda path: ".".join(map(str, path)))
+def test_what_is_not_there_stays_empty(path: tuple[Any, ...], change: str) -> None:
+    cells = [
+        str(cell)
+        for table in all_tables(changed(path, change))
+        for row in table.rows
+        for cell in row
+        if cell is not None
+    ]
+
+    assert not [cell for cell in cells if "None" in cell]
+
+
+def test_what_is_new_changes_nothing() -> None:
+    new = copy.deepcopy(TOLD)
+    for row in (
+        new,
+        *new["servers"],
+        *new["workers"],
+        *new["data"],
+        *new["snapshots"],
+        *new["candidates"],
+        new["model"],
+    ):
+        row["weather"] = {"fine": True}
+
+    assert all_tables(new) == all_tables(TOLD)
+
+
+@pytest.mark.parametrize("status", [{}, dict.fromkeys(STATUS)], ids=["nothing", "only null"])
+@pytest.mark.parametrize("command", ["status", "workers", "plan", "snapshot list"])
+def test_commands_bear_a_server_that_tells_nothing(
+    command: str, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(Cluster(status=status)) as cluster:
+        for output in ("table", "json"):
+            assert main(["--ps", cluster.address, *command.split(), "--output", output]) == 0
+    assert "None" not in capsys.readouterr().out
+
+
+def test_json_is_what_the_servers_said_whatever_a_table_would_make_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    odd = {**STATUS, "pushes": [1, 2], "metrics": "none yet", "seconds": "long"}
+    with serving(Cluster(status=odd)) as cluster:
+        assert main(["--ps", cluster.address, "status", "--output", "json"]) == 0
+
+    assert json.loads(capsys.readouterr().out) == odd

@@ -1,0 +1,243 @@
+"""Steps of a model on a GPU wait for all that they need, whatever the GPU's timing: checked
+without one.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pscommon.core.partition import ByteRange
+from psworker.job import Job
+from psworker.model.flat_buffer import CopyEvent, CudaBuffer
+from psworker.optim import overlapped_step as overlap
+from tests.support.cuda_order import Disorder, OrderedClient, fake_gpu
+from tests.support.late_client import values
+from tests.support.overlap_cases import (
+    MODELS,
+    STEPS,
+    Make,
+    Step,
+    adam,
+    normed,
+    perceptron,
+    seeded,
+    usual,
+)
+
+Values = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
+
+
+def trained(
+    make: Make, step: Step, quick: bool, tape: type[CudaBuffer] = CudaBuffer, overlaps: bool = True
+) -> Values:
+    model = seeded(make)
+    with fake_gpu(quick, tape) as order:
+        optimizer = Job(OrderedClient(order)).optimizer(adam(model), model, overlap=overlaps)
+        for number in range(4):
+            step(model, optimizer, number)
+        return values(model)
+
+
+def plain(make: Make, step: Step) -> Values:
+    model = seeded(make)
+    optimizer = adam(model)
+    for number in range(4):
+        step(model, optimizer, number)
+    return values(model)
+
+
+def assert_same(found: Values, expected: Values) -> None:
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
+@pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_every_model_s_steps_are_in_order(make: Make, overlaps: bool, quick: bool) -> None:
+    assert_same(trained(make, usual, quick, overlaps=overlaps), plain(make, usual))
+
+
+@pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_every_kind_of_step_is_in_order(step: Step, overlaps: bool) -> None:
+    assert_same(trained(normed, step, False, overlaps=overlaps), plain(normed, step))
+
+
+class Async(OrderedClient):
+    policy = "async"
+
+
+@pytest.mark.parametrize("make", [normed, perceptron])
+@pytest.mark.parametrize("step", [usual, STEPS["accumulated"], STEPS["evaluated"]])
+def test_steps_of_a_pipeline_are_in_order(make: Make, step: Step) -> None:
+    model = seeded(make)
+    with fake_gpu(quick=False) as order:
+        client = Async(order)
+        optimizer = Job(client).optimizer(adam(model), model, pipeline=True)
+        for number in range(4):
+            step(model, optimizer, number)
+        optimizer.wait()
+
+    assert client.version == 4
+
+
+def test_frozen_tensors_take_no_room_for_gradients_on_a_gpu() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1000))
+    with fake_gpu(quick=False) as order:
+        optimizer = Job(OrderedClient(order)).optimizer(
+            torch.optim.SGD(model[0].parameters(), lr=0.1), model
+        )
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        gradients, weights = (
+            order.nbytes(f"{name} on the GPU") for name in ("gradients", "weights")
+        )
+
+    assert gradients < 200
+    assert weights > 20_000
+
+
+class Counting(nn.Module):
+    """Changes a buffer, which others have too, whenever it is called."""
+
+    def __init__(self, seen: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().abs().mean()
+        out: Tensor = torch.tanh(self.layer(x)) + self.seen
+        return out
+
+
+def counting() -> nn.Module:
+    seen = torch.zeros(())
+    return nn.Sequential(Counting(seen), Counting(seen), nn.Linear(4, 2))
+
+
+def test_what_the_first_module_makes_of_a_buffer_stays_when_the_second_is_called() -> None:
+    assert_same(trained(counting, usual, False), plain(counting, usual))
+
+
+def test_weights_that_one_stream_has_waited_for_are_waited_for_by_the_next() -> None:
+    """As in plain torch it is enough that a stream waits for the script's own after step()."""
+
+    class Sided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lent, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    model = Sided()
+    with fake_gpu(quick=False) as order:
+        side = order.another_stream()
+
+        def forward(x: Tensor) -> Tensor:
+            side.wait_stream(order.stream)
+            first = model.first(x)
+            with order.on(side):
+                second = x @ model.lent.weight
+            order.stream.wait_stream(side)
+            out: Tensor = model.last(first + second)
+            return out
+
+        optimizer = Job(OrderedClient(order)).optimizer(adam(model), model, overlap=True)
+        for _ in range(3):
+            forward(torch.ones(8, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# ---- that what is wrong would be found -----------------------------------------------------------
+
+
+class Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Waits for nothing."""
+
+
+class ComputesBeforeWeightsCome(CudaBuffer):
+    def from_host(self, spans: Sequence[ByteRange]) -> None:
+        for start, stop in spans:
+            self._pinned[start:stop].copy_(self.host[start:stop])
+        self._taken = self._copy(self.near, self._pinned, spans)
+
+
+class LeavesBeforeItIsMade(CudaBuffer):
+    def _copy(self, into: Tensor, out_of: Tensor, spans: Sequence[ByteRange]) -> CopyEvent:
+        with torch.cuda.stream(self._stream):
+            for start, stop in spans:
+                into[start:stop].copy_(out_of[start:stop], non_blocking=True)
+        return self._stream.record_event()
+
+
+class SendsWhatHasNotArrived(CudaBuffer):
+    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
+        self._copy(self._pinned, self.near, spans)
+        for start, stop in spans:
+            self.host[start:stop].copy_(self._pinned[start:stop])
+        return Done()
+
+
+class GoesPastPinnedMemory(CudaBuffer):
+    def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
+        for start, stop in spans:
+            self.host[start:stop].copy_(self.near[start:stop])
+        return Done()
+
+
+@pytest.mark.parametrize(
+    ("tape", "fault"),
+    [
+        (
+            ComputesBeforeWeightsCome,
+            "weights on the GPU: .* by the script's stream does not wait for aten::copy_",
+        ),
+        (
+            LeavesBeforeItIsMade,
+            "on the GPU: aten::copy_ .* by stream . does not wait for .* by the script's stream",
+        ),
+        (
+            SendsWhatHasNotArrived,
+            "pinned .*: aten::copy_ .* by the host does not wait for aten::copy_ .* by stream",
+        ),
+        (GoesPastPinnedMemory, "between a GPU and memory that is not pinned"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+@pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
+def test_a_wait_that_is_missing_is_found(
+    tape: type[CudaBuffer], fault: str, overlaps: bool
+) -> None:
+    with pytest.raises(AssertionError, match=fault):
+        trained(perceptron, usual, False, tape, overlaps)
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_pinned_memory_is_written_again_when_the_gpu_has_taken_it(rests: bool) -> None:
+    with fake_gpu(quick=False) as order:
+        tape = CudaBuffer(memoryview(bytearray(64)), torch.device("cpu"))
+        order.watch("pinned", "pinned", tape._pinned)
+        order.watch("near", "device", tape.near)
+        tape.from_host([ByteRange(0, 64)])
+        if rests:
+            tape.rest()
+
+        with (
+            nullcontext()
+            if rests
+            else pytest.raises(Disorder, match=r"pinned: .* by the host does not wait for")
+        ):
+            tape.from_host([ByteRange(0, 64)])

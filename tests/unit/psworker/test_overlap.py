@@ -1,0 +1,351 @@
+"""With overlap a job gives the very weights that plain torch gives, however late the network is.
+
+The client of these tests fills weights with NaN until they are waited for, and takes gradients
+as they are when they leave: so a wait or a second sending that is forgotten shows.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pscommon.core.errors import NonFiniteError, UnreachableError
+from psworker.core.results import PushResult
+from psworker.job import Job
+from psworker.optim import overlapped_step as overlap
+from tests.support.late_client import LateClient, values
+from tests.support.overlap_cases import (
+    MODELS,
+    STEPS,
+    Make,
+    Step,
+    accumulated,
+    adam,
+    assert_equal,
+    backward,
+    batch,
+    both,
+    normed,
+    perceptron,
+    seeded,
+    usual,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_weights_are_those_of_plain_torch(make: Make, step: Step) -> None:
+    """Compared at the end only: looking in between would wait for everything."""
+    plain, mine, client = both(make)
+
+    for model, optimizer in (plain, mine):
+        for number in range(7):
+            step(model, optimizer, number)
+
+    assert_equal(plain[0], mine[0])
+    assert client.version == 7
+
+
+def bytes_sent(client: LateClient) -> list[int]:
+    """By push; what goes twice counts twice."""
+    return [sum(stop - start for start, stop in spans) for spans in client.sent]
+
+
+def test_gradients_leave_during_backward_last_layers_first() -> None:
+    _, (model, optimizer), client = both(perceptron)
+    backward(model, 0)
+    left = client.sent[0].copy()
+    optimizer.step()
+
+    assert left == sorted(left, reverse=True)
+    assert len(left) > 2
+    assert bytes_sent(client)[0] == client.plan.section("trainable").nbytes
+    assert client.sent[0] == left, "nothing had to go twice"
+
+
+def test_accumulated_gradients_leave_once_when_the_last_has_come() -> None:
+    _, (model, optimizer), client = both(perceptron)
+
+    for number in range(3):
+        accumulated(model, optimizer, number)
+
+    whole = client.plan.section("trainable").nbytes
+    assert bytes_sent(client) == [2 * whole, whole, whole]
+
+
+def test_what_is_clipped_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "PATIENCE", 2)
+    _, (model, optimizer), client = both(perceptron)
+    left = []
+
+    for number in range(5):
+        backward(model, number)
+        left.append(bool(client.open))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert left == [True, False, False, True, False]
+
+
+def test_a_branch_that_is_not_used_holds_up_nobody() -> None:
+    _, (model, optimizer), client = both(perceptron)
+    model[0].requires_grad_(False)
+
+    for number in range(2):
+        usual(model, optimizer, number)
+    backward(model, 2)
+
+    assert client.sent[2], "what trains has left during backward"
+
+
+def test_each_module_waits_for_its_own_weights_only() -> None:
+    _, (model, optimizer), client = both(perceptron)
+    missing: list[int] = []
+
+    def look(*_: Any) -> None:
+        missing.append(client.open.missing if client.open else 0)
+
+    usual(model, optimizer, 0)
+    for layer in (model[0], model[2], model[4]):
+        layer.register_forward_pre_hook(look)
+    usual(model, optimizer, 1)
+    model(batch(2)[0])
+
+    assert missing[3] > missing[4] > missing[5] == 0
+
+
+def test_a_module_that_nobody_called_is_waited_for_first() -> None:
+    """It may be used without being called."""
+    _, (model, optimizer), client = both(perceptron)
+    for _ in range(2):
+        model[4](torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model[4](torch.randn(3, 6))
+
+    assert model[0].weight.isfinite().all()
+    assert client.open is None
+
+
+class Lending(nn.Module):
+    """Calls a module, leaves it out, and then uses its weight without a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lent, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 1:
+            x = self.lent(x)
+        elif self.calls > 2:
+            x = x @ self.lent.weight
+        out: Tensor = self.last(x)
+        return out
+
+
+def test_a_module_that_is_no_longer_called_may_be_used_without_a_call() -> None:
+    plain, mine, _ = both(Lending)
+
+    for model, optimizer in (plain, mine):
+        for number in range(4):
+            usual(model, optimizer, number)
+
+    assert_equal(plain[0], mine[0])
+
+
+class Short(nn.Module):
+    """Reads a part's weight itself when it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(x) if self.training else x @ self.part.weight.T
+        return out
+
+
+def test_evaluation_may_take_short_cuts_past_modules() -> None:
+    _, (model, optimizer), _ = both(Short)
+    usual(model, optimizer, 0)
+    model.eval()
+
+    with torch.no_grad():
+        assert model(batch(1)[0]).isfinite().all()
+
+
+def test_state_of_a_part_is_there_when_asked_for() -> None:
+    plain, mine, _ = both(normed)
+
+    for model, optimizer in (plain, mine):
+        usual(model, optimizer, 0)
+    states = [copy.deepcopy(model[1].state_dict()) for model, _ in (plain, mine)]
+
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_loading_weights_is_not_undone_by_those_that_arrive() -> None:
+    _, (model, optimizer), _ = both(perceptron)
+    saved = values(model)
+
+    usual(model, optimizer, 0)
+    model.load_state_dict(saved)
+
+    assert all(torch.equal(value, saved[name]) for name, value in values(model).items())
+
+
+def test_waiting_by_hand() -> None:
+    plain, (model, optimizer), client = both(perceptron)
+    kept = model[0].weight
+    usual(*plain, 0)
+    usual(model, optimizer, 0)
+    assert kept.isnan().any(), "the test's client is not late"
+
+    optimizer.wait()
+
+    assert torch.equal(kept, plain[0][0].weight)
+    assert client.open is None
+
+
+def test_a_copy_of_the_model_is_a_model_of_its_own(tmp_path: Any) -> None:
+    _, (model, optimizer), client = both(normed)
+    usual(model, optimizer, 0)
+    optimizer.wait()
+
+    twin = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model")
+    usual(model, optimizer, 1)
+    twin(batch(0)[0]).sum().backward()
+
+    assert client.open is not None, "the copy has waited for weights, or sent gradients"
+    assert twin.state_dict()["0.weight"].isfinite().all()
+
+
+def test_a_pull_in_between_drops_nothing() -> None:
+    plain, mine, client = both(perceptron)
+
+    for model, optimizer in (plain, mine):
+        usual(model, optimizer, 0)
+        backward(model, 1)
+        if model is mine[0]:
+            optimizer.pull()
+        optimizer.step()
+        optimizer.zero_grad()
+        usual(model, optimizer, 2)
+
+    assert_equal(plain[0], mine[0])
+    assert client.version == 3
+
+
+def test_a_step_that_is_left_out_leaves_its_gradients_to_the_next() -> None:
+    plain, mine, client = both(perceptron)
+
+    for model, optimizer in (plain, mine):
+        for number in range(4):
+            backward(model, number)
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    assert_equal(plain[0], mine[0])
+    assert client.version == 3
+
+
+def test_an_error_of_arriving_weights_is_raised_where_they_are_missed() -> None:
+    _, (model, optimizer), client = both(perceptron)
+    usual(model, optimizer, 0)
+    client.broken = True
+
+    with pytest.raises(UnreachableError, match="the server is gone"):
+        model(batch(1)[0])
+
+    assert client.open is None
+
+
+class Failing(LateClient):
+    """The decision on the first push is not heard of."""
+
+    def exchange(self, **call: Any) -> PushResult:
+        if call["gradients"] is not None and len(self.sent) == 1:
+            raise UnreachableError("no answer")
+        return super().exchange(**call)
+
+
+def test_a_step_that_failed_can_be_repeated() -> None:
+    plain, client = (seeded(perceptron)), Failing()
+    model = seeded(perceptron)
+    optimizer = Job(client).optimizer(adam(model), model, overlap=True)
+    backward(model, 0)
+
+    with pytest.raises(UnreachableError, match="no answer"):
+        optimizer.step()
+    optimizer.step()
+    usual(plain, adam(plain), 0)
+
+    assert_equal(plain, model)
+    assert client.version == 1
+
+
+def test_not_a_number_is_told_and_changes_nothing() -> None:
+    _, (model, optimizer), client = both(perceptron)
+    before = values(model)
+    backward(model, 0)
+    assert model[4].bias.grad is not None
+    model[4].bias.grad[0] = float("nan")
+
+    with pytest.raises(NonFiniteError, match=r"4\.bias"):
+        optimizer.step()
+
+    assert client.version == 0
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+@pytest.mark.parametrize("reason", ["", "the script failed"])
+def test_the_model_is_the_script_s_after_the_end(reason: str) -> None:
+    plain, (twin, client) = (seeded(perceptron)), (seeded(perceptron), LateClient())
+    job = Job(client)
+    optimizer = job.optimizer(adam(twin), twin, overlap=True)
+    usual(plain, adam(plain), 0)
+    usual(twin, optimizer, 0)
+    if reason:
+        job.wait()
+    job.close(reason)
+    backward(twin, 1)
+    backward(plain, 1)
+
+    assert len(client.sent) == 1, "backward after the end has sent something"
+    assert_equal(plain, twin)
+
+
+@pytest.mark.parametrize(
+    ("told", "choice", "overlaps"),
+    [
+        ("", None, False),
+        ("off", None, False),
+        ("on", None, True),
+        ("true", None, True),
+        ("on", False, False),
+        ("", True, True),
+    ],
+)
+def test_the_script_decides_or_leaves_it_to_the_operator(
+    monkeypatch: pytest.MonkeyPatch, told: str, choice: bool | None, overlaps: bool
+) -> None:
+    monkeypatch.setenv("PS_OVERLAP", told)
+    _, (model, optimizer), client = both(perceptron, overlap=choice)
+
+    usual(model, optimizer, 0)
+
+    assert bool(client.sent) == overlaps

@@ -1,0 +1,344 @@
+"""In a pipeline one push is on its way while the next gradient is computed, and nothing is lost
+or counted twice.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.errors import InvalidRequestError, NonFiniteError, UnreachableError
+from psworker.client.local_client import LocalClient
+from psworker.core.results import Lease, PushResult
+from psworker.job import Job
+from tests.support.late_client import values
+
+DEADLINE = 30.0
+
+
+class Held(LocalClient):
+    """An async job. A push waits for `go`; entered: set while one does. ends: how pushes end
+    other than applied.
+    """
+
+    policy = "async"
+
+    def __init__(self, *ends: PushResult | Exception | None) -> None:
+        super().__init__()
+        self.go, self.entered = threading.Event(), threading.Event()
+        self.go.set()
+        self.ends = list(ends)
+        self.pushes: list[dict[str, Any]] = []
+
+    def exchange(self, **call: Any) -> PushResult:
+        if call["gradients"] is None:
+            return super().exchange(**call)
+        self.entered.set()
+        assert self.go.wait(DEADLINE)
+        self.pushes.append(call | {"gradients": bytes(call["gradients"])})
+        end = self.ends.pop(0) if self.ends else None
+        if isinstance(end, Exception):
+            raise end
+        if end is not None:
+            super().exchange(gradients=None, weights=call["weights"])
+            return end
+        return super().exchange(**call)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def started(client: LocalClient) -> tuple[Job, nn.Sequential, Any]:
+    job, model = Job(client), net()
+    return job, model, job.optimizer(sgd(model), model, pipeline=True)
+
+
+def backward(model: nn.Module, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+    F.mse_loss(model(x), y).backward()
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    backward(model, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def delayed(steps: int) -> dict[str, Tensor]:
+    """Plain torch, but each gradient is of weights that lack the step before. Buffers are those
+    of plain torch.
+    """
+    model, seen = net(), net()
+    optimizer = sgd(model)
+    for number in range(steps):
+        backward(seen, number)
+        pushed = {name: buffer.clone() for name, buffer in seen.named_buffers()}
+        if number:
+            seen.load_state_dict(dict(model.named_parameters()), strict=False)
+        for mine, theirs in zip(model.parameters(), seen.parameters(), strict=True):
+            mine.grad, theirs.grad = theirs.grad, None
+        for name, buffer in model.named_buffers():
+            buffer.copy_(pushed[name])
+        optimizer.step()
+    return values(model)
+
+
+def test_each_gradient_is_one_step_late_and_none_is_lost() -> None:
+    _, model, optimizer = started(Held())
+
+    for number in range(6):
+        step(model, optimizer, number)
+    optimizer.wait()
+
+    expected = delayed(6)
+    assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
+
+
+class Crowded(Held):
+    """Another worker's push changes the running mean right after each of this one."""
+
+    def exchange(self, **call: Any) -> PushResult:
+        result = super().exchange(**call)
+        if call["gradients"] is not None and call["weights"] is not None:
+            names = [spec.name for spec in self.plan.spec.tensors]
+            extent = self.plan.extent(names.index("1.running_mean"))
+            torch.frombuffer(call["weights"], dtype=torch.uint8)[extent.start : extent.stop].view(
+                torch.float32
+            ).fill_(7)
+        return result
+
+
+def test_a_buffer_that_others_have_changed_is_taken_over_and_the_rest_goes_on() -> None:
+    _, model, optimizer = started(Crowded())
+    plain = net()
+
+    for number in range(3):
+        step(model, optimizer, number)
+        backward(plain, number)
+
+    assert (model[1].running_mean == 7).all()
+    assert model[1].num_batches_tracked == plain[1].num_batches_tracked == 3
+    optimizer.wait()
+    assert (model[1].running_mean == 7).all()
+    assert model[1].num_batches_tracked == 3
+
+
+def test_a_step_returns_while_its_push_is_on_its_way() -> None:
+    client = Held()
+    job, model, optimizer = started(client)
+    before = values(model)
+    client.go.clear()
+
+    backward(model, 0)
+    optimizer.step()
+
+    assert client.entered.wait(DEADLINE)
+    assert job.last is None
+    assert torch.equal(model[0].weight, before["0.weight"])
+    client.go.set()
+    job.wait()
+    assert job.last is not None
+    assert not torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_in_a_job_that_is_set_to_sync_later_each_step_ends_at_once() -> None:
+    client = Held()
+    job, model, optimizer = started(client)
+    step(model, optimizer, 0)
+    client.policy = "sync"
+
+    for number in range(1, 4):
+        step(model, optimizer, number)
+        assert job.last is not None
+        assert job.last.version == client.version == number + 1
+
+    assert [push["base"] for push in client.pushes] == [0, 0, 2, 3]
+
+
+def test_staleness_is_counted_from_what_the_gradient_was_computed_on() -> None:
+    client = Held()
+    job, model, optimizer = started(client)
+
+    for number in range(4):
+        step(model, optimizer, number)
+    job.pull()
+    step(model, optimizer, 4)
+    job.wait()
+
+    assert [push["base"] for push in client.pushes] == [0, 0, 1, 2, 4]
+
+
+def test_looking_at_the_state_brings_the_last_step() -> None:
+    client = Held()
+    _, model, optimizer = started(client)
+
+    step(model, optimizer, 0)
+    state = model[0].state_dict()
+    step(model, optimizer, 1)
+    saved = optimizer.state_dict()
+
+    assert client.version == 2
+    assert torch.equal(state["weight"], model[0].weight)
+    assert saved["paramserver"]["version"] == 2
+
+
+def test_hyper_parameters_travel_with_every_push() -> None:
+    """How the last one ended, and so whether its groups counted, is not known when the next one
+    is made.
+    """
+    client = Held()
+    _, model, optimizer = started(client)
+
+    for number, lr in enumerate((0.1, 0.3, 0.1)):
+        optimizer.param_groups[0]["lr"] = lr
+        step(model, optimizer, number)
+    optimizer.wait()
+
+    assert len(client.pushes) == 3
+    for push, lr in zip(client.pushes, (0.1, 0.3, 0.1), strict=True):
+        assert f'"lr": {lr}' in push["groups_json"]
+
+
+NAN = PushResult("rejected", 0, 0, "NON_FINITE: tensor 0.bias")
+STALE = PushResult("stale", 7, staleness=4)
+
+ENDS: dict[str, Callable[[Job, nn.Module, Any], object]] = {
+    "the next step": lambda job, model, optimizer: step(model, optimizer, 1),
+    "wait": lambda job, model, optimizer: job.wait(),
+    "pull": lambda job, model, optimizer: job.pull(),
+    "state_dict": lambda job, model, optimizer: model.state_dict(),
+    "close": lambda job, model, optimizer: job.close(),
+    "with": lambda job, model, optimizer: job.__exit__(None, None, None),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_rejected_push_is_told_at_the_first_occasion(
+    end: Callable[[Job, nn.Module, Any], object],
+) -> None:
+    job, model, optimizer = started(Held(NAN))
+    step(model, optimizer, 0)
+
+    with pytest.raises(NonFiniteError, match=r"tensor 0\.bias"):
+        end(job, model, optimizer)
+
+
+def test_leaving_for_a_reason_waits_for_nothing() -> None:
+    client = Held()
+    job, model, optimizer = started(client)
+    client.go.clear()
+    step(model, optimizer, 0)
+
+    with pytest.raises(ZeroDivisionError), job:
+        _ = 1 / 0
+    client.go.set()
+
+
+def test_a_push_that_fails_on_its_way_goes_again_and_counts_once() -> None:
+    client = Held(UnreachableError("no answer"))
+    _, model, optimizer = started(client)
+    step(model, optimizer, 0)
+    backward(model, 1)
+
+    with pytest.raises(UnreachableError, match="no answer"):
+        optimizer.step()
+    optimizer.step()
+    optimizer.wait()
+
+    expected = delayed(2)
+    assert client.pushes[0] == client.pushes[1]
+    assert client.version == 2
+    assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
+
+
+class Idle(Held):
+    """Nobody gets data to wait for while this worker's own batches are undecided: that would be
+    waiting for itself.
+    """
+
+    def __init__(self, *ends: PushResult | None) -> None:
+        super().__init__(*ends)
+        self.returned: list[int] = []
+
+    def next_batches(
+        self, loop: LoopSpec, count: int = 1, idle: bool = False, first_open: int | None = None
+    ) -> Lease:
+        lease = super().next_batches(loop, count, idle, first_open)
+        assert not (lease.end and idle) or len(self.pushes) == loop.total + len(self.returned)
+        return lease if idle or lease.numbers else Lease()
+
+    def return_batches(self, batches: Any) -> None:
+        self.returned += [batch.number for batch in batches]
+        super().return_batches(batches)
+
+
+def test_the_loop_ends_with_every_batch_counted(caplog: pytest.LogCaptureFixture) -> None:
+    client = Idle(None, None, STALE)
+    job, model, optimizer = started(client)
+    seen = 0
+
+    with caplog.at_level(logging.WARNING, logger="psworker"):
+        for batch in job.batches(torch.ones(12, 4), 4, shuffle=False):
+            model(batch + torch.randn_like(batch)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
+
+    assert (seen, client.returned, client.version) == (4, [2], 3)
+    assert (job.stats.steps, job.stats.stale) == (4, 1)
+    assert "stale by 4 versions; its 1 batches went back" in caplog.text
+
+
+def test_samples_and_batches_go_with_their_own_gradient() -> None:
+    client = Held()
+    job, model, optimizer = started(client)
+
+    for number, batch in enumerate(job.batches(torch.randn(11, 4), 4, shuffle=False)):
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert job.stats.steps == number + 1
+
+    assert [
+        (push["samples"], [key.number for key in push["batches"]]) for push in client.pushes
+    ] == [
+        (4, [0]),
+        (4, [1]),
+        (3, [2]),
+    ]
+
+
+class Sync(LocalClient):
+    policy = "sync"
+
+
+def test_where_it_makes_no_sense_it_is_refused() -> None:
+    model = net()
+
+    with pytest.raises(InvalidRequestError, match="needs policy async or ssp"):
+        Job(Sync()).optimizer(sgd(model), model, pipeline=True)
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        Job(Held()).optimizer(sgd(model), model, pipeline=True, overlap=True)
+
+
+def test_alone_each_step_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PS_OVERLAP", "on")
+    job, model, optimizer = started(LocalClient())
+
+    step(model, optimizer, 0)
+
+    assert job.last is not None
+    assert job.last.status == "applied"
