@@ -5,14 +5,14 @@ of --save.
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pscommon.core.errors import NotSavedError, PSError
 from pscommon.system.small_files import write_whole
+from psserver.coordinator.server_registry import ServerRegistry
+from psserver.coordinator.snapshot_jobs import SnapshotScheduler
+from psserver.durability.snapshots import SnapshotManager
+from psserver.shard.engine import ShardEngine
 from psserver.shard.final_weights import write_final_weights
-
-if TYPE_CHECKING:
-    from psserver.coordinator.service import CoordinatorService
 
 NOT_SAVED_FILE = "PS_NOT_SAVED_FILE"
 """Where shard 0 tells ps-run why the final weights are not on the disk; empty where they are.
@@ -21,28 +21,46 @@ The exit code does not tell where a signal has ended the server."""
 log = logging.getLogger("psserver")
 
 
-def save_final_state(hub: "CoordinatorService") -> str:
-    """Write it; return why something is missing, or nothing. A job without weights has nothing
-    to save.
+def save_final_state(
+    job: str,
+    save: Path | None,
+    engine: ShardEngine,
+    registry: ServerRegistry,
+    scheduler: SnapshotScheduler,
+    snapshots: SnapshotManager,
+    lost_data_dir: str,
+) -> str:
+    """Write the last snapshot and the file of --save. A job without weights has neither.
+
+    Args:
+        save: The file for the final weights; None: none is wanted.
+        lost_data_dir: Why this server continues without its data directory; empty otherwise.
+
+    Returns:
+        Why something is not saved; empty if everything is.
     """
-    coordinator = hub.snapshots.coordinator
+    coordinator = scheduler.coordinator
     if not coordinator.begun or coordinator.model is None:
         return ""
-    missing = hub.fleet.missing
-    problems = [hub.lost_data_dir]
-    if hub.archive.enabled:
+    missing = registry.missing
+    problems = [lost_data_dir]
+    if snapshots.enabled:
         problems.append(
-            _kept(hub, f"a shard is missing: {missing}" if missing else hub.snapshots.last())
+            _last_snapshot_problem(
+                scheduler,
+                snapshots,
+                f"a shard is missing: {missing}" if missing else scheduler.last(),
+            )
         )
-    if hub.config.save is not None and missing:
-        problems.append(f"--save {hub.config.save}: a shard is missing: {missing}")
-    elif hub.config.save is not None:
+    if save is not None and missing:
+        problems.append(f"--save {save}: a shard is missing: {missing}")
+    elif save is not None:
         try:
-            addresses = hub.fleet.addresses
-            write_final_weights(hub.engine, addresses, hub.job, coordinator.model, hub.config.save)
+            addresses = registry.addresses
+            write_final_weights(engine, addresses, job, coordinator.model, save)
             log.info(
                 "weights written",
-                extra={"file": str(hub.config.save), "version": hub.engine.version},
+                extra={"file": str(save), "version": engine.version},
             )
         except NotSavedError as error:
             problems.append(str(error))
@@ -55,22 +73,26 @@ def save_final_state(hub: "CoordinatorService") -> str:
     return text
 
 
-def _kept(hub: "CoordinatorService", problem: str) -> str:
-    """problem: why there is no last snapshot; empty where there is one. Nothing is lost where
-    logs hold the rest.
+def _last_snapshot_problem(
+    scheduler: SnapshotScheduler, snapshots: SnapshotManager, problem: str
+) -> str:
+    """Return what is lost without a last snapshot; empty if the logs hold all updates.
+
+    Args:
+        problem: Why there is no last snapshot; empty if there is one.
     """
     if not problem:
         return ""
-    if hub.snapshots.is_logged:
+    if scheduler.is_logged:
         log.warning("no last snapshot; the log holds all updates", extra={"problem": problem})
         return ""
-    newest = hub.archive.newest_version
+    newest = snapshots.newest_version
     held = (
         f"the newest snapshot is of version {newest}"
         if newest is not None
         else "there is no snapshot"
     )
-    return f"version {hub.version} is not saved, and {held}: {problem}"
+    return f"version {scheduler.coordinator.version} is not saved, and {held}: {problem}"
 
 
 def conclude(failure: PSError | None, not_saved: str, code: int) -> int:

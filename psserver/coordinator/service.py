@@ -28,7 +28,7 @@ from psserver.coordinator.server_registry import (
     ShardUpdate,
 )
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.coordinator.status import describe, statistics
+from psserver.coordinator.status import JobView, describe, statistics
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.data.data_ledger import DataLedger
 from psserver.core.job.admission import check_switch, is_full
@@ -462,7 +462,15 @@ class CoordinatorService:
         try:
             if self.over:
                 self._desk.farewell()
-            self.not_saved = save_final_state(self)
+            self.not_saved = save_final_state(
+                self.job,
+                self.config.save,
+                self.engine,
+                self.fleet,
+                self.snapshots,
+                self.archive,
+                self.lost_data_dir,
+            )
         finally:
             self.stopped.set()
             with self._desk.changed:
@@ -487,6 +495,15 @@ class CoordinatorService:
 
     def status(self) -> dict[str, Any]:
         """What GetStatus answers (see psserver/coordinator/status.py)."""
-        snapshots = list(self.archive.listing())
+        listing = list(self.archive.listing())
         with self._desk.changed:
-            return describe(self, self._coordinator, snapshots, time.monotonic(), self._began)
+            view = JobView(
+                self.job,
+                self.config,
+                self.fleet,
+                self.archive,
+                self.progress,
+                self.waiting_for,
+                self.stop_reason,
+            )
+            return describe(view, self._coordinator, listing, time.monotonic(), self._began)

@@ -4,66 +4,92 @@ the README.
 
 import os
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
+from pscommon.core.partition import PartitionPlan
+from psserver.coordinator.server_registry import ServerRegistry
 from psserver.core.commands.recorder import HUNG
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.workers.membership import Member, WorkerState
 from psserver.durability.record_sink import StandbyLink
+from psserver.durability.snapshots import SnapshotManager
+from psserver.monitoring.pass_progress import PassProgress
 from psserver.monitoring.worker_monitor import health
 from psserver.process.config import ServerConfig
 from psserver.shard.engine import ShardEngine
 
-if TYPE_CHECKING:
-    from psserver.coordinator.service import CoordinatorService
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """What the status shows beside the coordinator's machine.
+
+    Attributes:
+        job: Name of the job.
+        waiting_for: What the job waits for, in words; empty if it waits for nothing.
+        stop_reason: Why this server stops; None while it runs.
+    """
+
+    job: str
+    config: ServerConfig
+    registry: ServerRegistry
+    snapshots: SnapshotManager
+    progress: PassProgress
+    waiting_for: str
+    stop_reason: str | None
 
 
 def describe(
-    hub: "CoordinatorService",
+    view: JobView,
     coordinator: CoordinatorMachine,
-    snapshots: list[dict[str, Any]],
+    listing: list[dict[str, Any]],
     now: float,
     began: float,
 ) -> dict[str, Any]:
-    """Called with the coordinator at rest."""
-    policy, archive = coordinator.policy, hub.archive
+    """Return the status. The caller holds the executor's lock.
+
+    Args:
+        listing: The snapshots on disk.
+        now: Monotonic time, in seconds.
+        began: Monotonic time at which this server started, in seconds.
+    """
+    policy, snapshots = coordinator.policy, view.snapshots
     return {
-        "job": hub.job,
+        "job": view.job,
         "policy": policy.name,
         "staleness": policy.bound if policy.name == "ssp" else None,
         "max_staleness": policy.max_staleness,
-        "state": state(hub, coordinator),
+        "state": state(view, coordinator),
         "version": coordinator.version,
         "steps": coordinator.counts["applied"],
         "samples": coordinator.samples,
-        "resumed": archive.resumed,
+        "resumed": snapshots.resumed,
         "seconds": round(now - began, 3),
-        "waiting_for": hub.waiting_for,
+        "waiting_for": view.waiting_for,
         "min_workers": coordinator.min_workers,
         "backup_workers": policy.backup,
-        **settings(hub.config),
-        "settings": in_force(hub, coordinator),
-        "servers": servers(hub),
-        "candidates": candidates(hub),
-        "moving_to": hub.fleet.shards if coordinator.move is not None else None,
+        **settings(view.config),
+        "settings": in_force(view, coordinator),
+        "servers": servers(view.registry),
+        "candidates": candidates(view.registry),
+        "moving_to": view.registry.shards if coordinator.move is not None else None,
         "workers": workers(coordinator, now),
-        "progress": hub.progress.describe(coordinator, now),
+        "progress": view.progress.describe(coordinator, now),
         "data": data(coordinator),
-        "snapshots": snapshots,
-        "snapshot_age_seconds": round(time.time() - archive.newest_time, 3)
-        if archive.newest_time
+        "snapshots": listing,
+        "snapshot_age_seconds": round(time.time() - snapshots.newest_time, 3)
+        if snapshots.newest_time
         else None,
-        "snapshot_problem": archive.problem,
+        "snapshot_problem": snapshots.problem,
         "pushes": coordinator.counts
-        | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in hub.fleet)},
+        | {"duplicate": sum(int(s.stats.get("duplicates", 0)) for s in view.registry)},
         "metrics": {
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
-        "model": model(hub, coordinator),
+        "model": model(coordinator),
         "finished": coordinator.roster.finished,
     }
 
@@ -96,14 +122,14 @@ NOT_OF_THE_JOB = (
 """Settings of one process, which differ from server to server."""
 
 
-def in_force(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
+def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
     """The job's settings as `ps-ctl config` shows them: those of shard 0, and the policy that a
     command set.
     """
     name, staleness, max_staleness, _ = coordinator.policy_args()
     chosen = {"policy": name, "staleness": staleness, "max_staleness": max_staleness}
-    given = {field.name: _plain(getattr(hub.config, field.name)) for field in fields(hub.config)}
-    known = {"job": hub.job, "shards": coordinator.shards}
+    given = {field.name: _plain(getattr(view.config, field.name)) for field in fields(view.config)}
+    known = {"job": view.job, "shards": coordinator.shards}
     rows = {
         **{key: value for key, value in given.items() if key not in NOT_OF_THE_JOB},
         **known,
@@ -125,10 +151,10 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def state(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> str:
-    if hub.stop_reason is not None:
+def state(view: JobView, coordinator: CoordinatorMachine) -> str:
+    if view.stop_reason is not None:
         return "stopping"
-    if not all(server.connected for server in hub.fleet):
+    if not all(server.connected for server in view.registry):
         return "waiting for servers"
     if not coordinator.begun:
         return "waiting for a model"
@@ -137,7 +163,7 @@ def state(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> str:
     return "running" if coordinator.started else "waiting for workers"
 
 
-def servers(hub: "CoordinatorService") -> list[dict[str, Any]]:
+def servers(registry: ServerRegistry) -> list[dict[str, Any]]:
     return [
         {
             "shard": s.shard,
@@ -146,15 +172,15 @@ def servers(hub: "CoordinatorService") -> list[dict[str, Any]]:
             "term": s.term,
             **s.stats,
         }
-        for s in hub.fleet
+        for s in registry
     ]
 
 
-def candidates(hub: "CoordinatorService") -> list[dict[str, Any]]:
+def candidates(registry: ServerRegistry) -> list[dict[str, Any]]:
     """Servers that wait for ps-ctl reshard."""
     return [
         {"shard": shard, "shards": shards, "address": server.address}
-        for (shard, shards), server in sorted(hub.fleet.candidates.items())
+        for (shard, shards), server in sorted(registry.candidates.items())
     ]
 
 
@@ -235,7 +261,7 @@ def _extent(spec: LoopSpec | StreamSpec, committed: int) -> dict[str, Any]:
     return {"size": spec.size, "total": spec.total, "epoch": epoch}
 
 
-def model(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> dict[str, Any] | None:
+def model(coordinator: CoordinatorMachine) -> dict[str, Any] | None:
     spec = coordinator.model
     if spec is None:
         return None
@@ -243,6 +269,6 @@ def model(hub: "CoordinatorService", coordinator: CoordinatorMachine) -> dict[st
         "tensors": len(spec.tensors),
         "parameters": sum(t.size for t in spec.tensors),
         "bytes": sum(t.nbytes for t in spec.tensors),
-        "plan_digest": hub.plan.digest,
+        "plan_digest": PartitionPlan(spec, coordinator.shards).digest,
         "optimizer": spec.optimizer.name,
     }
