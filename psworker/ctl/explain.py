@@ -1,4 +1,4 @@
-"""What an exit code or the reason of an error means, and what to do."""
+"""`ps-ctl explain`: meaning and remedy of an exit code or an error reason."""
 
 import inspect
 import signal
@@ -12,33 +12,33 @@ from psworker.ctl.output import Table
 from psworker.launch.outcome import signal_name
 from psworker.session.drain import DrainedError
 
-# what travels, and what only a worker itself says
+# REASONS plus the one reason that is never transmitted
 ERRORS = REASONS | {
     "DRAINED": ReasonRow(
-        DrainedError, "CANCELLED", False, "this worker was asked to leave, or the job is over"
+        DrainedError, "CANCELLED", False, "the worker was asked to leave, or the job has ended"
     )
 }
 
-# reasons of a PushResult that are no errors: meaning and what to do
+# reasons of a PushResult that are not errors: meaning and remedy
 OUTCOMES = {
     "STALE": (
-        "the policy found a push too old: more than --max-staleness versions, or its round was "
-        "closed without it",
-        "nothing, training goes on; if it is frequent, raise --max-staleness or look for why this "
+        "a push was too old: older than --max-staleness versions, or its round was closed",
+        "nothing, training continues; if frequent, raise --max-staleness or find out why this "
         "worker is slow",
     )
 }
 
-SIGNALLED = (
-    "find who sent it: of SIGKILL for want of memory `dmesg` tells; SIGSEGV, SIGBUS and SIGABRT "
-    "are crashes of "
-    "native code, which the log may name"
+SIGNAL_REMEDY = (
+    "find the sender of the signal: `dmesg` reports SIGKILL after memory exhaustion; "
+    "SIGSEGV, SIGBUS and SIGABRT are crashes of native code, see the log"
 )
 
 
 def explanation(word: str) -> dict[str, Any]:
-    """By exit code ("12") or reason ("NO_SNAPSHOT", in any case). click.BadParameter for what is
-    neither.
+    """Explain an exit code ("12") or a reason ("NO_SNAPSHOT", in any case).
+
+    Raises:
+        click.BadParameter: the word is neither.
     """
     word = word.strip()
     if word.isdecimal():
@@ -47,6 +47,7 @@ def explanation(word: str) -> dict[str, Any]:
 
 
 def table(document: dict[str, Any]) -> Table:
+    """Return an explanation as a table."""
     rows = [
         (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value)
         for name, value in document.items()
@@ -59,11 +60,11 @@ def _of_code(code: int) -> dict[str, Any]:
     if code in EXPLANATIONS:
         meaning, remedy = EXPLANATIONS[ExitCode(code)]
     elif code - 128 in signal.valid_signals():
-        meaning, remedy = f"ended by {signal_name(code - 128)} (128 + {code - 128})", SIGNALLED
+        meaning, remedy = f"ended by {signal_name(code - 128)} (128 + {code - 128})", SIGNAL_REMEDY
     else:
         known = ", ".join(str(int(exit)) for exit in ExitCode)
         raise click.BadParameter(
-            f"{code} is no exit code of these commands; they are {known}, and 128 + n for signal n"
+            f"unknown exit code {code}: they are {known}, and 128 + n for signal n"
         )
     reasons = [reason for reason, row in ERRORS.items() if row.error.exit_code == code]
     return {"exit_code": code, "meaning": meaning, "what_to_do": remedy, "reasons": reasons}
@@ -75,9 +76,7 @@ def _of_reason(reason: str) -> dict[str, Any]:
         return {"reason": reason, "meaning": meaning, "what_to_do": remedy}
     if reason not in ERRORS:
         known = ", ".join([*ERRORS, *OUTCOMES])
-        raise click.BadParameter(
-            f"{reason} is neither an exit code nor a reason; reasons are {known}"
-        )
+        raise click.BadParameter(f"unknown exit code or reason {reason}: reasons are {known}")
     row = ERRORS[reason]
     code = ExitCode(row.error.exit_code)
     return {

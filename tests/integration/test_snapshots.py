@@ -346,7 +346,7 @@ def test_pushes_of_before_a_restart_do_not_count_again(cluster: Make, tmp_path: 
     first.stop()
     again = cluster(1, data_dir=tmp_path, bind=sleeper.addresses[0])
 
-    with pytest.raises(Exception, match="is out of the job"), sleeper:
+    with pytest.raises(Exception, match="is no longer a member of the job"), sleeper:
         sleeper.push({name: np.ones_like(array) for name, array in sleeper.weights.items()})
 
     assert counted(weights_of(again.address)) == 4

@@ -381,7 +381,7 @@ class FakeServer(CoordinatorServiceServicer):
         if job and job != self.cluster.job:
             raise MismatchError(f"this is job {self.cluster.job}, not {job}", "JOB_MISMATCH")
         if worker in self.cluster.fenced:
-            raise FencedError(f"worker {worker} is out of the job: its lease ended")
+            raise FencedError(f"worker {worker} is no longer a member of the job: its lease ended")
 
     # ---- the coordinator -------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
-"""Every way to fail that a user can meet: one exception class per remedy, one row per reason."""
+"""Error catalogue: one exception class per remedy, one row per reason."""
 
 from typing import ClassVar, NamedTuple
 
 
 class PSError(Exception):
-    """Base of all errors of this system. `reason` is stable and machine-readable, the text is
-    for people.
+    """Base class of all errors of this system.
+
+    Attributes:
+        reason: stable, machine-readable code; the message is for people.
     """
 
     exit_code: ClassVar[int] = 1
@@ -17,7 +19,7 @@ class PSError(Exception):
 
 
 class InvalidRequestError(PSError):
-    """The call itself is wrong: unknown tensor, shape, dtype, setting. Change the call;
+    """The request is invalid: unknown tensor, wrong shape, dtype or setting. Correct the request;
     repeating it cannot help.
     """
 
@@ -25,17 +27,17 @@ class InvalidRequestError(PSError):
 
 
 class UnsupportedOptimizerError(InvalidRequestError):
-    """The servers cannot run this optimizer; the message lists those they can."""
+    """The servers do not support this optimizer; the message lists the supported ones."""
 
 
 class TakenError(PSError):
-    """A port, data directory or shard belongs to somebody else."""
+    """Another process uses this port, data directory or shard."""
 
     exit_code = 10
 
 
 class MismatchError(PSError):
-    """Two sides disagree on shard, job, model, optimizer or data; the message shows the
+    """Two processes disagree on shard, job, model, optimizer or data; the message shows the
     difference.
     """
 
@@ -43,27 +45,25 @@ class MismatchError(PSError):
 
 
 class FencedError(PSError):
-    """The job went on without this worker (its lease ended, or the servers went back to a
-    snapshot).
+    """The worker is no longer a member of the job: its lease expired, or the servers rolled back
+    to a snapshot.
 
-    Connect again, or start the worker again, to come back as new.
+    Connect again or restart the worker; it joins as a new worker.
     """
 
     exit_code = 20
 
 
 class QuarantinedError(FencedError):
-    """Too many of this worker's gradients in a row were bad; the message names them. Starting it
-    again cannot help.
+    """The worker sent too many bad gradients in a row; the message names them. A restart does not
+    help.
     """
 
     exit_code = 14
 
 
 class SnapshotError(PSError):
-    """No snapshot could be loaded, or one is damaged; the message names the file and what is
-    wrong with it.
-    """
+    """No snapshot could be loaded, or one is damaged; the message names the file and the damage."""
 
     exit_code = 12
 
@@ -81,15 +81,15 @@ class NotSavedError(PSError):
 
 
 class NonFiniteError(PSError):
-    """A gradient holds NaN or Inf, or is far too large. Nothing was changed; the message names
-    the worker.
+    """A gradient contains NaN or Inf, or its norm is too large. The weights are unchanged; the
+    message names the worker.
     """
 
     exit_code = 14
 
 
 class UnreachableError(PSError):
-    """No answer from a server before the deadline. Start it or check the address, then try
+    """A server did not answer before the deadline. Start it or correct the address, then try
     again.
     """
 
@@ -97,38 +97,43 @@ class UnreachableError(PSError):
 
 
 class LayoutError(PSError):
-    """The model lies on another number of servers by now. Nothing was taken; find them, then
-    send it again.
+    """The number of shards has changed. The request had no effect; discover the servers and send
+    it again.
     """
 
     exit_code = 20
 
 
 class InFlightError(PSError):
-    """A server has no room for a push now (--in-flight). Nothing was taken; the push may be sent
-    again in a while.
+    """A server has no memory for this push (--in-flight). The request had no effect; send it
+    again later.
     """
 
     exit_code = 20
 
 
 class WaitTimeoutError(UnreachableError):
-    """Everybody answers, but what was waited for did not happen in time; the message names whom
-    it waited for.
+    """All servers answer, but the awaited event did not happen in time; the message names what is
+    missing.
     """
 
 
 class TooFewWorkersError(PSError):
-    """The job did not get its --min-workers in time, or has lost one under --on-worker-loss
-    abort.
+    """The job has fewer workers than required: --min-workers did not join in time, or one was lost
+    under --on-worker-loss abort.
     """
 
     exit_code = 21
 
 
 class ReasonRow(NamedTuple):
-    """How a reason travels: exception class, canonical gRPC status, and whether the same call
-    may succeed later.
+    """How a reason is transmitted.
+
+    Attributes:
+        error: exception class.
+        status: canonical gRPC status.
+        retryable: whether the same request may succeed later.
+        meaning: explanation for people.
     """
 
     error: type[PSError]
@@ -138,54 +143,68 @@ class ReasonRow(NamedTuple):
 
 
 REASONS: dict[str, ReasonRow] = {
-    "INTERNAL": ReasonRow(
-        PSError, "INTERNAL", False, "a bug of this system; please report the log"
-    ),
+    "INTERNAL": ReasonRow(PSError, "INTERNAL", False, "bug in this system; report it with the log"),
     "INVALID_REQUEST": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "the call does not fit the job"
+        InvalidRequestError, "INVALID_ARGUMENT", False, "the request does not fit the job"
     ),
     "OUT_OF_RANGE": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "a number or size is outside its bounds"
+        InvalidRequestError, "INVALID_ARGUMENT", False, "a number or size is out of range"
     ),
     "UNKNOWN_TENSOR": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "the model has no such tensor"
+        InvalidRequestError, "INVALID_ARGUMENT", False, "the model has no tensor with this name"
     ),
     "WRONG_SHAPE": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "another shape than registered"
+        InvalidRequestError,
+        "INVALID_ARGUMENT",
+        False,
+        "the shape differs from the registered shape",
     ),
     "WRONG_DTYPE": ReasonRow(
-        InvalidRequestError, "INVALID_ARGUMENT", False, "another dtype than registered"
+        InvalidRequestError,
+        "INVALID_ARGUMENT",
+        False,
+        "the dtype differs from the registered dtype",
     ),
     "UNSUPPORTED_OPTIMIZER": ReasonRow(
-        UnsupportedOptimizerError, "INVALID_ARGUMENT", False, "use one of the listed ones"
+        UnsupportedOptimizerError,
+        "INVALID_ARGUMENT",
+        False,
+        "the servers do not support this optimizer; use one of those listed",
     ),
     "TAKEN": ReasonRow(
-        TakenError, "ALREADY_EXISTS", False, "choose another port or directory, or stop its holder"
+        TakenError,
+        "ALREADY_EXISTS",
+        False,
+        "another process uses this port or directory; choose another one or stop that process",
     ),
     "SHARD_TAKEN": ReasonRow(
-        MismatchError, "ALREADY_EXISTS", False, "another server already is this shard"
+        MismatchError, "ALREADY_EXISTS", False, "another server already serves this shard"
     ),
     "SHARD_MISMATCH": ReasonRow(
         MismatchError,
         "FAILED_PRECONDITION",
         False,
-        "not one complete set of servers: give all the same N in --shard I/N, and each I once",
+        "the servers are not one complete set; start each shard I once, "
+        "with the same N in --shard I/N",
     ),
     "JOB_MISMATCH": ReasonRow(
-        MismatchError, "FAILED_PRECONDITION", False, "another job: by --job, or a --data-dir's"
+        MismatchError,
+        "FAILED_PRECONDITION",
+        False,
+        "the job name does not match; compare --job and the job stored in --data-dir",
     ),
     "MODEL_MISMATCH": ReasonRow(
         MismatchError,
         "FAILED_PRECONDITION",
         False,
-        "workers, and a resumed job, train the same model",
+        "the models differ; all workers and a resumed job must train the same model",
     ),
     "LOOP_MISMATCH": ReasonRow(
         MismatchError,
         "FAILED_PRECONDITION",
         False,
-        "workers, and a resumed job, go through the same data; only the last loop can get more "
-        "epochs",
+        "the data loops differ; workers and a resumed job must use the same data; "
+        "only the last loop may get more epochs",
     ),
     "FORMAT": ReasonRow(
         FormatError,
@@ -197,16 +216,16 @@ REASONS: dict[str, ReasonRow] = {
         FencedError,
         "FAILED_PRECONDITION",
         False,
-        "the job went on without this worker; start it again",
+        "the worker is no longer a member of the job; restart it",
     ),
     "QUARANTINED": ReasonRow(
         QuarantinedError,
         "FAILED_PRECONDITION",
         False,
-        "too many bad gradients in a row; look at its data and device",
+        "the worker sent too many bad gradients in a row; check its data and device",
     ),
     "NO_SNAPSHOT": ReasonRow(
-        SnapshotError, "FAILED_PRECONDITION", False, "no valid snapshot where one was asked for"
+        SnapshotError, "FAILED_PRECONDITION", False, "there is no valid snapshot to load"
     ),
     "NOT_SAVED": ReasonRow(
         NotSavedError,
@@ -215,39 +234,45 @@ REASONS: dict[str, ReasonRow] = {
         "the final weights are in no snapshot, log or file",
     ),
     "NON_FINITE": ReasonRow(
-        NonFiniteError, "FAILED_PRECONDITION", False, "NaN or Inf in a gradient"
+        NonFiniteError, "FAILED_PRECONDITION", False, "a gradient contains NaN or Inf"
     ),
     "OUTLIER": ReasonRow(
-        NonFiniteError, "FAILED_PRECONDITION", False, "a gradient's norm is above --max-norm"
+        NonFiniteError, "FAILED_PRECONDITION", False, "the norm of a gradient is above --max-norm"
     ),
     "UNREACHABLE": ReasonRow(UnreachableError, "UNAVAILABLE", True, "a server does not answer"),
     "NOT_READY": ReasonRow(
-        UnreachableError, "UNAVAILABLE", True, "the server is still starting; try again"
+        UnreachableError, "UNAVAILABLE", True, "the server is starting; try again"
     ),
     "NOT_ATTACHED": ReasonRow(
-        UnreachableError, "UNAVAILABLE", True, "the server lost this worker's shared memory"
+        UnreachableError, "UNAVAILABLE", True, "the server lost the worker's shared memory"
     ),
     "NOT_PRIMARY": ReasonRow(
-        UnreachableError, "UNAVAILABLE", True, "another server is primary of this shard"
+        UnreachableError, "UNAVAILABLE", True, "another server is the primary of this shard"
     ),
     "NOT_IN_SYNC": ReasonRow(
-        MismatchError, "FAILED_PRECONDITION", True, "the standby lacks what its primary has told"
+        MismatchError, "FAILED_PRECONDITION", True, "the standby is behind its primary"
     ),
     "DEPOSED": ReasonRow(
-        TakenError, "ALREADY_EXISTS", False, "another server has become primary of this shard"
+        TakenError, "ALREADY_EXISTS", False, "another server has become the primary of this shard"
     ),
     "LAYOUT": ReasonRow(
-        LayoutError, "FAILED_PRECONDITION", True, "the job has another number of servers by now"
+        LayoutError, "FAILED_PRECONDITION", True, "the number of shards has changed"
     ),
     "STOPPING": ReasonRow(UnreachableError, "UNAVAILABLE", True, "the server is stopping"),
     "WAIT_TIMEOUT": ReasonRow(
-        WaitTimeoutError, "DEADLINE_EXCEEDED", True, "somebody else is late; the message says who"
+        WaitTimeoutError,
+        "DEADLINE_EXCEEDED",
+        True,
+        "an awaited event did not happen in time; the message names what is missing",
     ),
     "IN_FLIGHT": ReasonRow(
-        InFlightError, "RESOURCE_EXHAUSTED", True, "the server's --in-flight bytes are taken"
+        InFlightError,
+        "RESOURCE_EXHAUSTED",
+        True,
+        "the server's --in-flight memory is in use; try again later",
     ),
     "TOO_FEW_WORKERS": ReasonRow(
-        TooFewWorkersError, "FAILED_PRECONDITION", True, "start more workers"
+        TooFewWorkersError, "FAILED_PRECONDITION", True, "the job has too few workers; start more"
     ),
 }
 
@@ -257,18 +282,16 @@ for _reason, _row in REASONS.items():
 
 
 def error_for(reason: str, message: str) -> PSError:
-    """The exception that a reason on the wire stands for; an unknown reason is a bug of the
-    other side.
-    """
+    """Return the exception for a reason received from a peer; an unknown reason is INTERNAL."""
     row = REASONS.get(reason, REASONS["INTERNAL"])
     return row.error(message, reason)
 
 
 QUARANTINED = "QUARANTINED"
-"""How the reason begins for which a worker is out, where it must not come back."""
+"""Prefix of a fence reason that forbids the worker to rejoin."""
 
 
 def out_of_the_job(worker: int, why: str) -> FencedError:
-    """What a worker is told whose place is gone, for this reason."""
+    """Return the error for a worker that is no longer a member of the job."""
     error = QuarantinedError if why.startswith(QUARANTINED) else FencedError
-    return error(f"worker {worker} is out of the job: {why}")
+    return error(f"worker {worker} is no longer a member of the job: {why}")

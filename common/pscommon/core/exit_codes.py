@@ -1,9 +1,11 @@
-"""Exit codes: what each means and what to do about it."""
+"""Exit codes: meaning and remedy of each."""
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
+    """Exit codes of all commands."""
+
     DONE = 0
     BUG = 1
     USAGE = 2
@@ -23,51 +25,49 @@ class ExitCode(IntEnum):
 EXPLANATIONS: dict[ExitCode, tuple[str, str]] = {
     ExitCode.DONE: ("done or drained", "nothing"),
     ExitCode.BUG: (
-        "a bug, in this system or in the training script",
+        "a bug in this system or in the training script",
         "read the traceback in the log",
     ),
     ExitCode.USAGE: (
         "bad usage or configuration",
-        "compare with --help; `ps-ctl config` shows where each value came from",
+        "compare with --help; `ps-ctl config` shows the source of each value",
     ),
     ExitCode.TAKEN: (
         "a port or data directory is taken",
-        "choose another (port 0 picks a free one), or stop its holder",
+        "choose another one (port 0 picks a free port), or stop the process that uses it",
     ),
     ExitCode.MISMATCH: (
         "shard, job, model, optimizer or data mismatch",
-        "the message shows the difference, what was compared, and what to do about it",
+        "the message shows the difference and the remedy",
     ),
     ExitCode.NO_SNAPSHOT: (
         "no valid snapshot",
-        "`ps-ctl snapshot verify DIR` says what is damaged; --resume never starts from nothing",
+        "`ps-ctl snapshot verify DIR` shows the damage; `--resume never` starts a new job",
     ),
     ExitCode.AUTHENTICATION: ("authentication failed", "check the token"),
     ExitCode.NON_FINITE: (
-        "a gradient held NaN or Inf",
+        "a gradient contained NaN or Inf",
         "lower the learning rate or clip; the message names the worker and the tensor",
     ),
     ExitCode.NOT_SAVED: (
-        "trained, but not saved",
-        "the message names the disk or the file: free space or repair it, then run again; "
-        "training continues from "
-        "the newest snapshot there is, or starts over",
+        "training finished, but the weights were not saved",
+        "free or repair the disk that the message names, then run again; "
+        "training continues from the newest snapshot, or starts over if there is none",
     ),
     ExitCode.IDLE: (
         "the script never connected or never stepped",
-        "call psworker.connect(), job.optimizer(...), and step() of what that returned; where the "
-        "script is meant to "
-        "make no step, use `ps-run --allow-idle`",
+        "call psworker.connect(), job.optimizer(...) and step() of the returned optimizer; "
+        "use `ps-run --allow-idle` if no step is intended",
     ),
     ExitCode.UNREACHABLE: (
-        "the servers were unreachable for too long, or went on without this worker",
-        "start them or check --ps; then run again",
+        "the servers were unreachable for too long, or dropped this worker",
+        "start the servers or correct --ps; then run again",
     ),
     ExitCode.TOO_FEW_WORKERS: (
         "too few workers",
-        "start as many as --min-workers asks for, or lower it; where one was lost under "
-        "--on-worker-loss abort, find "
-        "out why and start the job again, or choose shrink or wait:SECONDS",
+        "start more workers or lower --min-workers; if a worker was lost under "
+        "--on-worker-loss abort, find the cause and start the job again, "
+        "or use shrink or wait:SECONDS",
     ),
     ExitCode.INTERRUPTED: ("interrupted (Ctrl-C)", "nothing"),
     ExitCode.TERMINATED: ("terminated (SIGTERM)", "nothing"),

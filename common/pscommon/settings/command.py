@@ -276,7 +276,7 @@ def _config_option() -> click.Option:
         is_eager=True,
         expose_value=False,
         callback=_read_config,
-        help="TOML file with any of these settings; the environment (PS_<FLAG>) wins over it.",
+        help="TOML file with any of these settings; environment variables (PS_<FLAG>) override it.",
     )
 
 

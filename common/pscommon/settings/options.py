@@ -38,7 +38,7 @@ LOGGING = (
         type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
         default="info",
         show_default=True,
-        help="Least level that is logged.",
+        help="Lowest level to log.",
     ),
     Option(
         "--log-format",
@@ -46,7 +46,7 @@ LOGGING = (
         type=click.Choice(["auto", "text", "json"]),
         default="auto",
         show_default=True,
-        help="auto: text on a terminal, JSON when piped.",
+        help="Log format; auto: text on a terminal, JSON otherwise.",
     ),
 )
 
@@ -54,14 +54,15 @@ THREADS = Option(
     "--threads",
     section=LOCAL,
     type=COUNT,
-    help="Threads that compute [default: a server's cores, 4 at most; torch decides for a worker].",
+    help="Compute threads [default: servers: all cores, at most 4; workers: chosen by torch].",
+    metavar="THREADS",
 )
 
 METRICS_BIND = Option(
     "--metrics-bind",
     section=LOCAL,
     type=LISTEN,
-    help="Serve Prometheus /metrics, /livez and /readyz here [default: off].",
+    help="Address that serves /metrics, /livez and /readyz [default: off].",
 )
 
 LANES = Option(
@@ -70,8 +71,7 @@ LANES = Option(
     type=click.Choice(values.LANES),
     default="auto",
     show_default=True,
-    help="How tensors move: shm through memory that both share, grpc over the network; auto: shm "
-    "on one host.",
+    help="Tensor transport: shm (shared memory), grpc (network), auto (shm on the same host).",
 )
 
 OVERLAP = Option(
@@ -80,8 +80,7 @@ OVERLAP = Option(
     type=click.Choice(("off", "on")),
     default="off",
     show_default=True,
-    help="on: gradients leave during backward, forward waits for weights layer by layer (see "
-    "Job.optimizer).",
+    help="Overlap communication with backward and forward; see Job.optimizer.",
 )
 
 MALLOC = Option(
@@ -90,24 +89,21 @@ MALLOC = Option(
     type=click.Choice(values.MALLOC),
     default="tuned",
     show_default=True,
-    help="tuned: this process keeps freed memory for its next large buffers; system: glibc's own "
-    "settings.",
+    help="Memory allocator settings: tuned (reuses large buffers) or system (glibc defaults).",
 )
 
 OPTIMIZERS = Option(
     "--optimizers",
     section=JOB,
     type=MODULE,
-    help="Module that registers optimizers of your own; the same for all servers and workers "
-    "[default: none].",
+    help="Module that registers custom optimizers; equal on servers and workers [default: none].",
 )
 
 IN_FLIGHT = Option(
     "--in-flight",
     section=LOCAL,
     type=ValueType("BYTES", values.nbytes, int, float),
-    help="Bound on bytes of pushes and pulls that a server holds, 2GiB say [default: half of the "
-    "memory].",
+    help="Limit for bytes of concurrent pushes and pulls, e.g. 2GiB [default: half of the memory].",
 )
 
 SERVERS_ADDRESSES = Option(
@@ -115,7 +111,7 @@ SERVERS_ADDRESSES = Option(
     section=PLACE,
     also=("PS_SERVERS",),
     type=ValueType("HOST:PORT[,...]", values.addresses, list),
-    help="Servers; any one is enough, the others are discovered.",
+    help="Server addresses; one is enough, the others are discovered.",
 )
 
 CONNECT_TIMEOUT = Option(
@@ -124,7 +120,7 @@ CONNECT_TIMEOUT = Option(
     type=SECONDS,
     default="60",
     show_default=True,
-    help="Give up on servers that say nothing for so long.",
+    help="Time without any answer from a server before the worker gives up.",
 )
 
 DEVICE = Option(
@@ -133,23 +129,23 @@ DEVICE = Option(
     type=ValueType("auto|cpu|cuda[:K]", values.device),
     default="auto",
     show_default=True,
-    help="What the script computes on; cuda: the GPU by the worker's rank; auto: so too, or the "
-    "CPU.",
+    help="Device for the script; auto: a GPU if available; cuda: GPU chosen by worker rank.",
 )
 
 WORKER_RANK = Option(
     "--worker-rank",
     section=PLACE,
     type=COUNT_OR_NONE,
-    help="0, 1, ... among workers that start together: order of sums [default: order of joining].",
+    help="Rank of this worker, fixes the order of sums [default: order of joining].",
+    metavar="RANK",
 )
 
 WORKER_COUNT = Option(
     "--worker-count",
     section=PLACE,
     type=COUNT,
-    help="Number of workers that start together, for the script: PS_WORKER_COUNT [default: "
-    "unknown].",
+    help="Workers that start together, passed on as PS_WORKER_COUNT [default: unknown].",
+    metavar="WORKERS",
 )
 
 SERVER_JOB = (*POLICY, EXIT_WHEN_DONE, OPTIMIZERS)

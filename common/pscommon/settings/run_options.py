@@ -18,7 +18,8 @@ RUN_ONLY: tuple[Option, ...] = (
         type=COUNT,
         default=1,
         show_default=True,
-        help="How many ps-server processes.",
+        help="Number of ps-server processes.",
+        metavar="SERVERS",
     ),
     Option(
         "--workers",
@@ -26,7 +27,8 @@ RUN_ONLY: tuple[Option, ...] = (
         type=COUNT,
         default=1,
         show_default=True,
-        help="How many ps-worker processes.",
+        help="Number of ps-worker processes.",
+        metavar="WORKERS",
     ),
     Option(
         "--max-restarts",
@@ -34,8 +36,8 @@ RUN_ONLY: tuple[Option, ...] = (
         type=COUNT_OR_NONE,
         default=3,
         show_default=True,
-        help="So often, in all, a process that a signal or a lost connection ended is started "
-        "again.",
+        help="Maximum restarts across all processes after a crash or lost connection.",
+        metavar="RESTARTS",
     ),
     Option(
         "--grace",
@@ -43,25 +45,25 @@ RUN_ONLY: tuple[Option, ...] = (
         type=SECONDS,
         default="10",
         show_default=True,
-        help="Between SIGTERM and SIGKILL.",
+        help="Time between SIGTERM and SIGKILL.",
     ),
     Option(
         "--log-dir",
         section=OUTPUT,
         type=FOLDER,
-        help="A log file per process [default: kept only when the run fails].",
+        help="Directory for one log file per process [default: logs are kept only on failure].",
     ),
     Option(
         "--allow-idle",
         section=CLUSTER,
         is_flag=True,
-        help="Exit with 0, not 16, when the script has made no training step.",
+        help="Exit with 0 instead of 16 if the script makes no training step.",
     ),
-    Option("--summary", section=OUTPUT, type=FILE, help="Write what came out as JSON."),
+    Option("--summary", section=OUTPUT, type=FILE, help="File for the result of the run, as JSON."),
     Option(
         "--history",
         section=OUTPUT,
         type=FILE,
-        help="Write the values that the script has reported as CSV.",
+        help="File for the values reported by the script, as CSV.",
     ),
 )

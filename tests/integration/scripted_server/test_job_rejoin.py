@@ -110,7 +110,8 @@ def test_a_step_that_finds_the_place_lost_is_stale_and_the_loop_goes_on(
     assert cluster.returned == []  # the servers took batch 1 back by themselves
     (text,) = warnings(caplog)
     assert (
-        text == "worker 1 lost its place in job job-1: worker 1 is out of the job: its lease ended"
+        text
+        == "worker 1 lost its place in job job-1: worker 1 is no longer a member of the job: its lease ended"
     )
 
 
@@ -155,7 +156,7 @@ def test_what_the_step_says(cluster: FakeCluster) -> None:
         assert job.last is not None
         assert (job.last.status, job.last.reason) == (
             "stale",
-            "FENCED: worker 1 is out of the job: its lease ended",
+            "FENCED: worker 1 is no longer a member of the job: its lease ended",
         )
 
 

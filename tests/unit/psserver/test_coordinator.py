@@ -108,7 +108,9 @@ def test_a_lost_worker_is_out_and_its_push_with_it() -> None:
         job.recorder.tick(second)
 
     assert [entry.worker for entry in job.news() if isinstance(entry, Evict)] == [2]
-    with pytest.raises(FencedError, match="worker 2 is out of the job: nothing heard from it"):
+    with pytest.raises(
+        FencedError, match="worker 2 is no longer a member of the job: nothing heard from it"
+    ):
         job.coordinator.member(2, 6.0)
     job.push(1, 1)
     assert job.applied() == [[1]]

@@ -100,7 +100,7 @@ def test_people_get_a_table(capsys: Output) -> None:
     assert main(["explain", "non-finite"]) == 0
     text = capsys.readouterr().out
 
-    assert "NaN or Inf in a gradient" in text
+    assert "a gradient contains NaN or Inf" in text
     assert "lower the learning rate" in text
 
 
