@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.process_job import (
     Servers,
-    go_on,
-    kill,
     reached,
     state_of,
     status_of,
@@ -18,7 +16,6 @@ from tests.support.process_job import (
     worker,
 )
 from tests.support.programs import Programs, programs_in
-from tests.support.workers import until
 
 SETTINGS = ("--policy", "async", "--lease", "20s")
 
@@ -39,38 +36,6 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
     with programs_in(tmp_path) as programs:
         programs.script(SCRIPT)
         yield programs
-
-
-def test_a_server_comes_back_on_its_port_with_its_data(programs: Programs, tmp_path: Path) -> None:
-    with Servers(
-        programs, 2, *SETTINGS, "--snapshot-every", "5steps", data_dir=tmp_path / "data"
-    ) as servers:
-        pushing = worker(programs, servers, 0, "train.py")
-        reached(servers.address, 10)
-        until(lambda: status_of(servers.address).get("snapshots"), "a snapshot")
-        before = servers.programs[1].pid
-        kill(pushing)
-
-        seconds = servers.restart(1)
-
-        assert 0 < seconds < 30
-        assert servers.programs[1].pid != before
-        assert state_of(before) == ""
-        assert status_of(servers.address)["version"] >= 5
-
-
-def test_a_stopped_server_holds_workers_up_until_it_goes_on(programs: Programs) -> None:
-    with Servers(programs, 1, *SETTINGS) as servers:
-        pushing = worker(programs, servers, 0, "train.py")
-        pushing.wait_for("pushed", times=3)
-        stop(servers.programs[0])
-        silent = pushing.out.count("pushed")
-        with pytest.raises(AssertionError, match="did not say"):
-            pushing.wait_for("pushed", times=silent + 3, seconds=0.5)
-
-        go_on(servers.programs[0])
-
-        pushing.wait_for("pushed", times=silent + 3)
 
 
 def test_workers_go_through_proxies_and_servers_do_not(programs: Programs) -> None:

@@ -2,18 +2,12 @@
 push once through them.
 """
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import coordinator_pb2 as co
-from psworker import Client, OptimizerSpec
 from psworker.connection.retry import Clock
-from tests.support.cluster import Cluster
-from tests.support.rpc_faults import Faults, FaultyLane, Rule, faulty_lane
-from tests.support.workers import ONES, counted, status, together, weights_of
+from tests.support.rpc_faults import Faults, FaultyLane, Rule
 
 EXCHANGE = "ParameterServerService.Exchange"
 ALL = "*.AttachMemory=0:0%:0%,*=-1:10%:10%:10%"
@@ -94,33 +88,3 @@ def test_a_duplicate_runs_twice_and_the_first_answer_counts() -> None:
 
     assert lane.heartbeat(co.HeartbeatRequest(), 1.0).version == 1
     assert counting.calls == 2
-
-
-def pushing(address: str, lanes: str, rank: int) -> FaultyLane:
-    """So many pushes of one each through a lane with faults; each must count."""
-    lane = faulty_lane(address, ALL, seed=rank)
-    with Client(lane=lane, rank=rank, lanes=lanes, connect_timeout=20.0) as client:  # type: ignore[arg-type]
-        client.register(
-            {name: np.zeros_like(one) for name, one in ONES.items()}, OptimizerSpec("sgd", lr=1.0)
-        )
-        for number in range(PUSHES):
-            result = client.push_pull(ONES) if number % 2 else client.push(ONES)
-            assert result.status == "applied"
-    return lane
-
-
-@pytest.mark.parametrize("lanes", ["grpc", "auto"])
-@pytest.mark.parametrize("policy", ["async", "sync"])
-def test_each_push_counts_once_whatever_is_lost_or_repeated(
-    policy: str, lanes: str, cluster: Callable[..., Cluster]
-) -> None:
-    address = cluster(2, policy=policy, min_workers=2, lease=10.0).address
-    used = together(*[lambda rank=rank: pushing(address, lanes, rank) for rank in range(2)])
-
-    assert counted(weights_of(address)) == (2 * PUSHES if policy == "async" else PUSHES)
-    assert status(address)["steps"] == 2 * PUSHES
-    for lane in used:
-        assert all(
-            lane.faults.counts[EXCHANGE, fault]
-            for fault in ("request lost", "reply lost", "duplicate")
-        )
