@@ -8,9 +8,9 @@ from pscommon.core.log_entries import BatchKey
 from pscommon.wire import messages as codec
 from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.connection import Connection
+from psworker.connection.shard_call import SLICE_SECONDS
 from psworker.core.results import Lease
 from psworker.exchange.model_exchange import ModelExchange
-from psworker.exchange.shard_exchange import SLICE_SECONDS
 
 
 class BatchClient:

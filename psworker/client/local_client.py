@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.optim.specs import SUPPORTED, groups_from_json, groups_to_json, validate
 from psworker.core.results import Lease, PushResult, Status
 from psworker.exchange.buffered_push import BufferedPush
-from psworker.model.flat_buffer import tensor_of
 from psworker.session.reports import ReportBuffer
 
 log = logging.getLogger("psworker")
@@ -159,7 +159,7 @@ class LocalClient:
 
     def start(self, tape: memoryview) -> None:
         """The worker's weights are the job's."""
-        self._tape = tensor_of(tape).clone()
+        self._tape = _bytes_of(tape).clone()
         self._weights = [
             _view(self._tape, self.plan, index) for index in range(len(self.plan.spec.tensors))
         ]
@@ -188,10 +188,10 @@ class LocalClient:
     ) -> PushResult:
         began, problem = time.perf_counter(), ""
         if gradients is not None:
-            problem = self._step(tensor_of(gradients), absent, groups_json)
+            problem = self._step(_bytes_of(gradients), absent, groups_json)
         if weights is not None:
             moving = self.plan.section("buffer").stop  # frozen tensors are the worker's own
-            tensor_of(weights)[:moving].copy_(self._tape[:moving])
+            _bytes_of(weights)[:moving].copy_(self._tape[:moving])
         status: Status = "none" if gradients is None else "rejected" if problem else "applied"
         return PushResult(status, self.version, 0, problem, {"apply": time.perf_counter() - began})
 
@@ -335,6 +335,10 @@ class StreamPasses:
             self._lap, self._place = self._lap + 1, 0
         else:
             self._place -= 1
+
+
+def _bytes_of(memory: memoryview) -> Tensor:
+    return torch.from_numpy(np.asarray(memory))
 
 
 def _view(tape: Tensor, plan: PartitionPlan, index: int) -> Tensor:

@@ -16,14 +16,14 @@ from psproto.v1 import coordinator_pb2 as co
 from psworker.connection.discovery import addresses_of, discover
 from psworker.connection.membership import Heartbeat, StepProgress, WorkerMembership
 from psworker.connection.retry import FIRST_PAUSE, PendingRequests, RetryDeadline, TimeLimits
-from psworker.exchange.shard_exchange import ShardExchange, in_turn
+from psworker.connection.shard_call import ShardCall, run_in_turn
+from psworker.connection.unanswered import end_unanswered
 from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
 from psworker.transport.executor import ShardExecutor
 from psworker.transport.grpc import GrpcTransport, Transport
 from psworker.transport.streams import Cancellation
-from psworker.unanswered import end_unanswered
 
 CALL_SECONDS = 10.0
 """Longest deadline of a call that the coordinator answers at once."""
@@ -33,6 +33,7 @@ LAST_WORD_SECONDS = 0.5
 """For the goodbye to servers that have not answered before."""
 
 T = TypeVar("T")
+Call = TypeVar("Call", bound=ShardCall)
 
 log = logging.getLogger("psworker")
 
@@ -132,8 +133,8 @@ class Connection:
         )
 
     def exchange(
-        self, parts: Callable[[TimeLimits, Cancellation], Sequence[ShardExchange]]
-    ) -> Sequence[ShardExchange]:
+        self, parts: Callable[[TimeLimits, Cancellation], Sequence[Call]]
+    ) -> Sequence[Call]:
         """Carries out the shards' parts, at the same time where the lane allows it."""
         self.check()
         cancellation = Cancellation(alone=len(self.lane.addresses) == 1)
@@ -141,7 +142,7 @@ class Connection:
             self._watched(cancellation.check, self.place.check, self.drain.check), cancellation
         )
         if self.lane.direct:
-            in_turn(exchanges)
+            run_in_turn(exchanges)
         else:
             with interruptible.deferred(cancellation.cancel):
                 self._crew.run([part.run for part in exchanges], cancellation)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pscommon.core.errors import UnreachableError, WaitTimeoutError
+from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
 
 LOG_SECONDS = 8.0  # nobody waits for 10 without a line that says for whom
@@ -20,14 +21,6 @@ LAST_SECONDS = 2.0
 T = TypeVar("T")
 
 log = logging.getLogger("psworker")
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Where time comes from, in seconds; a simulation has its own."""
-
-    now: Callable[[], float]
-    sleep: Callable[[float], None]
 
 
 class PendingRequests:

@@ -26,10 +26,11 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.connection import Connection
 from psworker.connection.retry import RetryDeadline, TimeLimits
+from psworker.connection.shard_call import SLICE_SECONDS
 from psworker.core.results import PushResult
 from psworker.exchange.buffered_push import BufferedPush
-from psworker.exchange.open_push import OpenPush
-from psworker.exchange.shard_exchange import SLICE_SECONDS, SentBefore, ShardExchange, combined
+from psworker.exchange.open_push import OpenPush, PushSteps
+from psworker.exchange.shard_exchange import SentBefore, ShardExchange, combined
 from psworker.exchange.shared_buffers import ClientBuffers
 from psworker.exchange.transfer import ShardExchangeFactory, ShardTransfer, digest_of
 from psworker.session.arguments import whole
@@ -211,12 +212,14 @@ class ModelExchange:
                 return BufferedPush(self.exchange, gradients, weights)
             seq, _ = pushes.open()
             header = ps.PushPullHeader(seq=seq, base=self.version, pull=ps.PULL_STEP)
-            self._flow = flow = OpenPush(self, move, self._addressed(header))
+            # not kept as an attribute: a reference cycle would delay the release of the buffers
+            steps = PushSteps(self._carry, self._connection.touch, self._decided, self._closed)
+            self._flow = flow = OpenPush(steps, self.tapes, move, self._addressed(header))
             self.tapes.hold()
             flow.start()
             return flow
 
-    def carry(self, flow: OpenPush, move: ShardTransfer) -> None:
+    def _carry(self, flow: OpenPush, move: ShardTransfer) -> None:
         """Runs a flow to its end, in a thread of its own."""
         try:
             move, parts = self._carried_open(flow, move)
@@ -228,11 +231,7 @@ class ModelExchange:
             raise
         self._took(move, parts)
 
-    def touch(self) -> None:
-        """The script makes a call."""
-        self._connection.touch()
-
-    def closed(self, flow: OpenPush) -> None:
+    def _closed(self, flow: OpenPush) -> None:
         """The script has closed its flow. Harmless to repeat."""
         if self._flow is flow:
             self._flow = None
@@ -258,7 +257,7 @@ class ModelExchange:
             flow.resent = True
             return move, flow.parts
 
-    def decided(self, result: PushResult) -> None:
+    def _decided(self, result: PushResult) -> None:
         """How a flow's push ended; its weights count as pulled."""
         place = self._connection.place
         place.pushes.close()

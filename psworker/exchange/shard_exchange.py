@@ -18,15 +18,13 @@ from pscommon.core.errors import (
 )
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import RetryDeadline, TimeLimits
+from psworker.connection.shard_call import SLICE_SECONDS
 from psworker.core.results import PushResult, Status
 from psworker.transport.grpc import Transport
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 
 REFUSALS = (FencedError, MismatchError, InvalidRequestError)
 """Errors that a rejected push is raised as."""
-
-SLICE_SECONDS = 1.0
-"""How long a server may hold a call before it says whom it waits for."""
 
 SPARE_SECONDS = 30.0
 """What it may take besides: for the apply, and for calls of others."""
@@ -206,16 +204,6 @@ class ShardExchange:
 
     def _who(self) -> str:
         return f"shard {self._shard} at {self._lane.addresses[self._shard]}"
-
-
-def in_turn(exchanges: Sequence[ShardExchange]) -> None:
-    """All of them in the calling thread. Only the last open one may wait: a push is decided once
-    all shards have it.
-    """
-    left = list(exchanges)
-    while left:
-        last = left[-1]
-        left = [part for part in left if not part.step(SLICE_SECONDS if part is last else 0.0)]
 
 
 def combined(parts: Sequence[ShardExchange]) -> PushResult:

@@ -7,12 +7,10 @@ import math
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pscommon.core.errors import PSError
-
-if TYPE_CHECKING:
-    from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 
 LONGEST_WAIT = 1.5
 """Seconds that a call still waits for others once this worker was asked to leave."""
@@ -58,7 +56,7 @@ class Drain:
     and are asked nothing more.
     """
 
-    def __init__(self, clock: "Clock", watch: Callable[[], None] | None = None) -> None:
+    def __init__(self, clock: Clock, watch: Callable[[], None] | None = None) -> None:
         self.deadline = math.inf
         self.given_up = False
         self._watch = watch

@@ -23,7 +23,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import parameter_server_pb2 as ps
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from psworker.transport.endpoints import Endpoints
 from psworker.transport.streams import (
     AnswerReceiver,

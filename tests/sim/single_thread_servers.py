@@ -37,7 +37,7 @@ from psserver.process.metrics import ServerMetrics
 from psserver.process.shard_count_file import ShardCountFile
 from psserver.shard.engine import ShardEngine
 from psserver.transfer.servicer import DataPlaneServicer
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from psworker.simulation import FOREVER, UNBOUNDED, DirectTransport
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer, take
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pscommon.core.errors import UnreachableError
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from psworker.transport.grpc import Transport
 
 HOUR = 3600.0

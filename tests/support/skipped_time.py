@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from tests.support.fake_server import FakeCluster, lost
 
 

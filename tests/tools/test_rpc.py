@@ -6,7 +6,7 @@ import pytest
 
 from pscommon.core.errors import UnreachableError
 from psproto.v1 import coordinator_pb2 as co
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from tests.support.rpc_faults import Faults, FaultyLane, Rule
 
 EXCHANGE = "ParameterServerService.Exchange"

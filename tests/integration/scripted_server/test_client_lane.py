@@ -12,7 +12,7 @@ import pytest
 from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from psworker.transport.streams import AnswerReceiver, Cancellation, ExchangeAnswer
 from tests.support.fake_server import FakeCluster
 

@@ -16,7 +16,7 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.model_spec import OptimizerSettings
 from psproto.v1 import coordinator_pb2 as co
 from psworker.client.client import Client
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from psworker.job import Job
 from psworker.model.adapter import ModelAdapter
 from psworker.optim.optimizer import ServerOptimizer

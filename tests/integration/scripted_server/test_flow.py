@@ -15,7 +15,7 @@ from pscommon.core.model_spec import OptimizerSettings
 from pscommon.system.shared_memory import SharedRegion
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.client.client import Client
-from psworker.connection.retry import Clock
+from psworker.core.clock import Clock
 from psworker.exchange.buffered_push import BufferedPush
 from psworker.exchange.open_push import OpenPush
 from tests.support.fake_server import FakeCluster, FakeServer, lost

@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from pscommon.core.errors import FencedError, UnreachableError, WaitTimeoutError
-from psworker.connection.retry import Clock, PendingRequests, RetryDeadline, TimeLimits
+from psworker.connection.retry import PendingRequests, RetryDeadline, TimeLimits
+from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
 
 SILENT = UnreachableError("shard 1 at a:1 does not answer", "UNREACHABLE")

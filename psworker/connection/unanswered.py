@@ -2,13 +2,10 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from psworker.connection.retry import PendingRequests
-
-if TYPE_CHECKING:
-    from psworker.session.drain import Drain
-    from psworker.transport.grpc import Transport
+from psworker.session.drain import Drain
+from psworker.transport.grpc import Transport
 
 TURN_SECONDS = 0.1
 UNANSWERED_SECONDS = 0.75
@@ -17,7 +14,7 @@ PROBE_SECONDS = 0.75
 
 
 def end_unanswered(
-    lane: "Transport", drain: "Drain", waits: PendingRequests, over: Callable[[], bool]
+    lane: Transport, drain: Drain, waits: PendingRequests, over: Callable[[], bool]
 ) -> None:
     """Watch the script's calls until `over`; once a server does not answer a probe, end them and
     give up.
