@@ -133,7 +133,7 @@ class Server:
         )
         self._resources.callback(self._end)
         if self._inherited is not None:
-            self.engine.inherit(self._inherited.mirror.replica)
+            self.engine.install_state(self._inherited.mirror.replica)
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         self.identity = self._make_identity(layout)
         self.metrics.about = self._about
@@ -200,7 +200,7 @@ class Server:
             first, job = (
                 stack.enter_context(self.hub.still()) if self.hub is not None else ({}, None)
             )
-            shard = stack.enter_context(self.engine.still(STILL))
+            shard = stack.enter_context(self.engine.export_state(STILL))
             identity, shipper = self.identity, self.shipper
             hello = about(
                 StateRecordKind.HELLO,
@@ -349,8 +349,8 @@ class Server:
                 f"waiting for {waiting}" if waiting else f"version {self.engine.version}",
             )
         return (
-            self.engine.begun,
-            f"version {self.engine.version}" if self.engine.begun else "no weights yet",
+            self.engine.has_begun,
+            f"version {self.engine.version}" if self.engine.has_begun else "no weights yet",
         )
 
     @property
@@ -379,9 +379,7 @@ class Server:
     def job_is_over(self) -> bool:
         """As far as this server goes: no other one is to take its place."""
         return (
-            self.hub.over
-            if self.hub is not None
-            else self.link is not None and self.link.told_to_end
+            self.hub.over if self.hub is not None else self.link is not None and self.link.job_ended
         )
 
     def stop(self, reason: str) -> None:

@@ -107,9 +107,9 @@ class SimulatedCluster:
         shard = engine.shard
         if shard > 0:
             self.hub.shard_up(shard, len(self._engines), f"simulated-{shard}", "simulated")
-            engine.report = lambda: self.hub.report(engine.make_report())
-            engine.report()
-            engine.waiting_for = lambda: self.hub.waiting_for
+            engine.request_report = lambda: self.hub.report(engine.make_report())
+            engine.request_report()
+            engine.describe_wait = lambda: self.hub.waiting_for
         return DataPlaneServicer(
             engine,
             ServerIdentity(shard, len(self._engines), f"simulated-{shard}", job=self.hub.job),
@@ -129,7 +129,7 @@ class SimulatedCluster:
                 self._told[shard] = news.told
                 if news.way is CatchUp.BEGIN:
                     engine.begin_log(news.told.epoch, news.base, len(self._engines))
-                    engine.report()
+                    engine.request_report()
                 if news.model is not None:
                     engine.set_model(news.model)
                 engine.deliver(news.told.epoch, news.entries)

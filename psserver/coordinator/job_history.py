@@ -152,7 +152,7 @@ class JobHistory:
         meanwhile. NOT_READY in a move to another number of shards."""
         with desk.changed:
             if desk.coordinator.move is not None:
-                raise UnreachableError("the model is on the move", "NOT_READY")
+                raise UnreachableError("the job is being resharded", "NOT_READY")
             model = desk.coordinator.model
             yield (
                 self._hello(),
@@ -178,7 +178,7 @@ class JobHistory:
         self._begin_journal(recorder.coordinator, 0)
         self._take_over(recorder)
         self._engine.begin_log(recorder.coordinator.epoch, 0, self._fleet.shards)
-        self._engine.report()
+        self._engine.request_report()
 
     def _take_over(self, recorder: Recorder) -> None:
         self._leading = recorder.coordinator
@@ -225,7 +225,7 @@ class JobHistory:
                 self._engine, recorder.coordinator.epoch, manifest, self._fleet.shards
             )
             self.loaded(0, manifest.version, problem)
-        self._engine.report()
+        self._engine.request_report()
 
     def loaded(self, shard: int, version: int, problem: str) -> None:
         """A shard has loaded the snapshot, or could not: then everybody goes back to the one
@@ -325,7 +325,7 @@ class JobHistory:
             if self._line is not None:
                 self._line.snapshot(manifest.as_json())
         self._archive.prune()
-        self._engine.snapshot_written(manifest.version)
+        self._engine.retire_log(manifest.version)
         self.journal.retire(manifest.version)
 
     # ---- the log ---------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class ReshardRequests:
                 self._engine.frozen.discard()
             if (
                 move is None
-                or not self._engine.moving
+                or not self._engine.is_resharding
                 or (self._mover is not None and self._mover.is_alive())
             ):
                 return

@@ -105,9 +105,9 @@ class CoordinatorService:
 
         inherited: what this process has followed as a standby.
         """
-        self.engine.report = lambda: self.report(self.engine.make_report())
-        self.engine.waiting_for = lambda: self.waiting_for
-        self.engine.check_gathering = self._gathering.check
+        self.engine.request_report = lambda: self.report(self.engine.make_report())
+        self.engine.describe_wait = lambda: self.waiting_for
+        self.engine.check_first_workers = self._gathering.check
         if inherited is not None:
             self._epochs.inherit(inherited)
             self.snapshots.wanted = True
@@ -424,7 +424,7 @@ class CoordinatorService:
 
     def tick(self) -> None:
         self._gathering.look(self._coordinator)
-        if alive := self.engine.traffic.alive():
+        if alive := self.engine.transfer_stats.take_active_workers():
             self.alive(alive)
         self._watch.lost(
             self._desk.step(

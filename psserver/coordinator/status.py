@@ -197,10 +197,10 @@ def statistics(engine: ShardEngine, line: StandbyLink | None = None) -> dict[str
         "version": engine.version,
         "parameter_bytes": store.nbytes if store else 0,
         "state_bytes": store.state_nbytes if store else 0,
-        "received_bytes": engine.traffic.received_bytes,
-        "sent_bytes": engine.traffic.sent_bytes,
-        "apply_seconds": round(engine.timings.apply_seconds, 6),
-        "duplicates": engine.duplicates,
+        "received_bytes": engine.transfer_stats.received_bytes,
+        "sent_bytes": engine.transfer_stats.sent_bytes,
+        "apply_seconds": round(engine.push_timings.apply_seconds, 6),
+        "duplicates": engine.duplicate_count,
         "pid": os.getpid(),
     }
 

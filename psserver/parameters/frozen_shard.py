@@ -42,7 +42,7 @@ class FrozenShard:
     shards: int
     store: ParameterStore
 
-    def about(self) -> FrozenDescription:
+    def describe(self) -> FrozenDescription:
         kinds = frozenset(key.rpartition("@")[0] for key, _ in self.store.tensors())
         return FrozenDescription(
             kinds, self.store.steps(), groups_to_json(self.store.groups()), self.store.scalars()

@@ -1,6 +1,4 @@
-"""A shard's line to the coordinator: whole reports out, log entries in, again and again until
-the job ends.
-"""
+"""Connect a shard to the coordinator: send reports, receive log entries, reconnect."""
 
 import contextlib
 import json
@@ -31,75 +29,75 @@ from psserver.process.worker_exits import WorkerExits
 from psserver.shard.engine import ShardEngine
 from psserver.shard.resharding import build_partition
 
-BEAT = 1.0
+REPORT_INTERVAL_SECONDS = 1.0
 """Seconds between reports when nothing happens."""
-LOOK = 0.2
-"""Seconds between two looks at processes of workers, where shard 0 cannot see them."""
-PAUSE = 0.2
-"""Seconds before the next try when the line is cut."""
-NOTICE = 8.0
-"""Seconds between lines for people that say for whom this shard waits."""
+PROCESS_CHECK_INTERVAL_SECONDS = 0.2
+"""Seconds between checks of worker processes on this host that shard 0 cannot see."""
+RETRY_INTERVAL_SECONDS = 0.2
+"""Seconds before the next attempt after a lost connection."""
+WAIT_LOG_INTERVAL_SECONDS = 8.0
+"""Seconds between log lines that say what this shard waits for."""
 
 log = logging.getLogger("psserver")
 
 
 class CoordinatorLink:
-    """Keeps the line up in a thread of its own. `ended` is set when the coordinator says stop,
-    or refuses this shard.
+    """Keeps a shard connected to the coordinator, in its own thread.
 
-    statistics: called for what the coordinator shows in its status. failure: why it was refused.
-    line: to this shard's standby. durable: this shard writes a log. told_to_end: the job is
-    over.
+    statistics: returns this shard's part of the status.
+    timeout_seconds: time without contact after which the shard gives up.
+    standby: the link to this shard's standby.
+    has_log: whether this shard writes a log.
+    ended: set when the coordinator ends the job or refuses this shard, or the link gives up.
+    failure: why the link ended, if the job did not end.
+    job_ended: whether the coordinator has ended the job.
     """
 
     def __init__(
         self,
         identity: ServerIdentity,
         engine: ShardEngine,
-        archive: SnapshotManager,
+        snapshots: SnapshotManager,
         statistics: Callable[[], dict[str, object]],
-        patience: float,
-        line: StandbyLink,
-        durable: bool = False,
+        timeout_seconds: float,
+        standby: StandbyLink,
+        has_log: bool = False,
     ) -> None:
         self.ended = threading.Event()
         self.failure: PSError | None = None
-        self._identity, self._engine, self._archive = identity, engine, archive
+        self._identity, self._engine, self._snapshots = identity, engine, snapshots
         self._statistics = statistics
-        self._patience = patience
-        self._line = line
-        self._durable = durable
-        self._optimizers = digest_of_user_defined()
-        self._places: dict[str, None] = {}  # at which shard 0 was or may be
-        self._term = 0  # the highest of the coordinators that were heard
-        self.told_to_end = self._leaves = self._connected = False
+        self._timeout_seconds = timeout_seconds
+        self._standby = standby
+        self._has_log = has_log
+        self._optimizer_digest = digest_of_user_defined()
+        self._addresses: dict[str, None] = {}  # possible addresses of shard 0, in order
+        self._term = 0  # the highest term of a coordinator so far
+        self.job_ended = self._is_leaving = self._is_connected = False
         self._waiting_for = "shard 0"
-        self._heard = self._said = (
-            0.0  # when the coordinator last was there, and people were told that it is not
-        )
-        self._news = threading.Event()
-        self._outbox: deque[pb.LinkShardRequest] = deque()  # of the line of now
-        self._saying = threading.Lock()
-        self._exits, self._watched = (
-            WorkerExits(),
-            dict[int, str](),
-        )  # workers here, and their processes
+        self._last_contact = self._last_logged = 0.0
+        self._wakeup = threading.Event()
+        self._outbox: deque[pb.LinkShardRequest] = deque()  # of the current stream
+        self._outbox_lock = threading.Lock()
+        self._exits = WorkerExits()
+        self._worker_processes: dict[int, str] = {}
         self._last_part: pb.LinkShardRequest | None = None
         self._call: object = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def start(self) -> None:
-        self._engine.report = self._news.set
-        self._engine.waiting_for = lambda: self._waiting_for
-        self._archive.on_part = self._part
+        self._engine.request_report = self._wakeup.set
+        self._engine.describe_wait = lambda: self._waiting_for
+        self._snapshots.on_part = self._send_part
         self._thread.start()
 
     def leave(self, seconds: float) -> None:
-        """End with the line to shard 0, whose last snapshot has a part of this shard; after so
-        long in any case.
+        """End when the connection to shard 0 ends, at the latest after `seconds`.
+
+        Shard 0's last snapshot needs a part of this shard.
         """
-        self._leaves = True
-        if not self._connected:
+        self._is_leaving = True
+        if not self._is_connected:
             self.ended.set()
         timer = threading.Timer(seconds, self.ended.set)
         timer.daemon = True
@@ -107,76 +105,78 @@ class CoordinatorLink:
 
     def close(self) -> None:
         self.ended.set()
-        self._news.set()
+        self._wakeup.set()
         if isinstance(self._call, grpc.Call):
             self._call.cancel()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._keep_up()
+            self._stay_connected()
         except Exception as bug:
-            log.exception("this shard cannot go on")
+            log.exception("the connection to the coordinator failed")
             self._fail(PSError(f"a bug: {bug!r}"))
 
-    def _keep_up(self) -> None:
-        self._heard = self._said = time.monotonic()
+    def _stay_connected(self) -> None:
+        self._last_contact = self._last_logged = time.monotonic()
         while (
-            not (address := self._identity.wait_for_coordinator(BEAT)) and not self.ended.is_set()
+            not (address := self._identity.wait_for_coordinator(REPORT_INTERVAL_SECONDS))
+            and not self.ended.is_set()
         ):
-            self._bear(
+            self._handle_silence(
                 "shard 0",
-                "nobody has said where it is: give --join, or let a worker list all servers",
+                "its address is unknown: give `--join`, or let a worker list all servers",
             )
-        self._heard = self._said = time.monotonic()
+        self._last_contact = self._last_logged = time.monotonic()
         while not self.ended.is_set():
             try:
-                if self._talk(address):
-                    self._heard = self._said = time.monotonic()
+                if self._run_stream(address):
+                    self._last_contact = self._last_logged = time.monotonic()
             except (MismatchError, TakenError) as error:
                 self._fail(error)
                 return
             except PSError as error:
-                self._bear(f"shard 0 at {address}", str(error))
-            self._connected = False
-            if self._leaves:
+                self._handle_silence(f"shard 0 at {address}", str(error))
+            self._is_connected = False
+            if self._is_leaving:
                 self.ended.set()
             self._waiting_for = f"shard 0 at {address}"
-            address = self._other(address)
-            self.ended.wait(PAUSE)
+            address = self._next_address(address)
+            self.ended.wait(RETRY_INTERVAL_SECONDS)
 
-    def _other(self, address: str) -> str:
-        """Where shard 0 may be as well: its standby may have taken over, or who was primary
-        before be started again.
-        """
+    def _next_address(self, address: str) -> str:
+        """Return the next address to try: shard 0 may have failed over, or failed back."""
         identity = self._identity
-        self._note(address, identity.coordinator, *identity.standbys[:1], identity.hint)
-        places = list(self._places)
-        return places[(places.index(address) + 1) % len(places)]
+        self._remember_addresses(
+            address, identity.coordinator, *identity.standbys[:1], identity.hint
+        )
+        addresses = list(self._addresses)
+        return addresses[(addresses.index(address) + 1) % len(addresses)]
 
-    def _note(self, *places: str) -> None:
-        self._places.update(dict.fromkeys(place for place in places if place))
+    def _remember_addresses(self, *addresses: str) -> None:
+        self._addresses.update(dict.fromkeys(filter(None, addresses)))
 
-    def _bear(self, whom: str, problem: str) -> None:
-        """Nobody answers: say so now and then, and give up when it has lasted too long."""
+    def _handle_silence(self, waiting_for: str, problem: str) -> None:
+        """Log now and then that nothing answers; give up after the timeout."""
         now = time.monotonic()
-        silent = now - self._heard
-        if silent >= self._patience:
-            self._fail(UnreachableError(f"{whom}: nothing for {silent:.0f} s: {problem}"))
-        elif now - self._said >= NOTICE:
-            self._said = now
+        silent = now - self._last_contact
+        if silent >= self._timeout_seconds:
+            self._fail(UnreachableError(f"{waiting_for}: nothing for {silent:.0f} s: {problem}"))
+        elif now - self._last_logged >= WAIT_LOG_INTERVAL_SECONDS:
+            self._last_logged = now
             log.info(
-                "waiting", extra={"waiting_for": whom, "seconds": round(silent), "problem": problem}
+                "waiting",
+                extra={"waiting_for": waiting_for, "seconds": round(silent), "problem": problem},
             )
 
     def _fail(self, error: PSError) -> None:
         self.failure = error
         self.ended.set()
 
-    def _talk(self, address: str) -> bool:
-        """One line, from connecting to its end. True: it did connect."""
+    def _run_stream(self, address: str) -> bool:
+        """Run one stream, from connecting to its end. Return whether it connected."""
         connected = False
-        self._begin_line()
+        self._reset_outbox()
         with contextlib.closing(open_channel(address)) as channel:
             call = CoordinatorServiceStub(channel).LinkShard(self._requests(self._outbox))
             self._call = call
@@ -191,71 +191,73 @@ class CoordinatorLink:
                         self._check_durable(response)
                     if response.term < self._term:
                         raise UnreachableError(
-                            f"shard 0 at {address} is not primary any more", "NOT_PRIMARY"
+                            f"shard 0 at {address} is no longer primary", "NOT_PRIMARY"
                         )
-                    connected = self._connected = True
+                    connected = self._is_connected = True
                     self._term = response.term
-                    self._identity.find(address)  # for whoever asks this shard, and its standby
-                    self._hear(response)
+                    self._identity.find(address)  # told to workers and to this shard's standby
+                    self._handle_response(response)
             except grpc.RpcError as failure:
-                self._lost(error_from(failure, f"shard 0 at {address}"), address, connected)
+                self._handle_disconnect(
+                    error_from(failure, f"shard 0 at {address}"), address, connected
+                )
         return connected
 
     def _check_durable(self, response: pb.LinkShardResponse) -> None:
-        """Updates count as safe where only this shard's part of them is not: nothing goes wrong
-        before it dies.
-        """
-        if response.durable and not self._durable:
-            text = "shard 0 writes a log and this shard does not: where it dies all go back to the newest snapshot"
+        """Log an error if only shard 0 writes a log: a crash of this shard would lose updates."""
+        if response.durable and not self._has_log:
+            text = "shard 0 writes a log, this shard does not: its crash causes a rollback"
             log.error(text, extra={"remedy": "start it with --durability log and a --data-dir"})
 
-    def _begin_line(self) -> None:
-        """With what is still to be said. gRPC reads on for a moment where a line has ended: that
-        must not take it.
-        """
-        with self._saying:
-            again = (
-                [self._last_part] if self._last_part is not None else []
-            )  # it may have been under way
-            self._outbox = deque(
-                [*(each for each in self._outbox if each is not self._last_part), *again]
-            )
+    def _reset_outbox(self) -> None:
+        """Start another stream's outbox with the messages that are still to be sent.
 
-    def _say(self, request: pb.LinkShardRequest) -> None:
-        with self._saying:
+        gRPC may read on for a moment after a stream ends; it must not take the next one's messages.
+        """
+        with self._outbox_lock:
+            # the last part may have been lost on its way: it is sent again
+            last = [self._last_part] if self._last_part is not None else []
+            others = (message for message in self._outbox if message is not self._last_part)
+            self._outbox = deque([*others, *last])
+
+    def _send(self, request: pb.LinkShardRequest) -> None:
+        with self._outbox_lock:
             self._outbox.append(request)
-        self._news.set()
+        self._wakeup.set()
 
-    def _lost(self, error: PSError, address: str, connected: bool) -> None:
-        """Why a line has ended, or why there was none, which is raised. One that worked will do
-        so again.
-        """
-        if self.ended.is_set() or self._leaves:
+    def _handle_disconnect(self, error: PSError, address: str, connected: bool) -> None:
+        """Raise the error if there was no connection; a connection that worked is opened again."""
+        if self.ended.is_set() or self._is_leaving:
             return
         if not connected:
             raise error
         extra = {"coordinator": address, "problem": str(error), "version": self._engine.version}
-        log.warning("lost the line to the coordinator", extra=extra)
+        log.warning("lost the connection to the coordinator", extra=extra)
 
     def _requests(self, outbox: deque[pb.LinkShardRequest]) -> Iterator[pb.LinkShardRequest]:
-        """A report now, then whenever there is something new, and at every beat; until this line
-        is not that of now.
-        """
-        told, standby = 0.0, ""
+        """Yield a report now, at every change and every interval, until this stream is replaced."""
+        last_statistics, standby = 0.0, ""
         while not self.ended.is_set() and outbox is self._outbox:
-            self._news.clear()
+            self._wakeup.clear()
             while outbox:
                 yield self._request(outbox.popleft())
             request = pb.LinkShardRequest()
-            # people act on how the standby is: they hear of that at once
-            if time.monotonic() - told >= BEAT or standby != self._line.state:
-                told, standby = time.monotonic(), self._line.state
+            # a change of the standby's state is reported at once
+            if (
+                time.monotonic() - last_statistics >= REPORT_INTERVAL_SECONDS
+                or standby != self._standby.state
+            ):
+                last_statistics, standby = time.monotonic(), self._standby.state
                 request.stats_json = json.dumps(self._statistics())
-                request.alive.update(self._engine.traffic.alive())
+                request.alive.update(self._engine.transfer_stats.take_active_workers())
             request.report.CopyFrom(report_to_proto(self._engine.make_report()))
-            request.ended.extend(self._exits.among(self._watched))
+            request.ended.extend(self._exits.among(self._worker_processes))
             yield self._request(request)
-            self._news.wait(LOOK if self._watched else BEAT)
+            self._wakeup.wait(
+                PROCESS_CHECK_INTERVAL_SECONDS
+                if self._worker_processes
+                else REPORT_INTERVAL_SECONDS
+            )
 
     def _request(self, request: pb.LinkShardRequest) -> pb.LinkShardRequest:
         identity = self._identity
@@ -265,13 +267,17 @@ class CoordinatorLink:
             identity.address,
         )
         request.instance, request.job = identity.instance, identity.bound
-        request.optimizers = self._optimizers
+        request.optimizers = self._optimizer_digest
         if (spoken := spoken_format()) is not None:
             request.format = spoken
-        request.term, request.standby, request.place = self._line.term, self._line.address, place()
+        request.term, request.standby, request.place = (
+            self._standby.term,
+            self._standby.address,
+            place(),
+        )
         return request
 
-    def _part(self, part: PartReport) -> None:
+    def _send_part(self, part: PartReport) -> None:
         message = pb.SnapshotPart(
             version=part.version,
             index=part.cut,
@@ -281,37 +287,36 @@ class CoordinatorLink:
             problem=part.problem,
         )
         self._last_part = pb.LinkShardRequest(snapshot_part=message)
-        self._say(self._last_part)
+        self._send(self._last_part)
 
-    def _hear(self, response: pb.LinkShardResponse) -> None:
+    def _handle_response(self, response: pb.LinkShardResponse) -> None:
         self._identity.standbys = response.standbys
-        self._note(
-            *response.standbys[:1]
-        )  # one that is lost for now may be there again when it is needed
+        # also one that is lost now: it may be back when it is needed
+        self._remember_addresses(*response.standbys[:1])
         self._waiting_for = response.waiting_for
-        self._watched = dict(response.processes)
-        for worker, process in self._watched.items():
+        self._worker_processes = dict(response.processes)
+        for worker, process in self._worker_processes.items():
             self._exits.learn(worker, process)
-        if response.addresses:  # else the job has no room for this shard, not yet or not any more
-            self._follow(response)
+        if response.addresses:  # else the job does not use this shard, yet or any longer
+            self._apply_response(response)
         if response.stop:
-            self.told_to_end = True
+            self.job_ended = True
             self.ended.set()
-            self._news.set()
+            self._wakeup.set()
 
-    def _follow(self, response: pb.LinkShardResponse) -> None:
+    def _apply_response(self, response: pb.LinkShardResponse) -> None:
         self._identity.learn(response.job, response.addresses, response.layout)
         self._identity.policy = response.policy
-        self._engine.fitness = GradientRules(response.mends, response.norms)
+        self._engine.gradient_rules = GradientRules(response.mends, response.norms)
         if response.recover or response.HasField("restore"):
             self._restore(response)
         elif response.begin:
-            self._last_part = None  # its history is over
+            self._last_part = None  # it belongs to the log that ended
             self._engine.begin_log(response.epoch, response.base, response.shards)
-            self._news.set()
+            self._wakeup.set()
         elif response.move.state_json:
             state, model = json.loads(response.move.state_json), model_from_proto(response.model)
-            self._engine.adopt(response.epoch, state, model, response.shards)
+            self._engine.join_reshard(response.epoch, state, model, response.shards)
         if response.HasField("model"):
             self._engine.set_model(model_from_proto(response.model))
         if response.entries:
@@ -320,42 +325,42 @@ class CoordinatorLink:
             )
         if (
             response.HasField("move")
-            and self._engine.moving
+            and self._engine.is_resharding
             and self._identity.shard < response.shards
         ):
-            self._move_in(response.epoch, response.move)
+            self._build_partition(response.epoch, response.move)
         elif not response.HasField("move"):
             self._engine.frozen.discard()
         if response.snapshots:
-            self._archive.retain(response.snapshots, response.job)
-            self._engine.snapshot_written(max(response.snapshots))
+            self._snapshots.retain(response.snapshots, response.job)
+            self._engine.retire_log(max(response.snapshots))
 
-    def _move_in(self, epoch: int, move: pb.Move) -> None:
-        """Make this shard's new part. Where somebody is not there now, the next response tries
-        again.
-        """
+    def _build_partition(self, epoch: int, move: pb.Move) -> None:
+        """Build this shard's new partition. After a failure the next response tries again."""
         identity = self._identity
         nbytes, problem = build_partition(
             self._engine, move.sources, identity.job, epoch, move.index
         )
         result = pb.MoveResult(index=move.index, nbytes=nbytes, problem=problem)
-        self._say(pb.LinkShardRequest(moved=result))
+        self._send(pb.LinkShardRequest(moved=result))
 
     def _restore(self, response: pb.LinkShardResponse) -> None:
-        """Load a snapshot, or be again what this shard was before it died."""
-        told = response.HasField("restore")
-        manifest = Manifest.from_json(response.restore.manifest_json) if told else None
+        """Load a snapshot, or recover this shard's state from before a crash."""
+        has_snapshot = response.HasField("restore")
+        manifest = Manifest.from_json(response.restore.manifest_json) if has_snapshot else None
         if response.recover:
-            possible = {
+            possible_shards = {
                 response.shards,
                 *([len(response.move.sources)] if response.HasField("move") else []),
             }
-            problem = self._archive.recover_into(self._engine, response.epoch, manifest, possible)
+            problem = self._snapshots.recover_into(
+                self._engine, response.epoch, manifest, possible_shards
+            )
         else:
             assert manifest is not None
-            problem = self._archive.load_into(
+            problem = self._snapshots.load_into(
                 self._engine, response.epoch, manifest, response.shards
             )
-            self._last_part = None  # its history is over
+            self._last_part = None  # it belongs to the log that ended
         result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)
-        self._say(pb.LinkShardRequest(restored=result))
+        self._send(pb.LinkShardRequest(restored=result))

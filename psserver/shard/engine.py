@@ -1,10 +1,9 @@
-"""One shard at work: its machine (core/shard.py), its numbers (store.py), and the waiting of
-those who ask.
+"""One running shard: its state machine, its arrays, and the threads that wait for it.
 
-Threads. Every call has one. `_changed` guards the machine and wakes whoever waits; it is never
-held during work on numbers. `_carrying` makes one thread at a time carry out log entries, in
-order: whoever brings entries does it, so no hand-over to another thread costs time. Receiving a
-push needs neither lock.
+Threads. Each request runs on its own thread. `_waiters` guards the machine and wakes threads that
+wait for it; it is never held while arrays are computed. `_apply_lock` lets one thread at a time
+apply log entries, in order. The thread that delivers entries applies them, so that no hand-over
+to another thread costs time. Receiving a push needs neither lock.
 """
 
 import threading
@@ -52,8 +51,8 @@ from psserver.shard.shared_buffers import AttachedBuffers
 from psserver.shard.transfer_stats import TransferStats
 from psserver.shard.wakeups import PushWaiters
 
-LOOK = 0.4
-"""Seconds after which a thread that waits for an update looks whether its caller is still there."""
+CALLER_CHECK_INTERVAL_SECONDS = 0.4
+"""Seconds between checks that the caller of a waiting request is still connected."""
 
 
 class PendingPartition(NamedTuple):
@@ -70,12 +69,18 @@ class PendingPartition(NamedTuple):
 
 
 class ShardEngine:
-    """A shard's owner. `report` is called, outside all locks, whenever there is something new to
-    tell the coordinator.
+    """Owns the state of one shard and applies the job's log to it.
 
-    cut(entry, store) is called, while nothing is applied, to start a snapshot of exactly this
-    version. threads: how many work on one update. log: where all is written before it is told.
-    fitness: what pushes have to be.
+    start_snapshot(entry, store) is called, while nothing is applied, to copy exactly this version.
+
+    threads: number of threads that work on one update.
+    log: the shard's log; a push or entry is written to it before anything is reported of it.
+    gradient_rules: what pushes must satisfy.
+    request_report: called, outside all locks, when there is something new to report.
+    describe_wait: returns what the job waits for, as text.
+    check_first_workers: raises if waiting for the first workers can no longer succeed.
+    frozen: this shard's partition before a reshard, while others may need it.
+    duplicate_count: pushes received again after they were decided.
     """
 
     def __init__(
@@ -83,40 +88,37 @@ class ShardEngine:
         shard: int,
         shards: int,
         metrics: ServerMetrics,
-        cut: Callable[[Cut, ParameterStore], None],
+        start_snapshot: Callable[[Cut, ParameterStore], None],
         in_flight: int,
         lanes: Lanes,
         threads: int = 1,
         log: ShardLog | None = None,
-        fitness: GradientRules = ANY,
+        gradient_rules: GradientRules = ANY,
     ) -> None:
         self.shards = shards
         self.metrics = metrics
         self.budget = MemoryBudget(in_flight)
-        self.memories = AttachedBuffers(lanes)
-        self.report: Callable[[], None] = lambda: None
-        self.waiting_for: Callable[[], str] = lambda: ""
-        self.check_gathering: Callable[[], None] = lambda: (
-            None
-        )  # raises when waiting for workers has become pointless
-        self.timings = PushTimings(metrics)
-        self.traffic = TransferStats(metrics)
-        self.duplicates = 0
-        self._cut = cut
+        self.shared_buffers = AttachedBuffers(lanes)
+        self.request_report: Callable[[], None] = lambda: None
+        self.describe_wait: Callable[[], str] = lambda: ""
+        self.check_first_workers: Callable[[], None] = lambda: None
+        self.push_timings = PushTimings(metrics)
+        self.transfer_stats = TransferStats(metrics)
+        self.duplicate_count = 0
+        self._start_snapshot = start_snapshot
         self._team = ThreadTeam(threads)
         self._log = log or ShardLog(RecordSink(RecordSource.SHARD), shards)
-        self.fitness = fitness
-        self._logging = (
-            threading.Lock()
-        )  # a push is written and staged, or a new segment begun: never both at once
+        self.gradient_rules = gradient_rules
+        # one thread at a time logs and stages a push, or begins a segment
+        self._log_lock = threading.Lock()
         self._machine = ShardMachine(shard)
-        self._changed = PushWaiters()
-        self.frozen = FrozenShardHolder(shard, self._changed)
-        self._carrying = threading.RLock()
-        self._kept: dict[PushKey, StagedNumbers] = {}
+        self._waiters = PushWaiters()
+        self.frozen = FrozenShardHolder(shard, self._waiters)
+        self._apply_lock = threading.RLock()
+        self._staged: dict[PushKey, StagedNumbers] = {}
         self._model: ModelSpec | None = None
         self._store: ParameterStore | None = None
-        self._stopping = ""
+        self._stop_reason = ""
 
     # ---- the model -------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class ShardEngine:
         return self._machine.version
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return self._machine.begun
 
     @property
@@ -137,65 +139,63 @@ class ShardEngine:
         return self._store
 
     @property
-    def moving(self) -> bool:
-        """Does this shard lack its new part of the model?"""
+    def is_resharding(self) -> bool:
+        """Whether this shard lacks its new partition of the model."""
         return self._machine.moving
 
     def check_layout(self, shards: int) -> None:
-        """LayoutError for a request that is meant for another number of shards."""
+        """Raise LayoutError if a request is meant for another number of shards."""
         if shards not in (0, self.shards):
-            raise LayoutError(f"shard {self.shard} is one of {self.shards}, not of {shards}")
+            raise LayoutError(f"shard {self.shard} belongs to {self.shards} shards, not {shards}")
 
     def set_model(self, spec: ModelSpec) -> None:
-        """The job's model is known: make room for this shard's part. Repeating it is harmless."""
+        """Create this shard's partition of the job's model. Repeating it is harmless."""
         if self._machine.begun and self._store is not None:
             self._store.clips = (
                 spec.optimizer.clip_norm is not None
-            )  # who resumes a job may change it
+            )  # a resumed job may have another clip norm
         if self._machine.begun or (
             self._model is not None and self._model.fingerprint() == spec.fingerprint()
         ):
             return
         store = ParameterStore(PartitionPlan(spec, self.shards), self.shard, self._team)
-        with self._carrying, self._changed:
-            self._install(spec, store)
+        with self._apply_lock, self._waiters:
+            self._install_model(spec, store)
             self._log.model(spec)
 
-    def _install(self, spec: ModelSpec, store: ParameterStore) -> None:
+    def _install_model(self, spec: ModelSpec, store: ParameterStore) -> None:
         self._model, self._store = spec, store
-        self._changed.notify_all()
+        self._waiters.notify_all()
         self.metrics.model(numbers_of(PartitionPlan(spec, self.shards), self.shard), store.nbytes)
 
     def begin_log(self, epoch: int, base: int, shards: int) -> None:
-        """Follow the log of so many shards from `base` on with nothing: what was here before is
-        void.
-        """
-        with self._carrying, self._logging, self._changed:
-            self._forget(ShardMachine(self.shard), shards)
+        """Discard all state and follow a new log from `base` on, as one of `shards` shards."""
+        with self._apply_lock, self._log_lock, self._waiters:
+            self._reset(ShardMachine(self.shard), shards)
             self._machine.follow(epoch, base)
             self._model = self._store = None
             self._begin_segment()
 
     def restore(self, epoch: int, manifest: Manifest, reader: PartReader, shards: int) -> None:
-        """Everything from a snapshot, as one of so many shards; what was staged before is void."""
+        """Replace all state by a snapshot's, as one of `shards` shards. Discards staged pushes."""
         store = ParameterStore(PartitionPlan(manifest.model, shards), self.shard, self._team)
         store.restore(reader)
-        with self._carrying, self._logging, self._changed:
-            self._forget(ShardMachine(self.shard), shards)
+        with self._apply_lock, self._log_lock, self._waiters:
+            self._reset(ShardMachine(self.shard), shards)
             self._machine.restore(epoch, manifest.version, manifest.index)
-            self._install(manifest.model, store)
+            self._install_model(manifest.model, store)
             self._begin_segment()
 
-    def adopt(self, epoch: int, state: Mapping[str, Any], spec: ModelSpec, shards: int) -> None:
-        """Join the others in a move to so many shards: know what one of them knows, and hold
-        nothing yet.
-        """
-        with self._carrying, self._logging, self._changed:
-            self._forget(ShardMachine(self.shard), shards)
+    def join_reshard(
+        self, epoch: int, state: Mapping[str, Any], spec: ModelSpec, shards: int
+    ) -> None:
+        """Start as a new shard in a reshard, with the machine's state of another shard."""
+        with self._apply_lock, self._log_lock, self._waiters:
+            self._reset(ShardMachine(self.shard), shards)
             self._machine.adopt({**state, "epoch": epoch})
             self._model, self._store = spec, None
             self._begin_segment()
-        self.report()
+        self.request_report()
 
     def prepare_partition(self, index: int) -> PendingPartition | None:
         """Return the partition to build after the Reshard at `index`.
@@ -211,7 +211,7 @@ class ShardEngine:
     def install_partition(self, pending: PendingPartition) -> None:
         """Start to use the new partition, unless the shard's state has been replaced meanwhile."""
         machine, spec, store = pending
-        with self._carrying, self._changed:
+        with self._apply_lock, self._waiters:
             if (
                 self._machine is not machine
                 or self.shards != store.plan.shards
@@ -219,21 +219,19 @@ class ShardEngine:
             ):
                 return
             self._log.moved()
-            self._install(spec, store)
+            self._install_model(spec, store)
             machine.moved()
-        self.report()
+        self.request_report()
 
     def state_after(self, index: int) -> dict[str, Any] | None:
-        """What the machine knows, once it has come so far in the log."""
-        with self._changed:
+        """Return the machine's state if it has applied the entry at `index`, else None."""
+        with self._waiters:
             return self._machine.state() if self._machine.index >= index else None
 
-    def _forget(self, machine: ShardMachine, shards: int) -> None:
-        """Another machine, one of so many, and nothing staged; the workers of before come back
-        as new ones.
-        """
-        self._drop_staged(list(self._kept))
-        self.memories.clear()
+    def _reset(self, machine: ShardMachine, shards: int) -> None:
+        """Install another machine without staged pushes; workers attach their buffers again."""
+        self._drop_staged(list(self._staged))
+        self.shared_buffers.clear()
         self._machine, self.shards, self.frozen.current = machine, shards, None
         self._log.clear()
 
@@ -244,98 +242,98 @@ class ShardEngine:
         self._log.begin(
             SegmentBase(self.shards, self._machine.state(), held),
             self._model,
-            self._staged(),
+            self._staged_pushes(),
         )
 
-    def _staged(self) -> list[tuple[Staged, Staging]]:
-        return [(self._machine.staged[key], kept.staging) for key, kept in self._kept.items()]
+    def _staged_pushes(self) -> list[tuple[Staged, Staging]]:
+        return [(self._machine.staged[key], arrays.staging) for key, arrays in self._staged.items()]
 
     def recover(
         self, epoch: int, manifest: Manifest | None, snapshot: Open | None, shards: Collection[int]
     ) -> None:
-        """Be what this shard was before it died: the snapshot, and all that it had written down
-        since.
+        """Restore this shard from a snapshot plus its write-ahead log.
 
-        LogUnfitError: the log is not there, or does not go with the snapshot, the epoch and the
-        number of shards; then nothing has changed.
+        Raises LogUnfitError, and changes nothing, if the log does not match the snapshot, the epoch
+        and the number of shards.
         """
         recovery = ShardRecovery(self.shard, shards, self._team, epoch, manifest, snapshot)
         recovery.read(self._log)
-        self._become(recovery)
+        self._install_state(recovery)
 
-    def inherit(self, replica: ShardState) -> None:
-        """Be the shard that this process has followed as its standby."""
-        self._log.clear()  # of whoever was here before
-        self._become(replica)
+    def install_state(self, state: ShardState) -> None:
+        """Install the state that this process replicated as the shard's standby."""
+        self._log.clear()
+        self._install_state(state)
 
-    def _become(self, replica: ShardState) -> None:
-        with self._carrying, self._logging, self._changed:
-            self._machine, self._kept = replica.machine, replica.kept
-            self.shards, self.frozen.current, self._store = replica.shards, replica.frozen, None
-            self._model = replica.model or self._model
-            if replica.model is not None and replica.store is not None:
-                self._install(replica.model, replica.store)
+    def _install_state(self, state: ShardState) -> None:
+        with self._apply_lock, self._log_lock, self._waiters:
+            self._machine, self._staged = state.machine, state.kept
+            self.shards, self.frozen.current, self._store = state.shards, state.frozen, None
+            self._model = state.model or self._model
+            if state.model is not None and state.store is not None:
+                self._install_model(state.model, state.store)
             self._begin_segment()
-            self._changed.notify_all()
+            self._waiters.notify_all()
 
     @contextmanager
-    def still(self, seconds: float) -> Iterator[Iterator[StateRecord]]:
-        """All of this shard, as records for a standby; nothing is applied or staged meanwhile.
-        NOT_READY: no such moment came within `seconds`, or the model is on the move, and others
-        may need what was here before."""
-        if self.moving or self.frozen.current is not None:
-            raise UnreachableError("the model is on the move", "NOT_READY")
-        if not self._carrying.acquire(timeout=seconds):
+    def export_state(self, seconds: float) -> Iterator[Iterator[StateRecord]]:
+        """Yield the whole state as records for a standby; nothing is applied or staged meanwhile.
+
+        Raises UnreachableError (NOT_READY) if the shard stays busy for `seconds`, or during a
+        reshard, when other shards may still need the previous partition.
+        """
+        if self.is_resharding or self.frozen.current is not None:
+            raise UnreachableError("the job is being resharded", "NOT_READY")
+        if not self._apply_lock.acquire(timeout=seconds):
             raise UnreachableError(f"shard {self.shard} is busy", "NOT_READY")
         try:
-            with self._logging, self._changed:
+            with self._log_lock, self._waiters:
                 base = SegmentBase(self.shards, self._machine.state())
-                yield shard_state(base, self._model, self._store, self._staged())
+                yield shard_state(base, self._model, self._store, self._staged_pushes())
         finally:
-            self._carrying.release()
+            self._apply_lock.release()
 
     def wait_for_store(self, seconds: float) -> ParameterStore:
-        """The numbers, once the model is known; a worker may be quicker here than the
-        coordinator's word.
+        """Return the arrays, waiting until the model is known.
+
+        A worker may reach this shard before the coordinator has sent the model.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._store is not None or self._stopping, seconds)
+        with self._waiters:
+            self._waiters.wait_for(lambda: self._store is not None or self._stop_reason, seconds)
         if self._store is None:
             what = (
-                "waits for its new part of the model"
-                if self.moving
+                "is waiting for its new partition of the model"
+                if self.is_resharding
                 else "does not know the job's model yet"
             )
             raise UnreachableError(f"shard {self.shard} {what}", "NOT_READY")
         return self._store
 
-    def groups(self, text: str) -> tuple[Mapping[str, Scalar], ...]:
-        """A push's hyper-parameters, checked against the job's optimizer."""
+    def parse_groups(self, text: str) -> tuple[Mapping[str, Scalar], ...]:
+        """Parse a push's hyper-parameters and check them against the job's optimizer."""
         assert self._model is not None
         return groups_of_push(text, validate(self._model.optimizer), self._model.tensors)
 
     # ---- pushes ----------------------------------------------------------------------------------
 
-    def stage(self, staged: Staged, staging: Staging) -> bool:
-        """A push has come, whole. False: it had been decided before, and its bytes were for
-        nothing.
-        """
+    def stage_push(self, staged: Staged, staging: Staging) -> bool:
+        """Stage a complete push. Return False if it was decided before."""
         store = self._store
         if store is None or not store.owns(staging):
             self.release(staging)
             raise UnreachableError(
-                f"shard {self.shard} holds another part of the model now", "NOT_READY"
+                f"shard {self.shard} has another partition of the model now", "NOT_READY"
             )
-        staged = examined(staged, staging, store, self.fitness)
-        with self._logging:
-            decided, fresh = self._keep(staged, staging)
-        self.traffic.received(staging.nbytes)
+        staged = examined(staged, staging, store, self.gradient_rules)
+        with self._log_lock:
+            decided, fresh = self._stage(staged, staging)
+        self.transfer_stats.count_received(staging.nbytes)
         if fresh:
-            self.report()
+            self.request_report()
         else:
             self.release(staging)
         if decided:
-            self.duplicates += 1
+            self.duplicate_count += 1
             self.metrics.pushed("duplicate")
         return not decided
 
@@ -347,47 +345,56 @@ class ShardEngine:
         if claim is not None:
             self.budget.give(claim)
 
-    def _keep(self, staged: Staged, staging: Staging) -> tuple[bool, bool]:
-        """Had it been decided before; and is it new? Then it is on the disk, where there is a
-        log, and staged.
+    def _stage(self, staged: Staged, staging: Staging) -> tuple[bool, bool]:
+        """Log a push, where there is a log, and stage it.
+
+        Returns whether the push was decided before, and whether it is newly staged.
         """
-        with self._changed:
+        with self._waiters:
             if decided := self._machine.outcome(staged.key) is not None:
                 return decided, False
             if self._store is None or not self._store.owns(staging):
-                return False, False  # the model moved while this was on its way
-        if staged.key not in self._kept:
+                return False, False  # a reshard started after the push was received
+        if staged.key not in self._staged:
             self._log.push(staged, staging)
-        with self._changed:
+        with self._waiters:
             if fresh := self._machine.offer(staged):
-                self._kept[staged.key] = StagedNumbers(staging, time.monotonic())
+                self._staged[staged.key] = StagedNumbers(staging, time.monotonic())
             return False, fresh
 
-    def wait(
+    def wait_for_outcome(
         self, key: PushKey | None, version: int, seconds: float, alive: Callable[[], bool]
     ) -> PushOutcome | None:
-        """Until the push is decided and `version` is here; None: not within `seconds`.
-        NOT_READY: send it (again).
+        """Return a push's outcome once it is decided and `version` is reached; None on timeout.
+
+        key: the push; None to wait for the version alone.
+
+        Raises UnreachableError: NOT_READY if the worker must send the push again, STOPPING if the
+        shard stops.
         """
         deadline = time.monotonic() + seconds
 
-        def answered() -> bool:
+        def is_decided() -> bool:
             return self._machine.answers(key, version)
 
-        def over() -> bool:  # all have gone back, say
-            return bool(self._stopping) or (key is not None and not self._machine.knows(key))
+        def is_hopeless() -> bool:  # stopping, or a rollback discarded the push
+            return bool(self._stop_reason) or (key is not None and not self._machine.knows(key))
 
-        with self._changed:
+        with self._waiters:
             while (
-                not (over() or answered()) and alive() and (left := deadline - time.monotonic()) > 0
+                not (is_hopeless() or is_decided())
+                and alive()
+                and (left := deadline - time.monotonic()) > 0
             ):
                 is_open = key is not None and self._machine.outcome(key) is None
-                self._changed.wait(min(left, LOOK), key if is_open else None)
-            if key is not None and answered():  # be it the push that ends the job
+                self._waiters.wait(
+                    min(left, CALLER_CHECK_INTERVAL_SECONDS), key if is_open else None
+                )
+            if key is not None and is_decided():  # even while stopping: the push may end the job
                 return self._machine.outcome(key) or PushOutcome("applied", self._machine.version)
-            if self._stopping:
+            if self._stop_reason:
                 raise UnreachableError(
-                    f"shard {self.shard} is stopping: {self._stopping}", "STOPPING"
+                    f"shard {self.shard} is stopping: {self._stop_reason}", "STOPPING"
                 )
             if key is not None and not self._machine.knows(key):
                 raise UnreachableError(
@@ -398,13 +405,12 @@ class ShardEngine:
     # ---- pulls -----------------------------------------------------------------------------------
 
     @contextmanager
-    def standing(self, shards: int) -> Iterator[tuple[int, ParameterStore]]:
-        """The weights and their version: nothing is applied meanwhile. NOT_READY: there are none
-        yet.
+    def lock_weights(self, shards: int) -> Iterator[tuple[int, ParameterStore]]:
+        """Yield the version and the arrays; nothing is applied meanwhile.
 
-        shards: for how many they are meant, as check_layout.
+        shards: as in `check_layout`. Raises UnreachableError (NOT_READY) without weights.
         """
-        with self._carrying:
+        with self._apply_lock:
             self.check_layout(shards)
             if not self._machine.begun or self._store is None:
                 raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
@@ -413,40 +419,40 @@ class ShardEngine:
     # ---- the log ---------------------------------------------------------------------------------
 
     def deliver(self, epoch: int, entries: Iterable[Entry]) -> None:
-        """Carry out what is next in the log. Entries may come twice, early, or from a log that
-        is void.
+        """Apply the next entries of the log.
+
+        Entries may come twice, too early, or from a log that is no longer followed.
         """
-        with self._carrying:
-            with self._changed:
+        with self._apply_lock:
+            with self._waiters:
                 ready = self._machine.accept(epoch, entries)
             for entry in ready:
-                # no push may be written down between a Reshard and its being carried out
-                with self._logging if isinstance(entry, Reshard) else nullcontext():
-                    self._follow(entry)
+                # no push may be logged between a Reshard record and its effect
+                with self._log_lock if isinstance(entry, Reshard) else nullcontext():
+                    self._process_entry(entry)
                 if isinstance(entry, Apply):
-                    self._log.applied(entry.version, self._numbers)
+                    self._log.applied(entry.version, self._loaded_store)
                 elif isinstance(entry, Cut):
-                    with self._logging:
+                    with self._log_lock:
                         self._begin_segment()
         if ready:
-            self.report()
+            self.request_report()
 
-    def _follow(self, entry: Entry) -> None:
+    def _process_entry(self, entry: Entry) -> None:
         self._log.entry(entry)
-        square_norm = self._carry_out(entry)
-        with self._changed:
+        square_norm = self._apply_entry(entry)
+        with self._waiters:
             self._machine.done(entry, square_norm)
-            self._drop_staged([key for key in self._kept if key not in self._machine.staged])
-            self._changed.notify_of(entry)
+            self._drop_staged([key for key in self._staged if key not in self._machine.staged])
+            self._waiters.notify_entry(entry)
 
-    def snapshot_written(self, version: int) -> None:
-        """All shards have written this version: what was noted down before is not needed any
-        more.
-        """
+    def retire_log(self, version: int) -> None:
+        """Remove log segments from before this version: a complete snapshot of it exists."""
         self._log.retire(version)
 
     def make_report(self) -> ShardReport:
-        with self._changed:
+        """Return what the coordinator needs to know of this shard."""
+        with self._waiters:
             report = self._machine.report()
         (log := self._log).before_report()
         return (
@@ -456,48 +462,47 @@ class ShardEngine:
         )
 
     def stop(self, reason: str) -> None:
-        """Answer everyone who waits."""
-        with self._changed:
-            self._stopping = reason or "the job ends"
-            self._changed.notify_all()
+        """End all waiting requests; each fails with this reason."""
+        with self._waiters:
+            self._stop_reason = reason or "the job ends"
+            self._waiters.notify_all()
 
-    def _carry_out(self, entry: Entry) -> float:
+    def _apply_entry(self, entry: Entry) -> float:
         match entry:
             case Measure():
-                return measure(self._numbers, entry, self._kept)
+                return measure(self._loaded_store, entry, self._staged)
             case Begin():
-                self._numbers.begin(self._kept[PushKey(entry.worker, 0)].staging)
+                self._loaded_store.begin(self._staged[PushKey(entry.worker, 0)].staging)
             case Apply():
-                staged_at, began = (
-                    [self._kept[c.key].since for c in entry.contributions],
-                    time.monotonic(),
-                )
-                apply(self._numbers, entry, self._kept)
-                self.timings.applied(entry, staged_at, began, time.monotonic() - began)
-                self.frozen.current = None  # nothing counts before all shards hold their new parts
+                staged_at = [self._staged[c.key].since for c in entry.contributions]
+                began = time.monotonic()
+                apply(self._loaded_store, entry, self._staged)
+                self.push_timings.record_update(entry, staged_at, began, time.monotonic() - began)
+                # updates start only when all shards have their partition
+                self.frozen.current = None
             case Reshard():
-                with self._changed:
+                with self._waiters:
                     self.frozen.current = FrozenShard(
-                        self._machine.epoch, entry.index, self.shards, self._numbers
+                        self._machine.epoch, entry.index, self.shards, self._loaded_store
                     )
                     self.shards, self._store = entry.shards, None
             case Reject():
                 self.metrics.pushed("stale" if entry.reason == "STALE" else "rejected")
             case Evict():
-                self.timings.drop(entry.worker)
-                self.memories.drop(entry.worker)
+                self.push_timings.drop(entry.worker)
+                self.shared_buffers.drop(entry.worker)
             case Cut() if not self._machine.moving:
-                self._cut(entry, self._numbers)
+                self._start_snapshot(entry, self._loaded_store)
         return 0.0
 
     @property
-    def _numbers(self) -> ParameterStore:
+    def _loaded_store(self) -> ParameterStore:
         if self._store is None:
             raise LogInvariantError(
-                f"shard {self.shard}: the log speaks of weights before there is a model"
+                f"shard {self.shard}: a log entry needs weights before the model is known"
             )
         return self._store
 
     def _drop_staged(self, keys: Sequence[PushKey]) -> None:
         for key in keys:
-            self.release(self._kept.pop(key).staging)
+            self.release(self._staged.pop(key).staging)

@@ -1,6 +1,4 @@
-"""The job's weights as one file (`--save`), collected by shard 0 from all shards as the job
-ends.
-"""
+"""Write the job's final weights as one file (`--save`): shard 0 collects them from all shards."""
 
 import threading
 import time
@@ -17,43 +15,43 @@ from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, Fro
 from psserver.shard.engine import ShardEngine
 from psserver.shard.reshard_reader import PeerShard
 
-SETTLE_SECONDS = 10.0
-"""How long shards may take to come to one version: entries, or pushes of workers that still run,
-are on their way.
+SAME_VERSION_TIMEOUT_SECONDS = 10.0
+"""Seconds that shards may take to reach one version: entries, or pushes of running workers, may
+still be on their way.
 """
 
-PAUSE_SECONDS = 0.1
+RETRY_INTERVAL_SECONDS = 0.1
 
 CHUNK_BYTES = 64 << 20
-"""Copied at a time while nothing is applied."""
+"""Bytes copied at a time while nothing is applied."""
 
 
-class WeightHolder(Protocol):
-    """One shard as it is now. Both raise UnreachableError where it is not there."""
+class WeightSource(Protocol):
+    """One shard's current weights. Both raise UnreachableError if the shard does not answer."""
 
     @property
     def version(self) -> int: ...
     def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]: ...
 
 
-class OwnShard:
-    """What this process's shard holds now. NOT_READY: it has no weights."""
+class LocalShard:
+    """The current weights of this process's shard. Raises UnreachableError without weights."""
 
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
 
     @property
     def version(self) -> int:
-        with self._engine.standing(0) as (version, _):
+        with self._engine.lock_weights(0) as (version, _):
             return version
 
-    def about(self) -> FrozenDescription:
-        with self._engine.standing(0) as (_, store):
-            return FrozenShard(0, 0, self._engine.shards, store).about()
+    def describe(self) -> FrozenDescription:
+        with self._engine.lock_weights(0) as (_, store):
+            return FrozenShard(0, 0, self._engine.shards, store).describe()
 
     def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
-        """Copies: the weights may change as soon as this returns."""
-        with self._engine.standing(0) as (_, store):
+        """Yield copies: the weights may change as soon as this returns."""
+        with self._engine.lock_weights(0) as (_, store):
             pieces = FrozenShard(0, 0, self._engine.shards, store).read(kind, span)
             copies = [FrozenBytes(piece.start, memoryview(bytes(piece.data))) for piece in pieces]
         yield from copies
@@ -65,51 +63,64 @@ def write_final_weights(
     job: str,
     model: ModelSpec,
     path: Path,
-    seconds: float = SETTLE_SECONDS,
+    seconds: float = SAME_VERSION_TIMEOUT_SECONDS,
 ) -> None:
-    """Write all tensors of the newest version, one version over all shards, under all their
-    names.
+    """Write all tensors of the newest version, the same on all shards, under all their names.
 
-    addresses: of all shards; the first is this process. NotSavedError; a file at `path` is
-    replaced only by a whole one. Needs memory for the weights.
+    A file at `path` is replaced only by a complete one. Needs memory for all weights.
+
+    Args:
+        engine: Shard 0.
+        addresses: Address of every shard; the first is this process.
+        job: Name of the job.
+        model: The job's model.
+        path: File to write.
+        seconds: Time for the shards to reach one version.
+
+    Raises:
+        NotSavedError: The file was not written.
     """
     plan = PartitionPlan(model, len(addresses))
     with ExitStack() as stack:
-        holders: list[WeightHolder] = [OwnShard(engine)]
+        sources: list[WeightSource] = [LocalShard(engine)]
         for address in addresses[1:]:
             peer = PeerShard(address, job, current=True)
             stack.callback(peer.close)
-            holders.append(peer)
+            sources.append(peer)
         try:
-            write_model(path, model, tensors_on_tape(plan, _settled(plan, holders, seconds)))
+            write_model(
+                path, model, tensors_on_tape(plan, _read_one_version(plan, sources, seconds))
+            )
         except PSError as error:
             raise NotSavedError(f"--save {path}: {error}") from error
 
 
-def _settled(plan: PartitionPlan, holders: Sequence[WeightHolder], seconds: float) -> bytearray:
-    """A tape of one version, once all shards are there and stay there while they are read."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+def _read_one_version(
+    plan: PartitionPlan, sources: Sequence[WeightSource], seconds: float
+) -> bytearray:
+    """Return a flat buffer of one version, read while no shard changed its version."""
+    deadline, timer = time.monotonic() + seconds, threading.Event()
     while True:
-        versions = [holder.version for holder in holders]
+        versions = [source.version for source in sources]
         if len(set(versions)) == 1:
-            tape = _read(plan, holders)
-            if [holder.version for holder in holders] == versions:
-                return tape
+            buffer = _read_all(plan, sources)
+            if [source.version for source in sources] == versions:
+                return buffer
         if time.monotonic() >= deadline:
             raise UnreachableError(
-                f"after {seconds:g} s the shards still are at versions {versions}", "NOT_READY"
+                f"the shards are at versions {versions} after {seconds:g} s", "NOT_READY"
             )
-        pause.wait(PAUSE_SECONDS)
+        timer.wait(RETRY_INTERVAL_SECONDS)
 
 
-def _read(plan: PartitionPlan, holders: Sequence[WeightHolder]) -> bytearray:
-    tape = bytearray(plan.nbytes)
-    for shard, holder in enumerate(holders):
+def _read_all(plan: PartitionPlan, sources: Sequence[WeightSource]) -> bytearray:
+    buffer = bytearray(plan.nbytes)
+    for shard, source in enumerate(sources):
         for role in ROLES:
             start, stop = plan.range(shard, role)
             for first in range(start, stop, CHUNK_BYTES):
-                for piece in holder.read(
+                for piece in source.read(
                     "weight", ByteRange(first, min(first + CHUNK_BYTES, stop))
                 ):
-                    tape[piece.start : piece.start + piece.data.nbytes] = piece.data
-    return tape
+                    buffer[piece.start : piece.start + piece.data.nbytes] = piece.data
+    return buffer

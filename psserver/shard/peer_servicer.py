@@ -1,4 +1,4 @@
-"""What shards ask of each other (proto/psproto/v1/shard.proto)."""
+"""Answer the requests of other shards (proto/psproto/v1/shard.proto)."""
 
 from collections.abc import Iterator
 
@@ -12,17 +12,15 @@ from psproto.v1 import shard_pb2 as pb
 from psproto.v1.shard_pb2_grpc import ShardServiceServicer
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
-from psserver.shard.final_weights import OwnShard
+from psserver.shard.final_weights import LocalShard
 from psserver.shard.reshard_reader import PreviousShard
 
-FREEZE_SECONDS = 2.0
-"""How long another shard may have to wait until this one has come to the entry with which a move
-begins.
-"""
+FREEZE_TIMEOUT_SECONDS = 2.0
+"""Seconds that a request of another shard waits until this one has applied the Reshard entry."""
 
 
 class PeerServicer(ShardServiceServicer):
-    """Lets others read what this shard held before a move, or holds now."""
+    """Serves this shard's partition from before a reshard, or its current one."""
 
     def __init__(self, engine: ShardEngine, identity: ServerIdentity) -> None:
         self._engine, self._identity = engine, identity
@@ -32,13 +30,13 @@ class PeerServicer(ShardServiceServicer):
     ) -> Iterator[pb.ReadShardResponse]:
         with answering(context):
             self._identity.check_job(request.job)
-            source, version = self._source(request)
+            source, version = self._find_source(request)
             if not request.kind:
-                held = source.about()
-                scalars = scalars_to_json(held.scalars)
-                kinds, groups = sorted(held.kinds), held.groups_json
+                description = source.describe()
+                scalars = scalars_to_json(description.scalars)
+                kinds, groups = sorted(description.kinds), description.groups_json
                 holding = pb.Holding(
-                    kinds=kinds, steps=held.steps, groups_json=groups, scalars_json=scalars
+                    kinds=kinds, steps=description.steps, groups_json=groups, scalars_json=scalars
                 )
                 holding.version = version
                 yield pb.ReadShardResponse(holding=holding)
@@ -49,9 +47,9 @@ class PeerServicer(ShardServiceServicer):
                         start=start + first, data=bytes(data[first : first + FRAME_BYTES])
                     )
 
-    def _source(self, request: pb.ReadShardRequest) -> tuple[PreviousShard, int]:
-        """What is asked for, and the version of what is there now."""
+    def _find_source(self, request: pb.ReadShardRequest) -> tuple[PreviousShard, int]:
+        """Return what is requested, and the version of the current weights."""
         if request.current:
-            own = OwnShard(self._engine)
-            return own, own.version
-        return self._engine.frozen.wait_for(request.epoch, request.index, FREEZE_SECONDS), 0
+            local = LocalShard(self._engine)
+            return local, local.version
+        return self._engine.frozen.wait_for(request.epoch, request.index, FREEZE_TIMEOUT_SECONDS), 0

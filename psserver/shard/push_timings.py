@@ -1,4 +1,4 @@
-"""Where the time of a push went on a shard."""
+"""Measure how long pushes wait on a shard and how long their updates take."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,34 +8,47 @@ from psserver.process.metrics import ServerMetrics
 
 
 class PushTiming(NamedTuple):
-    """Seconds that a push waited, staged, for the decision, and that the update took that
-    counted it.
+    """Durations of one push.
+
+    seq: the push's number.
+    wait_seconds: time staged, until its update started.
+    apply_seconds: duration of the update that applied it.
     """
 
     seq: int
-    wait: float
-    apply: float
+    wait_seconds: float
+    apply_seconds: float
 
 
 class PushTimings:
-    """Of each worker's newest push that counted. apply_seconds: of all updates."""
+    """Timings of each worker's newest applied push.
+
+    apply_seconds: duration of all updates so far.
+    """
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.apply_seconds = 0.0
         self._metrics = metrics
         self._newest: dict[int, PushTiming] = {}
 
-    def of(self, key: PushKey) -> PushTiming:
-        """A push's, as long as it is its worker's newest that counted."""
-        known = self._newest.get(key.worker)
+    def find(self, key: PushKey) -> PushTiming:
+        """Return a push's timing; zeros unless it is its worker's newest applied push."""
+        newest = self._newest.get(key.worker)
         return (
-            known if known is not None and known.seq == key.seq else PushTiming(key.seq, 0.0, 0.0)
+            newest
+            if newest is not None and newest.seq == key.seq
+            else PushTiming(key.seq, 0.0, 0.0)
         )
 
-    def applied(
+    def record_update(
         self, entry: Apply, staged_at: Sequence[float], began: float, seconds: float
     ) -> None:
-        """An update has counted these pushes; staged_at: when each was complete here."""
+        """Record an update.
+
+        staged_at: when each of its pushes was complete (monotonic seconds).
+        began: when the update started (monotonic seconds).
+        seconds: duration of the update.
+        """
         self.apply_seconds += seconds
         self._metrics.applied(seconds, len(staged_at))
         self._metrics.version(entry.version)
@@ -47,5 +60,5 @@ class PushTimings:
             )
 
     def drop(self, worker: int) -> None:
-        """The worker is out."""
+        """Forget a worker that has left."""
         self._newest.pop(worker, None)

@@ -1,4 +1,4 @@
-"""A shard's new part of the model, made of what all shards held before a move."""
+"""Read a shard's new partition from the partitions that all shards held before a reshard."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -13,22 +13,27 @@ from psproto.v1 import shard_pb2 as pb
 from psproto.v1.shard_pb2_grpc import ShardServiceStub
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription
 
-CALL_SECONDS, SLOWEST_BYTES_PER_SECOND = 10.0, 100e3
-"""Of a line that several servers share; one whose peer is gone is noticed by pings, long before."""
+CALL_TIMEOUT_SECONDS, MIN_BYTES_PER_SECOND = 10.0, 100e3
+"""A call's timeout and the assumed bandwidth of a network that several servers share. Keepalive
+pings detect a lost peer much sooner.
+"""
 
 
 class PreviousShard(Protocol):
-    """One shard of before. Both raise UnreachableError where it is not there, or holds it not
-    any more.
+    """One shard's partition before a reshard.
+
+    Both methods raise UnreachableError if the shard does not answer, or discarded the partition.
     """
 
-    def about(self) -> FrozenDescription: ...
+    def describe(self) -> FrozenDescription: ...
     def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]: ...
 
 
 class PeerShard:
-    """Another server. nbytes: that came from it. current: what it holds now, instead of at a
-    move's entry.
+    """Another server's partition.
+
+    current: read its current partition instead of the one before a reshard.
+    nbytes: bytes received so far.
     """
 
     def __init__(
@@ -37,37 +42,37 @@ class PeerShard:
         self.nbytes = 0
         self._address, self._channel = address, open_channel(address, tensors=True)
         self._stub = ShardServiceStub(self._channel)
-        self._request = pb.ReadShardRequest(job=job, epoch=epoch, index=index, current=current)
+        self._template = pb.ReadShardRequest(job=job, epoch=epoch, index=index, current=current)
 
     @property
     def version(self) -> int:
-        """Of what it holds now."""
-        for response in self._asked("", ByteRange(0, 0)):
+        """The version of its current weights."""
+        for response in self._request_bytes("", ByteRange(0, 0)):
             return response.holding.version
         raise UnreachableError(
-            f"the server at {self._address} does not say what it holds", "NOT_READY"
+            f"the server at {self._address} returned no description", "NOT_READY"
         )
 
-    def about(self) -> FrozenDescription:
-        for response in self._asked("", ByteRange(0, 0)):
-            held = response.holding
-            scalars = scalars_from_json(held.scalars_json)
+    def describe(self) -> FrozenDescription:
+        for response in self._request_bytes("", ByteRange(0, 0)):
+            holding = response.holding
+            scalars = scalars_from_json(holding.scalars_json)
             return FrozenDescription(
-                frozenset(held.kinds), dict(held.steps), held.groups_json, scalars
+                frozenset(holding.kinds), dict(holding.steps), holding.groups_json, scalars
             )
         return FrozenDescription(frozenset(), {}, "", {})
 
     def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
-        for response in self._asked(kind, span):
+        for response in self._request_bytes(kind, span):
             self.nbytes += len(response.data)
             yield FrozenBytes(response.start, memoryview(response.data))
 
-    def _asked(self, kind: str, span: ByteRange) -> Iterator[pb.ReadShardResponse]:
+    def _request_bytes(self, kind: str, span: ByteRange) -> Iterator[pb.ReadShardResponse]:
         request = pb.ReadShardRequest(kind=kind, start=span.start, stop=span.stop)
-        request.MergeFrom(self._request)
+        request.MergeFrom(self._template)
         with translated(f"the server at {self._address} (ReadShard)"):
             yield from self._stub.ReadShard(
-                request, timeout=CALL_SECONDS + span.nbytes / SLOWEST_BYTES_PER_SECOND
+                request, timeout=CALL_TIMEOUT_SECONDS + span.nbytes / MIN_BYTES_PER_SECOND
             )
 
     def close(self) -> None:
@@ -75,45 +80,50 @@ class PeerShard:
 
 
 class ReshardReader:
-    """Reads the tape from the shards of before (store.TapeReader). needed: the ranges that will
-    be read.
+    """Reads the flat buffer from the previous shards (implements PartReader).
 
-    sources: by shard. Only those that have something of these ranges are asked.
+    sources: by shard number; only those that overlap `needed` are asked.
+    needed: the ranges that will be read.
     """
 
     def __init__(
         self, plan: PartitionPlan, sources: Sequence[PreviousShard], needed: Sequence[ByteRange]
     ) -> None:
         self._plan = plan
-        holders = {shard for span in needed for shard in self._holders(span)} or {0}
+        needed_sources = {shard for span in needed for shard in self._find_sources(span)} or {0}
         self._sources = dict(enumerate(sources))
-        self._about = {shard: self._sources[shard].about() for shard in sorted(holders)}
+        self._descriptions = {
+            shard: self._sources[shard].describe() for shard in sorted(needed_sources)
+        }
 
     def kinds(self) -> set[str]:
-        return {kind for about in self._about.values() for kind in about.kinds}
+        return {kind for description in self._descriptions.values() for kind in description.kinds}
 
     def steps(self) -> dict[int, int]:
         return {
-            tensor: count for about in self._about.values() for tensor, count in about.steps.items()
+            tensor: count
+            for description in self._descriptions.values()
+            for tensor, count in description.steps.items()
         }
 
     def scalars(self) -> Scalars:
         merged: dict[str, dict[int, float]] = {}
-        for about in self._about.values():
-            for name, values in about.scalars.items():
+        for description in self._descriptions.values():
+            for name, values in description.scalars.items():
                 merged.setdefault(name, {}).update(values)
         return merged
 
     def groups_json(self) -> str:
-        """They are the same on every shard."""
-        return next(iter(self._about.values())).groups_json
+        """Return the hyper-parameters of the groups, which are equal on all shards."""
+        return next(iter(self._descriptions.values())).groups_json
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
-        """Fills `out` with bytes [start, stop) of the tape; padding comes as zeros. False: they
-        are not all there.
+        """Fill `out` with bytes [start, stop) of the flat buffer; padding becomes zeros.
+
+        Returns False if some bytes are missing. Raises SnapshotError if these are weights.
         """
         span, target, found = ByteRange(start, stop), out.cast("B"), []
-        for shard in self._holders(span):
+        for shard in self._find_sources(span):
             for piece in self._sources[shard].read(kind, span):
                 found.append(ByteRange(piece.start, piece.start + piece.data.nbytes))
                 target[piece.start - start : found[-1].stop - start] = piece.data
@@ -123,23 +133,25 @@ class ReshardReader:
         missing = [tensor for gap in gaps for tensor in self._plan.slices(gap)]
         if missing and kind == "weight":
             raise SnapshotError(
-                f"no shard had all weights of {self._plan.spec.tensors[missing[0].tensor].name}"
+                f"no shard has all weights of {self._plan.spec.tensors[missing[0].tensor].name}"
             )
         return not missing
 
-    def _holders(self, span: ByteRange) -> list[int]:
+    def _find_sources(self, span: ByteRange) -> list[int]:
         plan = self._plan
         return [
-            s for s in range(plan.shards) if any(_meet(plan.range(s, role), span) for role in ROLES)
+            s
+            for s in range(plan.shards)
+            if any(_overlap(plan.range(s, role), span) for role in ROLES)
         ]
 
 
 def needed_by(plan: PartitionPlan, shard: int) -> list[ByteRange]:
-    """All that a shard holds."""
+    """Return all ranges of a shard."""
     return [plan.range(shard, role) for role in ROLES]
 
 
-def _meet(one: ByteRange, other: ByteRange) -> bool:
+def _overlap(one: ByteRange, other: ByteRange) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 

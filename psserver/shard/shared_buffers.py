@@ -1,6 +1,4 @@
-"""Memory of workers on this host that the server has attached: pushes are read from it, pulls
-written to it.
-"""
+"""Shared memory of workers on this host: the server reads pushes from it and writes pulls to it."""
 
 import logging
 from typing import NamedTuple
@@ -17,7 +15,10 @@ log = logging.getLogger("psserver")
 
 
 class WorkerBuffers(NamedTuple):
-    """A worker's two tapes. number: of the offer."""
+    """A worker's two flat buffers.
+
+    number: number of the worker's offer.
+    """
 
     number: int
     gradients: WorkerBuffer
@@ -25,60 +26,60 @@ class WorkerBuffers(NamedTuple):
 
 
 class AttachedBuffers:
-    """By worker, the last one that it offered. What a staged push refers to stays mapped as long
-    as it is needed.
+    """The newest shared memory that each worker offered.
+
+    The memory of a staged push stays mapped as long as the push needs it.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._tapes: dict[int, WorkerBuffers] = {}
+        self._buffers: dict[int, WorkerBuffers] = {}
 
     def attach(self, request: pb.AttachMemoryRequest) -> str:
-        """Takes an offer; why not, in words, or nothing."""
+        """Map the offered memory. Return why that is not possible; empty on success."""
         if self._lanes == "grpc":
             return "the server runs with --lanes grpc"
         try:
-            memory = attach(MemoryOffer(request.name, request.token, request.nbytes)).memory
+            mapping = attach(MemoryOffer(request.name, request.token, request.nbytes)).memory
         except NotSharedError as error:
             return str(error)
         whole = (
-            torch.frombuffer(memory, dtype=torch.uint8)
+            torch.frombuffer(mapping, dtype=torch.uint8)
             if request.nbytes
             else torch.empty(0, dtype=torch.uint8)
         )
         gradients, weights = whole[: request.nbytes // 2], whole[request.nbytes // 2 :]
-        self._tapes[request.worker] = WorkerBuffers(
+        self._buffers[request.worker] = WorkerBuffers(
             request.memory, WorkerBuffer(gradients), WorkerBuffer(weights)
         )
         log.info("memory attached", extra={"worker": request.worker, "nbytes": request.nbytes})
         return ""
 
-    def check_wire(self) -> None:
-        """InvalidRequestError where pushes may not come over the network."""
+    def check_network_allowed(self) -> None:
+        """Raise InvalidRequestError if pushes must not come over the network."""
         if self._lanes == "shm":
             raise InvalidRequestError(
-                "this server runs with --lanes shm: pushes come through shared memory only"
+                "this server runs with --lanes shm: it accepts pushes through shared memory only"
             )
 
-    def tapes(self, header: pb.PushPullHeader) -> WorkerBuffers:
-        """Those that a request names. UnreachableError where they are not attached (any more):
-        offer them again.
+    def find(self, header: pb.PushPullHeader) -> WorkerBuffers:
+        """Return the buffers that a request names.
+
+        Raises UnreachableError (NOT_ATTACHED) otherwise: the worker then offers them again.
         """
-        tapes = self._tapes.get(header.worker)
-        if tapes is None or tapes.number != header.memory:
+        buffers = self._buffers.get(header.worker)
+        if buffers is None or buffers.number != header.memory:
             raise UnreachableError(
                 f"memory {header.memory} of worker {header.worker} is not attached", "NOT_ATTACHED"
             )
-        return tapes
+        return buffers
 
     def clear(self) -> None:
-        """All workers are out."""
-        self._tapes.clear()
+        """Drop the buffers of all workers."""
+        self._buffers.clear()
         sweep()
 
     def drop(self, worker: int) -> None:
-        """The worker is out of the job. If it died while its file still had a name, the name
-        goes now.
-        """
-        self._tapes.pop(worker, None)
+        """Drop the buffers of a worker that has left, and unlink its file after a crash."""
+        self._buffers.pop(worker, None)
         sweep()

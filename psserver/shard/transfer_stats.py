@@ -1,4 +1,4 @@
-"""What moves between the workers and one shard: how much, and whose."""
+"""Count the bytes that move between workers and one shard, and note which workers are active."""
 
 import time
 from collections.abc import Iterator
@@ -7,35 +7,37 @@ from psserver.process.metrics import ServerMetrics
 
 
 class TransferStats:
-    """received_bytes, sent_bytes: of pushes and of weights, so far."""
+    """Transfer counters of one shard.
+
+    received_bytes: bytes of pushes so far.
+    sent_bytes: bytes of weights so far.
+    """
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.received_bytes = self.sent_bytes = 0
         self._metrics = metrics
-        self._moved: dict[int, float] = {}
+        self._last_active: dict[int, float] = {}
 
-    def received(self, nbytes: int) -> None:
+    def count_received(self, nbytes: int) -> None:
         self.received_bytes += nbytes
         self._metrics.moved(received=nbytes)
 
-    def sent(self, nbytes: int) -> None:
+    def count_sent(self, nbytes: int) -> None:
         self.sent_bytes += nbytes
         self._metrics.moved(sent=nbytes)
 
-    def asked(self, worker: int) -> None:
-        """A request of this worker has come, with or without all its bytes."""
-        self._moved[worker] = time.monotonic()
+    def note_request(self, worker: int) -> None:
+        """Note a request of this worker, with or without all its bytes."""
+        self._last_active[worker] = time.monotonic()
 
-    def watched(self, worker: int, frames: Iterator[bytes]) -> Iterator[bytes]:
-        """The frames of this worker's push, or those that it gets: each that has gone its way
-        shows that it lives.
-        """
+    def watch_frames(self, worker: int, frames: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the frames; each one that moves shows that the worker is alive."""
         for frame in frames:
             yield frame
-            self._moved[worker] = time.monotonic()
+            self._last_active[worker] = time.monotonic()
 
-    def alive(self) -> dict[int, float]:
-        """Workers whose frames have moved since this was last asked, and how many seconds ago."""
-        moved, self._moved = self._moved, {}
+    def take_active_workers(self) -> dict[int, float]:
+        """Return the workers active since the last call: worker -> seconds since its last frame."""
+        active, self._last_active = self._last_active, {}
         now = time.monotonic()
-        return {worker: now - at for worker, at in moved.copy().items()}
+        return {worker: now - at for worker, at in active.copy().items()}

@@ -1,5 +1,8 @@
-"""Waiting for a shard to change. Who waits for a push is woken by what becomes of it, not by all
-that is decided: with many workers in async, every update would wake everybody else."""
+"""Wait for a shard to change.
+
+A thread that waits for one push wakes when that push is decided. With many workers in async, waking
+all threads at every update would cost too much.
+"""
 
 import threading
 from collections.abc import Iterable
@@ -8,36 +11,35 @@ from pscommon.core.log_entries import Apply, Entry, Evict, Measure, PushKey, Rej
 
 
 class PushWaiters(threading.Condition):
-    """A condition in which one may also wait for a push alone. notify_all: everything may be
-    different.
+    """A condition on which a thread can also wait for one push alone.
+
+    notify_all: any part of the state may have changed.
     """
 
     def __init__(self) -> None:
-        self._guard = threading.RLock()
-        super().__init__(self._guard)
-        self._bells: dict[PushKey, list[threading.Condition]] = {}
+        self._lock = threading.RLock()
+        super().__init__(self._lock)
+        self._conditions: dict[PushKey, list[threading.Condition]] = {}
 
     def wait(self, timeout: float | None = None, push: PushKey | None = None) -> bool:
-        """For anything, or until something has become of this push."""
+        """Wait for any change, or until this push may be decided."""
         if push is None:
             return super().wait(timeout)
-        here, bell = self._bells.setdefault(push, []), threading.Condition(self._guard)
-        here.append(bell)
+        waiting, condition = self._conditions.setdefault(push, []), threading.Condition(self._lock)
+        waiting.append(condition)
         try:
-            return bell.wait(timeout)
+            return condition.wait(timeout)
         finally:
-            here.remove(bell)
-            if not here:
-                self._bells.pop(push, None)
+            waiting.remove(condition)
+            if not waiting:
+                self._conditions.pop(push, None)
 
     def notify_all(self) -> None:
         super().notify_all()
-        self._ring(list(self._bells))
+        self._notify(list(self._conditions))
 
-    def notify_of(self, entry: Entry) -> None:
-        """This entry has been carried out: for those who wait for its pushes, and all who wait
-        for anything.
-        """
+    def notify_entry(self, entry: Entry) -> None:
+        """Wake the threads that wait for the entry's pushes, and those that wait for any change."""
         match entry:
             case Apply():
                 keys = [contribution.key for contribution in entry.contributions]
@@ -46,13 +48,13 @@ class PushWaiters(threading.Condition):
             case Reject():
                 keys = [entry.key]
             case Evict():
-                keys = [key for key in self._bells if key.worker == entry.worker]
+                keys = [key for key in self._conditions if key.worker == entry.worker]
             case _:
-                keys = list(self._bells)
+                keys = list(self._conditions)
         super().notify_all()
-        self._ring(keys)
+        self._notify(keys)
 
-    def _ring(self, keys: Iterable[PushKey]) -> None:
+    def _notify(self, keys: Iterable[PushKey]) -> None:
         for key in keys:
-            for bell in self._bells.get(key, ()):
-                bell.notify_all()
+            for condition in self._conditions.get(key, ()):
+                condition.notify_all()

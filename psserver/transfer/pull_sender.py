@@ -1,6 +1,4 @@
-"""Weights for those who ask: as frames, as one message, or into the worker's memory; only what
-has changed.
-"""
+"""Send changed weights as frames, as one message, or into the worker's shared memory."""
 
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -13,62 +11,63 @@ from psserver.shard.engine import ShardEngine
 
 
 class PullSender:
-    """The pulls of one shard."""
+    """Answers the pulls of one shard."""
 
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
 
     @contextmanager
-    def reading(
+    def open(
         self, header: pb.PushPullHeader, result: pb.ExchangeResult, alive: Callable[[], bool]
     ) -> Iterator[WeightRead]:
-        """The weights that a pull gets, one version of them; says in `result` which.
-        InFlightError: no room to send.
+        """Yield the weights of one version for a pull, and describe them in `result`.
+
+        Raises InFlightError if the byte budget has no room.
         """
         nbytes = self._engine.wait_for_store(0.0).step_nbytes
         with self._engine.budget.lent(header.worker, nbytes, header.wait_ms / 1000, alive):
-            with self._engine.standing(header.shards) as (version, store):
-                reading = _open(store, version, header, result)
+            with self._engine.lock_weights(header.shards) as (version, store):
+                read = _open_read(store, version, header, result)
             try:
-                yield reading
-                self._engine.traffic.sent(reading.nbytes)
+                yield read
+                self._engine.transfer_stats.count_sent(read.nbytes)
             finally:
-                reading.close()
+                read.close()
 
-    def whole(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
-        """As reading, all bytes at once: for small ones."""
-        with self._engine.standing(header.shards) as (version, store):
-            reading = _open(store, version, header, result)
-            whole = b"".join(reading.views())
-            reading.close()
-        self._engine.traffic.sent(len(whole))
-        return whole
+    def read_all(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
+        """Return all bytes of a small pull at once, and describe them in `result`."""
+        with self._engine.lock_weights(header.shards) as (version, store):
+            read = _open_read(store, version, header, result)
+            weights = b"".join(read.views())
+            read.close()
+        self._engine.transfer_stats.count_sent(len(weights))
+        return weights
 
-    def into_memory(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
-        """As reading, into the worker's shared memory."""
-        tapes, began = self._engine.memories.tapes(header), time.monotonic()
-        with self._engine.standing(header.shards) as (version, store):
-            unchanged = _unchanged(store, version, header, result)
+    def write_shared(self, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
+        """Copy the weights to the worker's shared memory, and describe them in `result`."""
+        buffers, began = self._engine.shared_buffers.find(header), time.monotonic()
+        with self._engine.lock_weights(header.shards) as (version, store):
+            unchanged = _find_unchanged(store, version, header, result)
             if unchanged is not None:
                 everything = header.pull == pb.PULL_ALL
-                result.nbytes = store.copy_to(tapes.weights, everything, unchanged)
+                result.nbytes = store.copy_to(buffers.weights, everything, unchanged)
         result.pull_seconds = time.monotonic() - began
-        self._engine.traffic.sent(result.nbytes)
+        self._engine.transfer_stats.count_sent(result.nbytes)
 
 
-def _open(
+def _open_read(
     store: ParameterStore, version: int, header: pb.PushPullHeader, result: pb.ExchangeResult
 ) -> WeightRead:
-    unchanged = _unchanged(store, version, header, result)
-    reading = store.read(unchanged is not None, header.pull == pb.PULL_ALL, unchanged or ())
-    result.nbytes = reading.nbytes
-    return reading
+    unchanged = _find_unchanged(store, version, header, result)
+    read = store.read(unchanged is not None, header.pull == pb.PULL_ALL, unchanged or ())
+    result.nbytes = read.nbytes
+    return read
 
 
-def _unchanged(
+def _find_unchanged(
     store: ParameterStore, version: int, header: pb.PushPullHeader, result: pb.ExchangeResult
 ) -> Collection[int] | None:
-    """Tensors that the caller has; None: it has everything. Says so in `result`."""
+    """Return the tensors that the worker already has; None if it has all. Also sets `result`."""
     result.version = version
     if not header.HasField("have") or header.have > version or header.pull == pb.PULL_ALL:
         return ()

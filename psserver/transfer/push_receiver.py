@@ -1,4 +1,4 @@
-"""A push's bytes, from the frames of a call straight to where they are kept."""
+"""Receive a push: copy the bytes of its frames straight into its staging."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -10,16 +10,16 @@ from psserver.parameters.staging import Staging
 
 
 def receive(staging: Staging, first: memoryview, frames: Iterator[bytes]) -> None:
-    """All of it, in order: the data that came with the header, then that of the other frames."""
+    """Receive a push in order: the data with the header, then the data of the other frames."""
     filler = Filler(staging.views)
-    for data in _in_order(first, frames):
+    for data in _data_in_order(first, frames):
         filler.fill(data)
         staging.filled(staging.nbytes - filler.missing)
     if not filler.complete:
         raise InvalidRequestError(f"the push ended {filler.missing} bytes early")
 
 
-def _in_order(first: memoryview, frames: Iterator[bytes]) -> Iterator[memoryview]:
+def _data_in_order(first: memoryview, frames: Iterator[bytes]) -> Iterator[memoryview]:
     yield first
     for frame in map(decode_request, frames):
         if frame.header is not None:
@@ -30,28 +30,26 @@ def _in_order(first: memoryview, frames: Iterator[bytes]) -> Iterator[memoryview
 def receive_open(
     staging: Staging, first: Frame[pb.PushPullHeader], frames: Iterator[bytes]
 ) -> pb.PushPullHeader:
-    """Whatever comes, where it says that it belongs, until the header that closes the push,
-    which is returned.
-    """
+    """Receive an open push, whose frames name their positions. Return its closing header."""
     if staging.absent or not staging.ours:
         raise InvalidRequestError(
-            "an open push says at its end what is absent, and uses no shared memory"
+            "an open push names absent tensors at its end, and uses no shared memory"
         )
-    covered = Coverage()
+    coverage = Coverage()
     for frame in chain([first._replace(header=None)], map(decode_request, frames)):
-        _place(staging, frame)
-        covered.add(frame.offset, frame.offset + frame.data.nbytes)
+        _write(staging, frame)
+        coverage.add(frame.offset, frame.offset + frame.data.nbytes)
         if frame.header is not None:
             staging.close(frame.header.absent)
-            if missing := covered.missing(staging.needed):
+            if missing := coverage.missing(staging.needed):
                 raise InvalidRequestError(
-                    f"the push was closed without its bytes {missing[0]} to {missing[1]}"
+                    f"the push was closed without bytes {missing[0]} to {missing[1]}"
                 )
             return frame.header
     raise InvalidRequestError("the push ended without the header that closes it")
 
 
-def _place(staging: Staging, frame: Frame[pb.PushPullHeader]) -> None:
+def _write(staging: Staging, frame: Frame[pb.PushPullHeader]) -> None:
     position, data = frame.offset, frame.data
     for view in staging.views:
         if position < view.nbytes and data.nbytes:
@@ -60,11 +58,11 @@ def _place(staging: Staging, frame: Frame[pb.PushPullHeader]) -> None:
             data, position = data[part.nbytes :], position + part.nbytes
         position = max(0, position - view.nbytes)
     if data.nbytes:
-        raise InvalidRequestError(f"{data.nbytes} bytes more than the model has")
+        raise InvalidRequestError(f"the push has {data.nbytes} bytes more than the model")
 
 
 class Coverage:
-    """Which bytes have come, as few ranges."""
+    """The bytes received so far, as few ranges."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -78,7 +76,7 @@ class Coverage:
         self._ranges = sorted([*apart, (start, stop)])
 
     def missing(self, needed: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-        """The first of the needed ranges that has not come whole."""
+        """Return the first needed range that is not received completely."""
         for start, stop in needed:
             if start < stop and not any(a <= start and stop <= b for a, b in self._ranges):
                 return start, stop

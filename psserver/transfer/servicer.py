@@ -1,4 +1,4 @@
-"""Requests to calls on the engine, answers back. No decisions here."""
+"""Translate the requests of workers into calls of the shard engine."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,7 +21,7 @@ from psserver.transfer.pull_sender import PullSender
 from psserver.transfer.push_receiver import receive, receive_open
 from psserver.transfer.staging_allocator import StagingAllocator
 
-Alive = Callable[[], bool]
+IsAlive = Callable[[], bool]
 
 OUTCOMES = {
     "applied": pb.OUTCOME_APPLIED,
@@ -66,103 +66,100 @@ class DataPlaneServicer:
         with answering(context):
             yield from self.exchange(frames, context.is_active)
 
-    def exchange(self, frames: Iterator[bytes], alive: Alive) -> Iterator[bytes]:
-        """The answer's frames; alive() tells whether anybody still waits for them."""
+    def exchange(self, frames: Iterator[bytes], alive: IsAlive) -> Iterator[bytes]:
+        """Yield the frames of the answer. alive() tells whether the caller is still connected."""
         first = next(frames, None)
         if first is None:
-            raise InvalidRequestError("an Exchange starts with its header")
-        header, result = self._decide(first, frames, alive)
+            raise InvalidRequestError("an Exchange must start with its header")
+        header, result = self._push_and_wait(first, frames, alive)
         if not result.pulled or header.memory:
             yield encode_header(result)
             return
         try:
-            with self._pulls.reading(header, result, alive) as reading:
+            with self._pulls.open(header, result, alive) as read:
                 yield encode_header(result)
-                # an open push is one of a worker that computes on with what has come
-                data = (
-                    reading.frames(piece_nbytes(reading.nbytes))
-                    if header.open
-                    else reading.frames()
-                )
-                yield from self._engine.traffic.watched(header.worker, data)
+                # the worker of an open push computes with the first bytes while the rest arrives
+                data = read.frames(piece_nbytes(read.nbytes)) if header.open else read.frames()
+                yield from self._engine.transfer_stats.watch_frames(header.worker, data)
         except InFlightError as full:
-            yield encode_header(self._pending(str(full)))
+            yield encode_header(self._make_pending(str(full)))
 
     def ExchangeOnce(self, request: bytes, context: grpc.ServicerContext | None) -> bytes:
         with answering(context):
-            alive = context.is_active if context is not None else _always
-            header, result = self._decide(request, iter(()), alive)
+            alive = context.is_active if context is not None else _always_alive
+            header, result = self._push_and_wait(request, iter(()), alive)
             if not result.pulled or header.memory:
                 return encode_header(result)
-            return encode_header(result, memoryview(self._pulls.whole(header, result)))
+            return encode_header(result, memoryview(self._pulls.read_all(header, result)))
 
     def AttachMemory(
         self, request: pb.AttachMemoryRequest, context: grpc.ServicerContext
     ) -> pb.AttachMemoryResponse:
         with answering(context):
             self._identity.check_job(request.job)
-            reason = self._engine.memories.attach(request)
+            reason = self._engine.shared_buffers.attach(request)
         return pb.AttachMemoryResponse(attached=not reason, reason=reason)
 
-    def _decide(
-        self, first: bytes, frames: Iterator[bytes], alive: Alive
+    def _push_and_wait(
+        self, first: bytes, frames: Iterator[bytes], alive: IsAlive
     ) -> tuple[pb.PushPullHeader, pb.ExchangeResult]:
-        """Takes the push in, waits until it is decided, and says how; weights are put into
-        shared memory, if any.
+        """Receive the push and wait until it is decided.
+
+        Returns the header and the result. Copies weights to shared memory if the header names any.
         """
-        opening = decode_request(first)
-        header = opening.header
+        first_frame = decode_request(first)
+        header = first_frame.header
         if header is None:
-            raise InvalidRequestError("an Exchange starts with its header")
+            raise InvalidRequestError("an Exchange must start with its header")
         self._identity.check_job(header.job)
         self._identity.check_term(header.term)
         self._engine.check_layout(header.shards)
         seconds = wait_seconds(header.wait_ms)
-        self._engine.traffic.asked(header.worker)
-        pushing = header.initial or header.seq > 0
-        key = PushKey(header.worker, header.seq) if pushing else None
-        again = (
+        self._engine.transfer_stats.note_request(header.worker)
+        is_push = header.initial or header.seq > 0
+        key = PushKey(header.worker, header.seq) if is_push else None
+        is_duplicate = (
             key is not None
             and header.has_data
-            and self._receive(key, header, opening, frames, alive)
+            and self._receive_push(key, header, first_frame, frames, alive)
         )
-        outcome = self._engine.wait(key, header.min_version, seconds, alive)
-        return header, self._answer(header, key, outcome, again)
+        outcome = self._engine.wait_for_outcome(key, header.min_version, seconds, alive)
+        return header, self._make_result(header, key, outcome, is_duplicate)
 
-    def _receive(
+    def _receive_push(
         self,
         key: PushKey,
         header: pb.PushPullHeader,
         first: Frame[pb.PushPullHeader],
         frames: Iterator[bytes],
-        alive: Alive,
+        alive: IsAlive,
     ) -> bool:
-        """Take a push in. True: it had been decided before, its bytes were for nothing."""
+        """Receive and stage a push. Return whether it was decided before."""
         staging = self._allocator.take(header, alive)
-        frames = self._engine.traffic.watched(header.worker, frames)
+        frames = self._engine.transfer_stats.watch_frames(header.worker, frames)
         try:
             if header.open:
                 header.MergeFrom(receive_open(staging, first, frames))
             elif not header.memory:
                 receive(staging, first.data, frames)
             if header.groups_json:
-                staging.groups = self._engine.groups(header.groups_json)
+                staging.groups = self._engine.parse_groups(header.groups_json)
             if header.samples < 1 and not header.initial:
-                raise InvalidRequestError("a push stands for at least one sample")
+                raise InvalidRequestError("a push must have at least one sample")
         except BaseException:
             self._engine.release(staging)
             raise
         batches = batches_from_proto(header.batches)
-        return not self._engine.stage(
+        return not self._engine.stage_push(
             Staged(key, max(1, header.samples), header.base, batches), staging
         )
 
-    def _answer(
+    def _make_result(
         self,
         header: pb.PushPullHeader,
         key: PushKey | None,
         outcome: PushOutcome | None,
-        again: bool,
+        is_duplicate: bool,
     ) -> pb.ExchangeResult:
         result = pb.ExchangeResult(
             outcome=pb.OUTCOME_NONE, version=self._engine.version, term=self._identity.term
@@ -170,20 +167,24 @@ class DataPlaneServicer:
         if outcome is not None:
             if outcome.reason == "FENCED":
                 raise out_of_the_job(header.worker, outcome.detail)
-            result.outcome = pb.OUTCOME_DUPLICATE if again else OUTCOMES[outcome.status]
+            result.outcome = pb.OUTCOME_DUPLICATE if is_duplicate else OUTCOMES[outcome.status]
             result.version, result.staleness = outcome.version, max(0, outcome.staleness)
             result.reason, result.detail = outcome.reason, outcome.detail
             if key is not None:
-                _, result.wait_seconds, result.apply_seconds = self._engine.timings.of(key)
-        elif key is not None or not self._engine.begun or self._engine.version < header.min_version:
-            self._engine.check_gathering()
-            return self._pending(self._engine.waiting_for())
+                _, result.wait_seconds, result.apply_seconds = self._engine.push_timings.find(key)
+        elif (
+            key is not None
+            or not self._engine.has_begun
+            or self._engine.version < header.min_version
+        ):
+            self._engine.check_first_workers()
+            return self._make_pending(self._engine.describe_wait())
         result.pulled = header.pull in (pb.PULL_STEP, pb.PULL_ALL)
         if result.pulled and header.memory:
-            self._pulls.into_memory(header, result)
+            self._pulls.write_shared(header, result)
         return result
 
-    def _pending(self, waiting_for: str) -> pb.ExchangeResult:
+    def _make_pending(self, waiting_for: str) -> pb.ExchangeResult:
         return pb.ExchangeResult(
             outcome=pb.OUTCOME_PENDING,
             version=self._engine.version,
@@ -192,5 +193,5 @@ class DataPlaneServicer:
         )
 
 
-def _always() -> bool:
+def _always_alive() -> bool:
     return True

@@ -25,9 +25,9 @@ class StagingAllocator:
         store = engine.wait_for_store(seconds)
         if header.memory:
             return store.staging_on(
-                engine.memories.tapes(header).gradients, header.absent, header.initial
+                engine.shared_buffers.find(header).gradients, header.absent, header.initial
             )
-        engine.memories.check_wire()
+        engine.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if header.initial else store.step_nbytes
         claim = engine.budget.take(header.worker, nbytes, seconds, alive)
         try:

@@ -98,7 +98,7 @@ def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
     job.proxies[0].refuse()
     job.link.half_open()
     heard(job.lives["s0"], "lost the line to a shard")
-    heard(job.lives["s1"], "lost the line to the coordinator")
+    heard(job.lives["s1"], "lost the connection to the coordinator")
     noticed = machine_seconds(cut)
     for life in workers(job):
         heard(life, "waits for shard ")
@@ -128,7 +128,7 @@ def test_a_shard_that_lost_its_line_takes_the_way_that_workers_have(jobs: Jobs) 
     job = jobs("async", "60s")
     cut = time.monotonic()
     job.link.half_open()
-    heard(job.lives["s1"], "lost the line to the coordinator")
+    heard(job.lives["s1"], "lost the connection to the coordinator")
     noticed = machine_seconds(cut)
     resumed = more(workers(job), "pushed", times=2)
 

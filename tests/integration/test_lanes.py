@@ -282,7 +282,7 @@ def test_nobody_sees_a_half_applied_version(cluster: Make) -> None:
 
 def memory_number(server: Server, worker: int) -> int:
     """Of the offer that stands at the server."""
-    return server.engine.memories._tapes[worker].number
+    return server.engine.shared_buffers._buffers[worker].number
 
 
 def test_memory_that_a_server_has_lost_is_offered_again(
@@ -292,7 +292,7 @@ def test_memory_that_a_server_has_lost_is_offered_again(
     made = cluster(2)
     with counter(made.address) as client:
         count(client)
-        made.servers[1].engine.memories.drop(client.worker)
+        made.servers[1].engine.shared_buffers.drop(client.worker)
         count(client)
         count(client)
 
@@ -305,7 +305,7 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
     made = cluster(2)
     with counter(made.address) as client:
         foreign = memoryview(bytearray(client.plan.nbytes))
-        made.servers[1].engine.memories.drop(client.worker)
+        made.servers[1].engine.shared_buffers.drop(client.worker)
         client.exchange(gradients=client.tapes()[0], weights=foreign)
         client.exchange(
             gradients=None, weights=(expected := memoryview(bytearray(client.plan.nbytes)))
@@ -313,7 +313,7 @@ def test_weights_that_came_over_grpc_are_not_overwritten_by_lost_memory(cluster:
         assert foreign == expected
 
         count(client)
-        made.servers[1].engine.memories.drop(client.worker)
+        made.servers[1].engine.shared_buffers.drop(client.worker)
         client.exchange(gradients=None, weights=foreign)
         client.exchange(gradients=None, weights=expected)
 
@@ -365,7 +365,7 @@ def test_push_that_completes_late_touches_nothing_of_what_the_worker_does_next(
         numbers[:], weights[:] = 77.0, bytes([7]) * weights.nbytes
         count(late)
         outcomes = [
-            server.engine.wait(PushKey(client.worker, 1), 0, 0.0, lambda: True)
+            server.engine.wait_for_outcome(PushKey(client.worker, 1), 0, 0.0, lambda: True)
             for server in made.servers
         ]
 
@@ -392,7 +392,8 @@ def test_servers_that_are_gone_are_shared_with_no_longer(cluster: Make) -> None:
     made = cluster(2)
     with counter(made.address, lanes="shm", connect_timeout=1.0) as client:
         memories = [
-            server.engine.memories._tapes[client.worker].gradients for server in made.servers
+            server.engine.shared_buffers._buffers[client.worker].gradients
+            for server in made.servers
         ]
         made.close()
         with pytest.raises(UnreachableError):

@@ -242,10 +242,10 @@ def test_a_shard_that_writes_no_log_where_shard_0_does_says_so(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Shard 2 is one more, which the job may come to have."""
-    told = "shard 0 writes a log and this shard does not"
+    told = "shard 0 writes a log, this shard does not"
     servers = cluster(0)
     for shard, flags in enumerate(({"durability": "log"}, {"durability": "log"}, {})):
         servers.add(shard, max(2, shard + 1), data_dir=tmp_path, **flags)
         link = servers.servers[shard].link
-        until(lambda link=link: link is None or link._connected, "its line")
+        until(lambda link=link: link is None or link._is_connected, "its line")
         assert (told in caplog.text) is (shard == 2)

@@ -72,7 +72,7 @@ def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
     with counter(server.address, rank=0) as first, Following(server) as following:
         pushing = threading.Thread(target=count, args=(first,))
         pushing.start()
-        until(lambda: len(server.engine._kept) == 1, "a push that waits")
+        until(lambda: len(server.engine._staged) == 1, "a push that waits")
         following.in_sync()
         until(lambda: same(following), "the same")
         assert len(mirror(following).replica.kept) == 1
@@ -252,13 +252,13 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
         count(client, 1)
         store = server.engine.store
         assert store is not None
-        with server.engine.standing(1):
+        with server.engine.lock_weights(1):
             server.engine.frozen.current = FrozenShard(server.engine._machine.epoch, 1, 1, store)
         with Following(server) as following:
-            until(lambda: "the model is on the move" in following.standby.ready()[1], "a reason")
+            until(lambda: "the job is being resharded" in following.standby.ready()[1], "a reason")
             with pytest.raises(
                 MismatchError,
-                match=r"has not loaded.*the model is on the move.*: wait until ps-ctl",
+                match=r"has not loaded.*the job is being resharded.*: wait until ps-ctl",
             ):
                 following.standby.promote(1.0)
 

@@ -124,7 +124,7 @@ class DirectServer:
         self.engine.deliver(epoch, news.entries)
         if news.snapshots:
             self.archive.retain(news.snapshots, JOB)
-            self.engine.snapshot_written(max(news.snapshots))
+            self.engine.retire_log(max(news.snapshots))
 
     def _answer(self, manifest: Manifest | None, problem: str) -> None:
         version = manifest.version if manifest else 0

@@ -66,7 +66,7 @@ def test_an_entry_wakes_those_whose_push_it_is_about(entry: Entry, is_woken: boo
     assert (
         woken(
             lambda changes: changes.wait(2 * LONG, MINE),
-            lambda changes: changes.notify_of(entry),
+            lambda changes: changes.notify_entry(entry),
             seconds,
         )
         is is_woken
@@ -75,7 +75,8 @@ def test_an_entry_wakes_those_whose_push_it_is_about(entry: Entry, is_woken: boo
 
 def test_any_entry_wakes_those_who_wait_for_anything() -> None:
     assert woken(
-        lambda changes: changes.wait(2 * LONG), lambda changes: changes.notify_of(applied(OTHERS))
+        lambda changes: changes.wait(2 * LONG),
+        lambda changes: changes.notify_entry(applied(OTHERS)),
     )
 
 
@@ -94,7 +95,7 @@ def test_of_a_push_that_came_twice_both_calls_are_woken() -> None:
     inside.acquire()
     inside.acquire()
     with changes:
-        changes.notify_of(applied(MINE))
+        changes.notify_entry(applied(MINE))
     out.wait(LONG)
     assert not out.broken
 
@@ -103,5 +104,5 @@ def test_who_has_waited_long_enough_leaves_nothing_behind() -> None:
     changes = PushWaiters()
     with changes:
         changes.wait(0.01, MINE)
-        changes.notify_of(applied(MINE))
-    assert not vars(changes)["_bells"]
+        changes.notify_entry(applied(MINE))
+    assert not vars(changes)["_conditions"]

@@ -29,7 +29,7 @@ def engine() -> ShardEngine:
 
 def stage(engine: ShardEngine, seq: int) -> PushKey:
     key = PushKey(1, seq)
-    engine.stage(Staged(key, 1, 0), engine.wait_for_store(0.0).staging(initial=seq == 0))
+    engine.stage_push(Staged(key, 1, 0), engine.wait_for_store(0.0).staging(initial=seq == 0))
     return key
 
 
@@ -42,12 +42,12 @@ def test_the_push_that_ends_the_job_is_answered(engine: ShardEngine) -> None:
 
     engine.stop("the job is over")
 
-    outcome = engine.wait(bad, 0, 0.0, lambda: True)
+    outcome = engine.wait_for_outcome(bad, 0, 0.0, lambda: True)
     assert outcome is not None
     assert (outcome.status, outcome.detail) == ("rejected", "tensor w")
     for key in (open_one, None):
         with pytest.raises(UnreachableError, match="stopping: the job is over"):
-            engine.wait(key, 0, 0.0, lambda: True)
+            engine.wait_for_outcome(key, 0, 0.0, lambda: True)
 
 
 def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: ShardEngine) -> None:
@@ -57,10 +57,10 @@ def test_memory_of_workers_goes_with_the_log_that_they_were_in(engine: ShardEngi
     request = pb.AttachMemoryRequest(
         worker=1, memory=1, name=offer.name, nbytes=offer.nbytes, token=offer.token
     )
-    assert engine.memories.attach(request) == ""
+    assert engine.shared_buffers.attach(request) == ""
     region.hide()
 
     engine.begin_log(2, 0, 1)
 
     with pytest.raises(UnreachableError, match="not attached"):
-        engine.memories.tapes(pb.PushPullHeader(worker=1, memory=1))
+        engine.shared_buffers.find(pb.PushPullHeader(worker=1, memory=1))

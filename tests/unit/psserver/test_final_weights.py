@@ -40,7 +40,7 @@ class Shard:
 
 
 def settled(*shards: Shard, seconds: float = 5.0) -> bytearray:
-    return final_weights._settled(PartitionPlan(MODEL, len(shards)), shards, seconds)
+    return final_weights._read_one_version(PartitionPlan(MODEL, len(shards)), shards, seconds)
 
 
 def test_all_bytes_of_all_roles_are_read() -> None:
@@ -52,14 +52,14 @@ def test_all_bytes_of_all_roles_are_read() -> None:
 
 
 def test_shards_that_are_behind_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(final_weights, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(final_weights, "RETRY_INTERVAL_SECONDS", 0.0)
 
     assert 3 in settled(Shard(3), Shard(1, 2, 3))
 
 
 def test_a_version_that_changes_meanwhile_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pushes may still count where only a server ends, not the job."""
-    monkeypatch.setattr(final_weights, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(final_weights, "RETRY_INTERVAL_SECONDS", 0.0)
     tape = settled(Shard(1, 2), Shard(1, 2))
 
     assert set(tape[slice(*PartitionPlan(MODEL, 2).extent(0))]) == {2}

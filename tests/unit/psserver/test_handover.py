@@ -78,8 +78,8 @@ class Holed:
     def __init__(self, frozen: FrozenShard, hole: int) -> None:
         self._frozen, self._hole = frozen, hole
 
-    def about(self) -> FrozenDescription:
-        return self._frozen.about()
+    def describe(self) -> FrozenDescription:
+        return self._frozen.describe()
 
     def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
         return self._frozen.read(kind, ByteRange(max(span.start, self._hole), span.stop))
@@ -89,7 +89,7 @@ def test_weights_that_nobody_has_are_missed() -> None:
     job, plan = trained(1, 0), PartitionPlan(MODEL, 2)
     source = Holed(FrozenShard(1, 7, 1, job.stores[0]), hole=64)
 
-    with pytest.raises(SnapshotError, match="no shard had all weights of big"):
+    with pytest.raises(SnapshotError, match="no shard has all weights of big"):
         ParameterStore(plan, 0).restore(ReshardReader(job.plan, [source], needed_by(plan, 0)))
     ParameterStore(plan, 1).restore(ReshardReader(job.plan, [source], needed_by(plan, 1)))
 
@@ -100,9 +100,9 @@ def test_only_those_that_have_something_of_it_are_asked() -> None:
     asked: list[int] = []
 
     class Asked(Holed):
-        def about(self) -> FrozenDescription:
+        def describe(self) -> FrozenDescription:
             asked.append(self._frozen.index)
-            return super().about()
+            return super().describe()
 
     sources = [Asked(FrozenShard(1, shard, 40, store), 0) for shard, store in enumerate(job.stores)]
     ReshardReader(job.plan, sources, [job.plan.range(3, "trainable")])

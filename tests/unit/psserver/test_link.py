@@ -19,7 +19,9 @@ def make_link(standby: Any = None, patience: float = 1.0) -> CoordinatorLink:
     """Of a shard that has nothing to tell but parts of snapshots, and how its standby is."""
     engine = cast(
         Any,
-        SimpleNamespace(make_report=ShardMachine(1).report, traffic=TransferStats(cast(Any, None))),
+        SimpleNamespace(
+            make_report=ShardMachine(1).report, transfer_stats=TransferStats(cast(Any, None))
+        ),
     )
     line = standby or SimpleNamespace(term=1, address="", state="none")
     return CoordinatorLink(
@@ -44,8 +46,8 @@ def test_a_line_that_has_ended_takes_nothing_of_what_is_to_be_said() -> None:
     link = make_link()
     ended = link._requests(link._outbox)
     next(ended)
-    link._begin_line()
-    link._part(PartReport(7, 9, "part", 1, "sum"))
+    link._reset_outbox()
+    link._send_part(PartReport(7, 9, "part", 1, "sum"))
 
     assert parts(list(ended)) == []
     assert parts([next(link._requests(link._outbox))]) == [7]
@@ -53,11 +55,11 @@ def test_a_line_that_has_ended_takes_nothing_of_what_is_to_be_said() -> None:
 
 def test_the_last_part_is_said_again_on_a_new_line_and_once() -> None:
     link = make_link()
-    link._part(PartReport(7, 9, "part", 1, "sum"))
+    link._send_part(PartReport(7, 9, "part", 1, "sum"))
     first = link._requests(link._outbox)
     assert parts([next(first)]) == [7]
 
-    link._begin_line()
+    link._reset_outbox()
     requests = link._requests(link._outbox)
 
     assert parts([next(requests), next(requests)]) == [7]
@@ -69,7 +71,7 @@ def test_how_its_standby_is_is_said_at_once_and_the_rest_once_a_second() -> None
     requests = link._requests(link._outbox)
 
     def told() -> str:
-        link._news.set()
+        link._wakeup.set()
         return next(requests).stats_json
 
     found = [told(), told()]
@@ -89,12 +91,12 @@ def test_whose_bytes_have_moved_is_said_once() -> None:
 
     def told(due: bool = True) -> list[int]:
         standby.state += "." if due else ""
-        link._news.set()
+        link._wakeup.set()
         return list(next(requests).alive)
 
     assert told() == []
-    assert list(link._engine.traffic.watched(7, iter([b"a", b"b"]))) == [b"a", b"b"]
-    link._engine.traffic.asked(8)
+    assert list(link._engine.transfer_stats.watch_frames(7, iter([b"a", b"b"]))) == [b"a", b"b"]
+    link._engine.transfer_stats.note_request(8)
     assert told(due=False) == []
     assert sorted(told()) == [7, 8]
     assert told() == []
@@ -108,7 +110,7 @@ def test_bytes_are_told_with_the_seconds_since_they_moved(monkeypatch: pytest.Mo
     )
     link = make_link()
     requests = link._requests(link._outbox)
-    link._engine.traffic.asked(7)
+    link._engine.transfer_stats.note_request(7)
     clock.now = 10.75
 
     assert dict(next(requests).alive) == {7: 0.75}
@@ -118,11 +120,11 @@ def test_shard_0_is_also_looked_for_where_a_worker_of_the_job_says() -> None:
     """A standby may take over before all shards have heard that it was there."""
     link = make_link()
     link._identity.job = "j"
-    assert link._other("there:1") == "there:1"
+    assert link._next_address("there:1") == "there:1"
 
     link._identity.introduce("b0:1", "j")
 
-    assert [link._other("there:1"), link._other("b0:1")] == ["b0:1", "there:1"]
+    assert [link._next_address("there:1"), link._next_address("b0:1")] == ["b0:1", "there:1"]
 
 
 def test_one_that_was_started_again_hears_it_too() -> None:
@@ -132,7 +134,7 @@ def test_one_that_was_started_again_hears_it_too() -> None:
 
     link._identity.introduce("b0:1", "j")
 
-    assert [link._other("there:1"), link._other("b0:1")] == ["b0:1", "there:1"]
+    assert [link._next_address("there:1"), link._next_address("b0:1")] == ["b0:1", "there:1"]
 
 
 @pytest.mark.parametrize("job", ["", "another"])
@@ -141,7 +143,7 @@ def test_a_stranger_cannot_send_a_shard_elsewhere(job: str) -> None:
     link._identity.job = "j"
     with pytest.raises(MismatchError, match="follows there:1, not b0:1"):
         link._identity.introduce("b0:1", job)
-    assert link._other("there:1") == "there:1"
+    assert link._next_address("there:1") == "there:1"
 
 
 def test_a_shard_that_nobody_tells_where_shard_0_is_says_so_and_gives_up(
@@ -162,7 +164,7 @@ def test_a_shard_that_nobody_tells_where_shard_0_is_says_so_and_gives_up(
     link._run()
 
     assert isinstance(link.failure, UnreachableError)
-    assert "shard 0: nothing for 20 s: nobody has said where it is" in str(link.failure)
+    assert "shard 0: nothing for 20 s: its address is unknown" in str(link.failure)
     assert [record.__dict__["seconds"] for record in caplog.records] == [8, 16]
 
 
@@ -176,6 +178,6 @@ def test_a_line_that_ends_while_this_server_ends_too_is_no_warning(
         link.leave(60.0)
         link.ended.clear()  # it was connected
 
-    link._lost(UnreachableError("cancelled"), "there:1", connected=True)
+    link._handle_disconnect(UnreachableError("cancelled"), "there:1", connected=True)
 
     assert [record.levelno for record in caplog.records] == ([] if leaves else [logging.WARNING])

@@ -58,7 +58,7 @@ def mapped() -> int:
 def test_both_sides_see_the_same_bytes(memories: AttachedBuffers, region: SharedRegion) -> None:
     region.memory[:3] = b"abc"
     assert memories.attach(asked(region.share())) == ""
-    tapes = memories.tapes(header())
+    tapes = memories.find(header())
     region.memory[3:5] = b"de"
     tapes.weights.whole[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
 
@@ -72,7 +72,7 @@ def test_a_server_without_the_lane_says_so(region: SharedRegion) -> None:
 
     assert "--lanes grpc" in memories.attach(asked(region.share()))
     with pytest.raises(UnreachableError):
-        memories.tapes(header())
+        memories.find(header())
 
 
 @pytest.mark.parametrize(("lanes", "allowed"), [("grpc", True), ("auto", True), ("shm", False)])
@@ -80,10 +80,10 @@ def test_a_server_for_shared_memory_takes_no_push_over_the_network(
     lanes: Lanes, allowed: bool
 ) -> None:
     if allowed:
-        AttachedBuffers(lanes).check_wire()
+        AttachedBuffers(lanes).check_network_allowed()
         return
     with pytest.raises(InvalidRequestError, match="runs with --lanes shm"):
-        AttachedBuffers(lanes).check_wire()
+        AttachedBuffers(lanes).check_network_allowed()
 
 
 @pytest.mark.parametrize("spoiled", ["name", "token", "nbytes"])
@@ -99,9 +99,9 @@ def test_what_cannot_be_attached_leaves_the_former_offer(
     }
 
     assert offer.name in memories.attach(other[spoiled]) or spoiled == "name"
-    assert memories.tapes(header(memory=1)).number == 1
+    assert memories.find(header(memory=1)).number == 1
     with pytest.raises(UnreachableError):
-        memories.tapes(header(memory=2))
+        memories.find(header(memory=2))
 
 
 def test_only_the_last_offer_of_a_worker_stands(
@@ -109,12 +109,12 @@ def test_only_the_last_offer_of_a_worker_stands(
 ) -> None:
     for number in (1, 2):
         assert memories.attach(asked(region.share(), memory=number)) == ""
-    memories.tapes(header(memory=2)).weights.whole[0] = 9
+    memories.find(header(memory=2)).weights.whole[0] = 9
 
     assert region.memory[TAPE] == 9
     for other in (header(memory=1), header(memory=3), header(worker=2, memory=2)):
         with pytest.raises(UnreachableError, match="is not attached") as caught:
-            memories.tapes(other)
+            memories.find(other)
         assert caught.value.reason == "NOT_ATTACHED"
 
 
@@ -123,7 +123,7 @@ def test_a_dropped_worker_has_no_memory_here(
 ) -> None:
     before = mapped()
     assert memories.attach(asked(region.share())) == ""
-    held = memories.tapes(header()).gradients
+    held = memories.find(header()).gradients
     memories.drop(1)
     memories.drop(1)
     assert mapped() == before + 2  # what a staged push refers to stays
@@ -133,13 +133,13 @@ def test_a_dropped_worker_has_no_memory_here(
 
     assert mapped() == before + 1  # the region itself
     with pytest.raises(UnreachableError):
-        memories.tapes(header())
+        memories.find(header())
 
 
 def test_a_model_without_bytes_can_be_attached(memories: AttachedBuffers) -> None:
     region = SharedRegion(0)
     assert memories.attach(asked(region.share())) == ""
-    tapes = memories.tapes(header())
+    tapes = memories.find(header())
     region.hide()
 
     assert (len(tapes.gradients.whole), len(tapes.weights.whole)) == (0, 0)
