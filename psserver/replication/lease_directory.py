@@ -15,7 +15,7 @@ from pscommon.core.errors import TakenError
 from pscommon.wire.channel import open_channel
 from psproto.v1.parameter_server_pb2 import DescribeRequest
 from psproto.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psserver.core.shard.failover import begin_tenure
+from psserver.core.shard.failover import acquire_primary_record
 from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
 from psserver.process.config import ServerConfig
 
@@ -31,7 +31,7 @@ says nothing.
 
 
 class LeaseDirectory:
-    """One file for each tenure, numbered; the last one counts (core/tenure.py: LeaseStore).
+    """One file for each tenure, numbered; the last one counts (core/shard/primary_lease.py: LeaseStore).
 
     A swap links a complete file to the next number, which fails where somebody else did; so
     nobody ever waits for a lock whose holder was stopped. The folder is made; all may raise
@@ -126,7 +126,7 @@ def begun(config: ServerConfig, lease: LeaseDirectory | None, address: str) -> P
         _check_holder(config, lease, address)
         if lease is not None:
             lease.let_go()
-        tenure = begin_tenure(lease, address)
+        tenure = acquire_primary_record(lease, address)
     except (OSError, ValueError, TypeError) as error:
         raise TakenError(
             f"--failover-lock {config.failover_lock} cannot be used: {error}"

@@ -1,5 +1,5 @@
-"""The primary's end of the line to its standby: the machine (core/shipping.py), a queue, and
-whoever waits.
+"""The primary's end of the link to its standby: the machine (core/shard/replication.py), a queue
+of records, and the threads that wait.
 """
 
 import logging
@@ -78,9 +78,9 @@ class PrimaryReplicator:
             with self._changed:
                 _, last = self._put(about(StateRecordKind.END))
                 self._changed.wait_for(
-                    lambda: not self.open or self._machine.acked >= last, GOODBYE
+                    lambda: not self.open or self._machine.last_acknowledged >= last, GOODBYE
                 )
-                self._lose(self._machine.line)
+                self._lose(self._machine.link_id)
         self._ended.set()
         if self._ticker.is_alive():
             self._ticker.join()
@@ -113,7 +113,7 @@ class PrimaryReplicator:
     @property
     def behind(self) -> int:
         """Records that the standby does not have yet."""
-        return self._machine.behind if self.open else 0
+        return self._machine.unacknowledged if self.open else 0
 
     # ---- records ---------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class PrimaryReplicator:
         self, source: RecordSource, kind: int, header: bytes, payload: Sequence[memoryview] = ()
     ) -> tuple[int, int]:
         if not self.open:
-            return self._machine.line, self._machine.append()
+            return self._machine.link_id, self._machine.append()
         record = copied(source, kind, header, payload)
         with self._changed:
             self._changed.wait_for(lambda: not self.open or self._queued < ROOM)
@@ -130,7 +130,7 @@ class PrimaryReplicator:
     @property
     def last(self) -> tuple[int, int]:
         with self._changed:
-            return self._machine.line, self._machine.sent if self.open else 0
+            return self._machine.link_id, self._machine.last_sent if self.open else 0
 
     def _put(self, record: StateRecord) -> tuple[int, int]:
         number = self._machine.append()
@@ -138,7 +138,7 @@ class PrimaryReplicator:
             self._queue.append((number, record))
             self._queued += record.nbytes
             self._changed.notify_all()
-        return self._machine.line, number
+        return self._machine.link_id, number
 
     def settle(self, sent: tuple[int, int]) -> None:
         with self._changed:
@@ -148,21 +148,23 @@ class PrimaryReplicator:
         self._check()
 
     def _may_tell(self, line: int, number: int) -> bool:
-        return self._guarded(lambda: self._machine.may_tell(line, number, time.monotonic()), False)
+        return self._guarded(lambda: self._machine.can_reply(line, number, time.monotonic()), False)
 
     def _check(self) -> None:
         """Whoever has handed over may find out that it is not primary any more before it is
         told: that was planned.
         """
-        if self._machine.deposed:
-            self._deposed("" if self._machine.handed_over else self._machine.deposed)
+        if self._machine.deposed_reason:
+            self._deposed(
+                "" if self._machine.is_handover_complete else self._machine.deposed_reason
+            )
 
     def _guarded(self, action: Callable[[], T], otherwise: T) -> T:
         """A lock that cannot be read or written is as good as lost."""
         try:
             return action()
         except (OSError, ValueError, TypeError) as error:
-            self._machine.deposed = (
+            self._machine.deposed_reason = (
                 f"the failover lock cannot be used any more; this server resigns: {error}"
             )
             return otherwise
@@ -170,14 +172,14 @@ class PrimaryReplicator:
     def drop(self, why: str) -> None:
         with self._changed:
             while (
-                self._machine.hands_over
+                self._machine.is_handing_over
             ):  # what comes after this is in no record: nobody is to learn of it
                 self._check()
                 self._changed.wait(TICK)
             if self.open:
                 log.info("the standby is to load everything anew", extra={"why": why})
                 self._why = f", for {why}"
-                self._lose(self._machine.line)
+                self._lose(self._machine.link_id)
 
     def checksum(self, version: int, store: ParameterStore) -> None:
         if self.open and version % EVERY == 0:
@@ -205,11 +207,11 @@ class PrimaryReplicator:
                 yield pb.ReplicateResponse()
 
     def _lives(self, line: int) -> bool:
-        return self._machine.line == line and self.open
+        return self._machine.link_id == line and self.open
 
     def _sent(self, line: int, number: int, record: StateRecord) -> None:
         with self._changed:
-            if self._machine.line == line and self._queue:
+            if self._machine.link_id == line and self._queue:
                 self._queue.popleft()
                 self._queued -= record.nbytes if number > self._state_end else 0
                 self._changed.notify_all()
@@ -244,11 +246,11 @@ class PrimaryReplicator:
     def _make_way(self, hello: pb.ReplicateRequest) -> None:
         """There is no line any more, if this standby may have one."""
         machine = self._machine
-        if self.open and machine.standby != hello.instance:
+        if self.open and machine.standby_id != hello.instance:
             raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
-        if machine.hands_over:
+        if machine.is_handing_over:
             raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
-        self._lose(machine.line)  # it is here again: its line was cut
+        self._lose(machine.link_id)  # it is here again: its line was cut
         self._check()
 
     def _begin(self, hello: pb.ReplicateRequest, records: Iterable[StateRecord]) -> int:
@@ -262,15 +264,15 @@ class PrimaryReplicator:
             self._address, self._why = hello.address, ""
             for record in state:
                 self._put(record)
-            machine.loaded()
-            self._state_end, self._queued = machine.sent, 0
+            machine.end_state_transfer()
+            self._state_end, self._queued = machine.last_sent, 0
         return line
 
     def acknowledged(self, line: int, number: int) -> None:
         machine = self._machine
         with self._changed:
             before = machine.phase
-            self._guarded(lambda: machine.ack(line, number, time.monotonic()), None)
+            self._guarded(lambda: machine.acknowledge(line, number, time.monotonic()), None)
             self._check()
             if machine.phase is ReplicationPhase.IN_SYNC and before is not ReplicationPhase.IN_SYNC:
                 log.info(
@@ -281,12 +283,12 @@ class PrimaryReplicator:
     def lost(self, line: int) -> None:
         """A line is cut."""
         with self._changed:
-            if line == self._machine.line and not self._ended.is_set():
+            if line == self._machine.link_id and not self._ended.is_set():
                 self._lose(line)
 
     def _lose(self, line: int) -> None:
         had = self.open
-        self._guarded(lambda: self._machine.lose(line), None)
+        self._guarded(lambda: self._machine.drop_link(line), None)
         self._cleared(had)
 
     def _cleared(self, had: bool) -> None:
@@ -307,14 +309,14 @@ class PrimaryReplicator:
         """
         machine = self._machine
         with self._changed:
-            if machine.standby != instance or not machine.freeze():
+            if machine.standby_id != instance or not machine.begin_handover():
                 raise MismatchError(
                     f"this standby is behind ({self.state}{self._why}): wait until ps-ctl status "
                     f"shows it in sync; "
                     "then promote",
                     "NOT_IN_SYNC",
                 )
-            if not self._changed.wait_for(lambda: machine.handed_over, seconds):
+            if not self._changed.wait_for(lambda: machine.is_handover_complete, seconds):
                 self._deposed("the standby did not acknowledge what was on its way to it")
 
     def _tick_forever(self) -> None:

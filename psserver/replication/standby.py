@@ -79,7 +79,7 @@ class Standby:
         self._told = time.monotonic()
         self._grpc, self.address = listen(config.bind, CALLS)
         self.advertised = config.advertise or self.address
-        self._succession = FailoverMachine(self.name, self.advertised, lease, time.monotonic())
+        self._failover = FailoverMachine(self.name, self.advertised, lease, time.monotonic())
         add_StandbyServiceServicer_to_server(StandbyServicer(None, self.promote), self._grpc)
         self._grpc.add_generic_rpc_handlers((NotPrimary(lambda: self.primary),))
         shown = standby_metrics(config.shard, lambda: self.version)
@@ -114,7 +114,7 @@ class Standby:
                 self.monitor.close()
         if self._promoted is None or self._mirror is None:
             return None
-        if not self._succession.loaded:
+        if not self._failover.has_state:
             raise PSError(
                 "the last record before this standby became primary could not be carried out"
             )
@@ -123,7 +123,7 @@ class Standby:
             "this standby is primary now",
             extra={"term": self._promoted.term, "version": self._mirror.version},
         )
-        return Promotion(self._promoted, self._mirror, self._succession.whole, self.monitor)
+        return Promotion(self._promoted, self._mirror, self._failover.is_complete, self.monitor)
 
     def stop(self, reason: str) -> None:
         """End, without being primary; but where its primary hands over just now, as one, for
@@ -140,7 +140,7 @@ class Standby:
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: could it take over?"""
-        if self._succession.loaded:
+        if self._failover.has_state:
             return True, f"standby of {self.primary}, version {self.version}"
         return (
             False,
@@ -153,7 +153,7 @@ class Standby:
 
     def _wait_for_silence(self) -> None:
         """async: until the other one cannot believe any more that it is primary."""
-        time.sleep(self._succession.pause)
+        time.sleep(self._failover.reply_delay_seconds)
 
     def _follow(self) -> None:
         """One line, from connecting to its end; then, where that is due, an attempt to be
@@ -191,14 +191,14 @@ class Standby:
             self._bear(unfit)
         self._acknowledge(0)
         self._busy = False
-        if self._promoted is None and self._succession.due(time.monotonic()):
+        if self._promoted is None and self._failover.is_takeover_due(time.monotonic()):
             self._try()
         self.ended.wait(TICK)
 
     def _heard(self, call: Iterator[pb.ReplicateResponse]) -> Iterator[pb.ReplicateResponse]:
         for message in call:
             check_wire_format(message.format, f"the primary at {self.primary}", "this standby")
-            self._succession.hear(time.monotonic())
+            self._failover.note_contact(time.monotonic())
             yield message
 
     def _acknowledge(self, number: int) -> None:
@@ -222,14 +222,14 @@ class Standby:
             self.ended.set()
         elif self._mirror is not None:
             self._mirror.take(record)
-            if self._mirror.loaded and not self._succession.loaded:
-                self._succession.loaded, self._problem, self._why = True, "", ""
+            if self._mirror.loaded and not self._failover.has_state:
+                self._failover.has_state, self._problem, self._why = True, "", ""
                 log.info(
                     "has the whole state of its primary", extra={"version": self._mirror.version}
                 )
 
     def _begin(self, hello: dict[str, Any]) -> None:
-        if not self._succession.begins(hello["term"], hello["sync"]):
+        if not self._failover.begin_loading(hello["term"], hello["sync"]):
             raise UnreachableError(
                 f"{self.primary} is not primary any more: its term is {hello['term']}",
                 "NOT_PRIMARY",
@@ -242,7 +242,7 @@ class Standby:
         """What may become better. Where another job has its primary's address, nobody else may
         have what is here.
         """
-        return ("SHARD_TAKEN", "JOB_MISMATCH") if self._succession.loaded else ("SHARD_TAKEN",)
+        return ("SHARD_TAKEN", "JOB_MISMATCH") if self._failover.has_state else ("SHARD_TAKEN",)
 
     def _bear(self, error: Exception) -> None:
         """The line has ended. What cannot become better ends this process, and so does silence
@@ -250,7 +250,7 @@ class Standby:
         self._why = str(error)
         unfit = not isinstance(error, (UnreachableError, MismatchError))
         if unfit:
-            self._succession.loaded = False
+            self._failover.has_state = False
         if self.ended.is_set() or self._promoted is not None:
             return
         if isinstance(error, MismatchError) and error.reason not in self._borne:
@@ -260,8 +260,8 @@ class Standby:
             self._problem = str(error)
             log.error("loading everything anew", extra={"problem": self._problem})
         elif (
-            not self._succession.loaded
-            and self._succession.silent(time.monotonic()) >= self.config.join_timeout
+            not self._failover.has_state
+            and self._failover.silence_seconds(time.monotonic()) >= self.config.join_timeout
         ):
             self.failure = UnreachableError(
                 f"the primary at {self.primary}: nothing for too long: {error}"
@@ -282,7 +282,7 @@ class Standby:
             shards=config.shards,
             instance=self.name,
             address=self.advertised,
-            term=self._succession.term,
+            term=self._failover.term,
             problem=self._problem,
             job=self._job,
             format=spoken_format(),
@@ -297,8 +297,8 @@ class Standby:
         """A line that is silent is ended from here, because who reads it waits."""
         while not self.ended.wait(TICK):
             if self._busy:
-                self._succession.hear(time.monotonic())
-            elif self._succession.due(time.monotonic()):
+                self._failover.note_contact(time.monotonic())
+            elif self._failover.is_takeover_due(time.monotonic()):
                 self._hang_up()
 
     def _hang_up(self) -> None:
@@ -311,13 +311,13 @@ class Standby:
     def _try(self) -> None:
         """Silence has lasted: be primary, if the lock allows it."""
         with self._promoting:
-            silent = self._succession.silent(time.monotonic())
+            silent = self._failover.silence_seconds(time.monotonic())
             try:
-                self._promoted = self._promoted or self._succession.take_over()
+                self._promoted = self._promoted or self._failover.take_over()
             except (OSError, ValueError) as error:
                 log.error("the failover lock cannot be used", extra={"problem": str(error)})
             if self._promoted is None:
-                self._succession.loaded = False  # the primary went on alone: what is here is old
+                self._failover.has_state = False  # the primary went on alone: what is here is old
                 log.warning(
                     "the primary is silent, and had gone on without this standby",
                     extra={"seconds": silent},
@@ -332,7 +332,7 @@ class Standby:
                 if self.ended.is_set():
                     raise UnreachableError("this standby ends", "STOPPING")
                 note = self._agreed()
-                tenure = self._succession.take_over()
+                tenure = self._failover.take_over()
                 if tenure is None:
                     raise MismatchError(
                         f"the failover lock says that {self.primary} may have gone on without "
@@ -351,7 +351,7 @@ class Standby:
 
     def _agreed(self) -> str:
         """The primary has stepped down, or does not answer; then what people should know."""
-        if not self._succession.loaded or self._mirror is None:
+        if not self._failover.has_state or self._mirror is None:
             raise MismatchError(
                 f"this standby has not loaded the state of {self.primary}{self._because}: wait "
                 f"until ps-ctl status "
@@ -366,7 +366,7 @@ class Standby:
                 StandbyServiceStub(channel).StepDown(
                     pb.StepDownRequest(instance=self.name), timeout=STEP_DOWN
                 )
-            self._succession.handed_over = True
+            self._failover.is_handover_complete = True
         except UnreachableError as silence:
             log.warning(
                 "the primary does not step down: it does not answer",

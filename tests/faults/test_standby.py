@@ -16,7 +16,7 @@ from pscommon.core.exit_codes import ExitCode
 from pscommon.wire.channel import open_channel
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
-from psserver.core.shard.failover import TAKEOVER
+from psserver.core.shard.failover import TAKEOVER_TIMEOUT_SECONDS
 from psserver.process.generation_file import GENERATION
 from psworker.connection.discovery import describe
 from psworker.ctl.job_client import CoordinatorClient
@@ -220,7 +220,7 @@ def test_without_a_lock_a_dead_primary_is_followed_when_somebody_says_so(tmp_pat
         running(job, 0)
         job.lives["s0"].kill()
         threading.Event().wait(
-            TAKEOVER + 0.5
+            TAKEOVER_TIMEOUT_SECONDS + 0.5
         )  # what must not happen needs a while in which it could
         with pytest.raises(PSError, match="is a standby"):
             describe(job.standby(0))

@@ -18,7 +18,7 @@ from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import standby_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from psproto.v1.standby_pb2_grpc import StandbyServiceStub
-from psserver.core.shard import replication as shipping
+from psserver.core.shard import replication
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.replication.lease_directory import LeaseDirectory
 from psserver.replication.primary import EVERY
@@ -277,7 +277,7 @@ def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
     with Following(server) as following, ThreadPoolExecutor(2) as pool:
         following.in_sync()
         monkeypatch.setattr(following.standby, "_agreed", agreed)
-        monkeypatch.setattr(following.standby._succession, "take_over", lambda: None)
+        monkeypatch.setattr(following.standby._failover, "take_over", lambda: None)
         promoting = pool.submit(following.standby.promote, 1.0)
         asked.wait(10)
         stopping = pool.submit(following.standby.stop, "SIGTERM")
@@ -302,7 +302,7 @@ def test_one_that_is_told_to_end_while_it_connects_ends(
     network, gives it up.
     """
     server = cluster().servers[0]
-    monkeypatch.setattr(shipping, "SILENCE", 60.0)
+    monkeypatch.setattr(replication, "STANDBY_TIMEOUT_SECONDS", 60.0)
     following = Following(server)
     monkeypatch.setattr(following.standby, "_find", lambda: following.standby.stop("SIGTERM"))
     with following:
@@ -316,7 +316,7 @@ def test_one_that_the_lock_keeps_back_says_who_has_more(
     with Following(server) as following:
         following.in_sync()
         monkeypatch.setattr(following.standby, "_agreed", lambda: "nobody answers")
-        monkeypatch.setattr(following.standby._succession, "take_over", lambda: None)
+        monkeypatch.setattr(following.standby._failover, "take_over", lambda: None)
         with pytest.raises(
             MismatchError, match=f"{server.address} may have gone on.*start that server again"
         ):

@@ -42,7 +42,7 @@ LONGER = {
     "tests/unit/psworker/test_run_display.py",
     "tests/unit/psworker/test_samplers.py",
     "tests/sim/servers.py",
-    "tests/sim/succession.py",
+    "tests/sim/failover_world.py",
     "tests/sim/world.py",
 }
 P90 = 30

@@ -1,1 +1,1 @@
-"""One shard's machines: executing log entries, replication to a standby, failover, and clipping."""
+"""One shard's machines: log entries, replication to a standby, failover, and clipping."""

@@ -1,22 +1,34 @@
-"""When a standby becomes primary, as a machine without threads, clock or network: see
-core/shipping.py.
+"""Failover: when a standby becomes primary.
+
+Theory of operation. The standby loads the primary's state, follows its records and measures how
+long the primary is silent. After TAKEOVER_TIMEOUT_SECONDS it tries to take over: it swaps the
+primary record (primary_lease.py) for one that names itself, with the next term. The swap
+succeeds only while the record names this standby as in sync in the term whose state it has. The
+machine has no thread, clock or network; replication.py describes the primary's side.
+
+States: loading, following (`has_state`), primary (after `take_over`).
+Events: a primary begins to send its state, a message arrives, the state is complete, time
+passes, a handover is complete.
+Invariants: a standby without the complete state never takes over. A standby that was in sync
+with a primary that used sync replication has all records whose replies have left. Otherwise it
+waits for `reply_delay_seconds` before its first reply, because the old primary may still reply.
 """
 
 from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
-from psserver.core.shard.replication import OLDEST_LOOK
+from psserver.core.shard.replication import LEASE_MAX_AGE_SECONDS
 
-TAKEOVER = 2.0
-"""Seconds of the primary's silence after which its standby tries to take over."""
+TAKEOVER_TIMEOUT_SECONDS = 2.0
+"""Silence of the primary after which its standby tries to take over."""
 
-MARGIN = 0.15
-"""More than a clock can run ahead of another in OLDEST_LOOK."""
+CLOCK_DRIFT_MARGIN_SECONDS = 0.15
+"""More than two clocks drift apart in LEASE_MAX_AGE_SECONDS."""
 
 
-def begin_tenure(lease: LeaseStore | None, address: str) -> PrimaryRecord | None:
-    """What a server that was started as primary is primary by; None: it must not be, because a
-    standby may be.
+def acquire_primary_record(lease: LeaseStore | None, address: str) -> PrimaryRecord | None:
+    """Return the record under which a server that starts as primary is primary.
 
-    Whether the holder still lives is for the caller to find out.
+    None: a standby is in sync and may have taken over. The caller checks whether the holder is
+    still running.
     """
     found = lease.read() if lease is not None else None
     if lease is None or found is None:
@@ -29,66 +41,77 @@ def begin_tenure(lease: LeaseStore | None, address: str) -> PrimaryRecord | None
 
 
 class FailoverMachine:
-    """The standby's end. name: of this process; address: where it will be primary.
+    """The standby's side of failover.
 
-    loaded: it has the whole state of the primary of this term. handed_over: and all that this
-    primary ever told, which has ended for it.
+    Attributes:
+        standby_id: Id of this process.
+        address: Where it will serve as primary.
+        term: Term of the primary that it follows.
+        sync: Whether that primary uses sync replication.
+        has_state: Whether it has the complete state of that primary.
+        is_handover_complete: Whether that primary has handed over, and this standby has all its
+            records.
     """
 
-    def __init__(self, name: str, address: str, lease: LeaseStore | None, now: float) -> None:
-        self.name, self.address = name, address
+    def __init__(self, standby_id: str, address: str, lease: LeaseStore | None, now: float) -> None:
+        self.standby_id, self.address = standby_id, address
         self.term = 0
         self.sync = True
-        self.loaded = self.handed_over = False
+        self.has_state = self.is_handover_complete = False
         self._lease = lease
-        self._heard = now
+        self._last_contact_at = now
 
-    def begins(self, term: int, sync: bool) -> bool:
-        """A primary begins to send its whole state. False: it is not of the highest term, and
-        not to be listened to.
-        """
+    def begin_loading(self, term: int, sync: bool) -> bool:
+        """Start to load a primary's state. Return False for a primary of a lower term."""
         if term < self.term:
             return False
-        self.term, self.sync, self.loaded, self.handed_over = term, sync, False, False
+        self.term, self.sync = term, sync
+        self.has_state = self.is_handover_complete = False
         return True
 
-    def hear(self, now: float) -> None:
-        """The primary lives."""
-        self._heard = now
+    def note_contact(self, now: float) -> None:
+        """Note that the primary is alive."""
+        self._last_contact_at = now
 
-    def silent(self, now: float) -> float:
-        """Seconds since the primary's last word."""
-        return now - self._heard
+    def silence_seconds(self, now: float) -> float:
+        """Return the time since the primary's last message."""
+        return now - self._last_contact_at
 
-    def due(self, now: float) -> bool:
-        """Is it time to try?"""
-        return self._lease is not None and self.loaded and self.silent(now) >= TAKEOVER
+    def is_takeover_due(self, now: float) -> bool:
+        """Return whether the standby should try to take over."""
+        return (
+            self._lease is not None
+            and self.has_state
+            and self.silence_seconds(now) >= TAKEOVER_TIMEOUT_SECONDS
+        )
 
     def take_over(self) -> PrimaryRecord | None:
-        """What this one is primary by; None: it may not be, for the primary went on without it,
-        or somebody else is.
+        """Return the record under which this standby is primary.
+
+        None: it must not be. Either the primary continued without it, or another server is
+        primary.
         """
         if self._lease is None:
             return PrimaryRecord(self.term + 1, self.address)
         found = self._lease.read()
         if (
             found is None
-            or not self.loaded
+            or not self.has_state
             or found.term != self.term
-            or found.in_sync != self.name
+            or found.in_sync != self.standby_id
         ):
             return None
         new = PrimaryRecord(found.term + 1, self.address)
         return new if self._lease.swap(found, new) else None
 
     @property
-    def whole(self) -> bool:
-        """Once it has taken over: does nobody know more than it has?"""
-        return self.handed_over or (self.sync and self._lease is not None)
+    def is_complete(self) -> bool:
+        """Whether no process knows more than this standby; meaningful after it took over."""
+        return self.is_handover_complete or (self.sync and self._lease is not None)
 
     @property
-    def pause(self) -> float:
-        """Seconds to wait before the first answer: so long another one may believe that it is
-        primary.
-        """
-        return 0.0 if self.whole or self._lease is None else OLDEST_LOOK + MARGIN
+    def reply_delay_seconds(self) -> float:
+        """Time to wait before the first reply: the old primary may reply for so long."""
+        if self.is_complete or self._lease is None:
+            return 0.0
+        return LEASE_MAX_AGE_SECONDS + CLOCK_DRIFT_MARGIN_SECONDS

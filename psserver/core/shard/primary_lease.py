@@ -1,4 +1,4 @@
-"""Who is the primary of a shard, where that is written down so that only one can be."""
+"""The record that names a shard's primary, and the store that holds it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,10 +6,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class PrimaryRecord:
-    """What the lock of a shard says.
+    """The content of a shard's failover lock.
 
-    term: grows with each primary; holder: where that is; in_sync: the name of the standby that
-    has all that the holder has told anybody, and so may take over; empty: none.
+    Attributes:
+        term: Counter that grows with every new primary.
+        holder: Address of the primary.
+        in_sync: Id of the standby that may take over, because it has every record whose effect
+            the primary has published. Empty: no standby may.
     """
 
     term: int
@@ -18,16 +21,15 @@ class PrimaryRecord:
 
 
 class LeaseStore(Protocol):
-    """One tenure that all can read, and swap for another one, if it still is what they think.
-    Both raise OSError.
+    """One record that all servers of a shard share, with compare-and-swap.
+
+    Both methods raise OSError.
     """
 
     def read(self) -> PrimaryRecord | None:
-        """What stands there; None: nobody ever was primary."""
+        """Return the record; None before the first primary."""
         ...
 
     def swap(self, old: PrimaryRecord | None, new: PrimaryRecord) -> bool:
-        """Puts `new` where `old` stands. False: something else stands there, and nothing has
-        changed.
-        """
+        """Replace `old` by `new`. Return False, and change nothing, if the record is not `old`."""
         ...

@@ -1,16 +1,35 @@
-"""What a primary may tell while it has a standby, as a machine without threads, clock or
+"""Replication of a primary's records to its standby.
+
+Theory of operation. Every change of a shard (and on shard 0 of the coordinator) is a record. The
+records of one connection to a standby (a link) are numbered from 1. The machine decides when a
+reply that depends on a record may leave the primary (output commit). It has no thread, clock or
 network.
 
-Theory of operation. All that changes a shard (and on shard 0 the coordinator) is a record,
-numbered on the line to the standby. sync: nobody is told what came of a record before the
-standby has it, so whoever takes over knows all that anybody was told. A standby takes over only
-where the tenure says that it is in sync, and a primary whose standby is silent goes on alone
-only after it has swapped that for "nobody is". Each of the two swaps voids the other; who comes
-second is not primary (any more), and ends without a word.
+States, see ReplicationPhase: ALONE -> LOADING -> CATCHING_UP -> IN_SYNC. Losing the link leads
+from each of them to ALONE.
 
-async does not wait for the standby. There the primary has to look at its tenure instead, and
-tells nothing when its last look is older than OLDEST_LOOK; who takes over waits that long before
-it answers anybody.
+Events: a standby attaches, a record is appended, the standby acknowledges records, the link is
+lost, time passes, an operator starts a handover.
+
+The primary record (primary_lease.py) names the primary, its term and the standby in sync. It
+changes by compare-and-swap alone: `holder` and `term` when a standby takes over, `in_sync` when a
+standby has caught up or is given up.
+
+Invariants with sync replication:
+
+- A reply leaves the primary only after the standby has acknowledged the record. A standby in sync
+  therefore knows everything that any client knows.
+- A standby takes over only while the primary record names it as in sync. A primary continues
+  without its standby only after it has cleared that name. The two swaps exclude each other: the
+  server whose swap fails is not primary, and ends without a reply.
+- After `begin_handover` no reply leaves that depends on a later record.
+
+With async replication replies do not wait for the standby. The primary reads the primary record
+instead, and replies only while its last read is at most LEASE_MAX_AGE_SECONDS old. A new primary
+waits for that time before its first reply (failover.py).
+
+The swap of the primary record has the role of the configuration service in Vertical Paxos
+(Lamport, Malkhi, Zhou, 2009).
 """
 
 from dataclasses import replace
@@ -18,167 +37,198 @@ from enum import Enum, auto
 
 from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
 
-SILENCE = 2.0
-"""Seconds after which a standby that does not acknowledge any more is given up."""
+STANDBY_TIMEOUT_SECONDS = 2.0
+"""Time without an acknowledgement after which the standby is given up."""
 
-STALLED = 30.0
-"""Seconds after which one is given up that does speak, but does not get on with what is on its
-way to it.
-"""
+STALLED_STANDBY_SECONDS = 30.0
+"""Time after which a standby is given up that sends acknowledgements of no further records."""
 
-LOOK = 0.25
-OLDEST_LOOK = 0.5
-"""Seconds between two looks at the tenure, and how old the last one may be for an answer, in
-async.
+LEASE_CHECK_INTERVAL_SECONDS = 0.25
+LEASE_MAX_AGE_SECONDS = 0.5
+"""With async replication: time between two reads of the primary record, and the age up to which
+a read allows replies.
 """
 
 
 class ReplicationPhase(Enum):
-    """ALONE: there is no standby. LOADING: the whole state goes to one. CLOSING: it has that,
-    and what was told meanwhile is still under way; what is new waits. IN_SYNC: it has all that
-    was told."""
+    """How far the standby is.
+
+    ALONE: There is no standby.
+    LOADING: The standby receives the whole state; replies do not wait for it.
+    CATCHING_UP: The standby has the state, and lacks records whose replies have left. Replies
+        that depend on later records wait.
+    IN_SYNC: The standby has all records whose replies have left.
+    """
 
     ALONE = auto()
     LOADING = auto()
-    CLOSING = auto()
+    CATCHING_UP = auto()
     IN_SYNC = auto()
 
 
 class ReplicationMachine:
-    """The primary's end. tenure: as it stands; without a lease nobody but an operator makes a
-    standby primary.
+    """The primary's side of replication.
 
-    deposed: why this process is not primary any more; then it may do nothing but end.
+    Attributes:
+        primary_record: The record under which this process is primary. Without a lease store
+            only an operator makes a standby primary.
+        phase: How far the standby is.
+        standby_id: Id of the standby; empty: none.
+        link_id: Number of the connection to a standby, from 1.
+        last_sent: Number of the newest record of this link.
+        last_acknowledged: Number of the newest record that the standby has.
+        deposed_reason: Why this process is not primary any more; it then has to exit.
     """
 
     def __init__(
-        self, tenure: PrimaryRecord, lease: LeaseStore | None, sync: bool, now: float
+        self, primary_record: PrimaryRecord, lease: LeaseStore | None, sync: bool, now: float
     ) -> None:
-        self.tenure = tenure
+        self.primary_record = primary_record
         self.sync = sync
         self.phase = ReplicationPhase.ALONE
-        self.standby = ""
-        self.line = self.sent = self.acked = 0
-        self.deposed = ""
+        self.standby_id = ""
+        self.link_id = self.last_sent = self.last_acknowledged = 0
+        self.deposed_reason = ""
         self._lease = lease
-        self._looked = self._heard = self._got_on = now
-        self._mark = 0  # the last record that is told without the standby's word
-        self._frozen: int | None = None  # the last record that is ever told
+        self._lease_read_at = self._last_contact_at = self._last_progress_at = now
+        self._catch_up_target = 0  # replies that depend on records up to this one need no standby
+        self._handover_end: int | None = None  # the last record whose reply may leave
 
     @property
     def term(self) -> int:
-        return self.tenure.term
+        return self.primary_record.term
 
     @property
-    def behind(self) -> int:
-        """Records that the standby does not have yet."""
-        return self.sent - self.acked
+    def unacknowledged(self) -> int:
+        """Number of records that the standby has not acknowledged."""
+        return self.last_sent - self.last_acknowledged
 
-    # ---- the line --------------------------------------------------------------------------------
+    # ---- the link --------------------------------------------------------------------------------
 
-    def attach(self, standby: str, now: float) -> int:
-        """A standby is there, with nothing. Returns the number of its line."""
-        self.lose(self.line)
-        self.line += 1
-        self.standby, self.phase = standby, ReplicationPhase.LOADING
-        self.sent = self.acked = self._mark = 0
-        self._heard = self._got_on = now
-        return self.line
+    def attach(self, standby_id: str, now: float) -> int:
+        """Start a link to a standby that has no state. Return the link's number."""
+        self.drop_link(self.link_id)
+        self.link_id += 1
+        self.standby_id, self.phase = standby_id, ReplicationPhase.LOADING
+        self.last_sent = self.last_acknowledged = self._catch_up_target = 0
+        self._last_contact_at = self._last_progress_at = now
+        return self.link_id
 
     def append(self) -> int:
-        """A record goes to the standby; its number, 0 where there is none."""
+        """Number the next record for the standby. Return 0 where there is none."""
         if self.phase is ReplicationPhase.ALONE:
             return 0
-        self.sent += 1
-        return self.sent
+        self.last_sent += 1
+        return self.last_sent
 
-    def loaded(self) -> None:
-        """The records so far are the whole state."""
-        self._mark = self.sent
+    def end_state_transfer(self) -> None:
+        """Note that the records so far are the whole state."""
+        self._catch_up_target = self.last_sent
 
-    def ack(self, line: int, number: int, now: float) -> None:
-        """The standby has all records up to this one."""
-        if line != self.line or self.phase is ReplicationPhase.ALONE:
+    def acknowledge(self, link_id: int, number: int, now: float) -> None:
+        """Note that the standby has all records up to this one."""
+        if link_id != self.link_id or self.phase is ReplicationPhase.ALONE:
             return
-        self._got_on = now if number > self.acked or not self.behind else self._got_on
-        self._heard, self.acked = now, max(self.acked, number)
-        if self.phase is ReplicationPhase.LOADING and 0 < self._mark <= self.acked:
-            self.phase, self._mark = ReplicationPhase.CLOSING, self.sent
+        if number > self.last_acknowledged or not self.unacknowledged:
+            self._last_progress_at = now
+        self._last_contact_at = now
+        self.last_acknowledged = max(self.last_acknowledged, number)
         if (
-            self.phase is ReplicationPhase.CLOSING
-            and self._mark <= self.acked
-            and self._swap(self.standby)
+            self.phase is ReplicationPhase.LOADING
+            and 0 < self._catch_up_target <= self.last_acknowledged
+        ):
+            self.phase, self._catch_up_target = ReplicationPhase.CATCHING_UP, self.last_sent
+        if (
+            self.phase is ReplicationPhase.CATCHING_UP
+            and self._catch_up_target <= self.last_acknowledged
+            and self._swap_in_sync(self.standby_id)
         ):
             self.phase = ReplicationPhase.IN_SYNC
 
-    def lose(self, line: int) -> None:
-        """The line is cut, or silent: go on alone, if nobody else is primary. Who hands over
-        never goes on: a standby that hangs up then is about to be primary."""
-        if line != self.line or self.phase is ReplicationPhase.ALONE:
+    def drop_link(self, link_id: int) -> None:
+        """Continue without the standby, if this process still is primary.
+
+        During a handover the primary never continues: a standby that closes the link then is
+        about to be primary.
+        """
+        if link_id != self.link_id or self.phase is ReplicationPhase.ALONE:
             return
-        if self.hands_over:
-            self._compare()
-        elif self.phase is not ReplicationPhase.IN_SYNC or self._swap(""):
-            self.phase, self.standby = ReplicationPhase.ALONE, ""
+        if self.is_handing_over:
+            self._verify_primary()
+        elif self.phase is not ReplicationPhase.IN_SYNC or self._swap_in_sync(""):
+            self.phase, self.standby_id = ReplicationPhase.ALONE, ""
 
     def tick(self, now: float) -> None:
-        """Time passes; call it several times a second."""
-        waited_for = self.phase in (ReplicationPhase.CLOSING, ReplicationPhase.IN_SYNC)
-        stalled = waited_for and self.behind > 0 and now - self._got_on > STALLED
-        if self.phase is not ReplicationPhase.ALONE and (stalled or now - self._heard > SILENCE):
-            self.lose(self.line)
-        if now - self._looked >= LOOK:
-            self._look(now)
+        """Give up a silent or stalled standby, and read the primary record; call it often."""
+        has_waiting_replies = self.phase in (
+            ReplicationPhase.CATCHING_UP,
+            ReplicationPhase.IN_SYNC,
+        )
+        is_stalled = (
+            has_waiting_replies
+            and self.unacknowledged > 0
+            and now - self._last_progress_at > STALLED_STANDBY_SECONDS
+        )
+        is_silent = now - self._last_contact_at > STANDBY_TIMEOUT_SECONDS
+        if self.phase is not ReplicationPhase.ALONE and (is_stalled or is_silent):
+            self.drop_link(self.link_id)
+        if now - self._lease_read_at >= LEASE_CHECK_INTERVAL_SECONDS:
+            self._check_lease(now)
 
-    # ---- telling ---------------------------------------------------------------------------------
+    # ---- replies ---------------------------------------------------------------------------------
 
-    def may_tell(self, line: int, number: int, now: float) -> bool:
-        """May somebody learn what came of this record of a line?"""
-        if self.deposed or (self._frozen is not None and number > self._frozen):
+    def can_reply(self, link_id: int, number: int, now: float) -> bool:
+        """Return whether a reply may leave that depends on this record of a link."""
+        if self.deposed_reason or (self._handover_end is not None and number > self._handover_end):
             return False
         if not self.sync:
-            if now - self._looked > OLDEST_LOOK:
-                self._look(now)
-            return not self.deposed
-        if line != self.line or self.phase in (ReplicationPhase.ALONE, ReplicationPhase.LOADING):
+            if now - self._lease_read_at > LEASE_MAX_AGE_SECONDS:
+                self._check_lease(now)
+            return not self.deposed_reason
+        if link_id != self.link_id or self.phase in (
+            ReplicationPhase.ALONE,
+            ReplicationPhase.LOADING,
+        ):
             return True
-        return number <= max(self._mark, self.acked)
+        return number <= max(self._catch_up_target, self.last_acknowledged)
 
-    def freeze(self) -> bool:
-        """Nothing more will be told, for the standby is to be primary. False: it is not in sync."""
-        if self.phase is ReplicationPhase.IN_SYNC and self._frozen is None:
-            self._frozen = self.sent
-        return self._frozen is not None
-
-    @property
-    def hands_over(self) -> bool:
-        """The standby is to be primary: with this one it is over."""
-        return self._frozen is not None
+    def begin_handover(self) -> bool:
+        """Stop replies to later records. Return False if the standby is not in sync."""
+        if self.phase is ReplicationPhase.IN_SYNC and self._handover_end is None:
+            self._handover_end = self.last_sent
+        return self._handover_end is not None
 
     @property
-    def handed_over(self) -> bool:
-        """The standby has all that was ever told."""
-        return self._frozen is not None and self.acked >= self._frozen
+    def is_handing_over(self) -> bool:
+        """Whether a handover has begun. It cannot be undone."""
+        return self._handover_end is not None
 
-    # ---- the tenure ------------------------------------------------------------------------------
+    @property
+    def is_handover_complete(self) -> bool:
+        """Whether the standby has all records whose replies have left, or will."""
+        return self._handover_end is not None and self.last_acknowledged >= self._handover_end
 
-    def _swap(self, in_sync: str) -> bool:
-        new = replace(self.tenure, in_sync=in_sync)
-        if self._lease is not None and not self._lease.swap(self.tenure, new):
+    # ---- the primary record ----------------------------------------------------------------------
+
+    def _swap_in_sync(self, in_sync: str) -> bool:
+        new = replace(self.primary_record, in_sync=in_sync)
+        if self._lease is not None and not self._lease.swap(self.primary_record, new):
             self._depose()
             return False
-        self.tenure = new
+        self.primary_record = new
         return True
 
-    def _look(self, now: float) -> None:
-        self._compare()
-        self._looked = now
+    def _check_lease(self, now: float) -> None:
+        self._verify_primary()
+        self._lease_read_at = now
 
-    def _compare(self) -> None:
-        if self._lease is not None and self._lease.read() != self.tenure:
+    def _verify_primary(self) -> None:
+        if self._lease is not None and self._lease.read() != self.primary_record:
             self._depose()
 
     def _depose(self) -> None:
         found = self._lease.read() if self._lease is not None else None
-        whom = f"{found.holder} is, in term {found.term}" if found else "nobody is"
-        self.deposed = f"this server is not primary of its shard any more: {whom}"
+        primary = f"{found.holder}, in term {found.term}" if found else "none"
+        self.deposed_reason = (
+            f"this server is not primary of its shard any more; the primary is {primary}"
+        )

@@ -151,6 +151,6 @@ def test_a_standby_that_has_all_of_its_job_bears_that_another_one_has_its_addres
     config = ServerConfig(shard=0, shards=1, bind="127.0.0.1:0", standby_of="there:1")
     for loaded in (True, False):
         standby = Standby(config, None)
-        standby._succession.loaded = loaded
+        standby._failover.has_state = loaded
         standby._bear(MismatchError("this server's job is stoat, not otter", "JOB_MISMATCH"))
         assert (standby.failure is None) is loaded

@@ -14,9 +14,9 @@ from pscommon.core.errors import MismatchError, UnreachableError
 from psproto.v1 import standby_pb2 as pb
 from psserver.core.shard.primary_lease import PrimaryRecord
 from psserver.core.shard.replication import (
-    OLDEST_LOOK,
-    SILENCE,
-    STALLED,
+    LEASE_MAX_AGE_SECONDS,
+    STALLED_STANDBY_SECONDS,
+    STANDBY_TIMEOUT_SECONDS,
     ReplicationMachine,
     ReplicationPhase,
 )
@@ -25,7 +25,7 @@ from psserver.durability.state_records import StateRecord, StateRecordKind
 from psserver.process.metrics import ServerMetrics
 from psserver.replication.primary import PrimaryReplicator
 from psserver.replication.servicer import StandbyServicer
-from tests.sim.succession import MemoryLease
+from tests.sim.failover_world import MemoryLease
 
 FIRST = PrimaryRecord(1, "a:1")
 STATE = [
@@ -106,9 +106,9 @@ def test_who_loses_its_standby_goes_on_if_the_lock_allows_it(lease: BrokenLease)
 def test_who_finds_another_one_in_its_place_ends(lease: BrokenLease) -> None:
     primary = shipper(lease)
     sent = primary.send(RecordSource.SHARD, 4, b"entry")
-    lease.tenure = PrimaryRecord(2, "s:1")
+    lease.primary_record = PrimaryRecord(2, "s:1")
 
-    with pytest.raises(DeposedError, match="s:1 is, in term 2"):
+    with pytest.raises(DeposedError, match="s:1, in term 2"):
         primary.lost(sent[0])
     with pytest.raises(DeposedError):
         primary.settle(sent)
@@ -121,7 +121,7 @@ def test_who_has_handed_over_ends_as_planned_however_it_learns_that_it_is_not_pr
     primary = shipper(lease)
     line, _ = primary.last
     primary.step_down("s", 1.0)
-    lease.tenure = PrimaryRecord(2, "s:1")
+    lease.primary_record = PrimaryRecord(2, "s:1")
 
     with pytest.raises(DeposedError) as ended:
         primary.lost(line)
@@ -168,7 +168,7 @@ def test_what_no_record_says_is_not_done_once_there_is_a_hand_over(lease: Broken
         dropping = pool.submit(primary.drop, "the model has moved")
         with pytest.raises(TimeoutError):
             dropping.result(0.3)
-        lease.tenure = PrimaryRecord(2, "s:1")
+        lease.primary_record = PrimaryRecord(2, "s:1")
         with pytest.raises(DeposedError):
             primary.lost(line)
 
@@ -255,10 +255,10 @@ def test_a_lock_that_cannot_be_used_is_lost(lease: BrokenLease) -> None:
 def test_async_tells_nothing_on_an_old_look(lease: BrokenLease) -> None:
     machine = shipper(lease, sync=False)._machine
     now = time.monotonic()
-    lease.tenure = PrimaryRecord(2, "s:1")
+    lease.primary_record = PrimaryRecord(2, "s:1")
 
-    assert machine.may_tell(1, 99, now)
-    assert not machine.may_tell(1, 99, now + 2 * OLDEST_LOOK)
+    assert machine.can_reply(1, 99, now)
+    assert not machine.can_reply(1, 99, now + 2 * LEASE_MAX_AGE_SECONDS)
 
 
 def test_a_silent_standby_is_given_up(lease: BrokenLease) -> None:
@@ -267,9 +267,9 @@ def test_a_silent_standby_is_given_up(lease: BrokenLease) -> None:
     now = time.monotonic()
 
     machine.tick(now)
-    assert not machine.may_tell(1, number, now)
-    machine.tick(now + SILENCE + 0.1)
-    assert machine.may_tell(1, number, now + SILENCE + 0.1)
+    assert not machine.can_reply(1, number, now)
+    machine.tick(now + STANDBY_TIMEOUT_SECONDS + 0.1)
+    assert machine.can_reply(1, number, now + STANDBY_TIMEOUT_SECONDS + 0.1)
     assert machine.phase is ReplicationPhase.ALONE
 
 
@@ -278,23 +278,23 @@ def test_one_that_speaks_and_does_not_get_on_is_given_up(lease: BrokenLease) -> 
     now = time.monotonic()
     number = machine.append()
 
-    for second in range(int(STALLED) + 2):
-        machine.ack(1, number - 1, now + second)
+    for second in range(int(STALLED_STANDBY_SECONDS) + 2):
+        machine.acknowledge(1, number - 1, now + second)
         machine.tick(now + second + 0.5)
 
     assert machine.phase is ReplicationPhase.ALONE
-    assert machine.may_tell(1, number, now + STALLED)
+    assert machine.can_reply(1, number, now + STALLED_STANDBY_SECONDS)
 
 
 def test_one_that_is_idle_for_long_is_not(lease: BrokenLease) -> None:
     machine = shipper(lease)._machine
     now = time.monotonic()
 
-    for second in range(2 * int(STALLED)):
-        machine.ack(1, machine.sent, now + second)
+    for second in range(2 * int(STALLED_STANDBY_SECONDS)):
+        machine.acknowledge(1, machine.last_sent, now + second)
         machine.tick(now + second + 0.5)
     machine.append()
-    machine.tick(now + 2 * STALLED + 0.5)
+    machine.tick(now + 2 * STALLED_STANDBY_SECONDS + 0.5)
 
     assert machine.phase is ReplicationPhase.IN_SYNC
 
@@ -302,15 +302,15 @@ def test_one_that_is_idle_for_long_is_not(lease: BrokenLease) -> None:
 def test_who_has_stepped_down_tells_nothing_more(lease: BrokenLease) -> None:
     machine = shipper(lease)._machine
     before = machine.append()
-    assert machine.freeze()
+    assert machine.begin_handover()
     after = machine.append()
 
-    assert not machine.handed_over
-    machine.ack(1, after, time.monotonic())
+    assert not machine.is_handover_complete
+    machine.acknowledge(1, after, time.monotonic())
 
-    assert machine.handed_over
-    assert machine.may_tell(1, before, time.monotonic())
-    assert not machine.may_tell(1, after, time.monotonic())
+    assert machine.is_handover_complete
+    assert machine.can_reply(1, before, time.monotonic())
+    assert not machine.can_reply(1, after, time.monotonic())
 
 
 def test_another_standby_finds_the_place_taken(lease: BrokenLease) -> None:

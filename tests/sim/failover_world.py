@@ -1,11 +1,11 @@
-"""One shard's primaries and standbys, over lines that break and processes that are stopped: the
-protocol alone.
+"""Simulation of one shard's primaries and standbys; links break, processes are stopped or killed.
 
-The real machines of both ends (core/shipping.py, core/succession.py), a lease in memory; a shard
-is the list of its records. Clients ask for rounds: a round is a record, and its answer is told
-when the machine says that it may be; and shard 0 is told how far the shard is. Checked: no round
-is closed by two primaries, nothing that was told is ever missing, who has handed over tells
-nothing more while it still lives, and terms only grow for a client.
+The real machines of both ends (core/replication.py, core/failover.py), a lease in memory.
+A shard is the list of its records. Clients ask for rounds: a round is a record, and its reply
+leaves when the machine allows it. Shard 0 receives reports on the same condition.
+
+Checked: no two primaries close one round, no record is lost whose reply has left, a primary sends
+no reply after a handover, and terms only grow for a client.
 """
 
 import heapq
@@ -26,52 +26,63 @@ STEP_DOWN = 3.0
 
 
 class MemoryLease:
-    """A tenure that all processes of a simulation share."""
+    """A primary record that all processes of a simulation share."""
 
     def __init__(self) -> None:
-        self.tenure: PrimaryRecord | None = None
+        self.primary_record: PrimaryRecord | None = None
 
     def read(self) -> PrimaryRecord | None:
-        return self.tenure
+        return self.primary_record
 
     def swap(self, old: PrimaryRecord | None, new: PrimaryRecord) -> bool:
-        if self.tenure != old:
+        if self.primary_record != old:
             return False
-        self.tenure = new
+        self.primary_record = new
         return True
 
 
 @dataclass
 class Round:
-    """A record that a client asked for: told once its primary may."""
+    """A record that a client asked for, and whose reply waits."""
 
     number: int
-    line: int
+    link_id: int
     ticket: int
 
 
 @dataclass
 class Process:
-    """A server: a primary (shipping) or a standby (succession). awake_at: until then it is
-    stopped. over: how many records its successor began with, to which it has handed over."""
+    """A server.
+
+    Attributes:
+        awake_at: Until then the process is stopped.
+        replication: Set for a primary.
+        failover: Set for a standby.
+        over: After a handover, the number of records that the new primary began with.
+    """
 
     name: str
     alive: bool = True
     awake_at: float = 0.0
-    shipping: ReplicationMachine | None = None
-    succession: FailoverMachine | None = None
+    replication: ReplicationMachine | None = None
+    failover: FailoverMachine | None = None
     records: list[str] = field(default_factory=list)
     waiting: list[Round] = field(default_factory=list)
     over: int | None = None
     listens_to: tuple[str, int] = ("", 0)
 
 
-class Succeeding:
-    """A history of one shard, from a seed. sync: how the primaries ship. locked: there is a
-    failover lock; without it none of them dies, and only an operator makes a standby primary."""
+class FailoverWorld:
+    """A history of one shard, from a seed.
 
-    shipping_class: type[ReplicationMachine] = ReplicationMachine
-    succession_class: type[FailoverMachine] = FailoverMachine
+    Attributes:
+        sync: Whether the primaries use sync replication.
+        locked: Whether there is a failover lock. Without it no process dies, and only an operator
+            makes a standby primary.
+    """
+
+    replication_class: type[ReplicationMachine] = ReplicationMachine
+    failover_class: type[FailoverMachine] = FailoverMachine
     follows_lower_terms = False
     locked = True
 
@@ -83,7 +94,7 @@ class Succeeding:
         self.lease, self.now, self.count = MemoryLease() if self.locked else None, 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.cut_until = 0.0
-        self.told: dict[
+        self.published: dict[
             int, tuple[str, str, int]
         ] = {}  # by round: which record, by whom, in which term
         self.believed: dict[int, tuple[str, int]] = {}
@@ -92,12 +103,14 @@ class Succeeding:
         first = PrimaryRecord(1, "p0")
         if self.lease is not None:
             self.lease.swap(None, first)
-        self.add(Process("p0", shipping=self.shipping_class(first, self.lease, self.sync, 0.0)))
+        self.add(
+            Process("p0", replication=self.replication_class(first, self.lease, self.sync, 0.0))
+        )
         self.newcomer()
         self.ask()
         for _ in range(self.rng.randint(1, 5)):
             death = self.kill if self.locked else self.switch
-            fault = self.rng.choice([death, self.stop, self.stop, self.cut_line, self.switch])
+            fault = self.rng.choice([death, self.stop, self.stop, self.cut_links, self.switch])
             self.after(self.rng.random() * 40, fault)
 
     # ---- time and lines
@@ -106,12 +119,12 @@ class Succeeding:
         self.at(self.now + seconds, action)
 
     def at(self, moment: float, action: Callable[[], None]) -> None:
-        """What is due at the same moment is done in the order in which it was asked for."""
+        """Run an action at a moment; ties keep the order of the calls."""
         self.count += 1
         heapq.heappush(self.queue, (moment, self.count, action))
 
     def on(self, process: Process, action: Callable[[], None]) -> Callable[[], None]:
-        """Done by this process: not when it is dead, and not while it is stopped."""
+        """Return the action as this process runs it: not when dead, and later when stopped."""
 
         def act() -> None:
             if process.alive and process.awake_at > self.now:
@@ -121,7 +134,7 @@ class Succeeding:
 
         return act
 
-    def run(self) -> "Succeeding":
+    def run(self) -> "FailoverWorld":
         while self.now < HORIZON:
             self.now, _, action = heapq.heappop(self.queue)
             action()
@@ -136,26 +149,26 @@ class Succeeding:
         self.after(0.0, self.on(process, lambda: self.beat(process)))
 
     def newcomer(self) -> None:
-        """A standby is started, as an operator keeps one there."""
+        """Start another standby, as an operator does."""
         process = Process(f"p{len(self.processes)}")
-        process.succession = self.succession_class(process.name, process.name, self.lease, self.now)
+        process.failover = self.failover_class(process.name, process.name, self.lease, self.now)
         self.add(process)
 
     def tick(self, process: Process) -> None:
-        if process.shipping is not None:
-            process.shipping.tick(self.now)
-            self.alone += process.shipping.phase is ReplicationPhase.ALONE
-            self.report(process, process.shipping)
+        if process.replication is not None:
+            process.replication.tick(self.now)
+            self.alone += process.replication.phase is ReplicationPhase.ALONE
+            self.report(process, process.replication)
             self.answer(process)
-        elif process.succession is not None:
-            self.follow(process, process.succession)
+        elif process.failover is not None:
+            self.follow(process, process.failover)
         if process.alive:
             self.after(TICK, self.on(process, lambda: self.tick(process)))
 
     def beat(self, process: Process) -> None:
-        """The primary's line is never silent."""
-        shipping = process.shipping
-        if shipping is not None and shipping.phase is not ReplicationPhase.ALONE:
+        """Send a message over the primary's link regularly."""
+        replication = process.replication
+        if replication is not None and replication.phase is not ReplicationPhase.ALONE:
             self.ship(process, None)
         if process.alive:
             self.after(BEAT, self.on(process, lambda: self.beat(process)))
@@ -163,73 +176,69 @@ class Succeeding:
     # ---- the primary
 
     def ship(self, process: Process, record: str | None) -> int:
-        shipping = process.shipping
-        assert shipping is not None
-        ticket = shipping.append() if record is not None else shipping.sent
+        replication = process.replication
+        assert replication is not None
+        ticket = replication.append() if record is not None else replication.last_sent
         if ticket or record is None:
             self.send(
                 process,
-                lambda standby, line: self.hear(standby, process.name, line, ticket, record),
+                lambda standby, link: self.receive(standby, process.name, link, ticket, record),
             )
         return ticket
 
     def send(self, process: Process, deliver: Callable[[Process, int], None]) -> None:
-        """To the standby of the line of now; nothing overtakes anything, and a line that is cut
-        loses the rest.
-        """
-        shipping = process.shipping
-        assert shipping is not None
-        if not shipping.standby:
-            return  # it was lost while it was handed over to
-        standby, line = self.processes[shipping.standby], shipping.line
+        """Send to the standby of the current link, in order; a cut link loses the rest."""
+        replication = process.replication
+        assert replication is not None
+        if not replication.standby_id:
+            return  # the link was lost during the handover
+        standby, link = self.processes[replication.standby_id], replication.link_id
         sent = self.now
 
         def arrive() -> None:
-            if self.cut_until > sent and standby.listens_to == (process.name, line):
-                standby.listens_to = ("", 0)  # what was under way is lost, and with it the line
-            if standby.listens_to == (process.name, line):
-                deliver(standby, line)
+            if self.cut_until > sent and standby.listens_to == (process.name, link):
+                standby.listens_to = ("", 0)  # messages in flight are lost, and the link with them
+            if standby.listens_to == (process.name, link):
+                deliver(standby, link)
 
         self.after(0.01, self.on(standby, arrive))
 
     def request(self, process: Process, number: int) -> None:
         """A client wants a round closed."""
-        shipping = process.shipping
-        if shipping is None or shipping.deposed or number <= len(process.records):
-            return  # it is under way, or was told before
+        replication = process.replication
+        if replication is None or replication.deposed_reason or number <= len(process.records):
+            return  # the round is in progress, or its reply has left
         record = f"{process.name}.{number}.{self.rng.random():.6f}"
         ticket = self.ship(process, record)
         process.records.append(record)
-        process.waiting.append(Round(len(process.records), shipping.line, ticket))
+        process.waiting.append(Round(len(process.records), replication.link_id, ticket))
         self.answer(process)
 
-    def report(self, process: Process, shipping: ReplicationMachine) -> None:
-        """Shard 0 is to hear how far this shard is, once its standby is as far: of all records,
-        be there none since.
-        """
-        newest = shipping.sent if shipping.phase is not ReplicationPhase.ALONE else 0
-        process.waiting.append(Round(len(process.records), shipping.line, newest))
+    def report(self, process: Process, replication: ReplicationMachine) -> None:
+        """Queue a report to shard 0 on all records; it waits for the standby as a reply does."""
+        newest = replication.last_sent if replication.phase is not ReplicationPhase.ALONE else 0
+        process.waiting.append(Round(len(process.records), replication.link_id, newest))
 
     def answer(self, process: Process) -> None:
-        shipping = process.shipping
-        assert shipping is not None
+        replication = process.replication
+        assert replication is not None
         for each in list(process.waiting):
-            if shipping.may_tell(each.line, each.ticket, self.now):
+            if replication.can_reply(each.link_id, each.ticket, self.now):
                 process.waiting.remove(each)
                 for number in (
-                    *range(len(self.told) + 1, each.number),
+                    *range(len(self.published) + 1, each.number),
                     *([each.number] if each.number else []),
                 ):
-                    self.tell(process, number, shipping.term)
-        if shipping.deposed:
+                    self.publish(process, number, replication.term)
+        if replication.deposed_reason:
             self.deposed += 1
             process.alive = False
 
-    def tell(self, process: Process, number: int, term: int) -> None:
-        record, known = process.records[number - 1], self.told.get(number)
+    def publish(self, process: Process, number: int, term: int) -> None:
+        record, known = process.records[number - 1], self.published.get(number)
         check(
             process.over is None or number <= process.over,
-            "{} told {} after it handed over",
+            "{} published {} after it handed over",
             process.name,
             number,
         )
@@ -241,14 +250,12 @@ class Succeeding:
                 known,
                 record,
             )
-        self.told[number] = (record, process.name, term)
+        self.published[number] = (record, process.name, term)
         delay = 0.01 if self.rng.random() < 0.9 else self.rng.random() * 5.0
         self.after(delay, lambda: self.believe(number, record, term))
 
     def believe(self, number: int, record: str, term: int) -> None:
-        """A client (or another shard) hears how a round ended, perhaps late, and refuses what is
-        of a lower term.
-        """
+        """Deliver a reply to a client (or another shard), which refuses lower terms."""
         if term < self.highest and not self.follows_lower_terms:
             return
         self.highest = max(term, self.highest)
@@ -265,143 +272,147 @@ class Succeeding:
 
     # ---- the standby
 
-    def follow(self, process: Process, succession: FailoverMachine) -> None:
-        primaries = [p for p in self.processes.values() if p.shipping is not None and p.alive]
+    def follow(self, process: Process, failover: FailoverMachine) -> None:
+        primaries = [p for p in self.processes.values() if p.replication is not None and p.alive]
         primary = self.rng.choice(primaries) if primaries else None
         if process.listens_to == ("", 0) and primary is not None and self.now >= self.cut_until:
             self.after(0.01, self.on(primary, lambda: self.attached(primary, process)))
-        if succession.due(self.now):
-            tenure = succession.take_over()
-            if tenure is not None:
-                self.promote(process, tenure)
+        if failover.is_takeover_due(self.now):
+            primary_record = failover.take_over()
+            if primary_record is not None:
+                self.promote(process, primary_record)
 
     def attached(self, primary: Process, standby: Process) -> None:
-        shipping = primary.shipping
-        assert shipping is not None
-        if not standby.alive or standby.succession is None or self.now < self.cut_until:
+        replication = primary.replication
+        assert replication is not None
+        if not standby.alive or standby.failover is None or self.now < self.cut_until:
             return
         if standby.listens_to != ("", 0):
             return
-        if shipping.phase is not ReplicationPhase.ALONE:
-            if shipping.standby == standby.name:
-                shipping.lose(shipping.line)  # its line is cut, for it is here again
+        if replication.phase is not ReplicationPhase.ALONE:
+            if replication.standby_id == standby.name:
+                replication.drop_link(
+                    replication.link_id
+                )  # the standby connects again, so its old link is cut
             return
-        line = shipping.attach(standby.name, self.now)
-        standby.listens_to = (primary.name, line)
-        state, term = list(primary.records), shipping.term
-        ticket = shipping.append()
-        shipping.loaded()
+        link = replication.attach(standby.name, self.now)
+        standby.listens_to = (primary.name, link)
+        state, term = list(primary.records), replication.term
+        ticket = replication.append()
+        replication.end_state_transfer()
         self.send(
             primary,
-            lambda process, line: self.load(process, primary.name, line, ticket, state, term),
+            lambda process, link: self.load(process, primary.name, link, ticket, state, term),
         )
 
     def load(
-        self, process: Process, primary: str, line: int, ticket: int, state: list[str], term: int
+        self, process: Process, primary: str, link: int, ticket: int, state: list[str], term: int
     ) -> None:
-        succession = process.succession
-        if succession is None:
+        failover = process.failover
+        if failover is None:
             return
-        if not succession.begins(term, self.sync):
+        if not failover.begin_loading(term, self.sync):
             process.listens_to = ("", 0)
             return
         process.records = state
-        succession.loaded = True
-        self.hear(process, primary, line, ticket, None)
+        failover.has_state = True
+        self.receive(process, primary, link, ticket, None)
 
-    def hear(
-        self, process: Process, primary: str, line: int, ticket: int, record: str | None
+    def receive(
+        self, process: Process, primary: str, link: int, ticket: int, record: str | None
     ) -> None:
-        succession = process.succession
-        if succession is None:
+        failover = process.failover
+        if failover is None:
             return
-        succession.hear(self.now)
+        failover.note_contact(self.now)
         if record is not None:
             process.records.append(record)
         source = self.processes[primary]
 
         def acked() -> None:
-            if source.shipping is not None and self.now >= self.cut_until:
-                source.shipping.ack(line, ticket, self.now)
+            if source.replication is not None and self.now >= self.cut_until:
+                source.replication.acknowledge(link, ticket, self.now)
                 self.answer(source)
 
         self.after(0.01, self.on(source, acked))
 
-    def promote(self, process: Process, tenure: PrimaryRecord) -> None:
+    def promote(self, process: Process, primary_record: PrimaryRecord) -> None:
         self.takeovers += 1
-        succession, process.succession = process.succession, None
-        assert succession is not None
+        failover, process.failover = process.failover, None
+        assert failover is not None
 
         def lead() -> None:
-            process.shipping = self.shipping_class(tenure, self.lease, self.sync, self.now)
-            if succession.whole:
-                for number, (record, name, _) in self.told.items():
+            process.replication = self.replication_class(
+                primary_record, self.lease, self.sync, self.now
+            )
+            if failover.is_complete:
+                for number, (record, name, _) in self.published.items():
                     held = (
                         process.records[number - 1] if number <= len(process.records) else "nothing"
                     )
                     check(
                         held == record,
-                        "{} has {} where {} told {}",
+                        "{} has {} where {} published {}",
                         process.name,
                         held,
                         name,
                         record,
                     )
-            else:  # what it lacks is done again: rounds that were told may be closed anew, in a higher term
-                self.told = {n: each for n, each in self.told.items() if n <= len(process.records)}
+            else:  # rounds that it lacks may be closed again, in a higher term
+                self.published = {
+                    n: each for n, each in self.published.items() if n <= len(process.records)
+                }
                 highest_alive = [
                     p
                     for p in self.processes.values()
-                    if p.shipping and p is not process and p.alive
+                    if p.replication and p is not process and p.alive
                 ]
                 for other in highest_alive:
-                    assert other.shipping is not None
-                    now_tells = other.awake_at <= self.now and other.shipping.may_tell(
+                    assert other.replication is not None
+                    now_tells = other.awake_at <= self.now and other.replication.can_reply(
                         0, 0, self.now
                     )
                     check(not now_tells, "{} and {} both answer", process.name, other.name)
             self.newcomer()
 
-        self.after(succession.pause, self.on(process, lead))
+        self.after(failover.reply_delay_seconds, self.on(process, lead))
 
     # ---- clients and faults
 
     def ask(self) -> None:
-        """Every primary that anybody may still believe in is asked for the next round."""
+        """Ask every process that may still act as primary for the next round."""
         for process in list(self.processes.values()):
-            if process.shipping is not None:
-                number = len(self.told) + 1
+            if process.replication is not None:
+                number = len(self.published) + 1
                 self.after(0.005, self.on(process, lambda p=process, n=number: self.request(p, n)))  # type: ignore[misc]
         self.after(self.rng.random() * 0.2, self.ask)
 
     def kill(self) -> None:
-        """Of the two, any; a standby's place is filled again."""
+        """Kill a process; a killed standby is replaced."""
         alive = [process for process in self.processes.values() if process.alive]
         victim = self.rng.choice(alive)
         standbys = [
-            process for process in alive if process.succession is not None and process is not victim
+            process for process in alive if process.failover is not None and process is not victim
         ]
-        if victim.succession is not None:
+        if victim.failover is not None:
             victim.alive = False
             self.newcomer()
-        elif any(each.succession and each.succession.loaded for each in standbys):
+        elif any(each.failover and each.failover.has_state for each in standbys):
             victim.alive = False
 
     def stop(self) -> None:
-        """SIGSTOP, and later SIGCONT: for less or for longer than it takes to be given up."""
+        """Stop a process (SIGSTOP), for shorter or longer than the timeouts."""
         process = self.rng.choice([process for process in self.processes.values() if process.alive])
         process.awake_at = max(
             process.awake_at, self.now + self.rng.choice([0.3, 1.5, 2.1, 4.0, 8.0])
         )
 
     def switch(self) -> None:
-        """Somebody wants the standby to be primary: the primary hands over to it, if it is in
-        sync.
-        """
+        """Hand over to a standby that is in sync, as `ps-ctl promote` does."""
         for process in [] if self.now < self.cut_until else list(self.processes.values()):
             standby = (
-                self.processes.get(process.shipping.standby)
-                if process.shipping is not None
+                self.processes.get(process.replication.standby_id)
+                if process.replication is not None
                 else None
             )
             if (
@@ -410,60 +421,60 @@ class Succeeding:
                 and process.over is None
                 and standby is not None
             ):
-                assert process.shipping is not None
-                if process.shipping.freeze():
+                assert process.replication is not None
+                if process.replication.begin_handover():
                     self.hand_over(process, standby)
 
     def hand_over(self, primary: Process, standby: Process, since: float | None = None) -> None:
-        """The old primary lives for a moment after that, or is stopped, and its line is cut
-        first.
-        """
-        shipping, succession, since = (
-            primary.shipping,
-            standby.succession,
+        """Complete a handover. The old primary ends a moment later; its link is cut first."""
+        replication, failover, since = (
+            primary.replication,
+            standby.failover,
             self.now if since is None else since,
         )
-        if shipping is None or succession is None or not standby.alive:
+        if replication is None or failover is None or not standby.alive:
             return None
-        if not shipping.handed_over and self.now - since < STEP_DOWN:
+        if not replication.is_handover_complete and self.now - since < STEP_DOWN:
             return self.after(
                 TICK, self.on(primary, lambda: self.hand_over(primary, standby, since))
             )
-        succession.handed_over = shipping.handed_over
-        primary.alive = shipping.handed_over
-        if (tenure := succession.take_over()) is not None:
+        failover.is_handover_complete = replication.is_handover_complete
+        primary.alive = replication.is_handover_complete
+        if (primary_record := failover.take_over()) is not None:
             self.switches += 1
             primary.over = len(standby.records)
-            self.promote(standby, tenure)
+            self.promote(standby, primary_record)
         moment = self.rng.random() * 0.5
-        self.after(moment / 4, self.on(primary, lambda: shipping.lose(shipping.line)))
+        self.after(moment / 4, self.on(primary, lambda: replication.drop_link(replication.link_id)))
         self.after(moment, self.on(primary, lambda: self.end(primary)))
         return None
 
     def end(self, process: Process) -> None:
         process.alive = False
 
-    def cut_line(self) -> None:
-        """Nothing gets through between the servers."""
+    def cut_links(self) -> None:
+        """Cut all links between the servers for a while."""
         self.cut_until = self.now + self.rng.choice([0.3, 1.9, 2.1, 5.0])
 
     def verify(self) -> None:
         primaries = [
             p
             for p in self.processes.values()
-            if p.shipping is not None and p.alive and p.over is None
+            if p.replication is not None and p.alive and p.over is None
         ]
         held = self.lease.read() if self.lease is not None else None
         leading = [
-            p for p in primaries if p.shipping is not None and held in (None, p.shipping.tenure)
+            p
+            for p in primaries
+            if p.replication is not None and held in (None, p.replication.primary_record)
         ]
         check(len(leading) <= 1, "{} primaries at the end", len(leading))
         if leading and self.sync:
             records = leading[0].records
-            for number, (record, name, _) in self.told.items():
+            for number, (record, name, _) in self.published.items():
                 check(
                     number <= len(records) and records[number - 1] == record,
-                    "{} told {}, lost",
+                    "{} published {}, lost",
                     name,
                     record,
                 )

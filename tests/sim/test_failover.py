@@ -1,0 +1,118 @@
+"""Simulated failover: every history keeps the invariants, and each planted bug is caught."""
+
+from collections import Counter
+
+import pytest
+
+from psserver.core.shard.failover import FailoverMachine
+from psserver.core.shard.primary_lease import PrimaryRecord
+from psserver.core.shard.replication import ReplicationMachine, ReplicationPhase
+from tests.sim.failover_world import FailoverWorld
+from tests.sim.servers import InvariantError
+
+SEEDS = 200
+
+
+def test_no_history_loses_a_published_record_or_has_two_primaries() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = FailoverWorld(seed).run()
+        seen["took over"] += world.takeovers > 0
+        seen["deposed"] += world.deposed > 0
+        seen["alone"] += world.alone > 0
+        seen["planned"] += world.switches > 0
+        seen["rounds"] += len(world.published)
+
+    assert min(seen["took over"], seen["deposed"], seen["alone"], seen["planned"]) > SEEDS // 10
+    assert seen["rounds"] > 50 * SEEDS
+
+
+def test_handovers_without_a_lock_lose_nothing_and_leave_one_primary() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = FailoverWorld(seed, locked=False).run()
+        assert world.takeovers == world.switches
+        seen["planned"] += world.switches > 0
+        seen["alone"] += world.alone > 0
+        seen["rounds"] += len(world.published)
+
+    assert min(seen["planned"], seen["alone"]) > SEEDS // 10
+    assert seen["rounds"] > 50 * SEEDS
+
+
+class TakesOverWithoutTheSwap(FailoverMachine):
+    """Takes over after silence alone."""
+
+    def take_over(self) -> PrimaryRecord | None:
+        return PrimaryRecord(self.term + 1, self.standby_id) if self.has_state else None
+
+
+class ContinuesAloneWithoutTheSwap(ReplicationMachine):
+    """Gives up its standby after silence alone."""
+
+    def drop_link(self, link_id: int) -> None:
+        if link_id == self.link_id:
+            self.phase, self.standby_id = ReplicationPhase.ALONE, ""
+
+
+class RepliesBeforeAcknowledgement(ReplicationMachine):
+    """Does not wait for its standby."""
+
+    def can_reply(self, link_id: int, number: int, now: float) -> bool:
+        return not self.deposed_reason
+
+
+class RepliesAtOnce(FailoverMachine):
+    """async: does not wait until the old primary has read the primary record."""
+
+    @property
+    def reply_delay_seconds(self) -> float:
+        return 0.0
+
+
+class HandsOverTooEarly(ReplicationMachine):
+    """Reports a complete handover before the standby has all records."""
+
+    @property
+    def is_handover_complete(self) -> bool:
+        return self._handover_end is not None
+
+
+class ContinuesDuringHandover(ReplicationMachine):
+    """Continues alone when the link is lost during a handover."""
+
+    def drop_link(self, link_id: int) -> None:
+        if (
+            link_id == self.link_id
+            and self.phase is not ReplicationPhase.ALONE
+            and (self.phase is not ReplicationPhase.IN_SYNC or self._swap_in_sync(""))
+        ):
+            self.phase, self.standby_id = ReplicationPhase.ALONE, ""
+
+
+MUTANTS: dict[str, dict[str, object]] = {
+    "a handover ends before the standby has all records": {"replication_class": HandsOverTooEarly},
+    "a primary continues alone during a handover": {
+        "replication_class": ContinuesDuringHandover,
+        "locked": False,
+    },
+    "a standby takes over without the swap": {"failover_class": TakesOverWithoutTheSwap},
+    "a primary continues alone without the swap": {
+        "replication_class": ContinuesAloneWithoutTheSwap
+    },
+    "a reply leaves before the acknowledgement": {
+        "replication_class": RepliesBeforeAcknowledgement
+    },
+    "a lower term is followed": {"follows_lower_terms": True},
+    "a new primary replies at once": {"failover_class": RepliesAtOnce},
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_is_caught(name: str) -> None:
+    def histories() -> None:
+        for seed in range(SEEDS):
+            FailoverWorld(seed, **MUTANTS[name]).run()
+
+    with pytest.raises(InvariantError):
+        histories()
