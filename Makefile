@@ -14,7 +14,8 @@ PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-load
 CHAOS_MINUTES ?= 5
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 # skipped by make test where the extras are missing
-FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/integration/test_clipping.py
+FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/test_examples.py \
+	tests/integration/test_clipping.py
 
 .PHONY: setup demo test test-all test-scripts check lint docs proto bench bench-quick bench-tf chaos test-compose clean
 

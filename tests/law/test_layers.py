@@ -101,7 +101,8 @@ HOMES = {
     "rich": {"psworker.run", "psworker.ctl"},
     "structlog": {"pscommon.telemetry.logs", "psserver", "psworker"},
     "sklearn": {"psworker.examples"},
-    "transformers": {"psworker.integrations.transformers"},
+    "torchvision": {"psworker.examples.resnet"},
+    "transformers": {"psworker.integrations.transformers", "psworker.examples.gpt2"},
     "accelerate": {"psworker.integrations.accelerate"},
     "lightning": {"psworker.integrations.lightning"},
 }

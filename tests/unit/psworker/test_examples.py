@@ -14,7 +14,7 @@ import torch
 import psworker
 from psworker.client.local_client import LocalClient
 from psworker.core.results import PushResult
-from psworker.examples import charlm, digits, linear
+from psworker.examples import charlm, digits, gpt2, linear, resnet
 from psworker.job import Job
 
 Run = Callable[..., LocalClient]
@@ -91,6 +91,41 @@ def test_charlm_reads_the_same_text_each_time() -> None:
     rows = charlm.windows(text)
     assert rows.shape == (4999 // charlm.CONTEXT, charlm.CONTEXT + 1)
     assert bytes(rows[0].tolist()) == text[: charlm.CONTEXT + 1]
+
+
+def test_gpt2_learns_letters(run: Run) -> None:
+    pytest.importorskip("transformers", reason="transformers is an extra")
+
+    client = run(gpt2.main, "--bytes", "20000", "--batch-size", "8")
+
+    assert client.version == 39
+    assert client.metrics["loss"] < 4.0
+
+
+def test_resnet_learns_colours(run: Run) -> None:
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another torch
+        pytest.skip(f"torchvision is an extra: {error}")
+
+    client = run(resnet.main, "--images", "512", "--epochs", "2")
+
+    assert client.version == 2 * 16
+    assert client.metrics["accuracy"] >= 0.8
+
+
+@pytest.mark.parametrize(
+    ("make", "library", "extra"),
+    [(resnet.resnet18, "torchvision", "vision"), (gpt2.gpt2, "transformers", "transformers")],
+)
+def test_an_example_without_its_library_says_what_to_install(
+    make: Callable[[], Any], library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setitem(sys.modules, f"{library}.models", None)
+
+    with pytest.raises(SystemExit, match=rf"paramserver\[{extra}\]"):
+        make()
 
 
 class NumpyClient:
