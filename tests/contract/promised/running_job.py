@@ -1,0 +1,79 @@
+"""A small job with everything that shows in its status, metrics and data directory."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from pscommon.core.data_loop import LoopSpec
+from pscommon.core.data_stream import StreamSpec
+from pscommon.wal.format import RecordReader
+from psserver.app import Server
+from psserver.process.shard_count_file import ShardCountFile
+from tests.contract.promised import found
+from tests.support.cluster import Cluster
+from tests.support.standbys import Following
+from tests.support.workers import ONES, counter, until
+
+STATUS_MAPS = {"metrics": "NAME"}
+
+
+class Names(NamedTuple):
+    """What a running job shows."""
+
+    status: set[str]
+    settings: set[str]
+    files: set[str]
+    metrics: set[str]
+    job_segment: set[str]
+    shard_segment: set[str]
+
+
+def names_of_a_running_job(data_dir: Path, lock: Path) -> Names:
+    """Two shards, a standby, a worker with a loop and a stream, a snapshot, and a candidate."""
+    cluster = Cluster(
+        2, data_dir=data_dir, durability="log", failover_lock=lock, metrics_bind="127.0.0.1:0"
+    )
+    try:
+        first = cluster.servers[0]
+        with Following(first, data_dir=data_dir.with_name("standby"), metrics_bind=None) as standby:
+            standby.in_sync()
+            cluster.add(2, 3, data_dir=data_dir, failover_lock=lock)
+            return _trained(first, data_dir, lock)
+    finally:
+        cluster.close()
+
+
+def _trained(first: Server, data_dir: Path, lock: Path) -> Names:
+    assert first.hub is not None
+    with counter(first.address) as client:
+        client.next_batches(LoopSpec(0, size=8, batch_size=1))
+        client.next_batches(StreamSpec(1, sources=1, batch_size=1))
+        client.report(loss=0.5)
+        assert client.push_pull(ONES).status == "applied"
+        begun = _segment_keys(data_dir / "log-job", found.STATE_MAPS)
+        first.hub.snapshots.save(20.0)
+        until(lambda: first.hub and first.hub.status()["candidates"], "a candidate")
+        until(lambda: _families_without_series(first) == set(), "a sample of each metric")
+        status = json.loads(json.dumps(first.hub.status()))
+        metrics = found.metrics(first._registry)
+    ShardCountFile(2, data_dir).change(3)  # as after a reshard
+    return Names(
+        found.key_paths(status, STATUS_MAPS),
+        {row["key"] for row in status["settings"]},
+        found.file_names(data_dir) | {f"FAILOVER-LOCK/{name}" for name in found.file_names(lock)},
+        metrics,
+        begun | _segment_keys(data_dir / "log-job", found.STATE_MAPS),
+        _segment_keys(data_dir / "log-shard-0", {}),
+    )
+
+
+def _segment_keys(folder: Path, maps: Mapping[str, str]) -> set[str]:
+    """Of the state with which the newest segment begins."""
+    newest = max(folder.glob("*.log"))
+    return found.key_paths(json.loads(next(RecordReader(newest)).header), maps)
+
+
+def _families_without_series(server: Server) -> set[str]:
+    families = [family for family in server._registry.collect() if family.name.startswith("ps_")]
+    return {family.name for family in families if not family.samples}

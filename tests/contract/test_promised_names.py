@@ -1,0 +1,204 @@
+"""Names that stay as they are for ever (promised/names.txt, docs/formats.md)."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pscommon.core.entry_encoding import encoded
+from pscommon.core.errors import REASONS
+from pscommon.core.exit_codes import ExitCode
+from pscommon.core.log_entries import (
+    Apply,
+    Begin,
+    Contribution,
+    Cut,
+    Evict,
+    Measure,
+    PushKey,
+    Reject,
+    Reshard,
+)
+from psserver.core.commands import recorder
+from psserver.core.commands.recorder import RecordedCommand, replay
+from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.job.settings import JobRules
+from psserver.core.workers.health import WorkerHealth
+from psserver.core.workers.membership import WorkerState
+from psserver.durability.coordinator_log import CoordinatorRecordKind
+from psserver.durability.record_sink import RecordSource
+from psserver.durability.shard_log import ShardRecordKind
+from psserver.durability.state_records import StateRecordKind
+from psworker.session import metrics as worker_metrics
+from tests.contract.promised import found
+from tests.contract.promised.journal import COMMANDS, LOG_ID, RULES
+from tests.contract.promised.running_job import Names, names_of_a_running_job
+
+TABLE = Path(__file__).with_name("promised") / "names.txt"
+
+REMOVED = (
+    "These names are promised: processes, data directories, scripts and dashboards of users rely "
+    "on them. Keep each of them (a Python name may change, a name in a format may not):"
+)
+ADDED = f"These names are new. Add them to {TABLE.name}, for ever, or do without them:"
+
+
+def promised() -> Mapping[str, set[str]]:
+    """The lines of the table by section."""
+    sections: dict[str, set[str]] = {}
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("["):
+            lines = sections.setdefault(line.strip("[]"), set())
+        elif line.strip() and not line.startswith("#"):
+            lines.add(line)
+    return sections
+
+
+def check(section: str, names: set[str]) -> None:
+    """AssertionError that says what to do about each difference."""
+    known = promised()[section]
+    problems = [
+        f"{text}\n  " + "\n  ".join(sorted(lines))
+        for text, lines in ((REMOVED, known - names), (ADDED, names - known))
+        if lines
+    ]
+    assert not problems, f"[{section}]\n" + "\n".join(problems)
+
+
+# ---- names that the code lists -----------------------------------------------------------------------------
+
+
+def commands() -> set[str]:
+    return {" ".join([name, *_arguments(name)]) for name in recorder._PERFORM}
+
+
+def _arguments(name: str) -> list[str]:
+    samples = [set(command) for command in COMMANDS if command["do"] == name]
+    return sorted(set[str]().union(*samples) - {"do"})
+
+
+def entries() -> set[str]:
+    """The text of each kind of entry that enters the log's digest."""
+    pushes = (Contribution(PushKey(1, 2), 3, 4, 0.5),)
+    samples = (
+        Begin(1, 2),
+        Apply(1, 2, pushes),
+        Measure(1, pushes),
+        Reject(1, PushKey(2, 3), "STALE", "é"),
+        Evict(1, 2, "it left"),
+        Cut(1, 2),
+        Reshard(1, 2, 3),
+    )
+    return {encoded(entry) for entry in samples}
+
+
+def record_kinds() -> set[str]:
+    kinds = {
+        "log-job": CoordinatorRecordKind,
+        "log-shard": ShardRecordKind,
+        "standby": StateRecordKind,
+        "source": RecordSource,
+    }
+    return {f"{place} {kind.value} {kind.name}" for place, of in kinds.items() for kind in of}
+
+
+def reasons() -> set[str]:
+    return {
+        f"{reason}: {row.error.__name__}, exit code {row.error.exit_code}, {row.status}"
+        f"{', may succeed later' if row.retryable else ''}"
+        for reason, row in REASONS.items()
+    }
+
+
+def exit_codes() -> set[str]:
+    return {f"{code.value} {code.name}" for code in ExitCode}
+
+
+LISTED: Mapping[str, Callable[[], set[str]]] = {
+    "proto": found.proto,
+    "commands": commands,
+    "log entries": entries,
+    "record kinds": record_kinds,
+    "reasons": reasons,
+    "exit codes": exit_codes,
+    "worker states": lambda: {state.value for state in WorkerState},
+    "worker health": lambda: {health.value for health in WorkerHealth},
+}
+
+
+@pytest.mark.parametrize("section", LISTED)
+def test_names_that_the_code_lists_are_the_promised_ones(section: str) -> None:
+    check(section, LISTED[section]())
+
+
+# ---- commands of logs on disk --------------------------------------------------------------------------------
+
+
+def replayed() -> Iterator[dict[str, Any]]:
+    """The coordinator's state after each command of the journal."""
+    coordinator = CoordinatorMachine(2, JobRules.from_json(RULES), epoch=LOG_ID)
+    failures: list[str] = []
+    for number, raw in enumerate(COMMANDS):
+        command = RecordedCommand.from_json(json.loads(json.dumps({**raw, "now": number})))
+        replay(
+            coordinator, [command], lambda failed, error: failures.append(f"{failed}: {error!r}")
+        )
+        assert not failures, f"{failures}: a log on disk may hold this command"
+        yield json.loads(json.dumps(coordinator.whole()))
+
+
+def test_commands_of_logs_on_disk_are_understood_with_all_their_arguments() -> None:
+    """What a command does is for other tests."""
+    assert len(list(replayed())) == len(COMMANDS)
+
+
+@pytest.mark.parametrize("raw", COMMANDS, ids=[str(raw["do"]) for raw in COMMANDS])
+def test_commands_are_written_as_they_are_read(raw: dict[str, Any]) -> None:
+    written = {**raw, "now": 1.5}
+    assert json.loads(json.dumps(RecordedCommand.from_json(written).as_json())) == written
+
+
+# ---- what a running job shows --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Names:
+    folder = tmp_path_factory.mktemp("contract")
+    return names_of_a_running_job(folder / "data", folder / "lock")
+
+
+def test_the_coordinators_state_has_the_promised_keys(running: Names) -> None:
+    states = (found.key_paths(state, found.STATE_MAPS) for state in replayed())
+    check("coordinator state", running.job_segment.union(*states))
+
+
+def test_a_shards_segment_begins_with_the_promised_keys(running: Names) -> None:
+    check("shard state", running.shard_segment)
+
+
+def test_the_status_has_the_promised_keys(running: Names) -> None:
+    check("status", running.status)
+    check("settings in the status", running.settings)
+
+
+def test_the_data_directory_has_the_promised_files(running: Names) -> None:
+    check("data directory", running.files)
+
+
+def test_the_metrics_have_the_promised_names_and_labels(running: Names) -> None:
+    registry = worker_metrics.CollectorRegistry()
+    worker_metrics.WorkerMetrics(registry).reported("loss", 0.5)
+    check("metrics", running.metrics | found.metrics(registry))
+
+
+# ---- the check itself ----------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_gone_or_new_is_told_with_its_remedy() -> None:
+    known = promised()["exit codes"]
+    with pytest.raises(AssertionError, match=r"Keep each of them[^\0]*10 TAKEN"):
+        check("exit codes", known - {"10 TAKEN"})
+    with pytest.raises(AssertionError, match=r"Add them to names.txt[^\0]*99 LATE"):
+        check("exit codes", known | {"99 LATE"})
