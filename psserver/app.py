@@ -90,11 +90,11 @@ class Server:
     inherited: what this process has as a standby that is primary now.
     """
 
-    def __init__(self, config: ServerConfig, inherited: Promotion | None = None) -> None:
+    def __init__(self, config: ServerConfig, promotion: Promotion | None = None) -> None:
         self.config = config
-        self._inherited, self._port_file = inherited, PortFile(config.port_file)
+        self._promotion, self._port_file = promotion, PortFile(config.port_file)
         self._resources = ExitStack()
-        self.hub: CoordinatorService | None = None
+        self.service: CoordinatorService | None = None
         try:
             self._build()
         except BaseException:
@@ -108,23 +108,23 @@ class Server:
             check_data_formats(config.data_dir, config.resume)
         self._registry = new_registry()
         self.metrics = ServerMetrics(self._registry, shard=config.shard)
-        self.archive = SnapshotManager(
+        self.snapshots = SnapshotManager(
             config.data_dir, config.shard, config.snapshot_keep, self.metrics
         )
         layout = (
             self._make_layout()
         )  # before there is a port: a second attempt without this disk would find it taken
-        patience = PORT if self._inherited is not None else 0.0
+        patience = PORT if self._promotion is not None else 0.0
         self._grpc, self.address = listen(
             config.bind, CALLS, [RpcTimer(self.metrics.rpc).wrap], patience
         )
         self._resources.callback(lambda: self._grpc.stop(grace=None))
-        self.shipper = self._make_shipper()
+        self.replicator = self._make_replicator()
         self.engine = ShardEngine(
             config.shard,
             layout.shards,
             self.metrics,
-            self.archive.cut,
+            self.snapshots.cut,
             config.in_flight,
             config.lanes,
             config.threads or 1,
@@ -132,13 +132,13 @@ class Server:
             config.fitness,
         )
         self._resources.callback(self._end)
-        if self._inherited is not None:
-            self.engine.install_state(self._inherited.mirror.replica)
+        if self._promotion is not None:
+            self.engine.install_state(self._promotion.standby_state.shard_state)
         self._resources.callback(lambda: self._grpc.stop(grace=0.2).wait())
         self.identity = self._make_identity(layout)
         self.metrics.about = self._about
-        self.hub = self._make_hub(layout) if config.shard == 0 else None
-        self.link = None if self.hub else self._make_link()
+        self.service = self._make_service(layout) if config.shard == 0 else None
+        self.coordinator_link = None if self.service else self._make_coordinator_link()
         self._serve()
         if config.metrics_bind is not None:
             self.monitor = self._make_monitor(config.metrics_bind)
@@ -146,27 +146,28 @@ class Server:
 
     def _make_layout(self) -> ShardCountFile:
         """Shard 0 knows best; the others learn it from there."""
-        config, mirror = (
+        config, standby_state = (
             self.config,
-            self._inherited.mirror if self._inherited is not None else None,
+            self._promotion.standby_state if self._promotion is not None else None,
         )
         if config.shard > 0:
             return ShardCountFile(
-                mirror.replica.shards if mirror is not None else config.shards, None
+                standby_state.shard_state.shards if standby_state is not None else config.shards,
+                None,
             )
         layout = ShardCountFile(config.shards, config.data_dir)
         if (
-            mirror is not None and mirror.coordinator is not None
+            standby_state is not None and standby_state.coordinator is not None
         ):  # which decided, and so knows before the shard does
-            layout.take_over(mirror.hello["layout"], mirror.coordinator.shards)
+            layout.take_over(standby_state.hello["layout"], standby_state.coordinator.shards)
         return layout
 
     def _make_identity(self, layout: ShardCountFile) -> ServerIdentity:
         config, address = self.config, self.config.advertise or self.address
-        hello = self._inherited.mirror.hello if self._inherited is not None else {}
+        hello = self._promotion.standby_state.hello if self._promotion is not None else {}
         name = JobIdFile(config.data_dir)
         bound = hello.get("job") or config.job or name.noted
-        if config.shard == 0 and self._inherited is None and config.resume != "never":
+        if config.shard == 0 and self._promotion is None and config.resume != "never":
             name.check(bound)
         job = bound or made_up() if config.shard == 0 else hello.get("job", "")
         if job:
@@ -178,33 +179,37 @@ class Server:
             config.shard, layout.shards, address, coordinator, job, bound, name
         )
         identity.standbys, identity.hint = hello.get("standbys", ()), hello.get("coordinator", "")
-        identity.term = self.shipper.term
+        identity.term = self.replicator.term
         return identity
 
-    def _make_shipper(self) -> PrimaryReplicator:
+    def _make_replicator(self) -> PrimaryReplicator:
         config = self.config
         lease = lease_of(config)
-        tenure = (
-            self._inherited.tenure
-            if self._inherited is not None
+        primary_record = (
+            self._promotion.primary_record
+            if self._promotion is not None
             else begun(config, lease, config.advertise or self.address)
         )
-        machine = ReplicationMachine(tenure, lease, config.shipping == "sync", time.monotonic())
-        shipper = PrimaryReplicator(machine, self.metrics, self._deposed)
-        shipper.whole = self._whole
-        return shipper
+        machine = ReplicationMachine(
+            primary_record, lease, config.shipping == "sync", time.monotonic()
+        )
+        replicator = PrimaryReplicator(machine, self.metrics, self._deposed)
+        replicator.whole = self._whole
+        return replicator
 
     def _whole(self, begin: Callable[[Iterable[StateRecord]], None]) -> None:
         """Everything that a standby has to know, at one moment."""
         with ExitStack() as stack:
             first, job = (
-                stack.enter_context(self.hub.still()) if self.hub is not None else ({}, None)
+                stack.enter_context(self.service.paused())
+                if self.service is not None
+                else ({}, None)
             )
             shard = stack.enter_context(self.engine.export_state(STILL))
-            identity, shipper = self.identity, self.shipper
+            identity, replicator = self.identity, self.replicator
             hello = about(
                 StateRecordKind.HELLO,
-                term=shipper.term,
+                term=replicator.term,
                 sync=self.config.shipping == "sync",
                 job=identity.job,
                 coordinator=identity.coordinator,
@@ -237,67 +242,71 @@ class Server:
     def _make_log(self) -> ShardLog:
         config = self.config
         disk = disk_log(config, f"log-shard-{config.shard}", self.metrics.log_failed)
-        log = ShardLog(RecordSink(RecordSource.SHARD, disk, self.shipper), config.shard)
+        log = ShardLog(RecordSink(RecordSource.SHARD, disk, self.replicator), config.shard)
         self._resources.callback(log.close)
         return log
 
     def _end(self) -> None:
         """No call is under way any more: whatever was answered is written down."""
-        if self.hub is not None:
-            self.hub.end()
+        if self.service is not None:
+            self.service.end()
 
     def _about(self) -> dict[str, str]:
         """What this shard is part of, as far as it knows."""
         identity = self.identity
-        policy = self.hub.policy if self.hub is not None else identity.policy or self.config.policy
+        policy = (
+            self.service.policy
+            if self.service is not None
+            else identity.policy or self.config.policy
+        )
         return {"shards": str(identity.shards), "job": identity.job, "policy": policy}
 
     def _make_monitor(self, bind: str) -> MetricsServer:
         """A standby that is primary now goes on where it was watched."""
-        monitor = self._inherited.monitor if self._inherited is not None else None
+        monitor = self._promotion.monitor if self._promotion is not None else None
         if monitor is None:
             return MetricsServer(bind, self._registry, self.ready)
         monitor.show(self._registry, self.ready)
         return monitor
 
-    def _make_hub(self, layout: ShardCountFile) -> CoordinatorService:
-        if self._inherited is None:
+    def _make_service(self, layout: ShardCountFile) -> CoordinatorService:
+        if self._promotion is None:
             if self.config.resume != "never":
-                self.archive.check_place()
-            self.archive.next_generation()
-        hub = CoordinatorService(
+                self.snapshots.check_place()
+            self.snapshots.next_generation()
+        service = CoordinatorService(
             self.config,
             layout,
             self.identity,
             self.engine,
-            self.archive,
+            self.snapshots,
             self.metrics,
-            self.shipper,
+            self.replicator,
         )
-        self.archive.on_part = lambda part: hub.snapshot_part(0, part)
-        return hub
+        self.snapshots.on_part = lambda part: service.snapshot_part(0, part)
+        return service
 
-    def _make_link(self) -> CoordinatorLink:
-        tell = lambda: statistics(self.engine, self.shipper)  # noqa: E731
+    def _make_coordinator_link(self) -> CoordinatorLink:
+        tell = lambda: statistics(self.engine, self.replicator)  # noqa: E731
         durable = self.config.durability == "log"
         return CoordinatorLink(
             self.identity,
             self.engine,
-            self.archive,
+            self.snapshots,
             tell,
             self.config.join_timeout,
-            self.shipper,
+            self.replicator,
             durable,
         )
 
     def _serve(self) -> None:
         add_parameter_server_to_server(DataPlaneServicer(self.engine, self.identity), self._grpc)
         add_ShardServiceServicer_to_server(PeerServicer(self.engine, self.identity), self._grpc)
-        if self.hub is not None:
-            add_CoordinatorServiceServicer_to_server(ControlPlaneServicer(self.hub), self._grpc)
+        if self.service is not None:
+            add_CoordinatorServiceServicer_to_server(ControlPlaneServicer(self.service), self._grpc)
         checked = of_this_shard(self.identity)
         add_StandbyServiceServicer_to_server(
-            StandbyServicer(self.shipper, None, checked), self._grpc
+            StandbyServicer(self.replicator, None, checked), self._grpc
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -307,23 +316,23 @@ class Server:
     @property
     def _services(self) -> tuple[str, ...]:
         """Ours; only shard 0 coordinates."""
-        return SERVICES if self.hub is not None else SERVICES[:-1]
+        return SERVICES if self.service is not None else SERVICES[:-1]
 
     def start(self) -> None:
         """Resume if told to, then answer calls."""
-        if self.hub is not None:
-            self.hub.start(inherited=self._inherited)
+        if self.service is not None:
+            self.service.start(promotion=self._promotion)
         else:
-            assert self.link is not None
-            self.link.start()
-        self.shipper.start()
+            assert self.coordinator_link is not None
+            self.coordinator_link.start()
+        self.replicator.start()
         self._grpc.start()
         for service in ("", *self._services):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self._port_file.write(self.address, inherited=self._inherited is not None)
+        self._port_file.write(self.address, inherited=self._promotion is not None)
         self._announce()
         policy = (
-            {} if self.hub is None else {"policy": self.hub.policy}
+            {} if self.service is None else {"policy": self.service.policy}
         )  # shard 0 knows it, whatever flags say
         log.info(
             "listening", extra={"address": self.address, "shards": self.identity.shards, **policy}
@@ -331,7 +340,7 @@ class Server:
 
     def _announce(self) -> None:
         """Let commands of this user on this machine find the job without an address."""
-        if self.hub is None:
+        if self.service is None:
             return
         try:
             announcement = JobAnnouncement(self.identity.job, self.identity.address)
@@ -342,8 +351,8 @@ class Server:
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: can workers train here?"""
-        if self.hub is not None:
-            waiting = self.hub.waiting_for if not self.hub.begun else ""
+        if self.service is not None:
+            waiting = self.service.waiting_for if not self.service.begun else ""
             return (
                 not waiting,
                 f"waiting for {waiting}" if waiting else f"version {self.engine.version}",
@@ -356,15 +365,15 @@ class Server:
     @property
     def ended(self) -> threading.Event:
         """Set when the job is over, as far as this server goes."""
-        return self.hub.stopped if self.hub is not None else self.link.ended  # type: ignore[union-attr]
+        return self.service.stopped if self.service is not None else self.coordinator_link.ended  # type: ignore[union-attr]
 
     @property
     def failure(self) -> PSError | None:
         return (
-            self.hub.failure
-            if self.hub is not None
-            else self.link.failure
-            if self.link is not None
+            self.service.failure
+            if self.service is not None
+            else self.coordinator_link.failure
+            if self.coordinator_link is not None
             else None
         )
 
@@ -373,34 +382,36 @@ class Server:
         """Why the final weights are not on the disk, where they should be; empty on other
         servers than shard 0.
         """
-        return self.hub.not_saved if self.hub is not None else ""
+        return self.service.not_saved if self.service is not None else ""
 
     @property
     def job_is_over(self) -> bool:
         """As far as this server goes: no other one is to take its place."""
         return (
-            self.hub.over if self.hub is not None else self.link is not None and self.link.job_ended
+            self.service.is_over
+            if self.service is not None
+            else self.coordinator_link is not None and self.coordinator_link.job_ended
         )
 
     def stop(self, reason: str) -> None:
         """Begin to end, as told by a signal: shard 0 with a last snapshot, others once it has
         their part of that. The job is not over: whoever is left waits for this server to come
         back, or goes on with its standby."""
-        if self.hub is not None:
-            self.hub.stop(reason, over=False)
-        elif self.link is not None:
-            self.link.leave(DRAIN)
+        if self.service is not None:
+            self.service.stop(reason, over=False)
+        elif self.coordinator_link is not None:
+            self.coordinator_link.leave(DRAIN)
 
     def close(self) -> None:
         """Answer everyone who waits, finish writing, free everything. Repeating it is harmless."""
         self._health.enter_graceful_shutdown()
         self.engine.stop("its process ends")
-        if self.link is not None:
-            self.link.close()
-        if self.hub is not None:
-            self.hub.close()
-        self.archive.close()
-        self.shipper.close(over=self.job_is_over)
+        if self.coordinator_link is not None:
+            self.coordinator_link.close()
+        if self.service is not None:
+            self.service.close()
+        self.snapshots.close()
+        self.replicator.close(over=self.job_is_over)
         self._resources.close()
         self._port_file.remove()
 
@@ -419,20 +430,20 @@ def run(config: ServerConfig) -> int:
         return serve(Server(config))
     standby = Standby(config, lease_of(config))
     signals = _StopSignals(standby.stop)
-    inherited = standby.run()
+    promotion = standby.run()
     if standby.failure is not None:
         raise standby.failure
-    if inherited is None:
+    if promotion is None:
         return signals.exit_code(over=False)
-    return serve(successor(config, standby.address, inherited), signals)
+    return serve(successor(config, standby.address, promotion), signals)
 
 
-def successor(config: ServerConfig, address: str, inherited: Promotion) -> Server:
+def successor(config: ServerConfig, address: str, promotion: Promotion) -> Server:
     """The primary that a standby becomes, at the standby's address. Its predecessor may still
     hold their data, or the disk be broken: nobody else has what is here, so it goes on without."""
     config = replace(config, bind=address, standby_of=None)
     try:
-        return Server(config, inherited)
+        return Server(config, promotion)
     except (TakenError, InvalidRequestError, SnapshotError) as error:
         if config.data_dir is None:
             raise
@@ -442,10 +453,10 @@ def successor(config: ServerConfig, address: str, inherited: Promotion) -> Serve
         then = "then start a standby of this server, and promote it: that one writes there again"
         log.error(f"going on without --data-dir, {why}", extra={"problem": f"{error}; {then}"})
     server = Server(
-        replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), inherited
+        replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), promotion
     )
-    if server.hub is not None:
-        server.hub.lost_data_dir = f"this server went on without {config.data_dir}, {why}"
+    if server.service is not None:
+        server.service.lost_data_dir = f"this server went on without {config.data_dir}, {why}"
     return server
 
 

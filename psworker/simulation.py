@@ -82,20 +82,20 @@ class SimulatedCluster:
     def __init__(self, config: ServerConfig, workers: int) -> None:
         self.turns = Turns(workers)
         self._engines = [self._engine(shard, config.shards) for shard in range(config.shards)]
-        archive = SnapshotManager(None, 0, 1, self._engines[0].metrics)
-        archive.next_generation()
+        snapshots = SnapshotManager(None, 0, 1, self._engines[0].metrics)
+        snapshots.next_generation()
         leader = ServerIdentity(0, config.shards, "simulated-0", job="simulated")
-        self.hub = CoordinatorService(
+        self.service = CoordinatorService(
             config,
             ShardCountFile(config.shards, None),
             leader,
             self._engines[0],
-            archive,
+            snapshots,
             self._engines[0].metrics,
         )
-        self.hub.start(ticking=False)
-        self._told = [DeliveryCursor() for _ in self._engines]
-        self.coordinator = ControlPlaneServicer(self.hub)
+        self.service.start(ticking=False)
+        self._cursors = [DeliveryCursor() for _ in self._engines]
+        self.coordinator = ControlPlaneServicer(self.service)
         self.servers = [self._server(engine) for engine in self._engines]
         self.deliver()
 
@@ -106,33 +106,39 @@ class SimulatedCluster:
     def _server(self, engine: ShardEngine) -> DataPlaneServicer:
         shard = engine.shard
         if shard > 0:
-            self.hub.shard_up(shard, len(self._engines), f"simulated-{shard}", "simulated")
-            engine.request_report = lambda: self.hub.report(engine.make_report())
+            self.service.connect_shard(shard, len(self._engines), f"simulated-{shard}", "simulated")
+            engine.request_report = lambda: self.service.report(engine.make_report())
             engine.request_report()
-            engine.describe_wait = lambda: self.hub.waiting_for
+            engine.describe_wait = lambda: self.service.waiting_for
         return DataPlaneServicer(
             engine,
-            ServerIdentity(shard, len(self._engines), f"simulated-{shard}", job=self.hub.job),
+            ServerIdentity(shard, len(self._engines), f"simulated-{shard}", job=self.service.job),
         )
 
     def deliver(self) -> None:
-        """Tell every shard all the news, until there are none: what the links do between
+        """Send every shard all updates until there are none: what the links do between
         processes.
         """
         quiet = False
         while not quiet:
             quiet = True
             for shard, engine in enumerate(self._engines[1:], start=1):
-                news = self.hub.news(self.hub.fleet[shard], self._told[shard])
-                assert news is not None  # their number does not change
-                quiet = quiet and news.told == self._told[shard] and news.way is CatchUp.FOLLOW
-                self._told[shard] = news.told
-                if news.way is CatchUp.BEGIN:
-                    engine.begin_log(news.told.epoch, news.base, len(self._engines))
+                update = self.service.next_update(
+                    self.service.registry[shard], self._cursors[shard]
+                )
+                assert update is not None  # their number does not change
+                quiet = (
+                    quiet
+                    and update.cursor == self._cursors[shard]
+                    and update.catch_up is CatchUp.FOLLOW
+                )
+                self._cursors[shard] = update.cursor
+                if update.catch_up is CatchUp.BEGIN:
+                    engine.begin_log(update.cursor.epoch, update.base, len(self._engines))
                     engine.request_report()
-                if news.model is not None:
-                    engine.set_model(news.model)
-                engine.deliver(news.told.epoch, news.entries)
+                if update.model is not None:
+                    engine.set_model(update.model)
+                engine.deliver(update.cursor.epoch, update.entries)
 
     def lane(self, worker: int) -> "DirectTransport":
         """For the worker that takes the `worker`-th turn."""

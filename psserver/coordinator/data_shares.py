@@ -8,11 +8,11 @@ from psserver.core.commands.worker_share import worker_share
 class DataShares:
     """Reads the coordinator at its desk; nothing is decided, so nothing is written."""
 
-    def __init__(self, desk: CommandExecutor) -> None:
-        self._desk = desk
+    def __init__(self, executor: CommandExecutor) -> None:
+        self._executor = executor
 
     def of(self, worker: int, spec: Spec) -> int:
         """Number of batches; see worker_share."""
-        return self._desk.step(
+        return self._executor.step(
             lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
         )

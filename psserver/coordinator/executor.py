@@ -62,7 +62,7 @@ class CommandExecutor:
         """The job, or this server, ends."""
         return self._ending()
 
-    def lead(self, recorder: Recorder) -> None:
+    def replace_recorder(self, recorder: Recorder) -> None:
         """Another machine from now on."""
         with self.changed:
             self._recorder = recorder
@@ -104,7 +104,7 @@ class CommandExecutor:
         if coordinator.failure is not None:
             self._failed(coordinator.failure)
 
-    def soon(self) -> float:
+    def next_tick_seconds(self) -> float:
         """Seconds until time should pass again for the machine: not for long, and not beyond the
         end of a lease.
         """
@@ -134,12 +134,12 @@ class CommandExecutor:
             if answer is not None or left <= 0 or (self._ending() and not stopping):
                 return answer
             with self.changed:
-                self.changed.wait_for(partial(self._moved_on, seen), min(left, LOOK))
+                self.changed.wait_for(partial(self._has_changed, seen), min(left, LOOK))
 
-    def farewell(self) -> None:
+    def wait_for_workers_to_leave(self) -> None:
         """Returns once no worker is here any more, after LAST_WORD seconds at most."""
         with self.changed:
             self.changed.wait_for(lambda: not self.coordinator.roster.here(), LAST_WORD)
 
-    def _moved_on(self, revision: int) -> bool:
+    def _has_changed(self, revision: int) -> bool:
         return self._revision != revision

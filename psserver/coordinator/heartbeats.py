@@ -31,14 +31,14 @@ class ReceivedValue(NamedTuple):
 class HeartbeatAnswer(NamedTuple):
     """The answer to a heartbeat.
 
-    over: the job ends.
-    draining: the worker was asked to leave.
+    is_over: the job ends.
+    is_draining: the worker was asked to leave.
     workers: number of registered workers.
     is_first: the worker is the first of those; while the job waits for its workers: its rank is 0.
     """
 
-    over: bool
-    draining: bool
+    is_over: bool
+    is_draining: bool
     workers: int
     is_first: bool
 
@@ -48,8 +48,8 @@ class Heartbeats:
     has failed.
     """
 
-    def __init__(self, desk: CommandExecutor, is_over: Callable[[], bool]) -> None:
-        self._desk = desk
+    def __init__(self, executor: CommandExecutor, is_over: Callable[[], bool]) -> None:
+        self._executor = executor
         self._is_over = is_over
 
     def beat(self, worker: int, **values: float | str) -> HeartbeatAnswer:
@@ -62,7 +62,7 @@ class Heartbeats:
             member.take(**values)
             return member.draining
 
-        draining = self._desk.step(action, quiet=True)
+        draining = self._executor.step(action, quiet=True)
         return HeartbeatAnswer(self._is_over(), draining, *self.standing(worker))
 
     def standing(self, worker: int) -> tuple[int, bool]:
@@ -71,7 +71,7 @@ class Heartbeats:
         def action(recorder: Recorder, now: float) -> tuple[int, bool]:
             return recorder.coordinator.roster.standing(worker, recorder.coordinator.started)
 
-        return self._desk.step(action, quiet=True)
+        return self._executor.step(action, quiet=True)
 
     def report(self, worker: int, values: Sequence[ReceivedValue]) -> None:
         """Take reported values. Raises InvalidRequestError for a name that is too long, or one
@@ -86,7 +86,7 @@ class Heartbeats:
             for sent in newest.values()
         ]
         if taken:
-            self._desk.do("report_values", quiet=True, worker=worker, values=taken)
+            self._executor.do("report_values", quiet=True, worker=worker, values=taken)
 
     def report_beside(self, worker: int, values: Sequence[ReceivedValue]) -> None:
         """Take the values that come with another request, which must not fail because of them."""
@@ -101,6 +101,6 @@ class Heartbeats:
 
     def history(self) -> list[MetricRow]:
         """Return all rows of reported values, by time."""
-        return self._desk.step(
+        return self._executor.step(
             lambda recorder, now: recorder.coordinator.reported.history.rows(), quiet=True
         )

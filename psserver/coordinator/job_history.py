@@ -60,32 +60,37 @@ class JobHistory:
         config: ServerConfig,
         identity: ServerIdentity,
         engine: ShardEngine,
-        archive: SnapshotManager,
-        fleet: ServerRegistry,
+        snapshots: SnapshotManager,
+        registry: ServerRegistry,
         metrics: ServerMetrics,
         fail: Callable[[PSError], None],
-        line: StandbyLink | None = None,
+        standby_link: StandbyLink | None = None,
     ) -> None:
-        self._config, self._identity, self._engine, self._archive = (
+        self._config, self._identity, self._engine, self._snapshots = (
             config,
             identity,
             engine,
-            archive,
+            snapshots,
         )
-        self._fleet, self._metrics, self._fail, self._line = fleet, metrics, fail, line
-        self._turning = threading.RLock()
-        self._leading: CoordinatorMachine | None = None  # now
+        self._registry, self._metrics, self._fail, self._standby_link = (
+            registry,
+            metrics,
+            fail,
+            standby_link,
+        )
+        self._rollback_lock = threading.RLock()
+        self._coordinator: CoordinatorMachine | None = None  # now
         self._recovered = False  # it was begun by another process
         self._accounted: int | None = (
             None  # what became of the updates up to here has been told; None: none is lost
         )
         self._lost_up_to = 0  # version that the log reached, where it could not be used
         self._rules = config.rules()
-        self.lead: Callable[[Recorder], None] = lambda recorder: None
+        self.replace_recorder: Callable[[Recorder], None] = lambda recorder: None
         self.newest: Manifest | None = None  # the newest snapshot of the log of now
         disk = disk_log(config, LOG, metrics.log_failed)
         self.durable = disk is not None  # everything is written down
-        self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, line))
+        self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, standby_link))
 
     def new_recorder(
         self,
@@ -97,9 +102,9 @@ class JobHistory:
         """A machine that knows nothing. epoch, generation, shards, rules: of a log that is to be
         done again; None: as now."""
         number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
-        start = self._archive.generation if generation is None else generation
+        start = self._snapshots.generation if generation is None else generation
         coordinator = CoordinatorMachine(
-            shards or self._fleet.shards, rules or self._rules, start, number
+            shards or self._registry.shards, rules or self._rules, start, number
         )
         return Recorder(coordinator, self.journal)
 
@@ -107,13 +112,13 @@ class JobHistory:
 
     def start(self) -> None:
         """Go on as the log says, or from the snapshot that was asked for, or anew."""
-        manifest = self._archive.to_resume(self._config.resume)
+        manifest = self._snapshots.to_resume(self._config.resume)
         if self.durable and self._config.resume == "auto" and self._recover(manifest):
             return
         if not self.durable:
             self._leave_log(manifest)
         if manifest is None:
-            self._fleet.layout.forget()
+            self._registry.layout.forget()
             self._learn(None)
             self.begin()
         else:
@@ -121,23 +126,27 @@ class JobHistory:
             self._accounted = max(manifest.version, self._lost_up_to)
             self.resume(manifest)
 
-    def inherit(self, inherited: Promotion) -> None:
+    def install_promotion(self, promotion: Promotion) -> None:
         """Be the coordinator that this process has followed as a standby; the shards come by
         themselves.
         """
-        mirror, coordinator = inherited.mirror, inherited.mirror.coordinator
+        standby_state, coordinator = promotion.standby_state, promotion.standby_state.coordinator
         assert coordinator is not None
-        first, self.newest = mirror.snapshots
-        self._fleet.form(coordinator.members)
-        self._fleet.new_log(first)
-        self._archive.count_on(max(mirror.hello["generation"], coordinator.roster.generation) + 1)
+        first, self.newest = standby_state.snapshots
+        self._registry.form(coordinator.members)
+        self._registry.new_log(first)
+        self._snapshots.count_on(
+            max(standby_state.hello["generation"], coordinator.roster.generation) + 1
+        )
         recorder = Recorder(coordinator, self.journal)
         self._begin_journal(coordinator, coordinator.version, coordinator.whole())
         self._take_over(recorder)
         self._recovered = True
-        recorder.recovered(time.monotonic(), self._archive.generation, inherited.whole)
+        recorder.recovered(time.monotonic(), self._snapshots.generation, promotion.whole)
         written = (
-            [] if inherited.whole else [snapshot["version"] for snapshot in self._archive.listing()]
+            []
+            if promotion.whole
+            else [snapshot["version"] for snapshot in self._snapshots.listing()]
         )
         if max(written, default=0) > coordinator.version or not coordinator.log.can_go_on(
             self._engine.make_report()
@@ -147,42 +156,42 @@ class JobHistory:
             )
 
     @contextmanager
-    def still(self, desk: CommandExecutor) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def paused(self, executor: CommandExecutor) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """What a standby has to know first, and all of the coordinator; nothing happens to it
         meanwhile. NOT_READY in a move to another number of shards."""
-        with desk.changed:
-            if desk.coordinator.move is not None:
+        with executor.changed:
+            if executor.coordinator.move is not None:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
-            model = desk.coordinator.model
+            model = executor.coordinator.model
             yield (
                 self._hello(),
-                desk.coordinator.whole() | {"model": model_to_json(model) if model else None},
+                executor.coordinator.whole() | {"model": model_to_json(model) if model else None},
             )
 
     def _hello(self) -> dict[str, Any]:
         snapshots = [
             manifest.as_json() if manifest else None
-            for manifest in (self._fleet.snapshot, self.newest)
+            for manifest in (self._registry.snapshot, self.newest)
         ]
-        layout = self._fleet.layout.noted
-        return {"generation": self._archive.generation, "snapshots": snapshots, "layout": layout}
+        layout = self._registry.layout.noted
+        return {"generation": self._snapshots.generation, "snapshots": snapshots, "layout": layout}
 
     def begin(self) -> None:
         """A job without a past."""
         self._recovered = False
         recorder = self.new_recorder()
-        if self._leading is not None:
-            recorder.coordinator.policy = self._leading.policy
-        self._fleet.form(self._fleet.shards)
-        self._fleet.new_log(None)
+        if self._coordinator is not None:
+            recorder.coordinator.policy = self._coordinator.policy
+        self._registry.form(self._registry.shards)
+        self._registry.new_log(None)
         self._begin_journal(recorder.coordinator, 0)
         self._take_over(recorder)
-        self._engine.begin_log(recorder.coordinator.epoch, 0, self._fleet.shards)
+        self._engine.begin_log(recorder.coordinator.epoch, 0, self._registry.shards)
         self._engine.request_report()
 
     def _take_over(self, recorder: Recorder) -> None:
-        self._leading = recorder.coordinator
-        self.lead(recorder)
+        self._coordinator = recorder.coordinator
+        self.replace_recorder(recorder)
 
     def _begin_journal(
         self, coordinator: CoordinatorMachine, version: int, state: dict[str, Any] | None = None
@@ -191,7 +200,7 @@ class JobHistory:
         state = state or {
             "epoch": coordinator.epoch,
             "version": version,
-            "generation": self._archive.generation,
+            "generation": self._snapshots.generation,
             "policy": [*coordinator.policy_args()],
             "rules": coordinator.rules.as_json(),
         }
@@ -204,25 +213,25 @@ class JobHistory:
         count: counts this start of the log, before anything has changed; None: whatever the disk
         says.
         """
-        with self._turning:
-            (count or self._archive.count_on)()
-            self._archive.goes_on_from(manifest)
+        with self._rollback_lock:
+            (count or self._snapshots.count_on)()
+            self._snapshots.goes_on_from(manifest)
             self._recovered = False
             recorder = self.new_recorder()
             recorder.coordinator.restore(
-                manifest.coordinator, manifest.model, time.monotonic(), self._leading
+                manifest.coordinator, manifest.model, time.monotonic(), self._coordinator
             )
-            recorder.coordinator.ledger.origin = self._archive.named(manifest)
-            self._fleet.form(self._fleet.shards)
-            self._fleet.new_log(manifest)
+            recorder.coordinator.ledger.origin = self._snapshots.named(manifest)
+            self._registry.form(self._registry.shards)
+            self._registry.new_log(manifest)
             self.newest = manifest
             self._begin_journal(
                 recorder.coordinator, manifest.version, recorder.coordinator.whole()
             )
             self._take_over(recorder)
             log.info("resuming", extra={"version": manifest.version})
-            problem = self._archive.load_into(
-                self._engine, recorder.coordinator.epoch, manifest, self._fleet.shards
+            problem = self._snapshots.load_into(
+                self._engine, recorder.coordinator.epoch, manifest, self._registry.shards
             )
             self.loaded(0, manifest.version, problem)
         self._engine.request_report()
@@ -231,13 +240,13 @@ class JobHistory:
         """A shard has loaded the snapshot, or could not: then everybody goes back to the one
         before.
         """
-        with self._turning:
-            wanted = self._fleet.snapshot
+        with self._rollback_lock:
+            wanted = self._registry.snapshot
             if not problem or wanted is None or version != wanted.version:
                 return
             extra = {"version": version, "problem": problem}
             log.error("a snapshot cannot be loaded; trying the one before", extra=extra)
-            older = self._archive.before(version)
+            older = self._snapshots.before(version)
             if older is None:
                 self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
             else:
@@ -247,12 +256,12 @@ class JobHistory:
         """Somebody wants all shards to go back to this snapshot. SnapshotError where it is not
         there or not sound.
         """
-        with self._turning:
-            manifest = self._archive.exactly(version)
+        with self._rollback_lock:
+            manifest = self._snapshots.exactly(version)
             log.warning("going back to a snapshot, as asked", extra={"version": version})
-            if self._leading is not None:
-                self._accounted = self._leading.version  # given up on purpose
-            self.resume(manifest, self._archive.next_generation)
+            if self._coordinator is not None:
+                self._accounted = self._coordinator.version  # given up on purpose
+            self.resume(manifest, self._snapshots.next_generation)
 
     def go_back(self, why: str, epoch: int, version: int) -> None:
         """In this epoch, at this version, a shard lost its numbers: all shards return to the
@@ -261,17 +270,17 @@ class JobHistory:
         Where there is none, the job ends; but one that could not go on where its logs end begins
         anew, as without logs. Another shard may have said so before, and this epoch be over.
         """
-        with self._turning:
-            if self._leading is None or epoch != self._leading.epoch:
+        with self._rollback_lock:
+            if self._coordinator is None or epoch != self._coordinator.epoch:
                 return
-            manifest = self._archive.newest()
+            manifest = self._snapshots.newest()
             if manifest is None and self._recovered:
                 log.error(
                     "the job begins anew: there is no snapshot",
                     extra={"why": why, "updates_lost": version},
                 )
                 self._metrics.updates_lost(version)
-                self._archive.count_on()
+                self._snapshots.count_on()
                 self.begin()
             elif manifest is None:
                 self._fail(
@@ -291,8 +300,8 @@ class JobHistory:
 
         A coordinator that was itself started again does not know it otherwise.
         """
-        with self._turning:
-            if self._accounted is None or worker > self._archive.generation * GENERATION:
+        with self._rollback_lock:
+            if self._accounted is None or worker > self._snapshots.generation * GENERATION:
                 return
             lost = version - self._accounted
             if lost > 0:
@@ -301,30 +310,30 @@ class JobHistory:
                 extra = {"worker": worker, "version": version, "updates_lost": lost}
                 log.error("updates are lost that a worker had had", extra=extra)
 
-    def file(self, coordinator: CoordinatorMachine, desk: CommandExecutor) -> bool:
+    def file(self, coordinator: CoordinatorMachine, executor: CommandExecutor) -> bool:
         """Make a snapshot of the parts that are there, unless their history is over. False:
         there is none.
         """
-        with self._turning:
+        with self._rollback_lock:
             finished, model = coordinator.cuts.finished, coordinator.model
-            if coordinator is self._leading and finished is not None and model is not None:
-                manifest = self._archive.commit(finished, self._identity.job, model)
+            if coordinator is self._coordinator and finished is not None and model is not None:
+                manifest = self._snapshots.commit(finished, self._identity.job, model)
                 if manifest is not None:
-                    self._written(manifest, desk)
+                    self._written(manifest, executor)
                 return manifest is not None
         return False
 
-    def _written(self, manifest: Manifest, desk: CommandExecutor) -> None:
+    def _written(self, manifest: Manifest, executor: CommandExecutor) -> None:
         """There is a new snapshot: what was noted down before it is not needed any more.
 
         Whoever may take over knows of it before any shard lets go of that: it tells shards what
         to go on from.
         """
-        with desk.changed:
+        with executor.changed:
             self.newest = manifest
-            if self._line is not None:
-                self._line.snapshot(manifest.as_json())
-        self._archive.prune()
+            if self._standby_link is not None:
+                self._standby_link.snapshot(manifest.as_json())
+        self._snapshots.prune()
         self._engine.retire_log(manifest.version)
         self.journal.retire(manifest.version)
 
@@ -349,22 +358,22 @@ class JobHistory:
             coordinator.shards,
             *([coordinator.move.before] if coordinator.move is not None else []),
         }
-        problem = self._archive.recover_into(self._engine, coordinator.epoch, manifest, possible)
+        problem = self._snapshots.recover_into(self._engine, coordinator.epoch, manifest, possible)
         if not problem and not coordinator.log.can_go_on(self._engine.make_report()):
             problem = f"shard {self._engine.shard}'s log and the job's do not go together: one of them lacks its end"
         if problem:
             return self._report_unusable(problem, manifest, coordinator.version)
         if manifest is not None:
-            self._archive.goes_on_from(manifest)
-        self._fleet.form(coordinator.members)
-        self._fleet.new_log(manifest)
+            self._snapshots.goes_on_from(manifest)
+        self._registry.form(coordinator.members)
+        self._registry.new_log(manifest)
         self._learn(None)  # as many as there are
         self.newest = manifest
         self._take_over(recorder)
         self._recovered = True
         self.journal.begin(coordinator.version, self._labelled(coordinator.whole()))
-        recorder.recovered(time.monotonic(), self._archive.generation, resumes=True)
-        coordinator.ledger.origin = self._archive.named(manifest, logged=True)
+        recorder.recovered(time.monotonic(), self._snapshots.generation, resumes=True)
+        coordinator.ledger.origin = self._snapshots.named(manifest, logged=True)
         recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
         coordinator.roster.begin_run(self._config.min_workers)
         log.info("went on where the log ends", extra={"version": coordinator.version})
@@ -391,7 +400,7 @@ class JobHistory:
         """The log knows best how many shards there are, if it may have been what this server was
         started for.
         """
-        layout, wrote = self._fleet.layout, coordinator.shards
+        layout, wrote = self._registry.layout, coordinator.shards
         if wrote not in (layout.shards, layout.given, *layout.past):
             remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
             check_nothing_more(coordinator.version, manifest, f"a log of {wrote} servers", remedy)
@@ -461,13 +470,15 @@ class JobHistory:
 
     def _labelled(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What a segment of the journal begins with."""
-        return {"shards": self._fleet.shards, **state, "job": self._identity.job}
+        return {"shards": self._registry.shards, **state, "job": self._identity.job}
 
     def _learn(self, job: str | None) -> None:
         """The name of the job, unless the command line says another."""
-        fleet = self._fleet
+        registry = self._registry
         self._identity.learn(
-            self._config.job or job or self._identity.job, fleet.addresses, fleet.layout.changes
+            self._config.job or job or self._identity.job,
+            registry.addresses,
+            registry.layout.changes,
         )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from psserver.shard.engine import ShardEngine
 
 
 def register(
-    desk: CommandExecutor,
+    executor: CommandExecutor,
     engine: ShardEngine,
     shards: int,
     in_flight: int,
@@ -45,9 +45,9 @@ def register(
         tell_adopted(before, coordinator.model)
         return None if state == "pending" else state
 
-    answer = desk.until(ask, seconds)
-    if desk.coordinator.model is not None:
-        engine.set_model(desk.coordinator.model)
+    answer = executor.until(ask, seconds)
+    if executor.coordinator.model is not None:
+        engine.set_model(executor.coordinator.model)
     return answer or "pending"
 
 

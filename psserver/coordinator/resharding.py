@@ -40,14 +40,19 @@ class ReshardRequests:
 
     def __init__(
         self,
-        desk: CommandExecutor,
-        fleet: ServerRegistry,
+        executor: CommandExecutor,
+        registry: ServerRegistry,
         engine: ShardEngine,
-        archive: SnapshotManager,
+        snapshots: SnapshotManager,
         identity: ServerIdentity,
         config: ServerConfig,
     ) -> None:
-        self._desk, self._fleet, self._engine, self._archive = desk, fleet, engine, archive
+        self._executor, self._registry, self._engine, self._snapshots = (
+            executor,
+            registry,
+            engine,
+            snapshots,
+        )
         self._identity, self._config = identity, config
         self._moved: dict[int, int] = {}  # bytes that came to a shard from others
         self._problems: dict[int, str] = {}  # why a shard could not move when it tried last
@@ -62,17 +67,19 @@ class ReshardRequests:
         """
         self._check(shards)
         deadline = time.monotonic() + seconds
-        began = self._desk.until(lambda recorder, now: self._begin(recorder, now, shards), seconds)
+        began = self._executor.until(
+            lambda recorder, now: self._begin(recorder, now, shards), seconds
+        )
         if began is None:
             raise WaitTimeoutError(
-                f"not begun after {seconds:.0f} s: {self._fleet.missing or 'a snapshot is written'}"
+                f"not begun after {seconds:.0f} s: {self._registry.missing or 'a snapshot is written'}"
             )
         log.info("the model moves", extra={"shards": shards})
         self.look()
         # this process's own shard has come so far: now others can be told what it knows
-        self._desk.wake()
+        self._executor.wake()
         left = max(0.0, deadline - time.monotonic())
-        ended = self._desk.until(
+        ended = self._executor.until(
             lambda recorder, now: now if recorder.coordinator.move is None else None, left
         )
         self.look()
@@ -89,8 +96,8 @@ class ReshardRequests:
 
     def _check(self, shards: int) -> None:
         check_shards(shards)
-        with self._desk.changed:
-            now, coordinator = self._fleet.shards, self._desk.coordinator
+        with self._executor.changed:
+            now, coordinator = self._registry.shards, self._executor.coordinator
             if shards == now:
                 raise InvalidRequestError(f"--servers {shards}: there are {now} already")
             if coordinator.move is not None:
@@ -104,7 +111,7 @@ class ReshardRequests:
             if missing := [
                 shard
                 for shard in range(now, shards)
-                if (shard, shards) not in self._fleet.candidates
+                if (shard, shards) not in self._registry.candidates
             ]:
                 shown = missing[:SHOWN]
                 lines = "".join(
@@ -121,8 +128,8 @@ class ReshardRequests:
         """At the desk. The data directory knows first: a server that is started again comes back
         as one of so many.
         """
-        layout, coordinator = self._fleet.layout, recorder.coordinator
-        if self._fleet.missing or not coordinator.can_reshard(shards):
+        layout, coordinator = self._registry.layout, recorder.coordinator
+        if self._registry.missing or not coordinator.can_reshard(shards):
             return None
         try:
             layout.change(shards)
@@ -130,16 +137,16 @@ class ReshardRequests:
             raise SnapshotError(
                 f"cannot note down that there are {shards} servers: {error}"
             ) from error
-        recorder.do("reshard", now, shards=shards, keeps=self._archive.enabled)
+        recorder.do("reshard", now, shards=shards, keeps=self._snapshots.enabled)
         self._moved.clear()
-        self._fleet.form(coordinator.members)
+        self._registry.form(coordinator.members)
         self.learn()
         return now
 
     @property
     def waiting_for(self) -> str:
         """Who has not moved yet, in words; empty where nothing moves."""
-        move = self._desk.coordinator.move
+        move = self._executor.coordinator.move
         if move is None:
             return ""
         late = [f"shard {shard}" for shard in range(move.shards) if shard not in move.moved]
@@ -149,14 +156,16 @@ class ReshardRequests:
 
     def learn(self) -> None:
         """This server tells others who is there."""
-        self._identity.learn(self._identity.job, self._fleet.addresses, self._fleet.layout.changes)
+        self._identity.learn(
+            self._identity.job, self._registry.addresses, self._registry.layout.changes
+        )
 
     def look(self) -> None:
         """What is to be done now: make this shard's own part; let those go who are not needed
         any more.
         """
-        with self._desk.changed:
-            coordinator = self._desk.coordinator
+        with self._executor.changed:
+            coordinator = self._executor.coordinator
             move, epoch = coordinator.move, coordinator.epoch
             self.dismiss()
             if move is None:
@@ -176,10 +185,10 @@ class ReshardRequests:
         """Whose numbers nobody needs any more, once a move is over: what comes now is not for
         them. At the desk.
         """
-        members = self._desk.coordinator.members
-        if len(list(self._fleet)) > members:
-            self._fleet.form(members)
-            self._desk.wake()
+        members = self._executor.coordinator.members
+        if len(list(self._registry)) > members:
+            self._registry.form(members)
+            self._executor.wake()
 
     def _move_in(self, epoch: int, index: int) -> None:
         nbytes, problem = build_partition(
@@ -188,9 +197,9 @@ class ReshardRequests:
         self.moved(0, nbytes, problem)
 
     def _sources(self) -> list[str]:
-        move = self._desk.coordinator.move
+        move = self._executor.coordinator.move
         return (
-            [server.address for server in list(self._fleet)[: move.before]]
+            [server.address for server in list(self._registry)[: move.before]]
             if move is not None
             else []
         )
@@ -207,15 +216,15 @@ class ReshardRequests:
         """What a shard that is new in a move is to know, once this process's own shard has come
         so far.
         """
-        move = self._desk.coordinator.move
+        move = self._executor.coordinator.move
         return self._engine.state_after(move.index) if move is not None else None
 
     def move(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
         """What shards are told of a move. adopts: the state that one which is new in it takes
         over.
         """
-        with self._desk.changed:
-            move = self._desk.coordinator.move
+        with self._executor.changed:
+            move = self._executor.coordinator.move
             if move is None:
                 return None
             return pb.Move(index=move.index, sources=self._sources(), state_json=_text(adopts))

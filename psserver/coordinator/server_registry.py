@@ -27,7 +27,7 @@ class DeliveryCursor(NamedTuple):
 
     epoch: int = NO_LOG
     reached: int = 0
-    way: CatchUp | None = None
+    catch_up: CatchUp | None = None
 
 
 class RegistryView(NamedTuple):
@@ -48,14 +48,14 @@ class ShardUpdate(NamedTuple):
     All of one moment: a way that is told with the servers of the next moment leads astray.
     """
 
-    told: DeliveryCursor
+    cursor: DeliveryCursor
     base: int
     model: ModelSpec | None
-    way: CatchUp
+    catch_up: CatchUp
     snapshot: Manifest | None
     entries: list[Entry]
     snapshots: list[int]
-    fleet: RegistryView
+    registry: RegistryView
     move: pb.Move | None
 
 
@@ -74,13 +74,13 @@ class ServerEntry:
     address: str = ""
     instance: str = ""
     connected: bool = False
-    line: int = 0
+    connection: int = 0
     ready: bool = False
-    way: CatchUp | None = None
-    recovers: bool = False
+    catch_up: CatchUp | None = None
+    is_recovery_requested: bool = False
     logs: bool = False
     log_broken: bool = False
-    leaves: bool = False
+    is_leaving: bool = False
     term: int = 1
     standby: str = ""
     place: str = ""
@@ -103,15 +103,15 @@ class ServerRegistry:
     """
 
     def __init__(
-        self, layout: ShardCountFile, address: str, line: StandbyLink | None = None
+        self, layout: ShardCountFile, address: str, standby_link: StandbyLink | None = None
     ) -> None:
         self.snapshot: Manifest | None = None
         self.layout = layout
         self.candidates: dict[tuple[int, int], ServerEntry] = {}
-        self._line = line
+        self._standby_link = standby_link
         self._servers = [ServerEntry(shard) for shard in range(layout.shards)]
         self._servers[0].address, self._servers[0].connected = address, True
-        self._servers[0].term = line.term if line is not None else 1
+        self._servers[0].term = standby_link.term if standby_link is not None else 1
 
     @property
     def shards(self) -> int:
@@ -128,7 +128,7 @@ class ServerRegistry:
         for shard in range(len(self._servers), members):
             self._servers.append(self.candidates.pop((shard, members), ServerEntry(shard)))
         for server in self._servers[members:]:
-            server.leaves = True
+            server.is_leaving = True
         del self._servers[members:]
 
     def __iter__(self) -> Iterator[ServerEntry]:
@@ -161,13 +161,13 @@ class ServerRegistry:
         return ", ".join(late)
 
     def _doing(self, server: ServerEntry) -> str:
-        text = DOING.get(server.way, "join") if server.way is not None else "join"
+        text = DOING.get(server.catch_up, "join") if server.catch_up is not None else "join"
         return "to " + text.format(version=self.snapshot.version if self.snapshot else 0)
 
     @property
     def standbys(self) -> list[str]:
         """Their addresses by shard, empty where there is none."""
-        first = self._line.address if self._line is not None else ""
+        first = self._standby_link.address if self._standby_link is not None else ""
         return [first, *(server.standby for server in self._servers[1:])]
 
     @property
@@ -182,7 +182,7 @@ class ServerRegistry:
         if known and 0 < shard < len(self._servers):
             return self._servers[shard]
         if known and followed:
-            return ServerEntry(shard, leaves=True)
+            return ServerEntry(shard, is_leaving=True)
         if self.shards <= shard < shards:
             return self.candidates.setdefault((shard, shards), ServerEntry(shard))
         text = f"shard {shard}/{shards} does not belong to this job of {self.shards} shards"
@@ -209,42 +209,44 @@ class ServerRegistry:
                 f"shard {shard} is already served by {server.address}", "SHARD_TAKEN"
             )
         replaces = term > server.term or (bool(server.instance) and server.instance != instance)
-        server.recovers = server.recovers and server.instance == instance
+        server.is_recovery_requested = server.is_recovery_requested and server.instance == instance
         server.address, server.instance, server.connected = address, instance, True
-        server.ready, server.way = False, None
+        server.ready, server.catch_up = False, None
         server.term = term
-        server.line += 1
+        server.connection += 1
         return server, replaces
 
     def is_member(self, server: ServerEntry) -> bool:
         """Does it follow the job's log?"""
         return server.shard < len(self._servers) and self._servers[server.shard] is server
 
-    def disconnect(self, server: ServerEntry, line: int) -> bool:
+    def disconnect(self, server: ServerEntry, connection: int) -> bool:
         """A line is cut. That of an earlier connect may be found so long after its successor
         works. True: it is news, nobody serves the shard now."""
-        news = server.line == line and server.connected
-        server.connected = server.connected and not news
+        is_lost = server.connection == connection and server.connected
+        server.connected = server.connected and not is_lost
         self.candidates = {place: each for place, each in self.candidates.items() if each.connected}
-        return news
+        return is_lost
 
-    def way(self, report: ShardReport, coordinator: CoordinatorMachine, durable: bool) -> CatchUp:
+    def choose_catch_up(
+        self, report: ShardReport, coordinator: CoordinatorMachine, durable: bool
+    ) -> CatchUp:
         """How the shard that reports comes to follow. durable: shards write logs."""
         server = self._servers[report.shard]
-        if report.epoch != coordinator.epoch and server.way in (
+        if report.epoch != coordinator.epoch and server.catch_up in (
             CatchUp.RECOVER,
             CatchUp.RESTORE,
             CatchUp.BEGIN,
             CatchUp.ADOPT,
         ):
-            return server.way  # it has not done yet what it was told
+            return server.catch_up  # it has not done yet what it was told
         if (
             report.epoch == coordinator.epoch
             and server.ready
             and not coordinator.is_stranded(report)
         ):
             return CatchUp.FOLLOW
-        can_recover = durable and not server.recovers
+        can_recover = durable and not server.is_recovery_requested
         return way_for(
             coordinator,
             report,
@@ -257,4 +259,4 @@ class ServerRegistry:
         """A log that goes on from a snapshot, or from nothing, begins: nobody follows it yet."""
         self.snapshot = snapshot
         for server in self._servers:
-            server.ready, server.way = False, None
+            server.ready, server.catch_up = False, None

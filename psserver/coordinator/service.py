@@ -63,58 +63,66 @@ class CoordinatorService:
         layout: ShardCountFile,
         identity: ServerIdentity,
         engine: ShardEngine,
-        archive: SnapshotManager,
+        snapshots: SnapshotManager,
         metrics: ServerMetrics,
-        line: StandbyLink | None = None,
+        standby_link: StandbyLink | None = None,
     ) -> None:
-        self.config, self.engine, self.archive, self.metrics = config, engine, archive, metrics
-        self.fleet = ServerRegistry(layout, identity.address, line)
-        self._identity, self._began, self._line = identity, time.monotonic(), line
+        self.config, self.engine, self.snapshots, self.metrics = config, engine, snapshots, metrics
+        self.registry = ServerRegistry(layout, identity.address, standby_link)
+        self._identity, self._began_at, self._standby_link = (
+            identity,
+            time.monotonic(),
+            standby_link,
+        )
         self.stop_reason: str | None = None  # why this server ends
-        self.over = False  # the job ends with this server
+        self.is_over = False  # the job ends with this server
         self.failure: PSError | None = None  # why the job had to end, if it did not end well
         self.not_saved = ""  # what of its end is not on the disk, and why
         self.lost_data_dir = ""  # why a server that had a --data-dir goes on without
         self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
-        self._epochs = JobHistory(
-            config, identity, engine, archive, self.fleet, metrics, self._fail, line
+        self._history = JobHistory(
+            config, identity, engine, snapshots, self.registry, metrics, self._fail, standby_link
         )
-        self._desk = CommandExecutor(
-            self._epochs.new_recorder(),
+        self._executor = CommandExecutor(
+            self._history.new_recorder(),
             engine,
-            lambda: self.fleet.missing,
+            lambda: self.registry.missing,
             lambda: self.stop_reason is not None,
             self._fail,
             self._broken,
         )
-        self._epochs.lead = self._desk.lead
-        self.heartbeats = Heartbeats(self._desk, self._is_over)
+        self._history.replace_recorder = self._executor.replace_recorder
+        self.heartbeats = Heartbeats(self._executor, self._check_is_over)
         self.progress = PassProgress()
-        self.snapshots = SnapshotScheduler(self._desk, self._epochs, archive, self.fleet)
-        self.reshards = ReshardRequests(self._desk, self.fleet, engine, archive, identity, config)
-        self.shares = DataShares(self._desk)
-        self._gathering = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
-        self._watch, self.exits = (
+        self.snapshot_scheduler = SnapshotScheduler(
+            self._executor, self._history, snapshots, self.registry
+        )
+        self.reshard_requests = ReshardRequests(
+            self._executor, self.registry, engine, snapshots, identity, config
+        )
+        self.data_shares = DataShares(self._executor)
+        self._first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
+        self._worker_monitor, self.worker_exits = (
             WorkerMonitor(metrics, config.on_worker_loss.seconds),
             WorkerExits(),
         )
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
-    def start(self, ticking: bool = True, inherited: Promotion | None = None) -> None:
+    def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
         """Go on where the job was, or begin; then let time pass (in a simulation it does not).
 
         inherited: what this process has followed as a standby.
         """
         self.engine.request_report = lambda: self.report(self.engine.make_report())
         self.engine.describe_wait = lambda: self.waiting_for
-        self.engine.check_first_workers = self._gathering.check
-        if inherited is not None:
-            self._epochs.inherit(inherited)
-            self.snapshots.wanted = True
+        self.engine.check_first_workers = self._first_workers.check
+        if promotion is not None:
+            self._history.install_promotion(promotion)
+            self.snapshot_scheduler.wanted = True
         else:
-            self._epochs.start()
+            self._history.start()
             if (job := self._coordinator).begun:
-                self.archive.resumed = {
+                self.snapshots.resumed = {
                     "version": job.version,
                     "steps": job.counts["applied"],
                     "samples": job.samples,
@@ -127,7 +135,7 @@ class CoordinatorService:
 
     @property
     def _coordinator(self) -> CoordinatorMachine:
-        return self._desk.coordinator
+        return self._executor.coordinator
 
     @property
     def job(self) -> str:
@@ -136,8 +144,8 @@ class CoordinatorService:
     @property
     def waiting_for(self) -> str:
         """Whom the job waits for just now, in words."""
-        with self._desk.changed:
-            waiting = self.fleet.missing or self.reshards.waiting_for
+        with self._executor.changed:
+            waiting = self.registry.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
 
     # ---- workers ---------------------------------------------------------------------------------
@@ -147,10 +155,10 @@ class CoordinatorService:
     ) -> Member:
         self.check_job(job)
         self._check_goes_on()
-        member: Member = self._desk.do(
+        member: Member = self._executor.do(
             "join", rank=rank, host=host, pid=pid, device=device, attempt=attempt
         )
-        self.archive.reserve_generation((member.worker - 1) // GENERATION)
+        self.snapshots.reserve_generation((member.worker - 1) // GENERATION)
         log.info(
             "worker joined",
             extra={"worker": member.worker, "rank": member.rank, "host": host, "pid": pid},
@@ -176,38 +184,44 @@ class CoordinatorService:
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
         """ready, upload or pending; waits while there is nothing to do but wait."""
         return register(
-            self._desk, self.engine, self.fleet.shards, self.config.in_flight, worker, spec, seconds
+            self._executor,
+            self.engine,
+            self.registry.shards,
+            self.config.in_flight,
+            worker,
+            spec,
+            seconds,
         )
 
-    def _is_over(self) -> bool:
+    def _check_is_over(self) -> bool:
         """Return whether the job is over. Raises why it has failed."""
         if self.failure is not None:
             raise self.failure
-        return self.over
+        return self.is_over
 
     def alive(self, ago: Mapping[int, float]) -> None:
         """Bytes of these workers have moved through a shard, so many seconds ago."""
-        self._desk.step(lambda recorder, now: recorder.coordinator.alive(ago, now), quiet=True)
+        self._executor.step(lambda recorder, now: recorder.coordinator.alive(ago, now), quiet=True)
 
     def leave(self, worker: int, reason: str, version: int) -> None:
         """version: the newest that it knows of."""
-        self._desk.do("leave", worker=worker, reason=reason[:MAX_REASON_CHARACTERS])
-        self._epochs.had(worker, version)
+        self._executor.do("leave", worker=worker, reason=reason[:MAX_REASON_CHARACTERS])
+        self._history.had(worker, version)
         self.metrics.gone(worker)
         log.info("worker left", extra={"worker": worker, "reason": reason or "done"})
 
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
-        self._desk.do("drain", worker=worker)
+        self._executor.do("drain", worker=worker)
         log.info("worker is asked to leave", extra={"worker": worker})
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Another policy from the next update on."""
         row = self.config.row(name, staleness, max_staleness)
-        self._desk.step(
+        self._executor.step(
             lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight)
         )
-        self._desk.do("set_policy", row=(name, staleness, max_staleness, row.backup))
+        self._executor.do("set_policy", row=(name, staleness, max_staleness, row.backup))
         log.info(
             "policy changed",
             extra={"policy": name, "staleness": staleness, "max_staleness": max_staleness},
@@ -216,18 +230,18 @@ class CoordinatorService:
     def next_batches(self, seconds: float, **asked: Any) -> BatchesReply | None:
         """Data, or its end; None: not within `seconds`. A job that is over has none; one whose
         server ends has, once that is back. asked: by whom, and for what."""
-        answer: BatchesReply | None = self._desk.until(
+        answer: BatchesReply | None = self._executor.until(
             lambda r, now: r.do("next_batches", now, **asked), seconds
         )
-        if answer is None and self.over:
+        if answer is None and self.is_over:
             return BatchesReply(end=True)
         if answer is None:
             self._check_goes_on()
-            self._gathering.check()
+            self._first_workers.check()
         return answer
 
     def return_batches(self, worker: int, batches: Iterable[BatchKey], used: bool) -> None:
-        self._desk.do(
+        self._executor.do(
             "return_batches",
             worker=worker,
             batches=list(batches),
@@ -237,7 +251,7 @@ class CoordinatorService:
     @property
     def begun(self) -> bool:
         """Are there weights, on every shard?"""
-        return self._coordinator.begun and not self.fleet.missing
+        return self._coordinator.begun and not self.registry.missing
 
     @property
     def version(self) -> int:
@@ -251,7 +265,7 @@ class CoordinatorService:
 
     # ---- shards ----------------------------------------------------------------------------------
 
-    def shard_up(
+    def connect_shard(
         self,
         shard: int,
         shards: int,
@@ -263,144 +277,152 @@ class CoordinatorService:
         """A shard's process says that it is there, over this line, and whether it has followed a
         log since it was started. MismatchError if its place is taken or unknown, TakenError if
         there is a primary of a higher term."""
-        with self._desk.changed:
-            server, replaces = self.fleet.connect(shard, shards, address, instance, followed, term)
-            line = server.line
-            self.reshards.learn()
-            self._desk.wake()
-        if replaces and self.fleet.is_member(server):
-            self._desk.do("reborn", shard=shard)
+        with self._executor.changed:
+            server, replaces = self.registry.connect(
+                shard, shards, address, instance, followed, term
+            )
+            connection = server.connection
+            self.reshard_requests.learn()
+            self._executor.wake()
+        if replaces and self.registry.is_member(server):
+            self._executor.do("reborn", shard=shard)
             if term > 1:  # its predecessor may have said more than it has
-                self._desk.do("shard_lost", shard=shard)
-                self.snapshots.wanted = True
+                self._executor.do("shard_lost", shard=shard)
+                self.snapshot_scheduler.wanted = True
         log.info(
             "shard connected",
             extra={"shard": shard, "shards": shards, "address": address, "term": term},
         )
-        return server, line
+        return server, connection
 
-    def still(self) -> AbstractContextManager[tuple[dict[str, Any], dict[str, Any]]]:
+    def paused(self) -> AbstractContextManager[tuple[dict[str, Any], dict[str, Any]]]:
         """What a standby of shard 0 gets; nothing happens to the coordinator meanwhile."""
-        return self._epochs.still(self._desk)
+        return self._history.paused(self._executor)
 
-    def shard_down(self, server: ServerEntry, line: int) -> None:
-        with self._desk.changed:
-            lost = self.fleet.disconnect(server, line)
-            self._desk.wake()
-        if lost and not (server.leaves or self.stopped.is_set()):
+    def disconnect_shard(self, server: ServerEntry, connection: int) -> None:
+        with self._executor.changed:
+            lost = self.registry.disconnect(server, connection)
+            self._executor.wake()
+        if lost and not (server.is_leaving or self.stopped.is_set()):
             log.warning(
                 "lost the line to a shard", extra={"lost": server.shard, "address": server.address}
             )
 
     def report(
-        self, report: ShardReport, server: ServerEntry | None = None, line: int | None = None
+        self, report: ShardReport, server: ServerEntry | None = None, connection: int | None = None
     ) -> None:
         """A shard's word on what it holds; one that does not follow the log of now is told how
         it can.
 
         server: who says so, over this line; None: this process.
         """
-        with self._desk.changed:
-            server, coordinator = server or self.fleet[report.shard], self._coordinator
-            if not self._speaks_for(server, line):
+        with self._executor.changed:
+            server, coordinator = server or self.registry[report.shard], self._coordinator
+            if not self._speaks_for(server, connection):
                 return
-            way = self.fleet.way(report, coordinator, self._epochs.durable)
-            changed = way is not server.way or server.ready is not (way is CatchUp.FOLLOW)
-            server.ready, server.way = way is CatchUp.FOLLOW, way
-            server.recovers, server.log_broken = (
-                server.recovers or way is CatchUp.RECOVER,
+            catch_up = self.registry.choose_catch_up(report, coordinator, self._history.durable)
+            changed = catch_up is not server.catch_up or server.ready is not (
+                catch_up is CatchUp.FOLLOW
+            )
+            server.ready, server.catch_up = catch_up is CatchUp.FOLLOW, catch_up
+            server.is_recovery_requested, server.log_broken = (
+                server.is_recovery_requested or catch_up is CatchUp.RECOVER,
                 report.log_broken,
             )
             server.logs = report.log_bytes > 0
             if changed:
-                self._desk.wake()
-        if way is CatchUp.FOLLOW:
+                self._executor.wake()
+        if catch_up is CatchUp.FOLLOW:
             # asked again at the desk: another primary may just have come, which may be behind what
             # this one says
-            self._desk.step(
-                lambda r, now: r.report(report, now) if self._speaks_for(server, line) else None
+            self._executor.step(
+                lambda r, now: (
+                    r.report(report, now) if self._speaks_for(server, connection) else None
+                )
             )
             if is_full(self._coordinator, report.log_bytes):
-                self._desk.step(lambda recorder, now: recorder.cut(now))
-        elif way is CatchUp.BEGIN and changed:
-            self._desk.do("shard_lost", shard=report.shard)
-        elif way is CatchUp.GO_BACK:
-            self._epochs.go_back(
+                self._executor.step(lambda recorder, now: recorder.cut(now))
+        elif catch_up is CatchUp.BEGIN and changed:
+            self._executor.do("shard_lost", shard=report.shard)
+        elif catch_up is CatchUp.GO_BACK:
+            self._history.go_back(
                 f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version
             )
 
-    def _speaks_for(self, server: ServerEntry, line: int | None) -> bool:
+    def _speaks_for(self, server: ServerEntry, connection: int | None) -> bool:
         """Not a candidate, one that leaves or may, nor one whose place another has, or which
         came again itself.
         """
         return (
             server.shard < self._coordinator.members
-            and self.fleet.is_member(server)
-            and line in (None, server.line)
+            and self.registry.is_member(server)
+            and connection in (None, server.connection)
         )
 
-    def news(self, server: ServerEntry, told: DeliveryCursor) -> ShardUpdate | None:
+    def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate | None:
         """What a shard that has been told so much does not know yet. None: it does not follow
         the log of now.
         """
-        with self._desk.changed:
+        with self._executor.changed:
             coordinator = self._coordinator
-            self.reshards.dismiss()
-            if not self.fleet.is_member(server):
+            self.reshard_requests.dismiss()
+            if not self.registry.is_member(server):
                 return None
-            index = told.reached if told.epoch == coordinator.epoch else coordinator.log.base
+            index = cursor.reached if cursor.epoch == coordinator.epoch else coordinator.log.base
             entries = coordinator.entries_after(index) if server.ready else []
             reached = max(index, coordinator.log.index) if server.ready else index
-            fresh = (told.epoch, told.way) != (coordinator.epoch, server.way)
-            way = (server.way or CatchUp.FOLLOW) if fresh else CatchUp.FOLLOW
-            snapshot = self._epochs.newest if way is CatchUp.RECOVER else self.fleet.snapshot
-            adopts = self.reshards.state() if way is CatchUp.ADOPT else None
-            known = server.way if way is not CatchUp.ADOPT or adopts is not None else None
+            fresh = (cursor.epoch, cursor.catch_up) != (coordinator.epoch, server.catch_up)
+            catch_up = (server.catch_up or CatchUp.FOLLOW) if fresh else CatchUp.FOLLOW
+            snapshot = (
+                self._history.newest if catch_up is CatchUp.RECOVER else self.registry.snapshot
+            )
+            adopts = self.reshard_requests.state() if catch_up is CatchUp.ADOPT else None
+            known = server.catch_up if catch_up is not CatchUp.ADOPT or adopts is not None else None
             return ShardUpdate(
                 DeliveryCursor(coordinator.epoch, reached, known),
                 coordinator.log.base,
                 coordinator.model,
-                way,
+                catch_up,
                 snapshot,
                 entries,
-                self.archive.kept,
-                self.fleet.picture(),
-                self.reshards.move(adopts),
+                self.snapshots.kept,
+                self.registry.picture(),
+                self.reshard_requests.move(adopts),
             )
 
-    def wait_for_news(self, server: ServerEntry, told: DeliveryCursor, seconds: float) -> None:
+    def wait_for_update(self, server: ServerEntry, cursor: DeliveryCursor, seconds: float) -> None:
         """Until there is a log entry that the shard has not been told, or something else may be
         new.
         """
-        with self._desk.changed:
+        with self._executor.changed:
             coordinator = self._coordinator
-            outside = not self.fleet.is_member(server)
-            idle = coordinator.epoch == told.epoch and (
-                coordinator.log.index <= told.reached or not server.ready
+            outside = not self.registry.is_member(server)
+            idle = coordinator.epoch == cursor.epoch and (
+                coordinator.log.index <= cursor.reached or not server.ready
             )
             if outside or idle:
-                self._desk.changed.wait(seconds)
+                self._executor.changed.wait(seconds)
 
     def snapshot_part(self, shard: int, part: PartReport) -> None:
-        self._desk.do("part", shard=shard, part=part)
+        self._executor.do("part", shard=shard, part=part)
 
-    def restored(self, server: ServerEntry, line: int, version: int, problem: str) -> None:
+    def restored(self, server: ServerEntry, connection: int, version: int, problem: str) -> None:
         """A shard has done what it was told over this line, or could not."""
-        with self._desk.changed:
-            if not self._speaks_for(server, line):
+        with self._executor.changed:
+            if not self._speaks_for(server, connection):
                 return
-            way, server.way = server.way, None
-        if way is CatchUp.RECOVER and problem:
+            catch_up, server.catch_up = server.catch_up, None
+        if catch_up is CatchUp.RECOVER and problem:
             log.error(
                 "a shard's log cannot be used", extra={"shard": server.shard, "problem": problem}
             )
-        elif way is CatchUp.RESTORE:
-            self._epochs.loaded(server.shard, version, problem)
+        elif catch_up is CatchUp.RESTORE:
+            self._history.loaded(server.shard, version, problem)
 
     def restore(self, version: int, seconds: float) -> None:
         """All shards go back to the snapshot of this version; workers join again by themselves."""
         self._check_goes_on()
-        self.snapshots.restore(version, seconds)
+        self.snapshot_scheduler.restore(version, seconds)
 
     def _fail(self, error: PSError) -> None:
         self.failure = self.failure or error
@@ -409,7 +431,7 @@ class CoordinatorService:
     def _broken(self, bug: Exception) -> None:
         """What this process holds cannot be trusted any more: it ends, without a snapshot."""
         log.error("the coordinator cannot go on", exc_info=bug)
-        self.failure, self.over = PSError(f"a bug: {bug!r}"), True
+        self.failure, self.is_over = PSError(f"a bug: {bug!r}"), True
         self.stopped.set()
 
     # ---- time ------------------------------------------------------------------------------------
@@ -417,29 +439,29 @@ class CoordinatorService:
     def _tick_forever(self) -> None:
         try:
             self.tick()  # at once: for how long this process was stopped is known from here on
-            while not self.stopped.wait(self._desk.soon()):
+            while not self.stopped.wait(self._executor.next_tick_seconds()):
                 self.tick()
         except Exception as bug:
             self._broken(bug)
 
     def tick(self) -> None:
-        self._gathering.look(self._coordinator)
+        self._first_workers.look(self._coordinator)
         if alive := self.engine.transfer_stats.take_active_workers():
             self.alive(alive)
-        self._watch.lost(
-            self._desk.step(
-                lambda r, now: r.tick(now, self.exits.among(r.coordinator.roster.workers()))
+        self._worker_monitor.lost(
+            self._executor.step(
+                lambda r, now: r.tick(now, self.worker_exits.among(r.coordinator.roster.workers()))
             )
         )
-        with self._desk.changed:
+        with self._executor.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = health(coordinator, now)
             self.progress.look(coordinator, now)
-            waits = self.fleet.missing or (coordinator.roster.here() and self.waiting_for)
-        self._watch.look(coordinator, found, waits or "", now)
-        self.snapshots.look()
-        self.reshards.look()
-        self.fleet[0].stats = statistics(self.engine, self._line)
+            waits = self.registry.missing or (coordinator.roster.here() and self.waiting_for)
+        self._worker_monitor.look(coordinator, found, waits or "", now)
+        self.snapshot_scheduler.look()
+        self.reshard_requests.look()
+        self.registry[0].stats = statistics(self.engine, self._standby_link)
         if self.config.exit_when_done and self._coordinator.roster.all_done(
             self.config.min_workers
         ):
@@ -449,61 +471,62 @@ class CoordinatorService:
         """This server ends, after a last snapshot where there can be one. over: and so does the
         job, from which workers leave first, and all its servers; else they wait for this one to
         come back. Returns at once."""
-        with self._desk.changed:
-            self.over = self.over or over
+        with self._executor.changed:
+            self.is_over = self.is_over or over
             if self.stop_reason is not None:
                 return
             self.stop_reason = reason or "asked to"
-            self._desk.wake()
+            self._executor.wake()
         log.info("stopping", extra={"reason": self.stop_reason})
         threading.Thread(target=self._end_job, name="end-of-the-job", daemon=True).start()
 
     def _end_job(self) -> None:
         try:
-            if self.over:
-                self._desk.farewell()
+            if self.is_over:
+                self._executor.wait_for_workers_to_leave()
             self.not_saved = save_final_state(
                 self.job,
                 self.config.save,
                 self.engine,
-                self.fleet,
+                self.registry,
+                self.snapshot_scheduler,
                 self.snapshots,
-                self.archive,
                 self.lost_data_dir,
             )
         finally:
             self.stopped.set()
-            with self._desk.changed:
-                self._desk.wake()
+            with self._executor.changed:
+                self._executor.wake()
 
     def close(self) -> None:
         """No more time passes. The other shards get a moment to hear that the job is over, if it
         is.
         """
         self.stopped.set()
-        with self._desk.changed:
-            self._desk.wake()
-            self._desk.changed.wait_for(
-                lambda: not (self.over and any(s.connected for s in list(self.fleet)[1:])), 2.0
+        with self._executor.changed:
+            self._executor.wake()
+            self._executor.changed.wait_for(
+                lambda: not (self.is_over and any(s.connected for s in list(self.registry)[1:])),
+                2.0,
             )
         if self._ticker.is_alive():
             self._ticker.join()
 
     def end(self) -> None:
         """Nobody calls any more."""
-        self._epochs.close()
+        self._history.close()
 
     def status(self) -> dict[str, Any]:
         """What GetStatus answers (see psserver/coordinator/status.py)."""
-        listing = list(self.archive.listing())
-        with self._desk.changed:
+        listing = list(self.snapshots.listing())
+        with self._executor.changed:
             view = JobView(
                 self.job,
                 self.config,
-                self.fleet,
-                self.archive,
+                self.registry,
+                self.snapshots,
                 self.progress,
                 self.waiting_for,
                 self.stop_reason,
             )
-            return describe(view, self._coordinator, listing, time.monotonic(), self._began)
+            return describe(view, self._coordinator, listing, time.monotonic(), self._began_at)

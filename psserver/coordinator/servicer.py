@@ -50,76 +50,76 @@ Context = grpc.ServicerContext | None  # None: called in this process, errors ar
 class ControlPlaneServicer(CoordinatorServiceServicer):
     """The control plane, on shard 0."""
 
-    def __init__(self, hub: CoordinatorService) -> None:
-        self._hub = hub
+    def __init__(self, service: CoordinatorService) -> None:
+        self._service = service
 
     def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinResponse:
         with answering(context):
             check_wire_format(request.format, "the worker", "the server")
             rank = request.rank if request.HasField("rank") else None
-            member = self._hub.join(
+            member = self._service.join(
                 request.job, rank, request.host, request.pid, request.device, request.attempt
             )
-            self._hub.exits.learn(member.worker, request.process[:MAX_NAME_CHARACTERS])
+            self._service.worker_exits.learn(member.worker, request.process[:MAX_NAME_CHARACTERS])
             return pb.JoinResponse(
-                job=self._hub.job,
+                job=self._service.job,
                 worker=member.worker,
-                addresses=self._hub.fleet.addresses,
-                lease_ms=round(self._hub.config.lease * 1000),
-                policy=self._hub.policy,
-                open_loop=self._hub.ledger.open_loop,
-                known_loops=self._hub.ledger.known_loops,
-                open_loops=self._hub.ledger.open_loops,
-                bad_gradients=self._hub.config.bad_gradients,
-                standbys=self._hub.fleet.standbys,
+                addresses=self._service.registry.addresses,
+                lease_ms=round(self._service.config.lease * 1000),
+                policy=self._service.policy,
+                open_loop=self._service.ledger.open_loop,
+                known_loops=self._service.ledger.known_loops,
+                open_loops=self._service.ledger.open_loops,
+                bad_gradients=self._service.config.bad_gradients,
+                standbys=self._service.registry.standbys,
                 format=spoken_format(),
                 **self._standing(member.worker),
             )
 
     def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
         with answering(context):
-            self._hub.check_job(request.job)
+            self._service.check_job(request.job)
             if request.observe:
                 return self._observed()
             spec = model_from_proto(request.model)
             spec = ModelSpec(spec.tensors, validate(spec.optimizer))
             check_numbers(spec.optimizer, spec.tensors)
-            state = self._hub.register(request.worker, spec, wait_seconds(request.wait_ms))
+            state = self._service.register(request.worker, spec, wait_seconds(request.wait_ms))
             if state not in STATES:
-                waiting = self._hub.waiting_for
+                waiting = self._service.waiting_for
                 return pb.RegisterResponse(
                     state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting
                 )
             return self._registered(STATES[state], request.worker)
 
     def _standing(self, worker: int) -> dict[str, Any]:
-        workers, is_first = self._hub.heartbeats.standing(worker)
+        workers, is_first = self._service.heartbeats.standing(worker)
         return {"workers": workers, "first": is_first}
 
     def _observed(self) -> pb.RegisterResponse:
         """For those who only look: the model, once there are weights."""
-        if not self._hub.begun:
-            waiting = self._hub.waiting_for
+        if not self._service.begun:
+            waiting = self._service.waiting_for
             return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
         return self._registered(pb.RegisterResponse.STATE_READY)
 
     def _registered(
         self, state: pb.RegisterResponse.State.ValueType, worker: int = 0
     ) -> pb.RegisterResponse:
-        plan = self._hub.plan
+        plan = self._service.plan
         return pb.RegisterResponse(
             state=state,
             model=model_to_proto(plan.spec),
             plan_digest=plan.digest,
-            version=self._hub.version,
-            groups_json=groups_of(self._hub.engine.store),
+            version=self._service.version,
+            groups_json=groups_of(self._service.engine.store),
             **self._standing(worker),
         )
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         with answering(context):
-            self._hub.check_job(request.job)
-            beats = self._hub.heartbeats
+            self._service.check_job(request.job)
+            beats = self._service.heartbeats
             beat = beats.beat(
                 request.worker,
                 step_seconds=request.step_seconds,
@@ -128,16 +128,16 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 no_call_seconds=request.no_call_seconds,
             )
             beats.report_beside(request.worker, _sent(request.values))
-            self._hub.exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
-            fleet = self._hub.fleet
+            self._service.worker_exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
+            registry = self._service.registry
             return pb.HeartbeatResponse(
-                version=self._hub.version,
-                stopping=beat.over,
-                draining=beat.draining,
-                addresses=fleet.served,
-                terms=fleet.terms,
-                standbys=fleet.standbys,
-                policy=self._hub.policy,
+                version=self._service.version,
+                stopping=beat.is_over,
+                draining=beat.is_draining,
+                addresses=registry.served,
+                terms=registry.terms,
+                standbys=registry.standbys,
+                policy=self._service.policy,
                 workers=beat.workers,
                 first=beat.is_first,
             )
@@ -148,22 +148,24 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 request.process[:MAX_NAME_CHARACTERS],
                 request.reason[:MAX_REASON_CHARACTERS],
             )
-            return pb.ReportExitResponse(workers=self._hub.exits.report(process, reason))
+            return pb.ReportExitResponse(workers=self._service.worker_exits.report(process, reason))
 
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
-            self._hub.check_job(request.job)
-            self._hub.heartbeats.report_beside(request.worker, _sent(request.values))
-            self._hub.leave(request.worker, request.reason, request.version)
+            self._service.check_job(request.job)
+            self._service.heartbeats.report_beside(request.worker, _sent(request.values))
+            self._service.leave(request.worker, request.reason, request.version)
             return pb.LeaveResponse()
 
     def NextBatch(self, request: pb.NextBatchRequest, context: Context) -> pb.NextBatchResponse:
         with answering(context):
-            self._hub.check_job(request.job)
+            self._service.check_job(request.job)
             spec = loop_from_proto(request.loop)
             if request.share_only:
-                return pb.NextBatchResponse(share=self._hub.shares.of(request.worker, spec))
-            batches = self._hub.next_batches(
+                return pb.NextBatchResponse(
+                    share=self._service.data_shares.of(request.worker, spec)
+                )
+            batches = self._service.next_batches(
                 wait_seconds(request.wait_ms),
                 worker=request.worker,
                 spec=spec,
@@ -174,13 +176,13 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             )
             if batches is None:
                 return pb.NextBatchResponse(
-                    waiting_for=self._hub.waiting_for, version=self._hub.version
+                    waiting_for=self._service.waiting_for, version=self._service.version
                 )
-            share = 0 if request.received else self._hub.shares.of(request.worker, spec)
+            share = 0 if request.received else self._service.data_shares.of(request.worker, spec)
             return pb.NextBatchResponse(
                 numbers=batches.numbers,
                 end=batches.end,
-                version=self._hub.version,
+                version=self._service.version,
                 following=batches.following,
                 share=share,
             )
@@ -189,8 +191,8 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         self, request: pb.ReturnBatchesRequest, context: Context
     ) -> pb.ReturnBatchesResponse:
         with answering(context):
-            self._hub.check_job(request.job)
-            self._hub.return_batches(
+            self._service.check_job(request.job)
+            self._service.return_batches(
                 request.worker, batches_from_proto(request.batches), request.used
             )
             return pb.ReturnBatchesResponse()
@@ -199,59 +201,61 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         self, request: pb.ReportMetricsRequest, context: Context
     ) -> pb.ReportMetricsResponse:
         with answering(context):
-            self._hub.check_job(request.job)
+            self._service.check_job(request.job)
             plain = [
-                ReceivedValue(name, value, self._hub.version, 0.0)
+                ReceivedValue(name, value, self._service.version, 0.0)
                 for name, value in request.metrics.items()
             ]
-            self._hub.heartbeats.report(request.worker, [*plain, *_sent(request.values)])
+            self._service.heartbeats.report(request.worker, [*plain, *_sent(request.values)])
             return pb.ReportMetricsResponse()
 
     def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> pb.GetHistoryResponse:
         with answering(context):
-            rows = self._hub.heartbeats.history()
+            rows = self._service.heartbeats.history()
             return pb.GetHistoryResponse(rows=map(history_row_to_proto, rows))
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         with answering(context):
-            return pb.GetStatusResponse(status_json=strict_json.dumps(self._hub.status()))
+            return pb.GetStatusResponse(status_json=strict_json.dumps(self._service.status()))
 
     def SaveSnapshot(
         self, request: pb.SaveSnapshotRequest, context: Context
     ) -> pb.SaveSnapshotResponse:
         with answering(context):
-            version = self._hub.snapshots.save(wait_seconds(request.wait_ms))
-            return pb.SaveSnapshotResponse(version=version, path=self._hub.archive.path(version))
+            version = self._service.snapshot_scheduler.save(wait_seconds(request.wait_ms))
+            return pb.SaveSnapshotResponse(
+                version=version, path=self._service.snapshots.path(version)
+            )
 
     def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         with answering(context):
-            self._hub.drain(request.worker)
+            self._service.drain(request.worker)
             return pb.DrainResponse()
 
     def RestoreSnapshot(
         self, request: pb.RestoreSnapshotRequest, context: Context
     ) -> pb.RestoreSnapshotResponse:
         with answering(context):
-            self._hub.restore(request.version, wait_seconds(request.wait_ms))
+            self._service.restore(request.version, wait_seconds(request.wait_ms))
             return pb.RestoreSnapshotResponse()
 
     def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
         with answering(context):
             staleness = request.staleness if request.HasField("staleness") else None
             max_staleness = request.max_staleness if request.HasField("max_staleness") else None
-            self._hub.set_policy(request.policy, staleness, max_staleness)
+            self._service.set_policy(request.policy, staleness, max_staleness)
             return pb.SetPolicyResponse()
 
     def Reshard(self, request: pb.ReshardRequest, context: Context) -> pb.ReshardResponse:
         with answering(context):
-            seconds, nbytes = self._hub.reshards.reshard(
+            seconds, nbytes = self._service.reshard_requests.reshard(
                 request.shards, wait_seconds(request.wait_ms)
             )
             return pb.ReshardResponse(seconds=seconds, nbytes=nbytes)
 
     def StopJob(self, request: pb.StopJobRequest, context: Context) -> pb.StopJobResponse:
         with answering(context):
-            self._hub.stop(request.reason[:MAX_REASON_CHARACTERS])
+            self._service.stop(request.reason[:MAX_REASON_CHARACTERS])
             return pb.StopJobResponse()
 
     # ---- other shards ----------------------------------------------------------------------------
@@ -264,97 +268,106 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             if first is None:
                 return  # it had nothing to say after all
             check_wire_format(first.format, f"shard {first.shard}", "shard 0")
-            self._hub.check_job(first.job)
+            self._service.check_job(first.job)
             check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
             followed, term = first.report.epoch != NO_LOG, max(1, first.term)
-            server, line = self._hub.shard_up(
+            server, connection = self._service.connect_shard(
                 first.shard, first.shards, first.address, first.instance, followed, term
             )
             # at once, not when _follow looks again: a shard that was restarted may be at the door
-            when_ended(context, lambda: self._hub.shard_down(server, line))
+            when_ended(context, lambda: self._service.disconnect_shard(server, connection))
             try:
-                yield from self._follow(server, line, first, requests, context)
+                yield from self._follow(server, connection, first, requests, context)
             finally:
-                self._hub.shard_down(server, line)
+                self._service.disconnect_shard(server, connection)
 
     def _follow(
         self,
         server: ServerEntry,
-        line: int,
+        connection: int,
         first: pb.LinkShardRequest,
         requests: Iterator[pb.LinkShardRequest],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.LinkShardResponse]:
         """Tell a shard what is new, while another thread listens to it."""
-        listener = _ShardListener(self._hub, server, line, requests)
+        listener = _ShardListener(self._service, server, connection, requests)
         listener.hear(first)
         listener.start()
-        told, model = DeliveryCursor(first.report.epoch, first.report.index), ""
+        cursor, model = DeliveryCursor(first.report.epoch, first.report.index), ""
         while (
             context.is_active()
             and listener.is_alive()
             and listener.silent < SILENCE
-            and server.line == line
+            and server.connection == connection
         ):
-            response, told, model = self._tell(server, told, model)
+            response, cursor, model = self._tell(server, cursor, model)
             if (spoken := spoken_format()) is not None:
                 response.format = spoken
             yield response
             if response.stop:
                 return
-            self._hub.wait_for_news(server, told, LINK_BEAT)
+            self._service.wait_for_update(server, cursor, LINK_BEAT)
 
     def _tell(
-        self, server: ServerEntry, told: DeliveryCursor, model: str
+        self, server: ServerEntry, cursor: DeliveryCursor, model: str
     ) -> tuple[pb.LinkShardResponse, DeliveryCursor, str]:
         """The next response; how far the shard is told with it; the fingerprint of the model
         that it knows then.
         """
-        hub, news = self._hub, self._hub.news(server, told)
-        over, durable = hub.over and hub.stopped.is_set(), hub.config.durability == "log"
-        if news is None:
-            stop = server.leaves or over
-            fleet = (
-                hub.fleet
+        service, update = self._service, self._service.next_update(server, cursor)
+        over, durable = (
+            service.is_over and service.stopped.is_set(),
+            service.config.durability == "log",
+        )
+        if update is None:
+            stop = server.is_leaving or over
+            registry = (
+                service.registry
             )  # of whom this shard may be one soon, and then the standbys may not be there just now
             waits = pb.LinkShardResponse(
-                job=hub.job, stop=stop, waiting_for="ps-ctl reshard", standbys=fleet.standbys
+                job=service.job, stop=stop, waiting_for="ps-ctl reshard", standbys=registry.standbys
             )
-            waits.term, waits.durable = fleet[0].term, durable
-            return waits, told, model
+            waits.term, waits.durable = registry[0].term, durable
+            return waits, cursor, model
         response = pb.LinkShardResponse(
-            job=hub.job,
-            addresses=news.fleet.addresses,
-            waiting_for=hub.waiting_for,
+            job=service.job,
+            addresses=update.registry.addresses,
+            waiting_for=service.waiting_for,
             stop=over,
-            epoch=news.told.epoch,
-            base=news.base,
-            entries=[entry_to_proto(entry) for entry in news.entries],
-            snapshots=news.snapshots,
-            term=hub.fleet[0].term,
-            standbys=news.fleet.standbys,
-            shards=news.fleet.shards,
-            layout=news.fleet.layout,
-            move=news.move,
-            policy=hub.policy,
-            mends=hub.config.fitness.mends,
-            norms=hub.config.fitness.norms,
+            epoch=update.cursor.epoch,
+            base=update.base,
+            entries=[entry_to_proto(entry) for entry in update.entries],
+            snapshots=update.snapshots,
+            term=service.registry[0].term,
+            standbys=update.registry.standbys,
+            shards=update.registry.shards,
+            layout=update.registry.layout,
+            move=update.move,
+            policy=service.policy,
+            mends=service.config.fitness.mends,
+            norms=service.config.fitness.norms,
             durable=durable,
-            processes=hub.exits.at(server.place),
+            processes=service.worker_exits.at(server.place),
         )
-        response.recover, response.begin = news.way is CatchUp.RECOVER, news.way is CatchUp.BEGIN
-        if news.snapshot is not None and news.way in (CatchUp.RECOVER, CatchUp.RESTORE):
+        response.recover, response.begin = (
+            update.catch_up is CatchUp.RECOVER,
+            update.catch_up is CatchUp.BEGIN,
+        )
+        if update.snapshot is not None and update.catch_up in (
+            CatchUp.RECOVER,
+            CatchUp.RESTORE,
+        ):
             response.restore.version, response.restore.index = (
-                news.snapshot.version,
-                news.snapshot.index,
+                update.snapshot.version,
+                update.snapshot.index,
             )
-            response.restore.manifest_json = news.snapshot.as_json()
-        if news.way in (CatchUp.BEGIN, CatchUp.ADOPT):
+            response.restore.manifest_json = update.snapshot.as_json()
+        if update.catch_up in (CatchUp.BEGIN, CatchUp.ADOPT):
             model = ""  # it forgets the one that it was told before
-        if news.model is not None and news.model.fingerprint() != model:
-            model = news.model.fingerprint()
-            response.model.CopyFrom(model_to_proto(news.model))
-        return response, news.told, model
+        if update.model is not None and update.model.fingerprint() != model:
+            model = update.model.fingerprint()
+            response.model.CopyFrom(model_to_proto(update.model))
+        return response, update.cursor, model
 
 
 def _sent(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:
@@ -368,14 +381,14 @@ class _ShardListener(threading.Thread):
 
     def __init__(
         self,
-        hub: CoordinatorService,
+        service: CoordinatorService,
         server: ServerEntry,
-        line: int,
+        connection: int,
         requests: Iterator[pb.LinkShardRequest],
     ) -> None:
         super().__init__(name=f"listen-to-shard-{server.shard}", daemon=True)
-        self._hub = hub
-        self._server, self._line = server, line
+        self._service = service
+        self._server, self._connection = server, connection
         self._requests = requests
         self._listens_since: float | None = None
 
@@ -399,24 +412,24 @@ class _ShardListener(threading.Thread):
         self._listens_since = time.monotonic()
 
     def _carry_out(self, request: pb.LinkShardRequest) -> None:
-        hub, shard = self._hub, self._server.shard
+        service, shard = self._service, self._server.shard
         self._server.place = request.place
         if request.ended:
-            hub.exits.found(request.ended)
+            service.worker_exits.found(request.ended)
         if request.alive:
-            hub.alive(request.alive)
+            service.alive(request.alive)
         if request.stats_json:
             self._server.stats = json.loads(request.stats_json)
         if request.HasField("restored"):
-            hub.restored(
-                self._server, self._line, request.restored.version, request.restored.problem
+            service.restored(
+                self._server, self._connection, request.restored.version, request.restored.problem
             )
         if request.HasField("snapshot_part"):
             part = request.snapshot_part
             named = (part.version, part.index, part.file, part.nbytes, part.sha256, part.problem)
-            hub.snapshot_part(shard, PartReport(*named))
+            service.snapshot_part(shard, PartReport(*named))
         if request.HasField("moved"):
-            hub.reshards.moved(shard, request.moved.nbytes, request.moved.problem)
+            service.reshard_requests.moved(shard, request.moved.nbytes, request.moved.problem)
         if request.HasField("report"):
             self._server.standby = request.standby
-            hub.report(report_from_proto(shard, request.report), self._server, self._line)
+            service.report(report_from_proto(shard, request.report), self._server, self._connection)

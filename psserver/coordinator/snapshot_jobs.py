@@ -30,63 +30,69 @@ class SnapshotScheduler:
 
     def __init__(
         self,
-        desk: CommandExecutor,
-        epochs: JobHistory,
-        archive: SnapshotManager,
-        fleet: ServerRegistry,
+        executor: CommandExecutor,
+        history: JobHistory,
+        snapshots: SnapshotManager,
+        registry: ServerRegistry,
     ) -> None:
         self.wanted = False
-        self._desk, self._epochs, self._archive, self._fleet = desk, epochs, archive, fleet
+        self._executor, self._history, self._snapshots, self._registry = (
+            executor,
+            history,
+            snapshots,
+            registry,
+        )
 
     def save(self, seconds: float) -> int:
         """A snapshot of the version that stands, written everywhere; its version."""
-        if not self._archive.enabled:
+        if not self._snapshots.enabled:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
-        wanted = self._desk.until(
+        wanted = self._executor.until(
             lambda r, now: r.coordinator.version if r.coordinator.begun else None, seconds
         )
         if wanted is None:
             raise UnreachableError(
-                f"nothing to save yet: {self._fleet.missing or 'no weights have come'}", "NOT_READY"
+                f"nothing to save yet: {self._registry.missing or 'no weights have come'}",
+                "NOT_READY",
             )
         version = self._written(wanted, seconds)
-        if version is None and self._desk.ending:
+        if version is None and self._executor.ending:
             raise UnreachableError(
                 "the servers are stopping, with a last snapshot where there can be one", "STOPPING"
             )
         if version is None:
             raise WaitTimeoutError(
-                f"no snapshot after {seconds:.0f} s: {self._archive.problem or 'still writing'}"
+                f"no snapshot after {seconds:.0f} s: {self._snapshots.problem or 'still writing'}"
             )
         return version
 
     def restore(self, version: int, seconds: float) -> None:
         """All shards go back to the snapshot of this version; workers join again by themselves."""
-        self._epochs.restore(version)
-        done = self._desk.until(lambda recorder, now: True, seconds)
-        taken = self._fleet.snapshot
+        self._history.restore(version)
+        done = self._executor.until(lambda recorder, now: True, seconds)
+        taken = self._registry.snapshot
         if taken is None or taken.version != version:
             raise SnapshotError(
                 f"snapshot {version} cannot be loaded by every shard (see the servers' logs)"
             )
         if not done:
             raise WaitTimeoutError(
-                f"not every shard has loaded it: {self._fleet.missing or 'the job ends'}"
+                f"not every shard has loaded it: {self._registry.missing or 'the job ends'}"
             )
 
     @property
     def coordinator(self) -> CoordinatorMachine:
-        return self._desk.coordinator
+        return self._executor.coordinator
 
     @property
     def is_logged(self) -> bool:
         """Do the logs of the job and of all shards hold every update since the newest snapshot?"""
-        whole = self._epochs.durable and not self._epochs.journal.broken
-        return whole and all(server.logs and not server.log_broken for server in self._fleet)
+        whole = self._history.durable and not self._history.journal.broken
+        return whole and all(server.logs and not server.log_broken for server in self._registry)
 
     def last(self) -> str:
         """As the job ends; returns why the version that stands is in no snapshot, or nothing."""
-        self._archive.tells = False  # that is told with what comes of it
+        self._snapshots.tells = False  # that is told with what comes of it
         try:
             written = self._written(self.coordinator.version, LAST, TRIES)
         except SnapshotError as error:
@@ -98,19 +104,19 @@ class SnapshotScheduler:
         broken with one.
         """
         self._finish()
-        self.wanted = self._archive.enabled and (self.wanted or self._is_done)
-        if self.wanted and not self._fleet.missing and not self._desk.coordinator.cuts.busy:
+        self.wanted = self._snapshots.enabled and (self.wanted or self._is_done)
+        if self.wanted and not self._registry.missing and not self._executor.coordinator.cuts.busy:
             self.wanted = False
-            self._desk.step(lambda recorder, now: recorder.cut(now))
-        if self._epochs.journal.broken or any(server.log_broken for server in self._fleet):
-            self._desk.step(lambda recorder, now: recorder.mend(now))
+            self._executor.step(lambda recorder, now: recorder.cut(now))
+        if self._history.journal.broken or any(server.log_broken for server in self._registry):
+            self._executor.step(lambda recorder, now: recorder.mend(now))
 
     @property
     def _is_done(self) -> bool:
         """All workers have left, done, with updates that are in no snapshot: nobody would do
         them again.
         """
-        coordinator = self._desk.coordinator
+        coordinator = self._executor.coordinator
         new = coordinator.begun and coordinator.version > coordinator.cuts.last_version
         return new and coordinator.roster.all_done(1)
 
@@ -118,12 +124,12 @@ class SnapshotScheduler:
         """Where all parts are there, the manifest makes them a snapshot; only then may the next
         one be cut.
         """
-        coordinator = self._desk.coordinator
+        coordinator = self._executor.coordinator
         if coordinator.cuts.finished is not None:
-            written = self._epochs.file(coordinator, self._desk)
-            self._desk.do("filed")
-            if coordinator.move is not None and (written or not self._epochs.durable):
-                self._desk.do("settle")  # without a log, the snapshot of before will do
+            written = self._history.file(coordinator, self._executor)
+            self._executor.do("filed")
+            if coordinator.move is not None and (written or not self._history.durable):
+                self._executor.do("settle")  # without a log, the snapshot of before will do
 
     def _written(self, wanted: int, seconds: float, tries: int = 1) -> int | None:
         """Cut until there is a snapshot of this version (less, if all go back); its version, or
@@ -132,19 +138,19 @@ class SnapshotScheduler:
         SnapshotError where it could not be written so often. One try is for people, who may ask
         again; more are for the end of the job, when nobody is there who would.
         """
-        before, failures, again = self._archive.failures, 0, 0.0
+        before, failures, again = self._snapshots.failures, 0, 0.0
 
         def written(recorder: Recorder, now: float) -> int | None:
             nonlocal failures, again
-            newest = self._archive.newest_version
+            newest = self._snapshots.newest_version
             if newest is not None and newest >= min(wanted, recorder.coordinator.version):
                 return newest
-            if self._archive.failures - before > failures:
-                failures, again = self._archive.failures - before, now + PAUSE
+            if self._snapshots.failures - before > failures:
+                failures, again = self._snapshots.failures - before, now + PAUSE
             if failures >= tries:
-                raise SnapshotError(f"the snapshot failed: {self._archive.problem}")
+                raise SnapshotError(f"the snapshot failed: {self._snapshots.problem}")
             if now >= again:
                 recorder.cut(now)
             return None
 
-        return self._desk.until(written, seconds, stopping=tries > 1)
+        return self._executor.until(written, seconds, stopping=tries > 1)

@@ -30,42 +30,42 @@ class StandbyServicer(StandbyServiceServicer):
 
     def __init__(
         self,
-        shipper: PrimaryReplicator | None,
+        replicator: PrimaryReplicator | None,
         promote: Callable[[float], pb.PromoteResponse] | None = None,
         checked: Callable[[pb.ReplicateRequest], None] = lambda hello: None,
     ) -> None:
-        self._shipper, self._promote, self._checked = shipper, promote, checked
+        self._replicator, self._promote, self._checked = replicator, promote, checked
 
     def Replicate(
         self, requests: Iterator[pb.ReplicateRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ReplicateResponse]:
         with answering(context):
-            shipper, hello = self._primary(), next(requests, None)
+            replicator, hello = self._primary(), next(requests, None)
             if hello is None:
                 return
             check_wire_format(hello.format, "the standby", "its primary")
             self._checked(hello)
-            line = shipper.attach(hello)
-            when_ended(context, lambda: shipper.lost(line))
+            line = replicator.attach(hello)
+            when_ended(context, lambda: replicator.lost(line))
             listener = threading.Thread(
-                target=_listen, args=(shipper, line, requests), name="acks", daemon=True
+                target=_listen, args=(replicator, line, requests), name="acks", daemon=True
             )
             listener.start()
             try:
-                yield from shipper.replicate(line, context.is_active)
+                yield from replicator.replicate(line, context.is_active)
             finally:
-                shipper.lost(line)
+                replicator.lost(line)
 
     def StepDown(
         self, request: pb.StepDownRequest, context: grpc.ServicerContext
     ) -> pb.StepDownResponse:
         with answering(context):
-            shipper = self._primary()
-            shipper.step_down(request.instance, STEP_DOWN)
+            replicator = self._primary()
+            replicator.step_down(request.instance, STEP_DOWN)
             if not context.add_callback(
-                shipper.end
+                replicator.end
             ):  # whoever asked has hung up, and may be primary all the same
-                shipper.end()
+                replicator.end()
             return pb.StepDownResponse()
 
     def Promote(
@@ -77,15 +77,17 @@ class StandbyServicer(StandbyServiceServicer):
             return self._promote(wait_seconds(request.wait_ms))
 
     def _primary(self) -> PrimaryReplicator:
-        if self._shipper is None:
+        if self._replicator is None:
             raise not_primary("")
-        return self._shipper
+        return self._replicator
 
 
-def _listen(shipper: PrimaryReplicator, line: int, requests: Iterator[pb.ReplicateRequest]) -> None:
+def _listen(
+    replicator: PrimaryReplicator, line: int, requests: Iterator[pb.ReplicateRequest]
+) -> None:
     with contextlib.suppress(grpc.RpcError):  # the standby went away
         for request in requests:
-            shipper.acknowledged(line, request.received)
+            replicator.acknowledged(line, request.received)
 
 
 def not_primary(primary: str) -> UnreachableError:

@@ -66,7 +66,7 @@ class Standby:
         self.primary = config.standby_of
         self._lease = lease
         self._team = ThreadTeam(config.threads or 1)
-        self._mirror: StandbyState | None = None
+        self._standby_state: StandbyState | None = None
         self._news = threading.Condition()
         self._received = self._said = 0
         self._busy = False
@@ -112,7 +112,7 @@ class Standby:
             self._grpc.stop(grace=2.0).wait()
             if self.monitor is not None and self._promoted is None:
                 self.monitor.close()
-        if self._promoted is None or self._mirror is None:
+        if self._promoted is None or self._standby_state is None:
             return None
         if not self._failover.has_state:
             raise PSError(
@@ -121,9 +121,11 @@ class Standby:
         self._wait_for_silence()
         log.warning(
             "this standby is primary now",
-            extra={"term": self._promoted.term, "version": self._mirror.version},
+            extra={"term": self._promoted.term, "version": self._standby_state.version},
         )
-        return Promotion(self._promoted, self._mirror, self._failover.is_complete, self.monitor)
+        return Promotion(
+            self._promoted, self._standby_state, self._failover.is_complete, self.monitor
+        )
 
     def stop(self, reason: str) -> None:
         """End, without being primary; but where its primary hands over just now, as one, for
@@ -136,7 +138,7 @@ class Standby:
     @property
     def version(self) -> int:
         """Number of updates in the weights that it has."""
-        return self._mirror.version if self._mirror is not None else 0
+        return self._standby_state.version if self._standby_state is not None else 0
 
     def ready(self) -> tuple[bool, str]:
         """For /readyz: could it take over?"""
@@ -210,9 +212,9 @@ class Standby:
         """Who is primary now, where the lock says that; else it is whom this standby was started
         for.
         """
-        tenure = self._lease.read() if self._lease is not None else None
-        if tenure is not None and tenure.holder != self.advertised:
-            self.primary = tenure.holder
+        primary_record = self._lease.read() if self._lease is not None else None
+        if primary_record is not None and primary_record.holder != self.advertised:
+            self.primary = primary_record.holder
 
     def _take(self, record: StateRecord) -> None:
         if (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.HELLO):
@@ -220,12 +222,13 @@ class Standby:
         elif (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.END):
             log.info("its primary has ended for good")
             self.ended.set()
-        elif self._mirror is not None:
-            self._mirror.take(record)
-            if self._mirror.loaded and not self._failover.has_state:
+        elif self._standby_state is not None:
+            self._standby_state.take(record)
+            if self._standby_state.loaded and not self._failover.has_state:
                 self._failover.has_state, self._problem, self._why = True, "", ""
                 log.info(
-                    "has the whole state of its primary", extra={"version": self._mirror.version}
+                    "has the whole state of its primary",
+                    extra={"version": self._standby_state.version},
                 )
 
     def _begin(self, hello: dict[str, Any]) -> None:
@@ -235,7 +238,7 @@ class Standby:
                 "NOT_PRIMARY",
             )
         self._job = hello["job"] or self._job
-        self._mirror = StandbyState(self.config, self._team, hello)
+        self._standby_state = StandbyState(self.config, self._team, hello)
 
     @property
     def _borne(self) -> tuple[str, ...]:
@@ -332,8 +335,8 @@ class Standby:
                 if self.ended.is_set():
                     raise UnreachableError("this standby ends", "STOPPING")
                 note = self._agreed()
-                tenure = self._failover.take_over()
-                if tenure is None:
+                primary_record = self._failover.take_over()
+                if primary_record is None:
                     raise MismatchError(
                         f"the failover lock says that {self.primary} may have gone on without "
                         f"this standby, and have "
@@ -341,17 +344,19 @@ class Standby:
                         "snapshot",
                         "NOT_IN_SYNC",
                     )
-                self._promoted = tenure
+                self._promoted = primary_record
             else:
                 note = ""
         self._hang_up()
         self._at_rest.wait(seconds)
-        assert self._mirror is not None
-        return pb.PromoteResponse(term=self._promoted.term, version=self._mirror.version, note=note)
+        assert self._standby_state is not None
+        return pb.PromoteResponse(
+            term=self._promoted.term, version=self._standby_state.version, note=note
+        )
 
     def _agreed(self) -> str:
         """The primary has stepped down, or does not answer; then what people should know."""
-        if not self._failover.has_state or self._mirror is None:
+        if not self._failover.has_state or self._standby_state is None:
             raise MismatchError(
                 f"this standby has not loaded the state of {self.primary}{self._because}: wait "
                 f"until ps-ctl status "
@@ -372,5 +377,6 @@ class Standby:
                 "the primary does not step down: it does not answer",
                 extra={"problem": str(silence)},
             )
-            return f"the primary at {self.primary} did not answer; this one goes on from version {self._mirror.version}"
+            version = self._standby_state.version
+            return f"the primary at {self.primary} did not answer; this standby continues from version {version}"
         return ""

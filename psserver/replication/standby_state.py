@@ -37,7 +37,7 @@ class StandbyState:
 
     def __init__(self, config: ServerConfig, team: ThreadTeam, hello: dict[str, Any]) -> None:
         self.hello = hello
-        self.replica = ShardState(config.shard, config.shards, team)
+        self.shard_state = ShardState(config.shard, config.shards, team)
         self.coordinator: CoordinatorMachine | None = None
         self.loaded = False
         self._config = config
@@ -54,9 +54,9 @@ class StandbyState:
             case RecordSource.SHARD:
                 read = logged(_as_written(record))
                 if isinstance(read, SegmentBase):
-                    self.replica.become(read.shards, read.state)
+                    self.shard_state.become(read.shards, read.state)
                 else:
-                    self.replica.take(read)
+                    self.shard_state.take(read)
             case RecordSource.JOB:
                 self._take_job(json.loads(record.header), JobKind(record.kind))
 
@@ -66,7 +66,7 @@ class StandbyState:
                 self._numbers.add(record)
             case StateRecordKind.OPTIMIZER:
                 self._numbers.add(record)
-                self.replica.numbers.restore(self._numbers)
+                self.shard_state.numbers.restore(self._numbers)
                 self._numbers = ReceivedState()
             case StateRecordKind.LOADED:
                 self.loaded = True
@@ -77,7 +77,7 @@ class StandbyState:
 
     def _take_job(self, values: dict[str, Any], kind: JobKind) -> None:
         if kind is JobKind.BASE:
-            self.coordinator = CoordinatorMachine(self.replica.shards, self._config.rules())
+            self.coordinator = CoordinatorMachine(self.shard_state.shards, self._config.rules())
             model = model_from_json(values["model"]) if values["model"] else None
             self.coordinator.become(values, model, 0.0)
         elif self.coordinator is not None:
@@ -92,11 +92,11 @@ class StandbyState:
             )
 
     def checksum(self) -> int:
-        return checksum(self.replica.numbers)
+        return checksum(self.shard_state.numbers)
 
     @property
     def version(self) -> int:
-        return self.replica.machine.version
+        return self.shard_state.machine.version
 
     @property
     def snapshots(self) -> tuple[Manifest | None, Manifest | None]:
@@ -115,8 +115,8 @@ class Promotion(NamedTuple):
     know it by, if any.
     """
 
-    tenure: PrimaryRecord
-    mirror: StandbyState
+    primary_record: PrimaryRecord
+    standby_state: StandbyState
     whole: bool
     monitor: MetricsServer | None
 

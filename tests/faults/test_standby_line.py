@@ -67,7 +67,7 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
             proxy.heal()
             following.in_sync()
             count(client, 3)
-            mirror = following.standby._mirror
+            mirror = following.standby._standby_state
             assert mirror is not None
             until(lambda: mirror.version == 12 == server.engine.version, "all updates")
     assert not following.standby._promoted

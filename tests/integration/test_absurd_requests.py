@@ -153,7 +153,7 @@ def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
         for _method, _found, _expected in refusals(servers.address, client.worker):
             count(client)
         assert push(client, base=10**6) == "stale"
-        hub, mirror = servers.servers[0].hub, following.standby._mirror
+        hub, mirror = servers.servers[0].service, following.standby._standby_state
         assert hub is not None
         assert mirror is not None
         assert mirror.coordinator is not None
@@ -166,7 +166,7 @@ def test_a_standby_follows_a_job_through_absurd_requests(cluster: Make) -> None:
         )
 
         assert standby == primary
-        assert following.primary.shipper.state == "in sync"
+        assert following.primary.replicator.state == "in sync"
 
 
 UNFIT: dict[str, dict[str, Any]] = {
@@ -220,12 +220,12 @@ def test_a_command_that_raises_an_unexpected_error_does_not_stop_later_starts(
             assert caught.value.reason == "INTERNAL"
             count(client, 2)
             weights = digest(servers.address)
-        hub, mirror = servers.servers[0].hub, following.standby._mirror
+        hub, mirror = servers.servers[0].service, following.standby._standby_state
         assert hub is not None
         assert mirror is not None
         assert mirror.coordinator is not None
         assert mirror.coordinator.samples == hub._coordinator.samples == 1003
-        assert following.primary.shipper.state == "in sync"
+        assert following.primary.replicator.state == "in sync"
         servers.close()
     for _ in range(2):
         again = cluster(1, **settings)

@@ -59,8 +59,8 @@ def test_each_update_is_clipped_while_servers_come_and_go(cluster: Make, policy:
 
     together(lambda: push(0), lambda: push(1), move)
 
-    assert servers.servers[0].hub is not None
-    version = servers.servers[0].hub.status()["version"]
+    assert servers.servers[0].service is not None
+    version = servers.servers[0].service.status()["version"]
     assert version >= 6
     assert distance(servers.address) == pytest.approx(CLIP * version, rel=1e-4)
 
@@ -82,6 +82,6 @@ def test_a_standby_follows_what_is_measured_and_clipped(cluster: Make, shard: in
 
         until(lambda: same(following) and mirror(following).version == 5, "the same")
         coordinator = mirror(following).coordinator
-        if coordinator is not None and primary.hub is not None:
-            assert coordinator.state() == primary.hub._coordinator.state()
+        if coordinator is not None and primary.service is not None:
+            assert coordinator.state() == primary.service._coordinator.state()
     assert distance(servers.address) == pytest.approx(CLIP * 5, rel=1e-4)

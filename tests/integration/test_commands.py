@@ -210,9 +210,9 @@ def test_a_server_that_was_told_to_end_is_waited_for(cluster: Make, tmp_path: Pa
     first, second = servers.servers
     with counter(servers.address) as client:
         count(client, 3)
-        assert first.hub is not None
-        take, taken = first.hub.snapshots.last, threading.Event()
-        first.hub.snapshots.last = lambda: (
+        assert first.service is not None
+        take, taken = first.service.snapshot_scheduler.last, threading.Event()
+        first.service.snapshot_scheduler.last = lambda: (
             taken.wait(0.5),
             take(),
         )  # longer than between two heartbeats
@@ -254,13 +254,13 @@ def test_who_asks_for_a_snapshot_while_the_servers_stop_is_told_so(
     cluster: Make, tmp_path: Path
 ) -> None:
     servers = cluster(1, data_dir=tmp_path)
-    hub = servers.servers[0].hub
+    hub = servers.servers[0].service
     assert hub is not None
     with counter(servers.address) as client:
         count(client)
         hub.stop_reason = "asked to"
         with pytest.raises(UnreachableError, match="the servers are stopping") as caught:
-            hub.snapshots.save(300.0)
+            hub.snapshot_scheduler.save(300.0)
         hub.stop_reason = None
     assert caught.value.reason == "STOPPING"
 

@@ -22,7 +22,7 @@ JOINS = 2000
 
 
 def hub_of(servers: Cluster) -> CoordinatorService:
-    hub = servers.servers[0].hub
+    hub = servers.servers[0].service
     assert hub is not None
     return hub
 
@@ -93,6 +93,6 @@ def test_numbers_of_workers_do_not_repeat_without_a_data_directory(cluster: Make
     hub = hub_of(servers)
     hub._coordinator.roster._next_worker = GENERATION
     given = [join(hub) for _ in range(3)]
-    hub.archive.count_on()
+    hub.snapshots.count_on()
 
-    assert hub.archive.generation * GENERATION >= max(given)
+    assert hub.snapshots.generation * GENERATION >= max(given)

@@ -48,7 +48,7 @@ def no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ended(servers: Cluster, pushes: int = 2, reason: str = "done", *, over: bool = True) -> str:
     """Trains, ends the job, and returns what is not saved."""
-    hub = servers.servers[0].hub
+    hub = servers.servers[0].service
     assert hub is not None
     with counter(servers.address) as client:
         count(client, pushes)
@@ -98,11 +98,11 @@ def test_an_older_snapshot_is_named(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
-    hub = servers.servers[0].hub
+    hub = servers.servers[0].service
     assert hub is not None
     with counter(servers.address) as client:
         count(client)
-        assert hub.snapshots.save(30) == 1
+        assert hub.snapshot_scheduler.save(30) == 1
         monkeypatch.setattr(AtomicFiles, "save", refuse)
         count(client)
     hub.stop("done")
@@ -170,12 +170,12 @@ def test_a_shard_without_a_log_makes_the_log_incomplete(cluster: Make, tmp_path:
 
 def test_a_shard_that_is_gone_at_the_end_is_named(cluster: Make, tmp_path: Path) -> None:
     servers = cluster(2, data_dir=tmp_path, snapshot_every=RARELY, save=tmp_path / "f", lease=30.0)
-    hub = servers.servers[0].hub
+    hub = servers.servers[0].service
     assert hub is not None
     with counter(servers.address) as client:
         count(client)
         servers.servers.pop().close()
-        until(lambda: hub.fleet.missing, "a shard that is gone")
+        until(lambda: hub.registry.missing, "a shard that is gone")
         hub.stop("done", over=False)
         assert servers.servers[0].ended.wait(30)
 
@@ -186,7 +186,7 @@ def test_a_shard_that_is_gone_at_the_end_is_named(cluster: Make, tmp_path: Path)
 
 def test_a_standby_that_took_over_without_the_data_directory_has_not_saved(cluster: Make) -> None:
     servers = cluster(1)
-    hub = servers.servers[0].hub
+    hub = servers.servers[0].service
     assert hub is not None
     hub.lost_data_dir = "this server went on without /data, whose holder still lives"
 
@@ -212,7 +212,7 @@ def test_a_snapshot_that_never_comes_is_waited_for_no_longer_than_promised(
 ) -> None:
     monkeypatch.setattr("psserver.coordinator.snapshot_jobs.LAST", 0.2)
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
-    servers.servers[0].archive.on_part = lambda part: None  # the part's end is never heard of
+    servers.servers[0].snapshots.on_part = lambda part: None  # the part's end is never heard of
 
     assert ended(servers).endswith(": no snapshot was written within 0.2 s")
 

@@ -152,8 +152,8 @@ def test_a_server_refuses_newer_workers_shards_and_standbys(
         ask(channel)
 
     refusal(caught.value)
-    status = server.hub.status() if server.hub is not None else {}
-    assert (status["workers"], status["servers"][1]["connected"], server.shipper.state) == (
+    status = server.service.status() if server.service is not None else {}
+    assert (status["workers"], status["servers"][1]["connected"], server.replicator.state) == (
         [],
         False,
         "none",

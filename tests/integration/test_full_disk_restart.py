@@ -38,13 +38,13 @@ def trained(make: Make, data_dir: Path, pushes: int, save: bool = False, **setti
     with counter(servers.address) as client:
         count(client)
         if save:
-            servers.servers[0].hub.snapshots.save(30)  # type: ignore[union-attr]
+            servers.servers[0].service.snapshot_scheduler.save(30)  # type: ignore[union-attr]
         count(client, pushes - 1)
     servers.close()
 
 
 def ready(servers: Cluster) -> Cluster:
-    fleet = servers.servers[0].hub.fleet  # type: ignore[union-attr]
+    fleet = servers.servers[0].service.registry  # type: ignore[union-attr]
     until(lambda: not fleet.missing, "servers that continue together")
     return servers
 
@@ -63,7 +63,7 @@ def test_a_job_restarts_on_a_disk_without_a_free_byte(
         small_disk.fill()
         assert small_disk.free_bytes == 0
         servers = ready(cluster(2, data_dir=small_disk.path, **settings))
-        assert servers.servers[0].archive.generation >= start
+        assert servers.servers[0].snapshots.generation >= start
         with counter(servers.address) as client:
             assert counted(client.pull()) == version
             assert client.worker > start * 10_000

@@ -139,16 +139,16 @@ def test_the_history_survives_a_restart(
 
 def test_the_history_goes_back_with_the_weights(cluster: Make, tmp_path: Path) -> None:
     made = cluster(data_dir=tmp_path)
-    assert made.servers[0].hub is not None
+    assert made.servers[0].service is not None
     with counter(made.address, rank=0) as client:
         count(client)
         client.report(loss=1.0)
-        made.servers[0].hub.snapshots.save(30.0)
+        made.servers[0].service.snapshot_scheduler.save(30.0)
         count(client)
         client.report(loss=0.5)
         assert [row.value for row in history(made.address)] == [1.0, 0.5]
 
-        made.servers[0].hub.restore(1, 30.0)
+        made.servers[0].service.restore(1, 30.0)
 
         assert [row.value for row in history(made.address)] == [1.0]
 

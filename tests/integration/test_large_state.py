@@ -32,9 +32,9 @@ def push(client: Client) -> None:
 
 
 def save(servers: Cluster) -> None:
-    hub = servers.servers[0].hub
+    hub = servers.servers[0].service
     assert hub is not None
-    hub.snapshots.save(DEADLINE)
+    hub.snapshot_scheduler.save(DEADLINE)
 
 
 def all_counted(client: Client) -> float:

@@ -223,11 +223,11 @@ def test_time_passes_for_a_server_from_its_start_on(
     that nobody broke.
     """
     ticks, tick = [], CoordinatorService.tick
-    monkeypatch.setattr(CommandExecutor, "soon", lambda desk: 2 * DEADLINE)
+    monkeypatch.setattr(CommandExecutor, "next_tick_seconds", lambda executor: 2 * DEADLINE)
     monkeypatch.setattr(CoordinatorService, "tick", lambda hub: (tick(hub), ticks.append(hub)))
     servers = cluster(1)
 
-    until(lambda: ticks == [servers.servers[0].hub], "a first tick")
+    until(lambda: ticks == [servers.servers[0].service], "a first tick")
 
 
 def test_batches_of_a_dead_worker_go_to_others(cluster: Make) -> None:

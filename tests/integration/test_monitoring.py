@@ -96,7 +96,7 @@ def test_every_shard_shows_the_policy_of_the_moment(cluster: Make) -> None:
     shown = lambda: [scrape(server).labels("ps_shard_info")[0]["policy"] for server in servers]  # noqa: E731
     assert shown() == ["sync", "sync"]
 
-    servers[0].hub.set_policy("async", None, None)
+    servers[0].service.set_policy("async", None, None)
 
     until(lambda: shown() == ["async", "async"], "the new policy on both shards")
 

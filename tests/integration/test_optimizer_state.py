@@ -91,8 +91,8 @@ def test_recovery_from_the_log(
     servers = cluster(2, **settings)
     with trainer(servers.address, name, hyper) as client:
         train(client, 0, 6)
-        assert servers.servers[0].hub is not None
-        assert servers.servers[0].hub.snapshots.save(20.0) == 6
+        assert servers.servers[0].service is not None
+        assert servers.servers[0].service.snapshot_scheduler.save(20.0) == 6
         train(client, 6, 9)
     servers.close()
 
@@ -130,10 +130,10 @@ def test_a_standby_that_comes_late(cluster: Make, name: str, hyper: dict[str, An
         with Following(server) as following:
             following.in_sync()
             train(client, 6, 9)
-            mirror = following.standby._mirror
+            mirror = following.standby._standby_state
             assert mirror is not None
             until(lambda: mirror.version == 9, "all updates")
-            store = mirror.replica.store
+            store = mirror.shard_state.store
             assert store is not None
             assert server.engine.store is not None
             assert checksum(store) == checksum(server.engine.store)

@@ -23,11 +23,11 @@ def test_all_go_back_where_that_cannot_be_counted(
     disk takes it.
     """
     servers = cluster(2, policy="async", data_dir=tmp_path)
-    hub, archive = servers.servers[0].hub, servers.servers[0].archive
+    hub, archive = servers.servers[0].service, servers.servers[0].snapshots
     assert hub is not None
     with counter(servers.address) as client:
         count(client, 2)
-        hub.snapshots.save(20)
+        hub.snapshot_scheduler.save(20)
         numbers = [client.worker]
     refuse(tmp_path / GENERATION)
 
@@ -42,6 +42,6 @@ def test_all_go_back_where_that_cannot_be_counted(
     assert len(set(numbers)) == 3
     assert "a start of the job could not be counted; the job goes on" in caplog.text
     (tmp_path / GENERATION).rmdir()
-    hub.snapshots.save(20)
+    hub.snapshot_scheduler.save(20)
     assert archive.generation == 2
     assert GenerationFile(tmp_path).count_up(0) == 3

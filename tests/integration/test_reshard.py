@@ -63,7 +63,7 @@ def test_each_push_counts_once_while_servers_come_and_go(
         assert gone.failure is None
 
     counted = sum(pusher.counted for pusher in pushers)
-    status = servers.servers[0].hub.status()  # type: ignore[union-attr]
+    status = servers.servers[0].service.status()  # type: ignore[union-attr]
     assert (status["steps"], len(status["servers"]), status["moving_to"]) == (counted, 1, None)
     assert (
         policy == "sync" or status["version"] == counted
@@ -77,17 +77,17 @@ def test_what_a_server_says_that_is_to_leave_takes_nobody_back(
 ) -> None:
     """Its word may be on the way while the move ends."""
     servers = cluster(2, policy="async")
-    (leader, leaver), hub = servers.servers, servers.servers[0].hub
+    (leader, leaver), hub = servers.servers, servers.servers[0].service
     assert hub is not None
     with Client(servers.address) as client, monkeypatch.context() as patch:
         client.register(ZEROS, EACH)
         client.push(ONES)
-        left = hub.fleet[1]
+        left = hub.registry[1]
         patch.setattr(
             ReshardRequests, "dismiss", lambda reshards: None
         )  # it is not told that it may go
         reshard(servers, 1, policy="async")
-        hub.report(leaver.engine.make_report(), left, left.line)
+        hub.report(leaver.engine.make_report(), left, left.connection)
     assert (leader.failure, hub.version) == (None, 1)
 
 
@@ -191,7 +191,7 @@ def test_a_late_server_of_before_ends(moving: Cluster) -> None:
         reshard(moving, 1)
         assert leaver.ended.wait(5)
         assert leaver.failure is None
-        assert not moving.servers[0].hub.fleet.candidates  # type: ignore[union-attr]
+        assert not moving.servers[0].service.registry.candidates  # type: ignore[union-attr]
 
 
 def test_a_push_that_only_a_server_which_left_did_not_answer_has_counted(cluster: Make) -> None:
@@ -203,7 +203,7 @@ def test_a_push_that_only_a_server_which_left_did_not_answer_has_counted(cluster
     ):
         client.register(ZEROS, EACH)
         pushed = pool.submit(client.push_pull, ONES)
-        until(lambda: servers.servers[0].hub.version == 1, "an update")  # type: ignore[union-attr]
+        until(lambda: servers.servers[0].service.version == 1, "an update")  # type: ignore[union-attr]
 
         reshard(servers, 1)
 

@@ -49,7 +49,7 @@ SNAPSHOT_ONLY = {trouble: [9 + 12 * start] for start, trouble in enumerate(TROUB
 
 def job(servers: Cluster) -> None:
     """Five pushes, and a snapshot after each two."""
-    archive = servers.servers[0].archive
+    archive = servers.servers[0].snapshots
     with counter(servers.address) as client:
         for version in range(1, PUSHES + 1):
             count(client)
@@ -64,7 +64,7 @@ def job(servers: Cluster) -> None:
 def started_again(make: Make, data_dir: Path, durability: str) -> int:
     """The version that the servers go on from, all of them, and train on."""
     again = make(2, data_dir=data_dir, durability=durability)
-    fleet = again.servers[0].hub.fleet  # type: ignore[union-attr]
+    fleet = again.servers[0].service.registry  # type: ignore[union-attr]
     until(lambda: not fleet.missing, "servers that go on together")
     with counter(again.address) as client:
         version = counted(client.pull())
@@ -148,7 +148,7 @@ def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path
         really(files, path)
 
     servers = cluster(1, data_dir=tmp_path, snapshot_every=STEPS, snapshot_keep=1, metrics_bind=ANY)
-    archive = servers.servers[0].archive
+    archive = servers.servers[0].snapshots
     with counter(servers.address) as client, pytest.MonkeyPatch.context() as patch:
         count(client, 2)
         until(lambda: archive.newest_version == 2, "a snapshot")
@@ -189,7 +189,7 @@ def recovers(
     then, after one more.
     """
     until(lambda: said(caplog, MENDED) == folders, "logs that are whole again")
-    until(lambda: servers.servers[0].archive.newest_version is not None, "a snapshot")
+    until(lambda: servers.servers[0].snapshots.newest_version is not None, "a snapshot")
     count(client)
     return counted(client.pull())
 
@@ -283,7 +283,7 @@ def test_the_last_snapshot_on_a_full_disk_is_tried_some_times_with_pauses(
         server.stop("SIGTERM")
         assert server.ended.wait(30)
 
-    assert server.archive.failures == TRIES
+    assert server.snapshots.failures == TRIES
     assert time.monotonic() - began >= 0.2 * (TRIES - 1)
     assert "version 1 is not saved, and there is no snapshot" in server.not_saved
     assert "No space left" in server.not_saved

@@ -24,7 +24,7 @@ def trained(make: Make, data_dir: Path, pushes: int, save: bool = False) -> None
     )
     with counter(servers.address) as client:
         if save:
-            servers.servers[0].hub.snapshots.save(30)  # type: ignore[union-attr]
+            servers.servers[0].service.snapshot_scheduler.save(30)  # type: ignore[union-attr]
         count(client, pushes)
     servers.close()
 
@@ -48,7 +48,7 @@ def test_a_log_without_its_end_is_not_gone_on_from(
     (tmp_path / "older").rename(tmp_path / name)
 
     servers = cluster(2, data_dir=tmp_path, durability="log")
-    fleet = servers.servers[0].hub.fleet  # type: ignore[union-attr]
+    fleet = servers.servers[0].service.registry  # type: ignore[union-attr]
     until(lambda: not fleet.missing, "servers that go on together")
 
     assert (

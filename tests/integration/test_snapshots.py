@@ -166,7 +166,7 @@ def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(
                 ),
                 "the problem",
             )
-            servers.servers[0].archive.problem = ""
+            servers.servers[0].snapshots.problem = ""
         count(client)
 
     assert snapshots(servers.address) == []

@@ -60,9 +60,9 @@ def test_it_has_what_its_primary_has(cluster: Make, early: bool) -> None:
 
         until(lambda: same(following), "the same")
         coordinator = mirror(following).coordinator
-        assert server.hub is not None
+        assert server.service is not None
         assert coordinator is not None
-        assert coordinator.state() == server.hub._coordinator.state()
+        assert coordinator.state() == server.service._coordinator.state()
         assert mirror(following).version == 10
 
 
@@ -75,7 +75,7 @@ def test_pushes_that_are_staged_go_along(cluster: Make) -> None:
         until(lambda: len(server.engine._staged) == 1, "a push that waits")
         following.in_sync()
         until(lambda: same(following), "the same")
-        assert len(mirror(following).replica.kept) == 1
+        assert len(mirror(following).shard_state.kept) == 1
         with counter(server.address, rank=1) as second:
             count(second)
             pushing.join()
@@ -102,10 +102,10 @@ def test_going_back_to_a_snapshot_is_followed(cluster: Make, tmp_path: Path) -> 
     with Following(server) as following, counter(server.address) as client:
         following.in_sync()
         count(client, 2)
-        assert server.hub is not None
-        version = server.hub.snapshots.save(20)
+        assert server.service is not None
+        version = server.service.snapshot_scheduler.save(20)
         count(client, 3)
-        server.hub.snapshots.restore(version, 20)
+        server.service.snapshot_scheduler.restore(version, 20)
         until(
             lambda: mirror(following).loaded and mirror(following).version == 2, "the older version"
         )
@@ -118,16 +118,16 @@ def test_a_standby_of_shard_0_knows_the_newest_snapshot(cluster: Make, tmp_path:
     go on from.
     """
     server = cluster(policy="async", data_dir=tmp_path, snapshot_keep=2).servers[0]
-    assert server.hub is not None
+    assert server.service is not None
     with Following(server) as following, counter(server.address) as client:
         following.in_sync()
         for version in (1, 2, 3):
             count(client, 1)
-            assert server.hub.snapshots.save(20.0) == version
+            assert server.service.snapshot_scheduler.save(20.0) == version
             _, newest = mirror(following).snapshots
             assert newest is not None
             assert newest.version == version
-        until(lambda: server.archive.kept == [2, 3], "older ones to go")
+        until(lambda: server.snapshots.kept == [2, 3], "older ones to go")
 
 
 def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
@@ -148,7 +148,7 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
             of_first.in_sync()
             if shards > 1:
                 of_second.in_sync()
-                assert mirror(of_second).replica.shards == shards
+                assert mirror(of_second).shard_state.shards == shards
         assert second.ended.wait(10)
         second.close()  # as its process would
         until(lambda: of_second.ended, "the end of the second standby")
@@ -156,7 +156,7 @@ def test_standbys_come_along_when_the_model_moves(cluster: Make) -> None:
         until(lambda: same(of_first), "the same")
         coordinator = mirror(of_first).coordinator
         assert coordinator is not None
-        assert (coordinator.shards, mirror(of_first).replica.shards) == (1, 1)
+        assert (coordinator.shards, mirror(of_first).shard_state.shards) == (1, 1)
         assert mirror(of_first).hello["layout"] == {"shards": 1, "past": [2, 3], "changes": 3}
 
 
@@ -169,7 +169,7 @@ def test_numbers_that_differ_are_found_and_loaded_anew(
         count(client, 3)
         until(lambda: same(following), "the same")
         wrong = mirror(following)
-        store = wrong.replica.store
+        store = wrong.shard_state.store
         assert store is not None
         next(iter(store.tensors()))[1][0] += 1.0
 
@@ -226,9 +226,9 @@ def test_there_is_one_standby(cluster: Make) -> None:
         first.in_sync()
         with Following(server) as second:
             until(lambda: second.standby._told, "a try")
-            assert server.shipper.address == first.standby.address
+            assert server.replicator.address == first.standby.address
             first.standby.stop("")
-            until(lambda: server.shipper.address == second.standby.address, "the second one")
+            until(lambda: server.replicator.address == second.standby.address, "the second one")
 
 
 def test_one_that_is_behind_is_not_promoted(cluster: Make) -> None:
@@ -371,7 +371,7 @@ def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_hold
         next(line)
         pushing = threading.Thread(target=count, args=(client,))
         pushing.start()
-        until(lambda: server.shipper.behind, "a record that the standby does not acknowledge")
+        until(lambda: server.replicator.behind, "a record that the standby does not acknowledge")
         line.cancel()
 
         for _ in range(20):
@@ -380,4 +380,4 @@ def test_while_shard_0_waits_for_its_standby_the_end_of_another_shards_line_hold
         speaking.set()
         pushing.join(10)
         over.set()
-    assert server.shipper.term == 1
+    assert server.replicator.term == 1

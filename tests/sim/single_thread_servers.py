@@ -63,7 +63,7 @@ class DirectServer:
         self.told: DeliveryCursor | None = None
         self.line = 0
         self.reported: ShardReport | None = None
-        self.hub: CoordinatorService | None = None
+        self.service: CoordinatorService | None = None
         self._log: ShardLog | None = None
         self._registry = CollectorRegistry()
 
@@ -83,7 +83,7 @@ class DirectServer:
         self.server = DataPlaneServicer(self.engine, self.identity)
         if shard == 0:
             self.archive.next_generation()
-            self.hub = CoordinatorService(
+            self.service = CoordinatorService(
                 config,
                 ShardCountFile(config.shards, config.data_dir),
                 self.identity,
@@ -91,7 +91,7 @@ class DirectServer:
                 self.archive,
                 metrics,
             )
-            self.hub.start(ticking=False)
+            self.service.start(ticking=False)
 
     def _cut(self, cut: Cut, store: ParameterStore) -> None:
         """Nothing else goes on while the part is written."""
@@ -105,36 +105,39 @@ class DirectServer:
         samples = [sample for family in self._registry.collect() for sample in family.samples]
         return sum(sample.value for sample in samples if sample.name == f"ps_{name}_failures_total")
 
-    def hear(self, news: ShardUpdate) -> None:
+    def hear(self, update: ShardUpdate) -> None:
         """As Link does."""
-        epoch, manifest = news.told.epoch, news.snapshot
-        if news.way is CatchUp.RECOVER:
+        epoch, manifest = update.cursor.epoch, update.snapshot
+        if update.catch_up is CatchUp.RECOVER:
             self._answer(
                 manifest,
                 self.archive.recover_into(self.engine, epoch, manifest, {self.identity.shards}),
             )
-        elif news.way is CatchUp.RESTORE and manifest is not None:
+        elif update.catch_up is CatchUp.RESTORE and manifest is not None:
             self._answer(
                 manifest, self.archive.load_into(self.engine, epoch, manifest, self.identity.shards)
             )
-        elif news.way is CatchUp.BEGIN:
-            self.engine.begin_log(epoch, news.base, self.identity.shards)
-        if news.model is not None:
-            self.engine.set_model(news.model)
-        self.engine.deliver(epoch, news.entries)
-        if news.snapshots:
-            self.archive.retain(news.snapshots, JOB)
-            self.engine.retire_log(max(news.snapshots))
+        elif update.catch_up is CatchUp.BEGIN:
+            self.engine.begin_log(epoch, update.base, self.identity.shards)
+        if update.model is not None:
+            self.engine.set_model(update.model)
+        self.engine.deliver(epoch, update.entries)
+        if update.snapshots:
+            self.archive.retain(update.snapshots, JOB)
+            self.engine.retire_log(max(update.snapshots))
 
     def _answer(self, manifest: Manifest | None, problem: str) -> None:
         version = manifest.version if manifest else 0
         self.outbox.append(
-            lambda hub: hub.restored(hub.fleet[self.shard], self.line, version, problem)
+            lambda hub: hub.restored(hub.registry[self.shard], self.line, version, problem)
         )
 
     def close(self) -> None:
         """Frees its files. What a dead one still has to write stays unwritten."""
-        for owner in (self.hub.end if self.hub else None, self._log.close if self._log else None):
+        for owner in (
+            self.service.end if self.service else None,
+            self._log.close if self._log else None,
+        ):
             if owner is not None:
                 with suppress(Killed):
                     owner()
@@ -173,9 +176,9 @@ class DirectServers:
     @property
     def hub(self) -> CoordinatorService:
         """UnreachableError while nobody coordinates."""
-        if (life := self.lives[0]) is None or life.hub is None:
+        if (life := self.lives[0]) is None or life.service is None:
             raise UnreachableError("shard 0 is dead")
-        return life.hub
+        return life.service
 
     @property
     def log_broken(self) -> bool:
@@ -183,11 +186,11 @@ class DirectServers:
         shards = any(
             life.engine.make_report().log_broken for life in self.lives if life is not None
         )
-        return shards or self.hub._epochs.journal.broken
+        return shards or self.service._history.journal.broken
 
     @property
     def coordinator(self) -> ControlPlaneServicer:
-        return ControlPlaneServicer(self.hub)
+        return ControlPlaneServicer(self.service)
 
     # ---- lives -----------------------------------------------------------------------------------
 
@@ -226,7 +229,7 @@ class DirectServers:
             if life is not None and dead.shard == 0:
                 life.told = None
         if dead.told is not None and self.lives[0] is not None:
-            self.hub.shard_down(self.hub.fleet[dead.shard], dead.line)
+            self.service.disconnect_shard(self.service.registry[dead.shard], dead.line)
 
     @contextmanager
     def inside(self, shard: int) -> Iterator[DirectServer]:
@@ -247,22 +250,22 @@ class DirectServers:
     def close(self) -> None:
         self.kill(*reversed(range(len(self.lives))))
 
-    # ---- time and news ---------------------------------------------------------------------------
+    # ---- time and updates ------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Time passes: the dead are started again, snapshots are filed, and all hear of it."""
         self.start()
         with suppress(UnreachableError), self.inside(0):
-            self.hub.tick()
+            self.service.tick()
         self.deliver()
 
     def deliver(self) -> None:
-        """All news to everybody, until there are none."""
+        """Send all updates to all servers until there are none."""
         for _ in range(ROUNDS):
-            news = [self._exchange(shard) for shard in range(len(self.lives))]
-            if not any(news):
+            exchanged = [self._exchange(shard) for shard in range(len(self.lives))]
+            if not any(exchanged):
                 return
-        raise AssertionError("there is no end of news")
+        raise AssertionError("updates do not end")
 
     def _exchange(self, shard: int) -> bool:
         """One server and the coordinator tell each other what is new. Was there anything?"""
@@ -280,16 +283,16 @@ class DirectServers:
                 self._connect(life)
             count = len(life.outbox)
             while life.outbox:
-                life.outbox.popleft()(self.hub)
+                life.outbox.popleft()(self.service)
             report = life.engine.make_report()
             new, life.reported = report != life.reported, report
             if new:
-                self.hub.report(report)
+                self.service.report(report)
         return new or count > 0
 
     def _connect(self, life: DirectServer) -> None:
         identity, report = life.identity, life.engine.make_report()
-        _, life.line = self.hub.shard_up(
+        _, life.line = self.service.connect_shard(
             life.shard, len(self.lives), identity.address, identity.instance
         )
         life.told, life.reported = DeliveryCursor(report.epoch, report.index), None
@@ -297,11 +300,11 @@ class DirectServers:
     def _hear(self, life: DirectServer) -> bool:
         assert life.told is not None
         with self.inside(0):
-            news = self.hub.news(self.hub.fleet[life.shard], life.told)
-        quiet = news.told == life.told and news.way is CatchUp.FOLLOW
-        life.told = news.told
+            update = self.service.next_update(self.service.registry[life.shard], life.told)
+        quiet = update.cursor == life.told and update.catch_up is CatchUp.FOLLOW
+        life.told = update.cursor
         with self.inside(life.shard):
-            life.hear(news)
+            life.hear(update)
         return not quiet
 
     def lane(self) -> "Lane":

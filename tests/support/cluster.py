@@ -43,8 +43,8 @@ class Cluster:
     def stop(self) -> None:
         """As ps-ctl stop: with a last snapshot."""
         first = self.servers[0]
-        assert first.hub is not None
-        first.hub.stop("the test is over")
+        assert first.service is not None
+        first.service.stop("the test is over")
         assert first.ended.wait(30)
         self.close()
 

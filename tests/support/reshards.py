@@ -69,15 +69,15 @@ def pushing(address: str, workers: int, lanes: str) -> Iterator[list[Pusher]]:
 
 def reshard(cluster: Cluster, shards: int, **settings: object) -> co.ReshardResponse:
     """As ps-ctl does, with the servers that it needs."""
-    before = cluster.servers[0].hub.fleet.shards  # type: ignore[union-attr]
+    before = cluster.servers[0].service.registry.shards  # type: ignore[union-attr]
     for shard in range(before, shards):
         cluster.add(shard, shards, **settings)
         until(
-            lambda shard=shard: (shard, shards) in cluster.servers[0].hub.fleet.candidates,
+            lambda shard=shard: (shard, shards) in cluster.servers[0].service.registry.candidates,
             "a candidate",
         )
     request = co.ReshardRequest(shards=shards, wait_ms=20_000)
-    return ControlPlaneServicer(cluster.servers[0].hub).Reshard(request, None)  # type: ignore[arg-type]
+    return ControlPlaneServicer(cluster.servers[0].service).Reshard(request, None)  # type: ignore[arg-type]
 
 
 def weights(address: str) -> dict[str, np.ndarray]:

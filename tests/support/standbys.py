@@ -44,7 +44,7 @@ class Following:
         assert not self._thread.is_alive()
 
     def in_sync(self) -> Self:
-        until(lambda: self.primary.shipper.state == "in sync", "in sync")
+        until(lambda: self.primary.replicator.state == "in sync", "in sync")
         return self
 
     @property
@@ -62,7 +62,7 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
     def words() -> Iterator[pb.ReplicateRequest]:
         yield pb.ReplicateRequest(shard=0, shards=1, instance="silent", address="nowhere:1")
         while not done.wait(0.05):
-            if server.shipper.state == "loading" or speaking.is_set():
+            if server.replicator.state == "loading" or speaking.is_set():
                 yield pb.ReplicateRequest(received=heard[0])
             else:
                 yield pb.ReplicateRequest(received=0)
@@ -79,7 +79,7 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
         listener = threading.Thread(target=listen, args=(call,))
         listener.start()
         try:
-            until(lambda: server.shipper.state == "in sync", "in sync")
+            until(lambda: server.replicator.state == "in sync", "in sync")
             yield speaking
         finally:
             done.set()
@@ -88,14 +88,14 @@ def silent_standby(server: Server) -> Iterator[threading.Event]:
 
 
 def mirror(following: Following) -> StandbyState:
-    found = following.standby._mirror
+    found = following.standby._standby_state
     assert found is not None
     return found
 
 
 def same(following: Following) -> bool:
     """Has the standby what its primary has?"""
-    engine, replica = following.primary.engine, mirror(following).replica
+    engine, replica = following.primary.engine, mirror(following).shard_state
     assert engine.store is not None
     assert replica.store is not None
     return (

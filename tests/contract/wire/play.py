@@ -46,10 +46,10 @@ def play_to_shard_1(conversation: Conversation, cluster: Make) -> None:
 def play_to_standby(conversation: Conversation) -> None:
     with Player(conversation, STANDBY) as player, real_standby(player) as standby:
         player.play()
-        assert standby._mirror is not None
+        assert standby._standby_state is not None
         until(lambda: standby.version == 3, "the last update")
 
-        assert numbers_of(standby._mirror.replica.numbers) == conversation.numbers
+        assert numbers_of(standby._standby_state.shard_state.numbers) == conversation.numbers
 
 
 @contextmanager

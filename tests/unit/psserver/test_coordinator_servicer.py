@@ -24,26 +24,28 @@ from psserver.process.worker_exits import WorkerExits
 BEFORE = RegistryView(2, ["s0:1", "s1:1"], ["", "b1:1"], 0)
 
 
-class HubThatMoves:
+class ReshardingService:
     """Once it has said what is new, a move to one shard ends."""
 
-    job, waiting_for, over, policy = "j", "", False, "ssp"
+    job, waiting_for, is_over, policy = "j", "", False, "ssp"
     config = SimpleNamespace(fitness=GradientRules(), durability="log")
 
     def __init__(self) -> None:
-        self.server = ServerEntry(1, "s1:1", connected=True, line=1)
-        self.fleet: Any = [ServerEntry(0, term=3)]
-        self.stopped, self.exits = threading.Event(), WorkerExits()
-        self.reshards = self.report = self.shard_down = self.check_job = Mock()
+        self.server = ServerEntry(1, "s1:1", connected=True, connection=1)
+        self.registry: Any = [ServerEntry(0, term=3)]
+        self.stopped, self.worker_exits = threading.Event(), WorkerExits()
+        self.reshard_requests = self.report = self.disconnect_shard = self.check_job = Mock()
 
-    def shard_up(self, *args: object) -> tuple[ServerEntry, int]:
-        return self.server, self.server.line
+    def connect_shard(self, *args: object) -> tuple[ServerEntry, int]:
+        return self.server, self.server.connection
 
-    def news(self, server: ServerEntry, told: DeliveryCursor) -> ShardUpdate:
+    def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate:
         fleet = SimpleNamespace(shards=1, addresses=["s0:1"], standbys=[""], layout=1, term=3)
         move = pb.Move(index=7, sources=BEFORE.addresses)
-        self.fleet = type("After", (), {**vars(fleet), "__getitem__": lambda fleet, shard: fleet})()
-        self.reshards.move.return_value = None
+        self.registry = type(
+            "After", (), {**vars(fleet), "__getitem__": lambda fleet, shard: fleet}
+        )()
+        self.reshard_requests.move.return_value = None
         return ShardUpdate(
             DeliveryCursor(5, 9, CatchUp.RECOVER),
             0,
@@ -57,22 +59,24 @@ class HubThatMoves:
         )
 
 
-def first_response(hub: Any, request: pb.LinkShardRequest) -> pb.LinkShardResponse:
+def first_response(service: Any, request: pb.LinkShardRequest) -> pb.LinkShardResponse:
     over = threading.Event()
 
     def requests() -> Iterator[pb.LinkShardRequest]:
         yield request
         over.wait()
 
-    response: pb.LinkShardResponse = next(ControlPlaneServicer(hub).LinkShard(requests(), Mock()))
+    response: pb.LinkShardResponse = next(
+        ControlPlaneServicer(service).LinkShard(requests(), Mock())
+    )
     over.set()
     return response
 
 
 def test_the_status_is_json_for_every_parser() -> None:
-    hub = Mock()
-    hub.status.return_value = {"metrics": {"loss": math.nan, "accuracy": 0.5}}
-    answer = ControlPlaneServicer(hub).GetStatus(pb.GetStatusRequest(), None)
+    service = Mock()
+    service.status.return_value = {"metrics": {"loss": math.nan, "accuracy": 0.5}}
+    answer = ControlPlaneServicer(service).GetStatus(pb.GetStatusRequest(), None)
 
     assert answer.status_json == '{"metrics": {"loss": null, "accuracy": 0.5}}'
 
@@ -82,7 +86,7 @@ def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
     lead astray.
     """
     request = pb.LinkShardRequest(shard=1, shards=2, address="s1:1", instance="i")
-    response = first_response(HubThatMoves(), request)
+    response = first_response(ReshardingService(), request)
 
     assert (response.recover, response.shards, response.layout, response.policy) == (
         True,
@@ -100,13 +104,13 @@ def test_all_that_a_shard_is_told_at_a_time_is_of_one_moment() -> None:
 
 def test_who_is_not_in_the_job_yet_hears_where_shard_0_may_be_later() -> None:
     """Its standby has to load everything anew when the model moves, and is not there just then."""
-    hub: Any = HubThatMoves()
-    hub.news = lambda server, told: None
-    hub.fleet = MagicMock(standbys=["b0:1", ""])
-    hub.fleet.__getitem__.return_value = ServerEntry(0, term=3)
+    service: Any = ReshardingService()
+    service.next_update = lambda server, cursor: None
+    service.registry = MagicMock(standbys=["b0:1", ""])
+    service.registry.__getitem__.return_value = ServerEntry(0, term=3)
 
     response = first_response(
-        hub, pb.LinkShardRequest(shard=2, shards=3, address="s2:1", instance="i")
+        service, pb.LinkShardRequest(shard=2, shards=3, address="s2:1", instance="i")
     )
 
     assert (list(response.addresses), list(response.standbys), response.term) == (
@@ -125,14 +129,14 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         "psserver.coordinator.servicer.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
-    hub: Any = Mock()
-    listener = _ShardListener(hub, ServerEntry(1), 1, iter([]))
+    service: Any = Mock()
+    listener = _ShardListener(service, ServerEntry(1), 1, iter([]))
 
     def update(*args: object) -> None:
         clock.now += 2 * SILENCE
         found.append(listener.silent)
 
-    hub.report = update
+    service.report = update
     for _ in range(2):
         listener.hear(pb.LinkShardRequest(report=pb.Report()))
         found.append(listener.silent)

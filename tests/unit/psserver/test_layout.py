@@ -91,13 +91,13 @@ def test_the_coordinator_knows_of_a_move_before_its_shard_does() -> None:
     """
     mirror = SimpleNamespace(
         hello={"layout": ShardCountFile(3, None).noted},
-        replica=SimpleNamespace(shards=3),
+        shard_state=SimpleNamespace(shards=3),
         coordinator=SimpleNamespace(shards=1),
     )
     config = ServerConfig(shard=0, shards=3)
 
     layout = Server._make_layout(
-        SimpleNamespace(config=config, _inherited=SimpleNamespace(mirror=mirror))
+        SimpleNamespace(config=config, _promotion=SimpleNamespace(standby_state=mirror))
     )  # type: ignore[arg-type]
 
     assert (layout.shards, layout.past, layout.changes) == (1, {3}, 1)
