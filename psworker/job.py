@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
@@ -11,41 +11,47 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
-from psworker.client.local_client import JobClient
+from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
-from psworker.data.batches import BatchLoader, LeasedBatches
+from psworker.data.batches import BatchLoader
 from psworker.data.loader import loader_of
 from psworker.data.torch_loader import LoaderArguments
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.schedulers import fast_forward
-from psworker.session import metrics
 from psworker.session.drain import DrainedError, Stopping
 from psworker.session.environment import is_on
-from psworker.session.rejoin import ASKED, Rejoin
-from psworker.session.resume_notice import tell_finished
-from psworker.session.step_stats import StepStats
+from psworker.session.job_facts import JobFacts
+from psworker.session.resume_notice import log_if_finished
+from psworker.session.session import Session
 
 log = logging.getLogger("psworker")
 
 
-class Job(Rejoin):
-    """Made by `psworker.connect`. Use it as a context manager, or call `close` at the end.
+class Job(JobFacts):
+    """A worker's part in a training job, made by `psworker.connect`.
 
-    client: the connection underneath. rank: 0, 1, ... among the workers that started together,
-    for logs and tests. device: where the operator wants this worker to compute:
-    `model.to(job.device)` before `job.optimizer`, batches too. stats: where the time of the
-    steps goes.
+    Use it as a context manager, or call `close` at the end.
+
+    Attributes:
+        client: The connection to the servers.
+        rank: 0, 1, ... among the workers that started together, for logs and tests.
+        device: Where the operator wants this worker to compute: move the model there before
+            `job.optimizer`, and the batches too.
+        stats: Time of the steps by phase.
+        session: What the optimizer and the loaders share; not for scripts.
+        first_version: The job's version at `job.optimizer`.
     """
 
     def __init__(
         self, client: JobClient, rank: int = 0, device: torch.device | None = None
     ) -> None:
         super().__init__(client)
+        self.session = Session(client)
+        self.stats = self.session.stats
         self.rank = rank
         self.device = device or torch.device("cpu")
-        self.stats = StepStats()
         self.first_version = 0
-        self.passes: dict[tuple[int, int], int] = {}
+        self._optimizer: ServerOptimizer | None = None
 
     @property
     def last(self) -> PushResult | None:
@@ -103,7 +109,10 @@ class Job(Rejoin):
             )
         pipelined = pipeline and self.policy != "local"
         overlapped = not pipeline and (is_on("PS_OVERLAP") if overlap is None else overlap)
-        self._optimizer = ServerOptimizer(optimizer, model, self, overlapped, pipelined, clip_norm)
+        self._optimizer = ServerOptimizer(
+            optimizer, model, self.session, overlapped, pipelined, clip_norm
+        )
+        self.session.model = self._optimizer
         self.first_version = self.version
         return self._optimizer
 
@@ -168,17 +177,11 @@ class Job(Rejoin):
         given = LoaderArguments(
             dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader
         )
-        return loader_of(self, given, epochs, seed, sources, reseed)
+        return loader_of(self.session, given, epochs, seed, sources, reseed)
 
     def pull(self) -> None:
-        """The job's newest weights into the model, without a step."""
-        if self._optimizer is None:
-            raise InvalidRequestError(
-                "call job.optimizer first: before it there is no model to train"
-            )
-        before = self.change("pull")
-        self._optimizer.pull()
-        self.enter(before)
+        """Load the job's newest weights into the model, without a step."""
+        self.session.pull()
 
     def wait(self) -> None:
         """Waits until the last step has ended and its weights are in the model, where overlap or
@@ -228,61 +231,8 @@ class Job(Rejoin):
         fast_forward(scheduler, self.first_version if steps is None else steps)
 
     def enter(self, phase: str) -> None:
-        """The worker does something else now: times it, and lets `ps-ctl workers` show it."""
-        self.change(phase)
-
-    def change(self, phase: str) -> str:
-        """As `enter`; returns what it did before."""
-        before = self.stats.phase
-        if phase == "wait":  # for others, who may need to know how this worker's last push ended
-            self.wait()
-        self.stats.enter(phase)
-        self.client.progress(
-            steps=self.stats.steps,
-            step_seconds=self.stats.step_seconds,
-            samples_per_second=self.stats.samples_per_second,
-            phase="idle" if phase == "wait" else phase,
-        )
-        return before
-
-    def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
-        """Counts a step and where its time went. exchange: PushResult.seconds."""
-        self.stats.finish_step(samples, exchange)
-        metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
-        self.enter("compute")
-
-    # ---- membership ------------------------------------------------------------------------------
-
-    @contextmanager
-    def looping(self, leases: LeasedBatches) -> Iterator[None]:
-        """While a loop runs. What it still holds when it ends goes back. Raises Stopping before
-        it, and instead of its end, once the script is to end."""
-        if self._optimizer is None:
-            raise InvalidRequestError("call job.optimizer before going through job.batches")
-        self.check_stopping()
-        self.loops.begin(leases)
-        steps = self.stats.steps
-        try:
-            yield
-        except (
-            GeneratorExit
-        ):  # the script has left the loop, be it that it looks itself or that it fails
-            if self.client.draining and not self._closed:
-                self._quit(ASKED, "drained")
-            raise
-        finally:
-            # whoever cannot reach the job, or is out of it, holds nothing any more
-            with suppress(PSError):
-                leases.give_back()
-            self.loops.end(
-                leases, self.last.version if self.last and self.stats.steps > steps else 0
-            )
-        self.check_stopping()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Is there anything that a step would push?"""
-        return self._optimizer is not None and self._optimizer.has_gradients
+        """Begin a phase: count its time, and show it in `ps-ctl workers`."""
+        self.session.enter(phase)
 
     def close(self, reason: str = "") -> None:
         """Leaves the job: others go on without this worker. reason: why, when it is not done.
@@ -291,13 +241,13 @@ class Job(Rejoin):
         Leaving gives back all batches that were leased and not pushed. Without a reason it first
         waits for a step that is still on its way, and raises what that ended with.
         """
-        if self._closed:
+        if self.session.is_closed:
             return
-        self._closed = True
+        self.session.is_closed = True
         try:
             if not reason:
                 self.wait()
-                tell_finished(self)
+                log_if_finished(self.session, self.rank, self.first_version)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise
@@ -310,7 +260,7 @@ class Job(Rejoin):
                 self._optimizer.close()
             if not reason:
                 with suppress(PSError, Stopping):  # what was reported is worth no failure
-                    self.insist(self.client.send_reports)
+                    self.session.with_rejoin(self.client.send_reports)
         finally:
             self.client.leave(reason)
             self.client.close()

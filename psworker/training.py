@@ -309,7 +309,7 @@ def _go_through(
     loss_of, told = _placed(task.loss, job.device), time.monotonic()
     for batch in job.batches(task.data, task.batch_size, task.epochs, task.shuffle, task.seed):
         inputs, target = _moved(_pair(batch), job.device)
-        loss, samples = loss_of(model(inputs), target), job.usage.samples
+        loss, samples = loss_of(model(inputs), target), job.session.consumed.samples
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = (
                 f"a tensor of shape {list(loss.shape)}"

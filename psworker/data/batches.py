@@ -13,17 +13,15 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
 from pscommon.core.data_stream import Spec
-from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.errors import InvalidRequestError
 from pscommon.core.log_entries import BatchKey
 from psworker.data.random_state import reseed
-
-if TYPE_CHECKING:
-    from psworker.job import Job
+from psworker.session.session import Session
 
 FETCH, COMPUTE = 0, 1
 
@@ -31,70 +29,6 @@ BATCHES_PER_REQUEST = 10_000
 """Batches that one request names at most."""
 
 log = logging.getLogger("psworker")
-
-
-class ConsumedBatches:
-    """Batches that were handed to the script since its last push: the next one commits them.
-
-    samples: since the last step. following: how many more batches belong to that push
-    (--global-batch). lost: why that step must not count, because it uses gradients of a place
-    that this worker has lost. dealt: the script has begun with a loop. shared: the servers say
-    which batches make an update (--global-batch).
-    """
-
-    batches: tuple[BatchKey, ...]
-    samples: int
-    following: int
-    lost: PSError | None
-
-    def __init__(self) -> None:
-        self.dealt = self.shared = False
-        self.clear()
-
-    @property
-    def nothing(self) -> bool:
-        """Was nothing handed out to train on, in a script whose rounds go by the data that it is
-        dealt?
-        """
-        return self.dealt and not self.samples and self.lost is None
-
-    def add(self, key: BatchKey, samples: int, following: int | None) -> None:
-        """following: None where each batch may be a push of its own. A batch without samples is
-        not trained on.
-        """
-        self.batches = (*self.batches, key)
-        self.samples += samples
-        self.shared = following is not None
-        if samples and following is not None:
-            self._check_whole()
-            self.following, self._ended = following, following == 0
-
-    def _check_whole(self) -> None:
-        if self._ended:
-            raise InvalidRequestError(
-                "--global-batch decides how many batches make an update, so call optimizer.step() "
-                "after each batch: "
-                "with gradients that are None for one to be left out; where there is nothing to "
-                "train, go through "
-                "job.batches under torch.no_grad()"
-            )
-
-    def begin(self) -> None:
-        """A loop begins: the end of an update at which the one before it was left needs no step
-        any more.
-        """
-        self._ended, self.dealt = False, True
-
-    def lose(self, error: PSError) -> None:
-        """The batches so far went back to the pool; those that are still to come are this
-        worker's.
-        """
-        self.batches, self.following, self._ended, self.lost = (), 0, False, error
-
-    def clear(self) -> None:
-        self.batches, self.lost = (), None
-        self.samples = self.following = 0
-        self._ended = False
 
 
 class RequestedBatch(NamedTuple):
@@ -125,8 +59,8 @@ class LeasedBatches:
     answer; None before. nothing: the loop was over before this worker got anything of it.
     """
 
-    def __init__(self, job: "Job", spec: Spec) -> None:
-        self._job = job
+    def __init__(self, session: Session, spec: Spec) -> None:
+        self._session = session
         self._spec = spec
         self.loop = spec.loop
         self._ready: deque[int] = deque()
@@ -151,7 +85,7 @@ class LeasedBatches:
 
     @property
     def over(self) -> bool:
-        return self._ended or self._job.client.stopping
+        return self._ended or self._session.client.stopping
 
     def wait(self) -> bool:
         """Sits out until there is more; False at the loop's end. Either way the model then holds
@@ -159,17 +93,17 @@ class LeasedBatches:
         """
         while not self._ready and not self.over:
             self._ask(idle=True)
-        if not self._job.client.stopping:
-            self._job.pull()
+        if not self._session.client.stopping:
+            self._session.pull()
         return not self.over
 
     def _ask(self, idle: bool) -> None:
         """Gets nothing if the job had gone on without this worker, which is then back."""
-        with self._job.healing():
-            lease = self._job.client.next_batches(
-                self._spec, idle=idle, first_open=self._job.loops.first
+        with self._session.rejoin_on_fence():
+            lease = self._session.client.next_batches(
+                self._spec, idle=idle, first_open=self._session.loops.first
             )
-            self._job.prospers()
+            self._session.reset_rejoin_count()
             self._ready.extend(lease.numbers)
             self._got_any = self._got_any or bool(lease.numbers)
             if self.share is None and (lease.numbers or lease.end):
@@ -177,11 +111,11 @@ class LeasedBatches:
             self._held.update(zip(lease.numbers, lease.following or repeat(None), strict=False))
             self._ended = lease.end and not lease.numbers
             if (
-                self._ended and not self._job.usage.batches
+                self._ended and not self._session.consumed.batches
             ):  # else it ends for this worker only, with those in hand
-                self._job.loops.passed(self._spec.loop)
+                self._session.loops.passed(self._spec.loop)
             if lease.sat_out and not idle:
-                self._job.pull()
+                self._session.pull()
 
     def use(self, key: BatchKey, samples: int) -> bool:
         """The script gets this batch. One that it gets while gradients are off weighs nothing in
@@ -195,7 +129,7 @@ class LeasedBatches:
         evaluates = not torch.is_grad_enabled()
         if evaluates:
             self._evaluated.append(key)
-        self._job.usage.add(key, 0 if evaluates else samples, following)
+        self._session.consumed.add(key, 0 if evaluates else samples, following)
         return True
 
     def drop_evaluated(self) -> None:
@@ -204,18 +138,18 @@ class LeasedBatches:
         """
         keys, self._evaluated = self._evaluated, []
         if keys and self._ended:
-            usage, dropped = self._job.usage, set(keys)
+            usage, dropped = self._session.consumed, set(keys)
             usage.batches = tuple(key for key in usage.batches if key not in dropped)
             for start in range(0, len(keys), BATCHES_PER_REQUEST):
-                with self._job.healing():
-                    self._job.client.drop_batches(keys[start : start + BATCHES_PER_REQUEST])
+                with self._session.rejoin_on_fence():
+                    self._session.client.drop_batches(keys[start : start + BATCHES_PER_REQUEST])
 
     def find_end(self, key: BatchKey) -> None:
         """There is nothing in this batch: its source ends before it."""
         if key.number in self._held:
             del self._held[key.number]
-            with self._job.healing():
-                self._job.client.return_batches([key])
+            with self._session.rejoin_on_fence():
+                self._session.client.return_batches([key])
 
     def forget(self) -> None:
         """All that was leased and not used is others' now. What the loader has fetched of it is
@@ -230,7 +164,9 @@ class LeasedBatches:
         held, self._held = sorted(self._held), {}
         self._ready.clear()
         if held:
-            self._job.client.return_batches([BatchKey(self._spec.loop, number) for number in held])
+            self._session.client.return_batches(
+                [BatchKey(self._spec.loop, number) for number in held]
+            )
 
 
 class BatchSource(Protocol):
@@ -266,8 +202,8 @@ class BatchLoader:
     dataset: the data set, of tensors a TensorDataset. batch_size: samples a batch and worker.
     """
 
-    def __init__(self, job: "Job", data: TrainingData, reseed: bool) -> None:
-        self._job = job
+    def __init__(self, session: Session, data: TrainingData, reseed: bool) -> None:
+        self._session = session
         self._data = data
         self._reseed = reseed
         self._pass: DataPass | None = None
@@ -301,10 +237,10 @@ class BatchLoader:
         """
         if self._pass is not None and (share := self._pass.share) is not None:
             return share
-        return self._job.client.share(self._data.spec())
+        return self._session.client.share(self._data.spec())
 
     def __iter__(self) -> "BatchIterator":
-        loops = self._job.loops
+        loops = self._session.loops
         spec, source = self._data.next_pass(loops.count)
         if (
             self._pass is not None
@@ -313,7 +249,7 @@ class BatchLoader:
         ):
             before.give_way()
             loops.discard(self._pass.loop)
-        self._pass = DataPass(self._job, spec, source, self._reseed)
+        self._pass = DataPass(self._session, spec, source, self._reseed)
         iterator = BatchIterator(self._pass.batches())
         loops.make(spec.loop, iterator)
         self._iterator = weakref.ref(iterator)
@@ -352,13 +288,13 @@ class BatchIterator:
 class DataPass:
     """One loop of the ledger, from its first batch to its end."""
 
-    def __init__(self, job: "Job", spec: Spec, source: BatchSource, reseed: bool) -> None:
+    def __init__(self, session: Session, spec: Spec, source: BatchSource, reseed: bool) -> None:
         self.loop = spec.loop
-        self._job = job
-        self._leases = LeasedBatches(job, spec)
+        self._session = session
+        self._leases = LeasedBatches(session, spec)
         self._source = source
         self._reseed = reseed
-        self._past = job.client.has_ended(spec.loop)
+        self._past = session.client.has_ended(spec.loop)
 
     @property
     def skipped(self) -> bool:
@@ -372,11 +308,11 @@ class DataPass:
     def batches(self) -> Generator[Any, None, None]:
         """What the script gets; to be gone through once."""
         leases = self._leases
-        if not self._job.loops.open:  # what was used in loops before this one
+        if not self._session.loops.open:  # what was used in loops before this one
             self._void(0)
-            self._job.usage.begin()
-        steps, samples = self._job.stats.steps, self._job.usage.samples
-        with self._job.looping(leases):
+            self._session.consumed.begin()
+        steps, samples = self._session.stats.steps, self._session.consumed.samples
+        with self._session.running_loop(leases):
             source = self._source.open(leases)
             more = True
             while more:
@@ -385,11 +321,11 @@ class DataPass:
                         if self._reseed:
                             reseed(*item.seeds, COMPUTE)
                         yield batch
-                self._job.enter("wait")
+                self._session.enter("wait")
                 more = leases.wait()
             leases.drop_evaluated()
-            self._job.enter("compute")
-        if self._job.stats.steps == steps and (unused := self._void(samples)):
+            self._session.enter("compute")
+        if self._session.stats.steps == steps and (unused := self._void(samples)):
             log.warning(
                 "no optimizer.step() in this loop: for the job its %d samples are unused; call "
                 "step() of what "
@@ -400,18 +336,18 @@ class DataPass:
     def _void(self, samples: int) -> int:
         """Samples beyond so many weigh nothing in the next step where no parameter has a
         gradient: they were evaluated, or the script has thrown theirs away. Returns how many."""
-        usage = self._job.usage
-        unused = 0 if self._job.has_gradients else max(0, usage.samples - samples)
+        usage = self._session.consumed
+        unused = 0 if self._session.has_gradients else max(0, usage.samples - samples)
         usage.samples -= unused
         return unused
 
     def _timed(
         self, source: Iterable[tuple[RequestedBatch | StreamBatch, Any]]
     ) -> Iterator[tuple[RequestedBatch | StreamBatch, Any]]:
-        self._job.enter("data")
+        self._session.enter("data")
         for item in source:
-            if self._job.client.stopping:
+            if self._session.client.stopping:
                 return
-            self._job.enter("compute")
+            self._session.enter("compute")
             yield item
-            self._job.enter("data")
+            self._session.enter("data")

@@ -1,6 +1,6 @@
 """From the arguments of `Job.batches` to a loader."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
@@ -12,13 +12,16 @@ from psworker.data.order import check_sampler
 from psworker.data.stream_dataset import StreamData, is_stream, refuse
 from psworker.data.torch_loader import LoaderArguments, unpacked
 from psworker.session.arguments import seed_of
-
-if TYPE_CHECKING:
-    from psworker.job import Job
+from psworker.session.session import Session
 
 
 def loader_of(
-    job: "Job", given: LoaderArguments, epochs: int, seed: int, sources: int | None, reseed: bool
+    session: Session,
+    given: LoaderArguments,
+    epochs: int,
+    seed: int,
+    sources: int | None,
+    reseed: bool,
 ) -> BatchLoader:
     """Return what `Job.batches` returns, where the arguments are described. InvalidRequestError
     for wrong ones.
@@ -35,7 +38,7 @@ def loader_of(
         stream = StreamData(
             given.dataset, given.batch_size, epochs, count, collate, seed if reseed else None
         )
-        return BatchLoader(job, stream, reseed)
+        return BatchLoader(session, stream, reseed)
     check_options(given.options)
     data, sampler = map_style(given.dataset), _sampler(given, epochs)
     shuffle = sampler is None and (given.shuffle is None or given.shuffle)
@@ -47,11 +50,11 @@ def loader_of(
         loop,
         BatchFetcher(data, collate, reseed),
         given.options,
-        job.passes,
+        session.passes,
         sampler,
         by_batch,
     )
-    return BatchLoader(job, rows, reseed)
+    return BatchLoader(session, rows, reseed)
 
 
 def _check_exclusive(given: LoaderArguments) -> None:

@@ -108,7 +108,7 @@ class MapDataset:
         spec, indices = self._ordered(replace(self._loop, loop=loop, first_epoch=first))
         self._next = first + spec.epochs
         self._made[key] = max(self._made.get(key, 0), self._next)
-        return spec, MapPass(self, spec, indices)
+        return spec, MapPass(self.load, spec, indices)
 
     def _ordered(self, spec: LoopSpec) -> tuple[LoopSpec, Callable[[int], list[int]]]:
         """The pass, with its order, and which samples a batch has."""
@@ -149,14 +149,17 @@ class MapPass:
     """One pass over a map-style data set. indices: the samples of a batch."""
 
     def __init__(
-        self, data: MapDataset, spec: LoopSpec, indices: Callable[[int], list[int]]
+        self,
+        load: Callable[[Callable[[], Iterator[RequestedBatch]]], LoaderDataset],
+        spec: LoopSpec,
+        indices: Callable[[int], list[int]],
     ) -> None:
-        self._data = data
+        self._load = load
         self._spec = spec
         self._indices = indices
 
     def open(self, leases: LeasedBatches) -> LoaderDataset:
-        return self._data.load(lambda: map(self._wanted, leases))
+        return self._load(lambda: map(self._wanted, leases))
 
     def _wanted(self, number: int) -> RequestedBatch:
         spec = self._spec

@@ -134,7 +134,7 @@ class StreamReader:
         self._ahead: Any = END
 
     def open(self, leases: LeasedBatches) -> "StreamPass":
-        return StreamPass(self, leases)
+        return StreamPass(self.read, self._collate, leases)
 
     def read(self, number: int) -> tuple[StreamBatch, list[Any]]:
         """The samples of a batch, fewer where the source ends in it, perhaps none."""
@@ -159,23 +159,26 @@ class StreamReader:
     def _seeds(self, lap: int, offset: int) -> tuple[int, ...]:
         return (self._seed or 0) % 2**64, self._spec.loop, lap, offset
 
-    def collated(self, samples: list[Any]) -> Any:
-        return self._collate(samples)
-
 
 class StreamPass:
     """The batches of leased numbers. One that has nothing in it tells the ledger where its
     source ends.
     """
 
-    def __init__(self, stream: StreamReader, leases: LeasedBatches) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        read: Callable[[int], tuple[StreamBatch, list[Any]]],
+        collate: Callable[[list[Any]], Any],
+        leases: LeasedBatches,
+    ) -> None:
+        self._read = read
+        self._collate = collate
         self._leases = leases
 
     def __iter__(self) -> Iterator[tuple[StreamBatch, Any]]:
         for number in self._leases:
-            found, samples = self._stream.read(number)
+            found, samples = self._read(number)
             if samples:
-                yield found, self._stream.collated(samples)
+                yield found, self._collate(samples)
             else:
                 self._leases.find_end(found.key)

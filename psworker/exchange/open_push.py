@@ -50,7 +50,7 @@ class PushSteps(NamedTuple):
 
 
 class OpenPush:
-    """What Client.begin returns; see `psworker.client.local_client.Flow`. One thread at a time
+    """What Client.begin returns; see `psworker.core.protocols.PushStream`. One thread at a time
     may use it.
     """
 

@@ -11,7 +11,7 @@ from functools import wraps
 from itertools import groupby
 from operator import index
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pscommon.core.errors import FencedError, InvalidRequestError, PSError, error_for
 from psworker.core.results import PushResult, lost
 from psworker.model.adapter import ModelAdapter
+from psworker.model.saving import save
 from psworker.optim.accumulation import GradientAccumulation
 from psworker.optim.overlapped_step import OverlappedStep
 from psworker.optim.param_groups import GroupSettings
@@ -26,10 +27,7 @@ from psworker.optim.pipelined_step import PipelinedStep
 from psworker.optim.step import Push, StepStrategy
 from psworker.session.arguments import clip_norm_of
 from psworker.session.drain import DrainedError
-from psworker.session.saving import save
-
-if TYPE_CHECKING:
-    from psworker.job import Job
+from psworker.session.session import Session
 
 P = ParamSpec("P")
 
@@ -98,7 +96,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         model: nn.Module,
-        job: "Job",
+        session: Session,
         overlap: bool = False,
         pipeline: bool = False,
         clip_norm: float | None = None,
@@ -114,27 +112,32 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.result: PushResult | None = None
         self.pending = False
         self._settings = GroupSettings(optimizer)
-        self._job = job
+        self._session = session
         self._told_groups = ""
         self._pipelined = pipeline
         self._leaves = False
-        plan = job.insist(lambda: job.client.agree(self._bridge.spec))
-        self._bridge.attach(plan, job.client.tapes(), apart=pipeline)
-        job.insist(lambda: job.client.start(self._bridge.weights.memory))
+        plan = session.with_rejoin(lambda: session.client.agree(self._bridge.spec))
+        self._bridge.attach(plan, session.client.tapes(), apart=pipeline)
+        session.with_rejoin(lambda: session.client.start(self._bridge.weights.memory))
         self._bridge.scatter(everything=True)
         self._sum = GradientAccumulation(self._bridge.trainable.tensors)
         self._courier = self._make_courier(model, overlap)
         self._handed_over, self._refusal = optimizer, optimizer.register_step_pre_hook(_refuse_step)
 
     def _make_courier(self, model: nn.Module, overlap: bool) -> StepStrategy:
-        bridge, job = self._bridge, self._job
+        bridge, session = self._bridge, self._session
         if self._pipelined:
-            return PipelinedStep(bridge, job.client, model, self._decide, self.wait)
+            return PipelinedStep(bridge, session.client, model, self._decide, self.wait)
         if overlap:
             return OverlappedStep(
-                bridge, job.client, model, job.change, self._healing_forward, self.wait
+                bridge,
+                session.client,
+                model,
+                session.change_phase,
+                self._healing_forward,
+                self.wait,
             )
-        return StepStrategy(bridge, job.client)
+        return StepStrategy(bridge, session.client)
 
     @property
     def grad_scale(self) -> Tensor:
@@ -193,61 +196,61 @@ class ServerOptimizer(torch.optim.Optimizer):
         """GradScaler makes no step: what the gradients are of weighs nothing; in a
         --global-batch it counts as zero.
         """
-        if self._job.usage.shared:
+        if self._session.consumed.shared:
             self.zero_grad()
             self._push(None)
         else:
-            self._job.usage.samples = 0
+            self._session.consumed.samples = 0
             self._courier.skip()
 
     @torch.no_grad()
     def _push(self, samples: int | None) -> None:
-        job, groups = self._job, self._settings.groups_json(self.param_groups)
-        weight = max(1, job.usage.samples) if samples is None else _checked_weight(samples)
-        if job.usage.nothing and not self.has_gradients:
+        session, groups = self._session, self._settings.groups_json(self.param_groups)
+        weight = max(1, session.consumed.samples) if samples is None else _checked_weight(samples)
+        if session.consumed.nothing and not self.has_gradients:
             return self._courier.skip()
         self._check_leaving()
-        self.pending = job.usage.following > 0 and job.usage.lost is None
+        self.pending = session.consumed.following > 0 and session.consumed.lost is None
         if self.pending:
             return self._add_up(weight)
-        job.enter("push")
+        session.enter("push")
         # how the push before ended, and so whether its groups counted, is not known yet in a
         # pipeline
         told = "" if groups == self._told_groups and not self._pipelined else groups
-        push = Push(self._sum.finish(weight), job.usage.batches, told)
+        push = Push(self._sum.finish(weight), session.consumed.batches, told)
         result = self._sent(push)
-        push = replace(push, batches=job.usage.batches)  # those of a lost place are gone
+        push = replace(push, batches=session.consumed.batches)  # those of a lost place are gone
         self.result = result or self.result
-        job.usage.clear()
-        job.finish_step(push.samples, self.result.seconds if self.result else {})
+        session.consumed.clear()
+        session.finish_step(push.samples, self.result.seconds if self.result else {})
         if result is not None:
             self._decide(push, result)
         return None
 
     def _add_up(self, samples: int) -> None:
         self._sum.add(samples)
-        self._job.usage.samples = 0
+        self._session.consumed.samples = 0
         self._courier.skip()
 
     def _check_leaving(self) -> None:
         """One step is in progress when a worker is asked to leave; the next one is one too many."""
         if self._leaves:
-            self._job.check_stopping()
-        self._leaves = self._job.client.stopping
+            self._session.check_stopping()
+        self._leaves = self._session.client.stopping
 
     def _sent(self, push: Push) -> PushResult | None:
-        job = self._job
-        if job.usage.lost is not None:
+        session = self._session
+        if session.consumed.lost is not None:
             self._courier.skip()
-            return lost(job.usage.lost, job.version)
+            return lost(session.consumed.lost, session.version)
         try:
             result = self._courier.push(push)
         except DrainedError as error:
-            job.stop(str(error), "drained")
+            session.stop(str(error), "drained")
         except FencedError as error:
-            job.come_back(error)
-            return lost(error, job.version)
-        job.prospers()
+            session.rejoin(error)
+            return lost(error, session.version)
+        session.reset_rejoin_count()
         return result
 
     def _decide(self, push: Push, result: PushResult) -> None:
@@ -256,9 +259,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         if result.status == "rejected":
             self._refused(result.reason)
         if result.status == "stale":
-            self._job.stats.stale += 1
+            self._session.stats.stale += 1
             with suppress(FencedError):  # then they have gone back already
-                self._job.client.return_batches(push.batches)
+                self._session.client.return_batches(push.batches)
             if not result.lost:
                 log.warning(
                     "push was stale by %d versions; its %d batches went back",
@@ -269,10 +272,10 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._told_groups = push.groups_json or self._told_groups
 
     def _refused(self, why: str) -> None:
-        if self._job.client.bad_gradients != "skip":
+        if self._session.client.bad_gradients != "skip":
             reason, _, detail = why.partition(": ")
             raise error_for(reason, detail)
-        self._job.stats.rejected += 1
+        self._session.stats.rejected += 1
         log.warning("step is skipped (--bad-gradients skip): %s", why)
 
     @property
@@ -283,13 +286,13 @@ class ServerOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def pull(self) -> None:
         """The job's newest weights and buffers into the model, without a step."""
-        with self._job.healing():
+        with self._session.rejoin_on_fence():
             self._courier.pull()
 
     @torch.no_grad()
     def wait(self) -> None:
         """As Job.wait."""
-        with self._job.healing():
+        with self._session.rejoin_on_fence():
             self._courier.settle()
 
     @contextmanager
@@ -300,15 +303,15 @@ class ServerOptimizer(torch.optim.Optimizer):
         try:
             yield
         except DrainedError as error:
-            self._job.stop(str(error), "drained")
+            self._session.stop(str(error), "drained")
         except FencedError as error:
-            self._job.come_back(error)
-            self._job.usage.lose(error)
+            self._session.rejoin(error)
+            self._session.consumed.lose(error)
 
     def save(self, file: str | PathLike[str]) -> None:
         """As Job.save."""
         self.wait()
-        save(self._job.client, self._bridge, file)
+        save(self._session.client, self._bridge, file)
 
     def drop(self, error: PSError) -> None:
         """The worker has lost its place: what is on its way is lost or lands now."""
@@ -331,7 +334,7 @@ class ServerOptimizer(torch.optim.Optimizer):
         """What deepcopy and pickle make: settings without a job, as deep copies of a scheduler
         need them.
         """
-        return "_job" not in vars(self)
+        return "_session" not in vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -357,7 +360,7 @@ class ServerOptimizer(torch.optim.Optimizer):
             return super().state_dict()
         self.wait()
         return super().state_dict() | {
-            MARK: {"job": self._job.client.job, "version": self._job.version}
+            MARK: {"job": self._session.client.job, "version": self._session.version}
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pscommon.core.errors import FencedError, PSError
 from pscommon.core.partition import ALIGN, ByteRange, piece_nbytes
-from psworker.client.local_client import Flow, JobClient
+from psworker.core.protocols import JobClient, PushStream
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
 from psworker.model.flat_buffer import CopyEvent
@@ -61,12 +61,12 @@ class BucketSender:
     """
 
     def __init__(
-        self, bridge: ModelAdapter, begin: Callable[[], Flow], check: Callable[[int], None]
+        self, bridge: ModelAdapter, begin: Callable[[], PushStream], check: Callable[[int], None]
     ) -> None:
         self._bridge = bridge
         self._begin = begin
         self._check = check
-        self._flow: Flow | None = None
+        self._flow: PushStream | None = None
         self._extents = bridge.trainable.extents
         self.buckets = _buckets(self._extents)
         self._bucket_of = [bucket for bucket in reversed(self.buckets) for _ in bucket.places]
@@ -104,7 +104,7 @@ class BucketSender:
         while self._leaving and self._leaving[0][0].query():
             _send(flow, self._leaving.popleft()[1])
 
-    def finish(self, push: Push) -> tuple[Flow, PushResult, set[int]]:
+    def finish(self, push: Push) -> tuple[PushStream, PushResult, set[int]]:
         """Sends all that has not left as it is now, and waits for the decision. Returns also who
         had a gradient.
         """
@@ -125,7 +125,7 @@ class BucketSender:
         self._flow = None
         return flow, result, set(compress(range(len(grads)), _given(grads)))
 
-    def _send_changed(self, flow: Flow, grads: list[Tensor | None]) -> list[GradientBucket]:
+    def _send_changed(self, flow: PushStream, grads: list[Tensor | None]) -> list[GradientBucket]:
         """Returns the buckets that had left and have to leave again."""
         changed = self._changed(grads)
         for bucket in changed:
@@ -229,7 +229,7 @@ def _given(grads: Sequence[Tensor | None]) -> list[bool]:
     return list(map(is_not, grads, repeat(None)))
 
 
-def _send(flow: Flow, spans: Sequence[ByteRange]) -> None:
+def _send(flow: PushStream, spans: Sequence[ByteRange]) -> None:
     for start, stop in spans:
         flow.send(start, stop)
 
@@ -267,7 +267,7 @@ class OverlappedStep(StepStrategy):
         self._arrivals = WeightGates(bridge, model, enter, healing, settle)
         self._departures = BucketSender(bridge, self._begin, self._arrivals.check)
 
-    def _begin(self) -> Flow:
+    def _begin(self) -> PushStream:
         """A client has one push at a time, so what the last one brings must be here first."""
         self._arrivals.land()
         return self._client.begin()

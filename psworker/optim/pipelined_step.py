@@ -11,7 +11,7 @@ from torch import nn
 from pscommon.core.errors import FencedError, PSError, UnreachableError
 from pscommon.core.partition import ByteRange
 from pscommon.system import signals as interruptible
-from psworker.client.local_client import JobClient
+from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult, lost
 from psworker.model.adapter import ModelAdapter
 from psworker.optim.step import Push, StepStrategy

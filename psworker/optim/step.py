@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pscommon.core.errors import PSError
 from pscommon.core.log_entries import BatchKey
-from psworker.client.local_client import JobClient
+from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
 

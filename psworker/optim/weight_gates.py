@@ -17,7 +17,7 @@ from torch import nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ALIGN, ByteRange
-from psworker.client.local_client import Flow
+from psworker.core.protocols import PushStream
 from psworker.model.adapter import ModelAdapter
 
 Enter = Callable[[str], str]
@@ -164,7 +164,7 @@ class WeightGates:
         self._bridge = bridge
         self._enter = enter
         self._healing = healing
-        self._flow: Flow | None = None
+        self._flow: PushStream | None = None
         modules = list(model.modules())
         extents = bridge.moving_extents()
         self._owned, self._parts = _parts(modules, extents)
@@ -191,7 +191,7 @@ class WeightGates:
                 )
         self._modules = modules
 
-    def expect(self, flow: Flow, stepped: set[int]) -> None:
+    def expect(self, flow: PushStream, stepped: set[int]) -> None:
         """The weights of this push are on their way; stepped: which trainable tensors it had
         gradients for.
         """

@@ -1,6 +1,6 @@
 """What a script can read about its job at any time, without waiting for the servers."""
 
-from psworker.client.local_client import JobClient
+from psworker.core.protocols import JobClient
 
 
 class JobFacts:

@@ -1,11 +1,24 @@
 """Where a script is among its loops: what it is in, may still begin, and has behind it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakValueDictionary
 
-if TYPE_CHECKING:
-    from psworker.data.batches import LeasedBatches
+
+class LoopBatches(Protocol):
+    """What a worker has of one loop.
+
+    Attributes:
+        loop: Number of the loop.
+    """
+
+    loop: int
+
+    def forget(self) -> None:
+        """All batches that were leased and not used are other workers' now."""
+
+    def give_back(self) -> None:
+        """Return to the job all batches that were leased and not used."""
 
 
 class OpenLoops:
@@ -21,7 +34,7 @@ class OpenLoops:
     """
 
     def __init__(self) -> None:
-        self.open: list[LeasedBatches] = []
+        self.open: list[LoopBatches] = []
         self.count = 0
         self._made: WeakValueDictionary[int, object] = WeakValueDictionary()
         self._last = -1
@@ -43,7 +56,7 @@ class OpenLoops:
         """One that was made will not begin."""
         self._made.pop(loop, None)
 
-    def begin(self, leases: "LeasedBatches") -> None:
+    def begin(self, leases: LoopBatches) -> None:
         self.discard(leases.loop)
         if not self.open:  # it is in no other
             for loop in [loop for loop in self._made if loop <= self._last]:
@@ -58,7 +71,7 @@ class OpenLoops:
         if self.open[0].loop == loop:
             self._passed.add(loop)
 
-    def end(self, leases: "LeasedBatches", version: int) -> None:
+    def end(self, leases: LoopBatches, version: int) -> None:
         """The script has left this loop, be it before its end. version: after its last push in
         it; 0: it made none.
         """

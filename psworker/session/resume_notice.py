@@ -1,15 +1,13 @@
-"""What a run is told that resumed a job which an earlier run had finished."""
+"""The notice for a run that resumes a job which an earlier run finished."""
 
 import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pscommon.core.errors import PSError
-
-if TYPE_CHECKING:
-    from psworker.job import Job
+from psworker.session.session import Session
 
 UNDER_PS_RUN = "PS_WORKER_ATTEMPT"
 """Set for the workers of ps-run, which tells its user itself."""
@@ -39,16 +37,19 @@ def nothing_left(status: Mapping[str, Any]) -> str:
     )
 
 
-def tell_finished(job: "Job") -> None:
-    """As a worker closes its job: the first one of a run for which nothing was left says so."""
+def log_if_finished(session: Session, rank: int, first_version: int) -> None:
+    """Log that nothing was left to train, once for a run: called as a worker closes its job.
+
+    first_version: the job's version when this worker came.
+    """
     if (
-        job.stats.steps
-        or job.rank
-        or job.stopping
-        or not job.first_version
+        session.stats.steps
+        or rank
+        or session.stopping
+        or not first_version
         or UNDER_PS_RUN in os.environ
     ):
         return
     with suppress(PSError):
-        if line := nothing_left(job.client.status()):
+        if line := nothing_left(session.client.status()):
             log.warning(line)

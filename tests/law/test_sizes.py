@@ -18,7 +18,6 @@ LONGER = {
     "psserver/parameters/store.py",
     "psserver/shard/engine.py",
     "psworker/client/client.py",
-    "psworker/data/batches.py",
     "psworker/exchange/model_exchange.py",
     "psworker/model/adapter.py",
     "psworker/optim/optimizer.py",

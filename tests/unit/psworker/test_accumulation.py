@@ -207,7 +207,7 @@ def test_a_worker_that_lost_its_place_adds_nothing_of_before() -> None:
     for step, _ in enumerate(job.batches(DATA, 3, shuffle=False)):
         parameter.grad = torch.full_like(parameter, 10.0**step)
         if step == 1:
-            job.come_back(FencedError("the job went on"))
+            job.session.rejoin(FencedError("the job went on"))
         optimizer.step()
 
     assert client.pushed == [((2, 3), 5)]

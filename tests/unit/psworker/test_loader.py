@@ -237,7 +237,7 @@ def test_iterators_that_never_begin_hold_nothing_up() -> None:
 
     first_open = []
     for _ in loader:
-        first_open.append(job.loops.first)
+        first_open.append(job.session.loops.first)
         optimizer.step()
 
     assert [spec.loop for spec in client.loops] == [3]
@@ -252,7 +252,7 @@ def test_an_iterator_that_the_script_holds_may_begin_inside_a_later_pass() -> No
     held = iter(job.batches(NUMBERS, 5))
 
     for _ in job.batches(NUMBERS, 10):
-        assert job.loops.first == 0
+        assert job.session.loops.first == 0
         assert len(next(held)) == 5
         optimizer.step()
 

@@ -2,18 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError, NotSavedError, SnapshotError
 from pscommon.snapshot import tensors_on_tape, write_model
 from pscommon.system.small_files import why_no_file
+from psworker.core.protocols import JobClient
 from psworker.model.adapter import ModelAdapter
 
-if TYPE_CHECKING:
-    from psworker.client.local_client import JobClient
 
-
-def save(client: "JobClient", bridge: ModelAdapter, file: str | os.PathLike[str]) -> None:
+def save(client: JobClient, bridge: ModelAdapter, file: str | os.PathLike[str]) -> None:
     """As Job.save."""
     path = Path(file)
     if problem := why_no_file(path):

@@ -1,0 +1,270 @@
+"""One script's run: the parts of a job that its optimizer and its loaders share.
+
+A worker that loses its membership rejoins the job here, and a worker that is asked to leave gives
+its membership up here.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Never, Protocol, TypeVar
+
+from pscommon.core.errors import FencedError, InvalidRequestError, PSError, QuarantinedError
+from psworker.core.protocols import JobClient
+from psworker.core.results import PushResult
+from psworker.session import metrics
+from psworker.session.consumed_batches import ConsumedBatches
+from psworker.session.drain import DrainedError, Stopping
+from psworker.session.job_facts import JobFacts
+from psworker.session.open_loops import LoopBatches, OpenLoops
+from psworker.session.step_stats import StepStats
+
+T = TypeVar("T")
+
+LEAVE_REASON = "this worker was asked to leave"
+
+MAX_REJOINS = 5
+"""Rejoins in a row before any request of the worker has succeeded."""
+
+log = logging.getLogger("psworker")
+
+
+class TrainedModel(Protocol):
+    """What a session needs of the job's optimizer.
+
+    Attributes:
+        result: Outcome of the last step that was decided; None before the first.
+        has_gradients: A step would push something.
+    """
+
+    @property
+    def result(self) -> PushResult | None: ...
+    @property
+    def has_gradients(self) -> bool: ...
+
+    def pull(self) -> None:
+        """Load the job's newest weights into the model."""
+
+    def wait(self) -> None:
+        """Wait until no push is under way."""
+
+    def drop(self, error: PSError) -> None:
+        """The worker has lost its membership: a push under way ends or is lost."""
+
+    def renew(self) -> None:
+        """The worker has a new membership: load all of the job's weights."""
+
+
+class Session(JobFacts):
+    """The state of one run, from the first call of the script to its last.
+
+    Attributes:
+        client: The connection to the job.
+        stats: Time of the steps by phase.
+        consumed: Batches that the script has in hand.
+        loops: Loops that the script is in.
+        passes: Passes that the script's loaders have begun, by size of the data set and seed.
+        model: The job's optimizer; None before the script has handed over its model.
+        is_closed: The job is closed.
+    """
+
+    def __init__(self, client: JobClient) -> None:
+        super().__init__(client)
+        self.stats = StepStats()
+        self.consumed = ConsumedBatches()
+        self.loops = OpenLoops()
+        self.passes: dict[tuple[int, int], int] = {}
+        self.model: TrainedModel | None = None
+        self.is_closed = False
+        self._stop_reason = ""  # empty until the script is told to end
+        self._rejoins = 0
+
+    # ---- phases and steps ------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase: count its time, and show it in `ps-ctl workers`."""
+        self.change_phase(phase)
+
+    def change_phase(self, phase: str) -> str:
+        """Begin a phase as `enter` does, and return the phase before it."""
+        before = self.stats.phase
+        if phase == "wait" and self.model is not None:
+            # other workers may need to know how this worker's last push ended
+            self.model.wait()
+        self.stats.enter(phase)
+        self.client.progress(
+            steps=self.stats.steps,
+            step_seconds=self.stats.step_seconds,
+            samples_per_second=self.stats.samples_per_second,
+            phase="idle" if phase == "wait" else phase,
+        )
+        return before
+
+    def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
+        """Count a step and the time of its phases. exchange: PushResult.seconds."""
+        self.stats.finish_step(samples, exchange)
+        metrics.step({phase: self.stats.last[phase] for phase in metrics.PHASES}, samples)
+        self.enter("compute")
+
+    @property
+    def has_gradients(self) -> bool:
+        """A step would push something."""
+        return self.model is not None and self.model.has_gradients
+
+    def pull(self) -> None:
+        """Load the job's newest weights into the model."""
+        if self.model is None:
+            raise InvalidRequestError(
+                "call job.optimizer first: before it there is no model to train"
+            )
+        before = self.change_phase("pull")
+        self.model.pull()
+        self.enter(before)
+
+    @contextmanager
+    def running_loop(self, batches: LoopBatches) -> Iterator[None]:
+        """Count a loop as open; at its end return to the job what the script did not use.
+
+        Raises Stopping before the loop, and at its end, once the script is to end.
+        """
+        if self.model is None:
+            raise InvalidRequestError("call job.optimizer before going through job.batches")
+        self.check_stopping()
+        self.loops.begin(batches)
+        steps = self.stats.steps
+        try:
+            yield
+        except GeneratorExit:  # the script has left the loop, on purpose or with an error
+            if self.client.draining and not self.is_closed:
+                self._leave_rounds(LEAVE_REASON, "drained")
+            raise
+        finally:
+            # a worker that cannot reach the job, or is no member, holds no batches any more
+            with suppress(PSError):
+                batches.give_back()
+            result = self.model.result
+            self.loops.end(batches, result.version if result and self.stats.steps > steps else 0)
+        self.check_stopping()
+
+    # ---- membership ------------------------------------------------------------------------------
+
+    def with_rejoin(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, repeated after each rejoin."""
+        while True:
+            result: tuple[T] | None = None
+            with self.rejoin_on_fence():
+                result = (call(),)
+                self.reset_rejoin_count()
+            if result is not None:
+                return result[0]
+
+    @contextmanager
+    def rejoin_on_fence(self) -> Iterator[None]:
+        """Leave the body when the worker is fenced, and rejoin the job with its newest weights.
+
+        Raises Stopping where the worker was asked to leave and the body would delay that; once
+        Stopping was raised, also where the body fails.
+        """
+        try:
+            yield
+        except DrainedError as error:
+            self.stop(str(error), "drained")
+        except FencedError as error:
+            self.rejoin(error)
+        except PSError as error:
+            if self._stop_reason:
+                raise Stopping(self._stop_reason) from error
+            raise
+
+    def check_stopping(self) -> None:
+        """Raise Stopping once the script is to end."""
+        if self.client.stopping:
+            self.stop(LEAVE_REASON if self.client.draining else "the job ends")
+
+    def stop(self, reason: str, retire_reason: str = "") -> Never:
+        """Raise Stopping.
+
+        retire_reason: Why the worker leaves the rounds before its last step.
+        """
+        self._leave_rounds(reason, retire_reason)
+        raise Stopping(self._stop_reason)
+
+    def _leave_rounds(self, reason: str, retire_reason: str) -> None:
+        """Leave all rounds; batches that the worker has leased go to other workers.
+
+        Afterwards the worker only observes. A job that ends has no more rounds, and admits no
+        new members.
+        """
+        if self._stop_reason:
+            return
+        self._stop_reason = reason
+        log.info("worker %d stops training: %s", self.client.worker, reason)
+        self._drop_membership(DrainedError(reason))
+        if self.client.draining and not self.is_closed:
+            try:
+                self.client.retire(retire_reason)
+            except PSError as error:  # then it leaves when it closes the job
+                log.debug("worker %d could not leave the rounds yet: %s", self.client.worker, error)
+
+    def rejoin(self, error: FencedError) -> None:
+        """Replace the membership that was lost with this error, and load the job's weights.
+
+        Raises what a rejoin does not cure: QuarantinedError; FencedError where the servers went
+        back to before something that the script has done, or after MAX_REJOINS in a row; Stopping
+        where the worker is to leave.
+        """
+        try:
+            self._rejoin(error)
+        except DrainedError as drained:
+            self.stop(str(drained), "drained")
+
+    def _rejoin(self, error: FencedError) -> None:
+        while True:
+            self.check_stopping()
+            self._count_rejoin(error)
+            log.warning(
+                "worker %d lost its place in job %s: %s", self.client.worker, self.client.job, error
+            )
+            self._drop_membership(error)
+            self.client.rejoin()
+            try:
+                self._renew_model()
+            except FencedError as again:
+                error = again
+            else:
+                return self._check_rollback()
+
+    def reset_rejoin_count(self) -> None:
+        """The membership is good: a request has succeeded."""
+        self._rejoins = 0
+
+    def _count_rejoin(self, error: FencedError) -> None:
+        if isinstance(error, QuarantinedError) or self._rejoins == MAX_REJOINS:
+            raise error
+        self._rejoins += 1
+
+    def _drop_membership(self, error: PSError) -> None:
+        """Use nothing of the old membership any more."""
+        if self.model is not None:
+            self.model.drop(error)
+        for batches in self.loops.open:
+            batches.forget()
+        if self.consumed.batches:
+            self.consumed.lose(error)
+
+    def _renew_model(self) -> None:
+        if self.model is not None:
+            self.model.renew()
+        log.info(
+            "back in job %s as worker %d, version %d",
+            self.client.job,
+            self.client.worker,
+            self.version,
+        )
+
+    def _check_rollback(self) -> None:
+        if self.loops.come_again(self.client.has_ended, self.version):
+            raise FencedError(
+                f"the servers went back to version {self.version}, in an earlier loop: start the "
+                f"script again"
+            )
