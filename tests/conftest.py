@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,9 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that measure time run one after the other, and first: beside them run tests that
     start no processes.
     """
+    number = Counter[str]()
     for item in items:
-        if is_full(item):
+        name = item.nodeid.partition("[")[0]
+        every = item.get_closest_marker("every")
+        if is_full(item) or (every and number[name] % every.args[0]):
             item.add_marker(pytest.mark.full)
+        number[name] += 1
         if measures_time(item):
             item.add_marker(pytest.mark.xdist_group("timing"))
         elif shares_a_fixture(item):

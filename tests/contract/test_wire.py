@@ -44,6 +44,7 @@ def resident() -> int:
     return int(line.split()[1]) << 10
 
 
+@pytest.mark.full
 def test_a_tensor_of_300_mb_trains_and_a_message_of_more_than_64_mib_is_refused(
     cluster: Make, channel: Open
 ) -> None:

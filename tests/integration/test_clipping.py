@@ -111,6 +111,7 @@ def digest(weights: dict[str, Tensor]) -> str:
     return weights_sha256({name: value.numpy() for name, value in weights.items()})
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_gpt_on_two_workers_is_one_process_with_the_double_batch(
     cluster: Make, shards: int
@@ -172,6 +173,7 @@ def test_adamw_too(cluster: Make) -> None:
     assert distance(first, weights) <= 1e-5
 
 
+@pytest.mark.full
 def test_every_run_gives_the_same_bytes(cluster: Make) -> None:
     """Over the network, step by step, with more threads and through overlap."""
     digests = {digest(weights) for weights, _ in simulated(2, script(), shards=2)}
@@ -204,6 +206,7 @@ def test_clip_grad_norm_acts_on_each_workers_own_gradient(cluster: Make) -> None
     assert distance(first, plain()[0]) > 1e-4
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "settings",
     [{"policy": "sync"}, {"policy": "async"}, {"policy": "ssp", "staleness": 1}],

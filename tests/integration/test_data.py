@@ -39,6 +39,7 @@ Make = Callable[..., Cluster]
 # ---- shares --------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_each_index_is_used_once_an_epoch(cluster: Make, name: str, workers: int) -> None:

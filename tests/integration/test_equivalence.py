@@ -19,7 +19,6 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.snapshot.weights_digest import weights_sha256
 from psworker import Job
 from tests.support.cluster import Cluster
-from tests.support.tiers import cases
 from tests.support.training_threads import real, simulated
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -68,10 +67,6 @@ OPTIMIZERS: dict[str, Make] = {
     "rprop": lambda groups: torch.optim.Rprop(groups, lr=1e-4, step_sizes=(1e-6, 1e-3)),
     "lion": lambda groups: psworker.Lion(groups, lr=1e-4, weight_decay=0.1),
 }
-QUICK = {("sgd", 2), ("adamw", 3)}
-"""Optimizers and workers in make test. tests/unit/psserver/test_store_torch.py has the numbers of
-every optimizer there.
-"""
 OTHER_SETTINGS: dict[str, Make] = {
     "plain sgd": lambda groups: torch.optim.SGD(groups, lr=0.02),
     "damped sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.8, dampening=0.3),
@@ -199,9 +194,8 @@ def digests(results: Iterable[Named]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "workers"), cases(product(OPTIMIZERS, [1, 2, 3]), lambda *case: case in QUICK)
-)
+@pytest.mark.every(35)
+@pytest.mark.parametrize(("name", "workers"), list(product(OPTIMIZERS, [1, 2, 3])))
 def test_sync_is_plain_torch_with_the_same_bytes_on_any_number_of_shards(
     name: str, workers: int
 ) -> None:
@@ -237,6 +231,7 @@ def test_the_last_round_may_have_fewer_workers() -> None:
     assert_equivalent(results[0], plain(make, 3, epochs=1))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam"])
 def test_over_the_network_every_run_gives_the_same_bytes(
     name: str, cluster: Callable[..., Cluster]

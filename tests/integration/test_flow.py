@@ -88,6 +88,7 @@ def outcome(result: PushResult) -> tuple[Any, ...]:
     return result.status, result.version, result.staleness, result.reason
 
 
+@pytest.mark.every(3)
 @LANES
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_pieces_in_any_order_are_the_same_push(shards: int, lanes: Any, cluster: Make) -> None:

@@ -55,6 +55,7 @@ def plain() -> Tensor:
     return weights
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_training_is_the_same_with_any_number_of_workers(cluster: Make, workers: int) -> None:
     """5 workers share 4 batches: one sits out of every update."""

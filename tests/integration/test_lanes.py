@@ -138,6 +138,7 @@ def travelled() -> str:
         cluster.close()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "step",
     [lambda: by_name, lambda: in_two_calls, Foreign],

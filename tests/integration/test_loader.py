@@ -83,6 +83,7 @@ def together(runs: list[Run], name: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("over_the_network", [False, True])

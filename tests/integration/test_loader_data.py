@@ -71,6 +71,7 @@ def sampling(kind: str) -> Callable[[Job], tuple[list[list[list[int]]], list[int
     return script
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", SAMPLERS)

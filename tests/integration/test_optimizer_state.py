@@ -104,6 +104,7 @@ def test_recovery_from_the_log(
         check(client, name, hyper, 12)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "hyper"), OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 def test_a_snapshot_on_another_number_of_servers(

@@ -70,6 +70,7 @@ def assert_alike(states: list[Named]) -> None:
         assert all(torch.equal(value, other[name]) for name, value in first.items())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("clip", [False, True])
 def test_on_and_off_give_the_same_bytes(cluster: Make, lanes: str, clip: bool) -> None:
@@ -86,6 +87,7 @@ def test_on_and_off_give_the_same_bytes(cluster: Make, lanes: str, clip: bool) -
     assert_alike([*runs[0], *runs[1]])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mode", ["whole", "overlap", "pipeline"])
 def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> None:
     """What overlaps the script's own work is not counted twice."""
@@ -110,6 +112,7 @@ def test_phases_add_up_to_the_time_of_the_steps(cluster: Make, mode: str) -> Non
         assert phases == pytest.approx(took, rel=0.05)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_seconds_of_a_push_are_the_exchange_s(cluster: Make, shards: int, lanes: str) -> None:

@@ -195,6 +195,7 @@ class Race:
             self.spreads[spread] = self.spreads.get(spread, 0) + 1
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("staleness", [1, 2, 3, 8])
 def test_in_100_000_pushes_nobody_is_ever_further_ahead_than_the_bound(staleness: int) -> None:
     """25 000 for each of four bounds. The bound is reached, pushes do wait, and nobody waits for
@@ -350,6 +351,7 @@ def test_a_push_that_was_repeated_after_an_error_is_a_duplicate(cluster: Make) -
 # ---- ends ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_with_different_amounts_of_work_all_finish(

@@ -42,6 +42,7 @@ class LosesShard(GrpcTransport):
         return answer
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("lanes", ["grpc", "shm"])
 @pytest.mark.parametrize("policy", ["sync", "async"])
 @pytest.mark.parametrize("durability", ["", "snapshot", "log"])

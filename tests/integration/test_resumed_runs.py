@@ -92,6 +92,7 @@ def test_another_learning_rate_is_adopted_named_once_and_trained_with(
         assert client.pull()["bias"].item() == pytest.approx(before - BATCHES * 2 * 0.01, abs=1e-6)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("first", "second"),
     [({"epochs": 1}, {"epochs": 3}), ({"calls": 1}, {"calls": 3}), ({"passes": 1}, {"passes": 3})],
@@ -114,6 +115,7 @@ def test_more_epochs_train_on(
     assert NOTHING_LEFT not in caplog.text
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("arguments", [{"epochs": 2}, {"calls": 2}, {"passes": 2}])
 def test_a_finished_job_says_so_in_one_line_with_the_options(
     resumed: Callable[..., Cluster], arguments: dict[str, int], caplog: pytest.LogCaptureFixture
@@ -160,6 +162,7 @@ DIFFERENT: dict[str, tuple[dict[str, object], str, str]] = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_what_cannot_be_resumed_is_named_with_the_folder(
     resumed: Callable[..., Cluster], tmp_path: Path, difference: str

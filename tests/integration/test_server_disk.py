@@ -108,6 +108,7 @@ def walk(make: Make, data_dir: Path, durability: str, number: int, trouble: str)
     assert failed or version == PUSHES or durability == "snapshot"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_with_a_log(cluster: Make, tmp_path: Path, trouble: str) -> None:
     for number in LOGGED[trouble]:

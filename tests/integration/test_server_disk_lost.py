@@ -33,6 +33,7 @@ def version_of(client: Client) -> int:
     return counted(client.pull())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("name", LOGS)
 def test_a_log_without_its_end_is_not_gone_on_from(

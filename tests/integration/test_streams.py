@@ -56,6 +56,7 @@ def train(
     return used
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_each_sample_counts_once(cluster: Make, name: str, workers: int) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from tests.sim.every_operation import FOR_GOOD, WALKS, walk, writes
-from tests.support.tiers import cases
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARES = 20
@@ -43,15 +42,15 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-@pytest.mark.parametrize(
-    ("name", "share"), cases(product(FEWEST, range(SHARES)), lambda name, share: share == 0)
-)
+@pytest.mark.every(SHARES)
+@pytest.mark.parametrize(("name", "share"), list(product(FEWEST, range(SHARES))))
 def test_nothing_is_lost(folder: Path, name: str, share: int) -> None:
     done = walk(folder, WALKS[name], range(1 + share, FOR_GOOD, SHARES))
 
     assert done >= FEWEST[name] // SHARES
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("share", [0, 1])
 @pytest.mark.parametrize(("durability", "fewest"), [("log", 80), ("snapshot", 8)])
 def test_nothing_is_lost_by_a_write_cut_short(

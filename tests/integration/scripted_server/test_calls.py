@@ -38,6 +38,7 @@ def slowly(number: int) -> None:
     threading.Event().wait(0.4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
 )
@@ -52,6 +53,7 @@ def test_what_moves_slowly_arrives(
         assert cluster.calls["Exchange"] == 3  # nothing was sent twice; register pulls, too
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "hooks", [lambda c: c.incoming, lambda c: c.outgoing], ids=["push", "pull"]
 )

@@ -111,6 +111,7 @@ def goes_on(life: Life) -> None:
     assert rows_of(again, "9") == rows_of(again, "8") == ([FIRST, *ROWS], False)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fsync", ["always", "no"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_any_operation_may_fail_once(tmp_path: Path, fsync: Fsync, code: int) -> None:

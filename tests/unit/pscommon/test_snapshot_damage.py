@@ -62,6 +62,7 @@ def damages(file: Path, changes: Iterable[bytes]) -> Iterator[int]:
     file.write_bytes(raw)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("which", range(3))
 def test_every_flipped_byte_is_found(
     tmp_path: Path, snapshots: SnapshotDirectory, which: int
@@ -84,6 +85,7 @@ def test_a_change_of_the_manifest_that_json_does_not_see_is_found(
             snapshots.manifest(2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("which", range(3))
 def test_every_truncation_is_found(
     tmp_path: Path, snapshots: SnapshotDirectory, which: int

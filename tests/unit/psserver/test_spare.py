@@ -6,6 +6,7 @@ import sys
 import pytest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [("", 0, ""), ('["--shard", "2/2"]\n', 2, "ps-server")],

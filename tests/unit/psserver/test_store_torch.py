@@ -12,7 +12,6 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from pscommon.optim.specs import SUPPORTED, Groups, validate
 from pscommon.system.thread_team import ThreadTeam
 from tests.support.stores import Plain, Shards, model, noise, one_thread  # noqa: F401
-from tests.support.tiers import cases
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -164,9 +163,8 @@ def difference(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.d
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "groups", "workers"), cases(CASES, lambda name, groups, workers: workers == 2)
-)
+@pytest.mark.every(4)
+@pytest.mark.parametrize(("name", "groups", "workers"), CASES)
 def test_a_hundred_steps_are_those_of_one_torch_process(
     name: str, groups: list[dict[str, Any]], workers: int
 ) -> None:
@@ -245,6 +243,7 @@ def test_16_bit_weights_follow_a_double_precision_process(
         assert all(torch.equal(other[name].view(-1), results[0][name].view(-1)) for name in other)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "groups"), [*DEFAULT.items(), CENTERED])
 def test_the_number_of_threads_does_not_show(
     name: str, groups: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch

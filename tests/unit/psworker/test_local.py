@@ -91,6 +91,7 @@ def test_the_device_where_a_script_makes_its_tensors_is_its_own_affair(
     assert all(parameter.tolist() == pytest.approx([-0.45] * size) for parameter in model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_come_wherever_a_script_makes_its_tensors(num_workers: int) -> None:
     """Those are made as the script wants them, in its own process."""
