@@ -1,6 +1,4 @@
-"""What sync, async and ssp promise, seen from outside: by the scripts' own counters, the weights
-and the status.
-"""
+"""What sync, async and ssp promise, seen by the scripts, in the weights and in the status."""
 
 import random
 import re
