@@ -76,12 +76,13 @@ _LAZY = {
 
 
 class OptimizerSpec(_OptimizerSpec):
-    """An optimizer for `Client.register`: OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99)).
+    """An optimizer for `Client.register`: `OptimizerSpec("adam", lr=1e-3, betas=(0.9, 0.99))`.
 
-    name: a class of torch.optim in lower case (sgd, adamw, nadam, ...), lion, or one of
-    --optimizers MODULE. What is left out has the class's default. Checked by `Client.register`.
-    clip_norm: the servers scale each update's averaged gradient down to this L2 norm; None: they
-    do not.
+    Args:
+        name: A class of torch.optim in lower case (sgd, adamw, nadam, ...), lion, or one of
+            --optimizers MODULE.
+        clip_norm: Clip the averaged gradient of each update to this L2 norm. None: do not clip.
+        hyper: Hyper-parameters. Others have the class's defaults. `Client.register` checks them.
     """
 
     def __init__(

@@ -22,22 +22,29 @@ def connect(
     connect_timeout: float | None = None,
     wait_timeout: float = 600.0,
 ) -> "Job":
-    """Joins the job that the servers run; the script's first call.
-
-    servers: "HOST:PORT,..." of any of the servers; default PS_SERVERS. rank: default
-    PS_WORKER_RANK. device: auto, cpu, cuda or cuda:K; default PS_DEVICE, then auto. cuda spreads
-    workers over the GPUs of this machine by their rank, and who has none takes the first; auto
-    does so too, or takes the CPU where there is no GPU. ps-worker and ps-run set all three. For
-    `tensor.cuda()` and pinned memory to mean the worker's GPU call
-    `torch.cuda.set_device(job.device)`. connect_timeout: seconds that servers may be silent;
-    default PS_CONNECT_TIMEOUT, then 60. wait_timeout: seconds that a step or a request for data
-    may wait for other workers.
+    """Join the job that the servers run: the script's first call.
 
     With PS_LOCAL=1 in the environment there are no servers: the script trains alone, in this
     process, for debugging.
 
-    Raises InvalidRequestError where the environment says nothing, UnreachableError,
-    MismatchError.
+    Args:
+        servers: "HOST:PORT,..." of any of the servers. Default: PS_SERVERS, which ps-worker and
+            ps-run set.
+        rank: 0, 1, ... among the workers that start together. Default: PS_WORKER_RANK.
+        device: auto, cpu, cuda or cuda:K. Default: PS_DEVICE, then auto. cuda spreads workers
+            over the GPUs of this machine by their rank; a worker without a rank takes the first
+            GPU. auto is cuda, or cpu on a machine without a GPU. If `tensor.cuda()` and pinned
+            memory shall use the worker's GPU, call `torch.cuda.set_device(job.device)`.
+        connect_timeout: Seconds that servers may be silent. Default: PS_CONNECT_TIMEOUT, then 60.
+        wait_timeout: Seconds that a step or a request for data may wait for other workers.
+
+    Returns:
+        The job; use it in a `with` block, or call its `close` at the end.
+
+    Raises:
+        InvalidRequestError: No servers are named, or an argument is out of range.
+        UnreachableError: The servers do not answer.
+        MismatchError: The servers run another job, or are not one complete set.
     """
     rank = rank_of(rank, os.environ)
     place = choose_device(device or os.environ.get("PS_DEVICE") or "auto", rank or 0)

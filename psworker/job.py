@@ -28,18 +28,16 @@ log = logging.getLogger("psworker")
 
 
 class Job(JobFacts):
-    """A worker's part in a training job, made by `psworker.connect`.
+    """A training job as a script sees it; made by `psworker.connect`.
 
-    Use it as a context manager, or call `close` at the end.
+    Use it in a `with` block, or call `close` at the end.
 
     Attributes:
-        client: The connection to the servers.
+        client: The connection underneath.
         rank: 0, 1, ... among the workers that started together, for logs and tests.
-        device: Where the operator wants this worker to compute: move the model there before
-            `job.optimizer`, and the batches too.
-        stats: Time of the steps by phase.
-        session: What the optimizer and the loaders share; not for scripts.
-        first_version: The job's version at `job.optimizer`.
+        device: Where the operator wants this worker to compute. Call `model.to(job.device)`
+            before `job.optimizer`.
+        stats: Where the time of the steps goes.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class Job(JobFacts):
 
     @property
     def last(self) -> PushResult | None:
-        """What became of the last step; None before the first."""
+        """The result of the last step; None before the first one."""
         return self._optimizer.result if self._optimizer else None
 
     def optimizer(
@@ -67,34 +65,38 @@ class Job(JobFacts):
         pipeline: bool = False,
         clip_norm: float | None = None,
     ) -> ServerOptimizer:
-        """Hands the model to the servers, once a job; returns what takes the optimizer's place
-        in the script.
+        """Hand the model to the servers, once a job; return the optimizer to use from now on.
 
-        optimizer: elementwise (docs/optimizers.md), fresh, of parameters of `model`; list all
-        that will ever train and switch requires_grad; its groups keep their members. Those that
-        it lacks are frozen: changed by the script (an EMA teacher) they stay this worker's own
-        until it loses its place, and snapshots keep the initial values. model: on the device
-        where it will compute. Afterwards its weights are the job's (the first worker's, or those
-        of a resumed job), in the same Parameter objects with other storage; do not move or cast
-        it any more. Loading weights into it later, or changing them in place, is lost with the
-        next step: a warning says so. overlap: gradients leave during backward, and forward waits
-        layer by layer for weights that are still coming; the results are the same. None: if
-        PS_OVERLAP is on in the environment. Modules that are called, and tensors that are read
-        through them (parameters(), state_dict(), deepcopy), are waited for. Whoever gets at them
-        in other ways calls `job.wait()` after step(). Who computes with them (a traced module)
-        gets an InvalidRequestError in backward otherwise; who only looks (an EMA over a list of
-        parameters kept from before) finds old weights. Gradients may be changed after backward
-        in any way, as by GradScaler or `grad.data.mul_()`. Leave it off for models that
-        torch.compile has made: with a wait at each module it compiles little of them. pipeline:
-        in async and ssp, step() returns while its push is on its way; the next step() waits for
-        it and brings its weights. So a gradient lacks the worker's own last push, and counts as
-        that much staler. `job.last`, stale pushes and errors come one step later; `job.wait()`
-        makes them come now. Instead of overlap. Without servers (PS_LOCAL=1) and in a job that
-        is set to sync later, each step ends at once. clip_norm: the servers clip each update's
-        averaged gradient to this L2 norm, as clip_grad_norm_ would under DDP.
+        Afterwards the model has the job's weights: those of the first worker, or of a resumed
+        job. They are in the same Parameter objects with other storage. Do not move or cast the
+        model any more. Weights that the script loads or changes later are lost with the next
+        step; a warning says so.
 
-        Raises UnsupportedOptimizerError, InvalidRequestError, MismatchError where the job trains
-        another model.
+        Args:
+            optimizer: Elementwise (docs/optimizers.md), unused so far, over parameters of
+                `model`. List all parameters that will ever train, and switch `requires_grad`.
+                Parameter groups keep their members. Parameters that are not listed are frozen. If
+                the script changes a frozen parameter (an EMA teacher), the change stays in this
+                worker until it rejoins, and snapshots keep the initial value.
+            model: On the device where it will compute.
+            overlap: Send gradients during backward, and let forward wait for weights layer by
+                layer. The results are the same. None: PS_OVERLAP decides. Code that reads
+                parameters other than through the model's modules must call `job.wait()` after
+                `step()`; for a traced module backward raises an InvalidRequestError otherwise.
+                Gradients may change after backward, as with GradScaler. Leave it off for models
+                that torch.compile has made.
+            pipeline: Under async and ssp, let `step()` return while its push is in flight. The
+                next `step()` waits for it and brings its weights. A gradient then lacks the
+                worker's own last push, and is that much staler. Results and errors come one step
+                later, or with `job.wait()`. It excludes overlap. Without servers, and in a job
+                that is set to sync later, each step ends at once.
+            clip_norm: Clip the averaged gradient of each update to this L2 norm, as
+                clip_grad_norm_ does under DistributedDataParallel.
+
+        Raises:
+            UnsupportedOptimizerError: The servers cannot run this optimizer.
+            InvalidRequestError: An argument does not fit.
+            MismatchError: The job trains another model.
         """
         if self._optimizer is not None:
             raise InvalidRequestError(
@@ -134,45 +136,52 @@ class Job(JobFacts):
     ) -> BatchLoader:
         """Return a loader of this worker's share of the data: each `iter()` is the next pass.
 
-        All workers together see each sample once a pass. All workers start the same passes in
-        the same order, also in a job that is resumed: passes that it has completed end at once,
-        and `skipped` of the loader is True for them. The k-th pass has the order of epoch k;
-        epochs go on counting over the calls of a script with a data set of one size. `len()` is
-        the number of batches that this worker can expect of a pass; a stream has none.
+        All workers together see each sample once a pass. All workers start the same passes in the
+        same order, also in a resumed job: passes that it has completed end at once, and `skipped`
+        of the loader is True for them. The k-th pass has the order of epoch k. Epochs go on
+        counting over the calls of a script with a data set of one size. `len()` is the number of
+        batches that this worker can expect of a pass; a stream has none.
 
-        A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives
-        unused batches back, to a run that is resumed, too; one that all workers have left for a
-        later pass is over. When a pass ends, the model holds the job's newest weights. Under
-        torch.no_grad() a batch weighs nothing, and is done when its pass has ended. A pass
-        inside another one, such as a test every 100 steps, gives nothing to a worker that comes
-        when it has ended: a successor, or a run that is resumed.
+        A batch counts as done with the next `optimizer.step()`. Leaving a pass early gives unused
+        batches back, also to a resumed run. A pass that all workers have left for a later one is
+        over. When a pass ends, the model holds the job's newest weights. Under torch.no_grad() a
+        batch weighs nothing, and is done when its pass has ended. A pass inside another one, such
+        as a test every 100 steps, gives nothing to a worker that comes when it has ended: a
+        successor, or a resumed run.
 
         Args:
-            dataset: Map-style, with len() and items by number; a tensor, or a tuple of tensors for tuples of rows.
-                Or a stream, read in its own order: torch's IterableDataset, or what has read(source, offset), see
-                psworker.StreamDataset. Every worker must find the same samples in a source, whenever it reads it.
-                shuffle does not apply to a stream; drop_last, samplers and DataLoader's keywords cannot. Or torch's
-                DataLoader, which then says all that the arguments from batch_size to loader would, but epochs, seed,
-                sources and reseed.
+            dataset: Map-style, with len() and items by number; a tensor, or a tuple of tensors
+                for tuples of rows. Or a stream, read in its own order: torch's IterableDataset,
+                or an object with read(source, offset), see psworker.StreamDataset. Every worker
+                must find the same samples in a source, whenever it reads it. shuffle does not
+                apply to a stream; drop_last, samplers and DataLoader's keywords cannot. Or
+                torch's DataLoader, which replaces the arguments from batch_size to loader, except
+                epochs, seed, sources and reseed.
             batch_size: Samples per batch and worker.
-            epochs: Passes over the data in one `for` loop, for scripts that do not call for each pass.
-            shuffle: A new order in each pass, from (seed, epoch). None: True, unless there is a sampler.
+            epochs: Passes over the data in one `for` loop, for scripts that do not call for each
+                pass.
+            shuffle: A new order in each pass, from (seed, epoch). None: True, unless there is a
+                sampler.
             seed: Any 64-bit integer.
-            drop_last: Leave out the last batch of an epoch where it is smaller.
-            sampler: Gives the indices of a pass, in its order: each batch is the next batch_size of them. It runs on
-                every worker, with the global generators of torch, numpy and random seeded by (seed, epoch), and must
-                give the same order on all of them.
-            batch_sampler: Gives lists of indices instead, which may differ in length: batch_size is left out. A step
-                weighs as many samples as its batch has.
-            sources: How many a stream has, 1 by default; each is read by one worker at a time.
-            reseed: Before each batch is fetched, and before it is given out, set the global generators of torch, numpy
-                and random from (seed, epoch, place in the epoch), so that augmentation and dropout are the same on any
-                worker.
-            collate_fn, loader: As of torch.utils.data.DataLoader (num_workers, pin_memory, worker_init_fn ...).
+            drop_last: Leave out the last batch of an epoch if it is smaller.
+            sampler: Gives the indices of a pass, in its order: each batch is the next batch_size
+                of them. It runs on every worker, with the global generators of torch, numpy and
+                random seeded by (seed, epoch), and must give the same order on all of them.
+            batch_sampler: Gives lists of indices instead, which may differ in length: batch_size
+                is left out. A step weighs as many samples as its batch has.
+            sources: Number of sources of a stream, 1 by default; each is read by one worker at a
+                time.
+            reseed: Seed the global generators of torch, numpy and random from (seed, epoch, place
+                in the epoch), before each batch is fetched and before it is given out. So
+                augmentation and dropout are the same on any worker.
+            collate_fn: As of torch.utils.data.DataLoader.
+            loader: More keywords of torch.utils.data.DataLoader (num_workers, pin_memory,
+                worker_init_fn).
 
         Raises:
             InvalidRequestError: These arguments make no loader.
-            MismatchError: From a pass: other workers go through other data, or in another order (LOOP_MISMATCH).
+            MismatchError: From a pass: other workers go through other data, or in another order
+                (LOOP_MISMATCH).
         """
         given = LoaderArguments(
             dataset, batch_size, shuffle, drop_last, sampler, batch_sampler, collate_fn, loader
@@ -180,27 +189,28 @@ class Job(JobFacts):
         return loader_of(self.session, given, epochs, seed, sources, reseed)
 
     def pull(self) -> None:
-        """Load the job's newest weights into the model, without a step."""
+        """Bring the job's newest weights into the model, without a step."""
         self.session.pull()
 
     def wait(self) -> None:
-        """Waits until the last step has ended and its weights are in the model, where overlap or
-        pipeline leave that for later. Raises what the step ended with. For scripts that read or
-        change weights by hand after a step.
+        """Wait until the last step has ended and its weights are in the model.
+
+        Needed only with overlap or pipeline, before the script reads or changes weights by hand.
+        Raises the error of that step, if there was one.
         """
         if self._optimizer is not None:
             self._optimizer.wait()
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the job's newest weights to a safetensors file, replaced only when it is whole.
-        For any worker.
+        """Write the job's newest weights to a safetensors file, from any worker.
 
-        `model.load_state_dict(safetensors.torch.load_file(file))` takes it: it has all names of
-        the state_dict, tied weights and buffers included. This worker's own model does not
-        change.
+        The file is replaced only when it is complete. It has all names of the state_dict, tied
+        weights and buffers included: `model.load_state_dict(safetensors.torch.load_file(file))`.
+        This worker's model does not change.
 
-        Raises InvalidRequestError where no file can be written there, NotSavedError where the
-        disk refuses it.
+        Raises:
+            InvalidRequestError: No file can be written there.
+            NotSavedError: The disk refuses the file.
         """
         if self._optimizer is None:
             raise InvalidRequestError(
@@ -209,24 +219,32 @@ class Job(JobFacts):
         self._optimizer.save(file)
 
     def report(self, **values: SupportsFloat) -> None:
-        """Report values by name, such as loss=loss, after any step: numbers, or tensors with one
-        element.
+        """Report values by name, such as `loss=loss`, after any step. Never waits.
 
-        Heartbeats send them, at most one per second and name, the newest in any case; a value on
-        a GPU is read only then. ps-run shows them, its summary has the last ones, --history
-        writes all. Raises InvalidRequestError.
+        Heartbeats send at most one value per second and name, and the newest one in any case. A
+        value on a GPU is read only then. `ps-run` shows the values, its summary has the last
+        ones, and `--history` writes all.
+
+        Args:
+            values: Numbers, or tensors with one element.
+
+        Raises:
+            InvalidRequestError: A value is no number.
         """
         self.client.report_soon(values)
 
     def resume(
         self, scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int | None = None
     ) -> None:
-        """Fast-forwards a fresh scheduler to where the job stood when this worker came.
+        """Fast-forward a fresh scheduler to where the job stood when this worker joined.
 
-        steps: how often to step it; by default the job's version at `job.optimizer`. That is
-        right under sync for a scheduler that is stepped with every step. Under async and ssp a
-        version is one step of one worker, so divide by the number of workers; for a scheduler
-        stepped once an epoch give the epochs. A new job's version is 0.
+        Args:
+            scheduler: Made with the optimizer, not stepped so far.
+            steps: How often to step it. Default: the job's version at `job.optimizer`, 0 in a new
+                job. This is right under sync for a scheduler that is stepped with every update.
+                Under async and ssp a version is one step of one worker: divide by the number of
+                workers. For a scheduler that is stepped once per epoch, give the number of
+                epochs.
         """
         fast_forward(scheduler, self.first_version if steps is None else steps)
 
@@ -235,11 +253,13 @@ class Job(JobFacts):
         self.session.enter(phase)
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job: others go on without this worker. reason: why, when it is not done.
-        Again: does nothing.
+        """Leave the job; the others continue without this worker. A second call does nothing.
 
-        Leaving gives back all batches that were leased and not pushed. Without a reason it first
-        waits for a step that is still on its way, and raises what that ended with.
+        Batches that were leased and not pushed go back. Without a reason, first wait for a step
+        that is still in flight, and raise its error.
+
+        Args:
+            reason: Why the worker leaves, if it is not done.
         """
         if self.session.is_closed:
             return

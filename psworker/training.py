@@ -56,9 +56,11 @@ class TrainingNode:
 class DistributedTraining:
     """Trains a model on several workers and servers with one call.
 
-    servers: how many shards hold the weights. policy, staleness: as of ps-server. ps:
-    "HOST:PORT" of servers that run already, instead of starting some on this machine for the
-    time of the call.
+    Args:
+        servers: Number of shards that hold the weights.
+        policy: sync, async or ssp, as of ps-server.
+        staleness: The S of ssp.
+        ps: "HOST:PORT" of running servers. None: start servers on this machine for each call.
     """
 
     def __init__(
@@ -89,25 +91,40 @@ class DistributedTraining:
         simulate: bool = False,
         clip_norm: float | None = None,
     ) -> dict[str, Any]:
-        """Trains, and returns model_name, nodes_used, device, status, steps, samples, seconds,
-        final_loss, state_dict.
+        """Train a model and return what came out.
 
-        model: a module, which ends up with the trained weights, or "package.module:function"
-        that makes one. It trains in the mode, train() or eval(), in which it comes. data: a
-        map-style dataset of (input, target), or a pair of tensors. An input or target may be a
-        dict, list or tuple of tensors; the model is called with the whole input. Every sample is
-        used once an epoch, by one of the `nodes` workers; batch_size is per worker. Each worker
-        is a thread of this process with a copy of the model and connections of its own; the
-        servers are processes, and no PS_<FLAG> in the environment is meant for them.
-        loss(output, target): by default cross entropy for integer targets, mean squared error
-        for others. A loss that uses the given model's parameters, which no node trains, is
-        refused. optimizer: makes one from parameters, or is one whose settings are taken over;
-        by default Adam. final_loss: mean over the workers' last batches, NaN where there was
-        none. clip_norm: as of Job.optimizer. status: "done"; "stopped" where all workers were
-        asked to leave, or the job at `ps` was stopped, before the end: the weights are those
-        that were reached. use_gpus: workers compute on CUDA devices in turn; InvalidRequestError
-        where there is none. simulate: the same workers, servers and policies one step at a time
-        in this process, the same every time.
+        Each worker is a thread of this process, with a copy of the model and connections of its
+        own. The servers are processes; no PS_<FLAG> in the environment applies to them. Each
+        sample is used once per epoch, by one of the workers.
+
+        Args:
+            model: A module, which ends with the trained weights, or "package.module:function"
+                that makes one. It trains in the mode, train() or eval(), in which it comes.
+            data: A map-style dataset of (input, target), or a pair of tensors. An input or target
+                may be a dict, list or tuple of tensors; the model is called with the whole input.
+            nodes: Number of workers.
+            use_gpus: Compute on the CUDA devices in turn.
+            epochs: Passes over the data.
+            batch_size: Samples per batch and worker.
+            loss: loss(output, target). Default: cross entropy for integer targets, otherwise mean
+                squared error. It must not use parameters of the given model, which no worker
+                trains.
+            optimizer: Makes an optimizer from parameters, or is one whose settings are used.
+                Default: Adam.
+            shuffle: A new order in each epoch.
+            seed: Of the order.
+            simulate: Run the same workers, servers and policies one step at a time in this
+                process, with the same result every time.
+            clip_norm: As of Job.optimizer.
+
+        Returns:
+            model_name, nodes_used, device, status, steps, samples, seconds, final_loss and
+            state_dict. `status` is "done", or "stopped" if the job was stopped or all workers
+            were drained. `final_loss` is the mean over the last batches of the workers, NaN
+            without any.
+
+        Raises:
+            InvalidRequestError: An argument does not fit, or there is no GPU for use_gpus.
         """
         nodes = whole("nodes", nodes, 1)
         if simulate and self.ps is not None:

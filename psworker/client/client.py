@@ -37,25 +37,32 @@ COMES_BACK = "comes back as a new worker"
 
 
 class Client(ClientFacts):
-    """A worker's connection to all servers of a job.
+    """A worker's connection to all servers of a job, for numpy arrays.
 
-    servers: "HOST:PORT,..." or a sequence of them; one is enough where the servers know each
-    other. None: PS_SERVERS, and then PS_JOB, PS_WORKER_RANK and PS_CONNECT_TIMEOUT count as
-    well. rank: place in a round's sum among workers that start together. observe: look only
-    (status, pull), take no part. connect_timeout: seconds that a server may be silent, by
-    default 60. wait_timeout: seconds to wait for what others have to do. lanes: "grpc", "shm" or
-    "auto", how tensors move; by default PS_LANES, then auto: through shared memory to servers on
-    this host. lane: instead of servers; a simulation passes its own.
+    Calls of several threads run one after another. Processes that are forked later, such as those
+    of a DataLoader, may run and end freely, but cannot use or make a Client: gRPC does not
+    survive a fork.
 
-    Calls of several threads are carried out one after another. Processes forked later (a
-    DataLoader's) may live and end as they like, but neither use this Client nor make one: gRPC
-    does not survive a fork.
+    Args:
+        servers: "HOST:PORT,..." or a sequence of them; one is enough. None: PS_SERVERS, and then
+            PS_JOB, PS_WORKER_RANK and PS_CONNECT_TIMEOUT count as well.
+        rank: Place in the sum of a round, among workers that start together.
+        device: The device on which this worker computes, for the status.
+        observe: Only look (status, pull); take no part in the training.
+        connect_timeout: Seconds that a server may be silent. Default: 60.
+        wait_timeout: Seconds to wait for other workers.
+        lanes: "grpc", "shm" or "auto". Default: PS_LANES, then auto.
+        lane: A transport to use instead of servers, for simulations.
 
-    Any call may raise UnreachableError, WaitTimeoutError (both name whom it waited for),
-    FencedError once the job went on without this worker (`rejoin` brings it back, but for a
-    QuarantinedError), MismatchError for servers that are not one job's complete set or run
-    another job, DrainedError for a worker that was asked to leave and would have to wait long
-    for others, and InvalidRequestError for bad arguments.
+    Raises:
+        UnreachableError: A server does not answer. Any call may raise this and the following
+            errors.
+        WaitTimeoutError: Another worker is late; the message names it.
+        FencedError: The job went on without this worker; `rejoin` brings it back.
+        QuarantinedError: Too many gradients of this worker were bad; it cannot rejoin.
+        MismatchError: The servers are not the complete set of one job, or run another job.
+        DrainedError: This worker was asked to leave, and the call would wait long for others.
+        InvalidRequestError: An argument does not fit.
     """
 
     def __init__(
@@ -104,7 +111,7 @@ class Client(ClientFacts):
 
     @property
     def version(self) -> int:
-        """Of the weights that were pulled last, the smallest over the shards."""
+        """Version of the weights that were pulled last, the smallest over the shards."""
         return self._model.version
 
     @property
@@ -113,16 +120,12 @@ class Client(ClientFacts):
         return self._model.groups_json
 
     def drain(self) -> None:
-        """Asks this worker to leave, as SIGTERM to ps-worker does. From any thread: what waits
-        ends within seconds.
-        """
+        """Ask this worker to leave, as SIGTERM to ps-worker does. Call it from any thread."""
         self._connection.drain.ask()
 
     @property
     def stopping(self) -> bool:
-        """The job is being ended, or this worker was asked to leave: finish the step, then
-        close.
-        """
+        """True if the job ends or this worker was asked to leave: finish the step, then close."""
         return self._connection.place.stopping or self.draining
 
     # ---- numpy arrays ----------------------------------------------------------------------------
@@ -135,13 +138,20 @@ class Client(ClientFacts):
         buffers: Arrays | None = None,
         frozen: Arrays | None = None,
     ) -> None:
-        """States the model; the first worker's values are the job's initial weights, others'
-        only have to match.
+        """Register the model. The first worker's values are the initial weights; others must match.
 
-        params get gradients. buffers (running statistics) travel by value with each push and are
-        averaged. frozen never change. Keys are names; dtypes are numpy's floats, for buffers and
-        frozen also integers and bool. Raises MismatchError with the differences by tensor,
-        UnsupportedOptimizerError, NonFiniteError.
+        Args:
+            params: Arrays that get gradients, by name; floats.
+            optimizer: The optimizer that the servers run.
+            buffers: Running statistics. They travel by value with each push and are averaged.
+                Floats, integers or bool.
+            frozen: Arrays that never change. Floats, integers or bool.
+
+        Raises:
+            MismatchError: The job trains another model; the message shows the differences by
+                tensor.
+            UnsupportedOptimizerError: The servers cannot run this optimizer.
+            NonFiniteError: An initial value is NaN or Inf.
         """
         with self._model.turn:
             arrays = {**params, **(buffers or {}), **(frozen or {})}
@@ -154,11 +164,13 @@ class Client(ClientFacts):
             self._stats.enter("compute")
 
     def pull(self, out: Mapping[str, Array] | None = None) -> dict[str, Array]:
-        """The newest weights, buffers and frozen tensors by name, in new arrays or in those of
-        `out`, which it returns.
+        """Return the newest weights, buffers and frozen tensors by name.
 
-        They are at least as new as this client's last push. The bits of a bfloat16 tensor come
-        as uint16.
+        They are at least as new as this client's last push. The bits of a bfloat16 tensor come as
+        uint16.
+
+        Args:
+            out: Arrays to fill. None: new arrays.
         """
         with self._model.turn:
             tape = self._known_weights()
@@ -168,25 +180,26 @@ class Client(ClientFacts):
             return tape.read(out)
 
     def push(self, grads: Gradients, samples: int = 1) -> PushResult:
-        """Sends gradients by name and waits until the policy has decided on them. Returns how it
-        ended.
+        """Send gradients by name, wait for the policy's decision, and return the result.
 
-        A tensor that is missing or None got no gradient: its optimizer state stays as it is.
-        Buffers may be among them, with their new values. samples: the weight in a round's
-        average. Raises InvalidRequestError (reason UNKNOWN_TENSOR, WRONG_SHAPE, WRONG_DTYPE)
-        before anything is sent; NaN and Inf make the result "rejected".
+        After an UnreachableError or WaitTimeoutError it is unknown whether the push counted. A
+        second call with the same arguments counts it once.
 
-        After an UnreachableError or WaitTimeoutError nobody knows whether the push counted:
-        calling again with the same arguments counts it once.
+        Args:
+            gradients: By name. A tensor that is missing or None got no gradient: its optimizer
+                state stays as it is. Buffers may be among them, with their new values.
+            samples: Weight in the average of a round.
+
+        Raises:
+            InvalidRequestError: An unknown tensor, or another shape or dtype; nothing was sent.
+                NaN and Inf make the result "rejected".
         """
         return self._push(grads, samples, pull=False)
 
     def push_pull(
         self, grads: Gradients, out: Mapping[str, Array] | None = None, samples: int = 1
     ) -> PushResult:
-        """As push, then pull, in one round trip. The weights come into `out`, or stay in
-        `weights`.
-        """
+        """Push, then pull, in one round trip. The weights go into `out`, or stay in `weights`."""
         with self._model.turn:
             self._known_weights().check_out(out or {})
             result = self._push(grads, samples, pull=True)
@@ -196,7 +209,7 @@ class Client(ClientFacts):
 
     @property
     def weights(self) -> dict[str, Array]:
-        """What was pulled last, by name, without a copy: the next pull changes it."""
+        """The weights that were pulled last, by name, without a copy: the next pull changes them."""
         return dict(self._known_weights().tensors)
 
     def _push(self, grads: Gradients, samples: int, pull: bool) -> PushResult:
@@ -324,7 +337,7 @@ class Client(ClientFacts):
         self._data.give_back(batches, used=True)
 
     def report(self, **values: SupportsFloat) -> None:
-        """Values for the job's summary, metrics and logs."""
+        """Report values for the job's summary, metrics and logs."""
         numbers = {name: float(value) for name, value in values.items()}
         request = co.ReportMetricsRequest(job=self.job, worker=self.worker, metrics=numbers)
         connection = self._connection
@@ -355,7 +368,7 @@ class Client(ClientFacts):
         self._connection.show(StepProgress(steps, step_seconds, samples_per_second, phase))
 
     def status(self) -> dict[str, Any]:
-        """The job as `ps-ctl status --output json` shows it."""
+        """Return the job as `ps-ctl status --output json` shows it."""
         connection, request = self._connection, co.GetStatusRequest()
         answer = connection.call(
             "asking for the status",
@@ -376,13 +389,15 @@ class Client(ClientFacts):
             return observer.plan, memory
 
     def rejoin(self) -> None:
-        """Comes back after a FencedError: a new worker of the same job, with the model that was
-        registered.
+        """Join again as a new worker after a FencedError, with the registered model.
 
-        What the old one had not pushed is lost, and what it had leased went back. Pull before
-        computing on. MismatchError if the servers run another job or model now, FencedError if
-        they have lost the job's weights, QuarantinedError again for a worker whose gradients
-        were bad too often (--quarantine-after).
+        What the old worker had not pushed is lost, and its leased batches went back. Pull before
+        you compute.
+
+        Raises:
+            MismatchError: The servers run another job or model now.
+            FencedError: The servers have lost the job's weights.
+            QuarantinedError: Too many gradients of this worker were bad (--quarantine-after).
         """
         with self._model.turn:
             self._model.check_idle()
@@ -398,13 +413,15 @@ class Client(ClientFacts):
             self._model.change_place(reason)
 
     def leave(self, reason: str = "") -> None:
-        """Nobody waits for this worker any more. reason: empty when it is done. Harmless to
-        repeat.
+        """Leave the job: no process waits for this worker any more. May be repeated.
+
+        Args:
+            reason: Why the worker leaves; empty if it is done.
         """
         self._connection.leave(reason)
 
     def close(self) -> None:
-        """Leaves the job, done, and frees threads and connections. Harmless to repeat."""
+        """Leave the job as done, and free threads and connections. May be repeated."""
         self._model.abandon()
         self._connection.close()
         self._model.close()

@@ -13,30 +13,29 @@ class ClientFacts:
 
     @property
     def job(self) -> str:
-        """The id of the job that the servers run."""
+        """The identifier of the job that the servers run."""
         return self._connection.place.job
 
     @property
     def worker(self) -> int:
-        """This worker's number, new at every connect and `rejoin`; 0 for an observer."""
+        """This worker's number, new with every connection and `rejoin`; 0 for an observer."""
         return self._connection.place.worker
 
     @property
     def policy(self) -> str:
-        """How the servers let pushes count, as the last heartbeat said: sync, async or ssp;
-        empty for an observer.
-        """
+        """The policy as of the last heartbeat: sync, async or ssp; empty for an observer."""
         return self._connection.place.policy
 
     @property
     def workers(self) -> int:
-        """How many workers have registered the model and take part, as the last heartbeat said."""
+        """Number of workers that train now, as of the last heartbeat."""
         return self._connection.place.workers
 
     @property
     def is_first(self) -> bool:
-        """This worker is the first of them, as the last heartbeat said; while the job waits for
-        its workers: rank 0.
+        """True on exactly one of the workers that train, as of the last heartbeat.
+
+        While the job waits for its workers: True on the worker with rank 0.
         """
         return self._connection.place.is_first
 

@@ -13,16 +13,18 @@ Status = Literal["applied", "duplicate", "stale", "rejected", "none"]
 class PushResult:
     """How a push ended, alike on all shards.
 
-    status: "applied": it counted, once, however often it had to be sent. "duplicate": an earlier
-    call, which failed before it got an answer, had sent this very push, and that one counted;
-    this call changed nothing. "stale": the policy found it too old, or the worker lost its place
-    in the job meanwhile (reason FENCED or DRAINED; after a failed connection such a push may
-    have counted). "rejected": a server found it unfit. "none": the call had no push. version:
-    applied updates in the weights that came with it (or on the servers), the smallest over the
-    shards. staleness: updates that were applied between the version of the gradient and this
-    push. reason: empty, or a REASON of pscommon.core.errors and a text: "NON_FINITE: worker 3
-    (...): tensor conv1.weight". seconds: "push" (sending), "wait" (for the policy's decision),
-    "apply" (the optimizer) and "pull" (receiving), on the shard that took longest.
+    Attributes:
+        status: "applied": it counted, once. "duplicate": an earlier call that failed before its
+            answer had sent this push, and that one counted. "stale": the policy found it too old,
+            or the worker lost its place in the job (reason FENCED or DRAINED; after a failed
+            connection such a push may have counted). "rejected": a server refused it. "none": the
+            call had no push.
+        version: Updates in the weights that came with it or are on the servers, the smallest over
+            the shards.
+        staleness: Updates between the version of the gradient and this push.
+        reason: Empty, or a reason and a text: "NON_FINITE: worker 3 (...): tensor conv1.weight".
+        seconds: "push" (sending), "wait" (for the decision), "apply" (the optimizer) and "pull"
+            (receiving), on the slowest shard.
     """
 
     status: Status
@@ -33,7 +35,7 @@ class PushResult:
 
     @property
     def lost(self) -> bool:
-        """Its worker lost its place in the job."""
+        """True if its worker lost its place in the job."""
         return self.status == "stale" and self.reason.partition(":")[0] in ("FENCED", "DRAINED")
 
 

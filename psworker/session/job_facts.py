@@ -11,31 +11,31 @@ class JobFacts:
 
     @property
     def version(self) -> int:
-        """How many updates the job's weights have had, as far as this worker knows."""
+        """Number of updates in the job's weights, as far as this worker knows."""
         return self.client.version
 
     @property
     def policy(self) -> str:
-        """How the servers let steps count: sync, async or ssp; "local" without servers."""
+        """The policy of the servers: sync, async or ssp; "local" without servers."""
         return self.client.policy
 
     @property
     def workers(self) -> int:
-        """Number of workers that have called `optimizer` and take part, as of the last heartbeat
-        (at most 1 s old).
-        """
+        """Number of workers that train now, as of the last heartbeat (at most 1 s old)."""
         return self.client.workers
 
     @property
     def is_first(self) -> bool:
-        """This worker is the first of those, for what one worker does for all. Before the first
-        step: its rank is 0.
+        """True on exactly one of the workers that train, for work that one worker does for all.
+
+        Before the first step: True on the worker with rank 0.
         """
         return self.client.is_first
 
     @property
     def stopping(self) -> bool:
-        """The job ends, or this worker was asked to leave: the next batch, pass or step raises
-        `psworker.Stopping`.
+        """True if the job ends or this worker was asked to leave.
+
+        The next batch, pass or step then raises `psworker.Stopping`.
         """
         return self.client.stopping
