@@ -1,4 +1,4 @@
-"""ps-server: one shard of the parameters."""
+"""ps-server: serve one shard of the parameters."""
 
 import logging
 import os
@@ -19,30 +19,32 @@ log = logging.getLogger("psserver")
 COMMAND = options.command(
     "server",
     "ps-server",
-    help="One shard of a model's parameters. Shard 0 also coordinates the job.",
+    help="Serve one shard of a model's parameters. Shard 0 also coordinates the job.",
     epilog="""\b
 Examples:
   ps-server --policy sync --min-workers 2                      the only shard, on port 50051
   ps-server --shard 0/2 --data-dir /data/job --policy async    the first of two
-  ps-server --shard 1/2 --data-dir /data/job --join host0:50051 --bind 0.0.0.0:50052 --advertise host1:50052
-  ps-server --shard 1/2 --join host0:50051 --failover-lock /run/job --standby-of host1:50052 --bind 127.0.0.1:50062
-  ps-server --config cluster.toml --shard 1/2                  the rest from a file""",
+  ps-server --shard 1/2 --data-dir /data/job --join host0:50051 \\
+    --bind 0.0.0.0:50052 --advertise host1:50052
+  ps-server --shard 1/2 --join host0:50051 --failover-lock /run/job \\
+    --standby-of host1:50052 --bind 127.0.0.1:50062
+  ps-server --config cluster.toml --shard 1/2                  other settings from a file""",
 )
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of ps-server; returns the exit code."""
+    """Run ps-server and return its exit code."""
     return run_command(COMMAND, start, args)
 
 
 def start(ctx: click.Context) -> int:
-    """Serves until the job ends; returns the exit code."""
+    """Serve until the job ends; return the exit code."""
     config = ServerConfig.from_settings(ctx.params)
     logs.set_up(config.log_level, config.log_format, shard=config.shard, job=config.job)
-    for sentence in unread(os.environ):
-        log.warning(sentence)
+    for warning in unread(os.environ):
+        log.warning(warning)
     with quick_imports():
-        from psserver import app  # imports torch: not for --help, not for a bad flag
+        from psserver import app  # imports torch, which --help and usage errors do not need
     if config.optimizers is not None:
         from pscommon.optim import load_module
 

@@ -1,4 +1,4 @@
-"""ps-worker: one worker, which runs a training script."""
+"""ps-worker: run a training script as one worker of a job."""
 
 import logging
 import os
@@ -24,13 +24,12 @@ from psworker.session.environment import is_on
 log = logging.getLogger("psworker")
 
 MODULE = click.Option(
-    ["-m", "module"], is_flag=True, help="SCRIPT is a module's name, as in python -m."
+    ["-m", "module"], is_flag=True, help="Run a module as the script, like python -m."
 )
 SCRIPT = click.Argument(["script"], metavar="(SCRIPT | -m MODULE)")
 ARGS = click.Argument(["args"], nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
 
-# Parsing ends at the script's name: what follows is the script's, even if it looks like a flag of
-# ours.
+# parsing ends at the name of the script; all following arguments belong to the script
 UP_TO_THE_SCRIPT = {"allow_interspersed_args": False}
 
 COMMAND = options.command(
@@ -38,7 +37,7 @@ COMMAND = options.command(
     "ps-worker",
     arguments=(MODULE, SCRIPT, ARGS),
     context_settings=UP_TO_THE_SCRIPT,
-    help="One worker of a job: runs a training script that calls psworker.connect() or "
+    help="Run a training script as one worker of a job. The script calls psworker.connect() or "
     "psworker.Client().",
     epilog="""\b
 Examples:
@@ -47,20 +46,18 @@ Examples:
   PS_LOCAL=1 ps-worker train.py                 plain training without servers, for debugging
 
 \b
-The script finds PS_SERVERS, PS_JOB, PS_DEVICE, PS_WORKER_RANK and PS_WORKER_COUNT in its environment, as far as they
-are known.""",
+The script gets PS_SERVERS, PS_JOB, PS_DEVICE, PS_WORKER_RANK and PS_WORKER_COUNT in its
+environment, if they are known.""",
 )
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of ps-worker; returns the exit code."""
+    """Run ps-worker and return its exit code."""
     return run_command(COMMAND, start, words(COMMAND, args))
 
 
 def words(command: click.Command, args: Sequence[str] | None) -> list[str]:
-    """The command line, with -mMODULE in two words: python takes both, but click would read each
-    letter as a flag.
-    """
+    """Return the command line with -mMODULE split in two; click would read letters as flags."""
     line = list(sys.argv[1:] if args is None else args)
     valued = {
         flag
@@ -68,43 +65,42 @@ def words(command: click.Command, args: Sequence[str] | None) -> list[str]:
         if not getattr(option, "is_flag", True)
         for flag in option.opts
     }
-    places = iter(range(len(line)))
-    for place in places:
-        if line[place] in valued:
-            next(places, None)
-        elif line[place].startswith("-m") and line[place] != "-m":
-            return [*line[:place], "-m", line[place][2:], *line[place + 1 :]]
-        elif line[place] in ("-m", "--") or not line[place].startswith("-"):
+    indices = iter(range(len(line)))
+    for index in indices:
+        if line[index] in valued:
+            next(indices, None)
+        elif line[index].startswith("-m") and line[index] != "-m":
+            return [*line[:index], "-m", line[index][2:], *line[index + 1 :]]
+        elif line[index] in ("-m", "--") or not line[index].startswith("-"):
             break
     return line
 
 
 def start(ctx: click.Context) -> int:
-    """Prepares this process and runs the script in it; returns the exit code."""
+    """Prepare this process, run the script and return its exit code."""
     settings = ctx.params
     if is_on("PS_LOCAL"):
         if settings["ps"]:
             raise InvalidRequestError(
-                f"PS_LOCAL is set, which means training without servers, and so is --ps "
-                f"{settings['ps']}: unset one"
+                f"PS_LOCAL means training without servers, but --ps is {settings['ps']}. "
+                f"Try: unset one of them"
             )
     elif not settings["ps"]:
         raise InvalidRequestError(
-            "--ps HOST:PORT is missing: the address of any server (or set PS_LOCAL=1 to train "
-            "without)"
+            "--ps HOST:PORT is missing. Try: the address of any server, or PS_LOCAL=1 to train "
+            "without servers"
         )
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
-    # not worker=: that is the number which the servers give it, in their logs and metrics
+    # not worker=: in logs and metrics of the servers that is the worker number
     logs.set_up(
         settings["log_level"],
         settings["log_format"],
         rank=settings["worker_rank"],
         job=settings["job"],
     )
-    for sentence in (
-        unread(os.environ) if "PS_WORKER_ATTEMPT" not in os.environ else ()
-    ):  # ps-run has said it
-        log.warning(sentence)
+    if "PS_WORKER_ATTEMPT" not in os.environ:  # ps-run has shown these warnings
+        for warning in unread(os.environ):
+            log.warning(warning)
     if settings["malloc"] == "tuned":
         tune_malloc()
     _import_first(settings["threads"])
@@ -122,12 +118,12 @@ def start(ctx: click.Context) -> int:
 
 
 def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
-    """Puts what the script and the client ask for into its environment; what is not known stays
-    as it is.
+    """Put the known settings of the script and its client into the environment.
 
-    Errors: InvalidRequestError for a GPU that torch does not see.
+    Raises:
+        InvalidRequestError: torch does not see the requested GPU.
     """
-    told = {
+    variables = {
         "PS_SERVERS": settings["ps"],
         "PS_JOB": settings["job"],
         "PS_CONNECT_TIMEOUT": settings["connect_timeout"],
@@ -137,15 +133,13 @@ def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:
         "PS_WORKER_COUNT": settings["worker_count"],
         "PS_DEVICE": choose_device(settings["device"], settings["worker_rank"] or 0),
     }
-    environ.update({name: str(value) for name, value in told.items() if value is not None})
+    environ.update({name: str(value) for name, value in variables.items() if value is not None})
 
 
 def _import_first(threads: int | None) -> None:
-    """Loads all of ours before the script's folder is on the path: its queue.py must not shadow
-    what we need.
-    """
+    """Import our modules before the script's folder is on the path; it may shadow modules."""
     if threads is not None and "torch" not in sys.modules:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # only read when torch is loaded
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
     with quick_imports():
         for name in ("grpc", "torch", "psworker.client.client", "psworker.job"):
             import_module(name)

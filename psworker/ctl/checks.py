@@ -1,6 +1,4 @@
-"""What `ps-ctl doctor` looks at. Each check gives one finding, and what to do where it is not
-well.
-"""
+"""`ps-ctl doctor`: check whether this machine can run servers and workers."""
 
 import importlib.metadata
 import os
@@ -15,19 +13,30 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import click
+
 from pscommon.core.errors import PSError
-from pscommon.system import thread_team as team
-from psworker.ctl.output import size
+from pscommon.settings.option_types import FOLDER
+from pscommon.system import thread_team
+from psworker.ctl.context import CommandContext, pass_settings, shared
+from psworker.ctl.output import Table, show, size
 
 State = Literal["ok", "warning", "problem"]
 MEBIBYTE = 1 << 20
 PACKAGES = ("paramserver", "grpcio", "protobuf", "numpy", "safetensors")
-SLOW_CALL_MS = 5.0
-SLOW_STREAM = 100.0
+SLOW_CALL_MILLISECONDS = 5.0
+SLOW_STREAM_MEGABYTES_PER_SECOND = 100.0
 
 
 class Finding(NamedTuple):
-    """What a check found. remedy: empty where all is well."""
+    """Result of one check.
+
+    Attributes:
+        check: name of the check.
+        state: severity.
+        text: what was found.
+        remedy: what to do; empty without a problem.
+    """
 
     check: str
     state: State
@@ -36,6 +45,7 @@ class Finding(NamedTuple):
 
 
 def python() -> Finding:
+    """Report the Python interpreter."""
     return Finding(
         "python",
         "ok",
@@ -44,6 +54,7 @@ def python() -> Finding:
 
 
 def packages() -> Finding:
+    """Check that the required packages are installed."""
     try:
         versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     except importlib.metadata.PackageNotFoundError as error:
@@ -54,9 +65,10 @@ def packages() -> Finding:
 
 
 def torch() -> Finding:
+    """Check that torch can be imported."""
     try:
         import torch as framework
-    except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+    except (ImportError, OSError) as error:  # OSError: a shared library does not load
         return Finding(
             "torch", "problem", f"cannot be imported: {error}", "pip install 'torch>=2.6'"
         )
@@ -64,6 +76,7 @@ def torch() -> Finding:
 
 
 def devices() -> Finding:
+    """Check that torch can use every visible GPU."""
     try:
         import torch as framework
     except (ImportError, OSError):
@@ -80,22 +93,24 @@ def devices() -> Finding:
         names = [
             f"cuda:{index} {cuda.get_device_name(index)}" for index in range(cuda.device_count())
         ]
-    except RuntimeError as error:  # another process has it for itself, say, or it has failed
+    except RuntimeError as error:  # in exclusive use by another process, or broken
         reason = str(error).partition("\n")[0]
         return Finding(
             "devices",
             "problem",
             f"torch cannot use its GPU: {reason}",
-            "see nvidia-smi, or use --device cpu",
+            "check nvidia-smi, or use --device cpu",
         )
     return Finding("devices", "ok", ", ".join(names))
 
 
 def cores() -> Finding:
-    return Finding("cores", "ok", f"{team.cores()} usable of {os.cpu_count()}")
+    """Report the number of usable cores."""
+    return Finding("cores", "ok", f"{thread_team.cores()} usable of {os.cpu_count()}")
 
 
 def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
+    """Check the available memory."""
     try:
         lines = (line.split() for line in meminfo.read_text().splitlines())
         values = {
@@ -106,7 +121,10 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
         total, free = values["MemTotal"], values["MemAvailable"]
     except (OSError, KeyError) as error:
         return Finding(
-            "memory", "warning", f"unknown: {error!r}", "check that the weights fit 4 times"
+            "memory",
+            "warning",
+            f"unknown: {error!r}",
+            "check that memory holds 4 times the weights",
         )
     text = f"{size(free)} available of {size(total)}"
     if free < 1 << 30:
@@ -120,13 +138,15 @@ def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
 
 
 def port(number: int) -> Finding:
-    """Whether a server could listen on this port of 127.0.0.1."""
+    """Check that a server can listen on this port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
             probe.bind(("127.0.0.1", number))
         except OSError as error:
-            remedy = "stop its holder, or give servers another --bind HOST:PORT (port 0 picks a free one)"
+            remedy = (
+                "stop the process that uses it, or set --bind HOST:PORT (port 0 picks a free port)"
+            )
             return Finding(
                 f"port {number}", "problem", f"cannot be bound: {error.strerror}", remedy
             )
@@ -134,50 +154,55 @@ def port(number: int) -> Finding:
 
 
 def data_dir(path: Path) -> Finding:
-    """Whether a snapshot could be written there, and how long its fsync takes."""
+    """Check that a snapshot can be written to this directory, and measure an fsync."""
     name = f"folder {path}"
     try:
-        began = time.perf_counter()
+        start = time.perf_counter()
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(MEBIBYTE))
             file.flush()
             os.fsync(file.fileno())
-        taken = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         free = shutil.disk_usage(path).free
     except OSError as error:
         return Finding(
-            name, "problem", f"cannot be written: {error.strerror}", "give another --data-dir"
+            name, "problem", f"cannot be written: {error.strerror}", "choose another --data-dir"
         )
-    text = f"writable, {size(free)} free, 1 MiB on disk in {taken * 1e3:.1f} ms"
+    text = f"writable, {size(free)} free, 1 MiB on disk in {seconds * 1e3:.1f} ms"
     if free < 1 << 30:
         return Finding(
             name,
             "warning",
             text,
-            "free some space: snapshots take up to 3 times the weights each with Adam",
+            "free some space: with Adam each snapshot takes up to 3 times the weights",
         )
     return Finding(name, "ok", text)
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """Check the free space for shared memory."""
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
         return Finding(
             str(path),
             "warning",
-            f"not there: {error.strerror}",
-            "DataLoader workers need it: mount a tmpfs",
+            f"missing: {error.strerror}",
+            "mount a tmpfs; DataLoader workers need it",
         )
     text = f"{size(usage.free)} free of {size(usage.total)}"
     if usage.free <= 64 * MEBIBYTE:
         return Finding(
-            str(path), "warning", text, "DataLoader workers may need more: docker run --shm-size=1g"
+            str(path),
+            "warning",
+            text,
+            "use docker run --shm-size=1g; DataLoader workers may need more",
         )
     return Finding(str(path), "ok", text)
 
 
 def loopback() -> Finding:
+    """Measure gRPC over 127.0.0.1."""
     from psworker.ctl.rpc_speed import measure
 
     try:
@@ -186,19 +211,19 @@ def loopback() -> Finding:
         return Finding(
             "loopback gRPC", "problem", str(error), "check firewall, proxies and security modules"
         )
-    text = f"{speed.round_trip:.2f} ms a call, {speed.rate:.0f} MB/s there and back"
-    if speed.round_trip > SLOW_CALL_MS or speed.rate < SLOW_STREAM:
+    text = f"{speed.round_trip:.2f} ms a call, {speed.rate:.0f} MB/s in both directions"
+    if speed.round_trip > SLOW_CALL_MILLISECONDS or speed.rate < SLOW_STREAM_MEGABYTES_PER_SECOND:
         return Finding(
             "loopback gRPC",
             "warning",
             text,
-            "this machine is busy or slow: every step will be, too",
+            "reduce the load of this machine; slow calls slow down every step",
         )
     return Finding("loopback gRPC", "ok", text)
 
 
 def all_checks(ports: tuple[int, ...], folder: Path) -> list[Callable[[], Finding]]:
-    """In the order in which they are shown."""
+    """Return all checks in display order."""
     return [
         python,
         packages,
@@ -211,3 +236,43 @@ def all_checks(ports: tuple[int, ...], folder: Path) -> list[Callable[[], Findin
         shared_memory,
         loopback,
     ]
+
+
+@click.command(
+    epilog="\b\nExamples:\n  ps-ctl doctor\n  ps-ctl doctor --port 50051 --port 50052 --data-dir "
+    "/data/job"
+)
+@click.option(
+    "--port",
+    "ports",
+    type=click.IntRange(1, 65535),
+    multiple=True,
+    default=(50051,),
+    show_default=True,
+    metavar="PORT",
+    help="Server port to check; repeat for several ports.",
+)
+@click.option(
+    "--data-dir",
+    type=FOLDER,
+    envvar="PS_DATA_DIR",
+    default=".",
+    show_default=True,
+    help="Snapshot directory to check.",
+)
+@shared
+@pass_settings
+def doctor(settings: CommandContext, ports: tuple[int, ...], data_dir: Path) -> int:
+    """Check Python, devices, ports, disk and calls of this machine.
+
+    Exit code 1 if there is a problem; every problem is shown with a remedy.
+    """
+    findings = [check() for check in all_checks(ports, data_dir)]
+    rows = [(finding.check, finding.state, finding.text) for finding in findings]
+    remedies = [(finding.check, finding.remedy) for finding in findings if finding.remedy]
+    tables = [
+        Table("", ("check", "state", "finding"), rows),
+        Table("Remedies", ("check", "remedy"), remedies),
+    ]
+    show(settings.output, [finding._asdict() for finding in findings], lambda: tables)
+    return int(any(finding.state == "problem" for finding in findings))

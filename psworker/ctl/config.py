@@ -1,6 +1,4 @@
-"""`ps-ctl config`: the settings of a running job, or those that a command would get on this
-machine.
-"""
+"""`ps-ctl config`: settings of a running job, or of a command on this machine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,11 +26,11 @@ Examples:
     type=click.Choice(list(options.TABLES)),
     default="server",
     show_default=True,
-    help="Which command's.",
+    help="Command whose settings are shown.",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF THAT COMMAND]...")
 @click.option(
-    "--output", type=click.Choice(["table", "json"]), help="Form of the result [default: table]."
+    "--output", type=click.Choice(["table", "json"]), help="Output format [default: table]."
 )
 @pass_settings
 def config(
@@ -40,10 +38,10 @@ def config(
 ) -> None:
     """Show settings and their sources.
 
-    With --ps before the command: the settings of that job, as its shard 0 knows them. Without:
-    the settings that ps-server, or the command named by --for, would get on this machine.
+    With --ps before the command: settings of that job, from its shard 0. Without --ps: settings
+    that ps-server, or the command of --for, would use on this machine.
     """
-    rows = _of_job(settings, flags) if settings.is_ps_flag else _here(table, flags)
+    rows = _job_settings(settings, flags) if settings.is_ps_flag else _local_settings(table, flags)
     cells = [
         (row["key"], "(unset)" if row["value"] is None else row["value"], row["source"])
         for row in rows
@@ -51,24 +49,24 @@ def config(
     show(output or settings.output, rows, lambda: [Table("", ("key", "value", "from"), cells)])
 
 
-def _here(table: str, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
+def _local_settings(table: str, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
     if table == "server" and any(flag.partition("=")[0] == "--ps" for flag in flags):
         raise InvalidRequestError("--ps goes before the command: `ps-ctl --ps HOST:PORT config`")
     merged = options.merged(table, flags)
     return [{"key": key, "value": _plain(value), "source": source} for key, value, source in merged]
 
 
-def _of_job(settings: CommandContext, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
+def _job_settings(settings: CommandContext, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
     if flags:
         raise InvalidRequestError(
-            f"--ps shows the settings of a running job, which {flags[0]} does not change: give "
-            f"one of the two"
+            f"--ps shows the settings of a running job, and {flags[0]} cannot change them. "
+            f"Try: leave one of the two out"
         )
     with settings.servers() as servers:
         rows = servers.status().get("settings")
     if rows is None:
         raise InvalidRequestError(
-            f"{servers.address} runs an older version, which does not tell its settings"
+            f"{servers.address} runs an older version that does not report its settings"
         )
     return list(rows)
 

@@ -1,6 +1,4 @@
-"""What every command of ps-ctl takes, before or after its name: which servers, how to print, how
-long to wait.
-"""
+"""Options shared by all commands of ps-ctl, accepted before or after the command name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CommandContext:
-    """What all commands take.
+    """Values of the shared options.
 
-    ps: HOST:PORT[,...].
-    output: "table" or "json".
-    timeout: seconds of one call to the servers.
-    is_ps_flag: `ps` was given on the command line, not in the environment.
+    Attributes:
+        ps: server addresses, HOST:PORT[,...].
+        is_ps_flag: whether `ps` comes from the command line, not from the environment.
+        output: "table" or "json".
+        timeout: seconds for one call to a server.
     """
 
     ps: str = ""
@@ -33,10 +32,10 @@ class CommandContext:
     timeout: float = 10.0
 
     def servers(self) -> "CoordinatorClient":
-        """Connect to them, or to the user's only job on this machine if no address was given.
+        """Connect to the coordinator; without an address, to the user's only local job.
 
         Raises:
-            InvalidRequestError: no address was given, and there is no such job, or more than one.
+            InvalidRequestError: no address is set, and the user has no local job or several.
         """
         from psworker.ctl.job_client import CoordinatorClient
 
@@ -48,12 +47,12 @@ pass_settings = click.make_pass_decorator(CommandContext, ensure=True)
 
 
 def with_environment(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options in front of the command's name, where the environment counts too."""
+    """Add the options before the command name; they have environment variables."""
     return _with_options(command, environment=True)
 
 
 def shared(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same options after the command's name; they win."""
+    """Add the same options after the command name; they take precedence."""
     return _with_options(command, environment=False)
 
 
@@ -61,32 +60,32 @@ def _with_options(command: Callable[..., Any], environment: bool) -> Callable[..
     def option(flag: str, variables: list[str], **rest: Any) -> None:
         nonlocal command
         names = variables if environment else None
-        command = click.option(flag, envvar=names, expose_value=False, callback=_remember, **rest)(
-            command
-        )
+        command = click.option(
+            flag, envvar=names, expose_value=False, callback=_store_option, **rest
+        )(command)
 
     option(
         "--timeout",
         ["PS_TIMEOUT"],
         type=SECONDS,
-        help="How long a server may take to answer [default: 10].",
+        help="Deadline of one request to a server [default: 10].",
     )
     option(
         "--output",
         ["PS_OUTPUT"],
         type=click.Choice(["table", "json"]),
-        help="Form of the result [default: table].",
+        help="Output format [default: table].",
     )
     option(
         "--ps",
         ["PS_PS", "PS_SERVERS"],
         type=ValueType("HOST:PORT[,...]", addresses),
-        help="Servers of the job; any one is enough [default: your only job on this machine].",
+        help="Server addresses; one is enough [default: your only job on this machine].",
     )
     return command
 
 
-def _remember(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+def _store_option(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
     if value is None:
         return
     settings = ctx.ensure_object(CommandContext)

@@ -1,6 +1,4 @@
-"""What ps-ctl prints: tables for people, drawn on a terminal and plain when piped, or one JSON
-document.
-"""
+"""Output of ps-ctl: tables (drawn on a terminal, plain text in a pipe) or one JSON document."""
 
 import io
 import os
@@ -20,7 +18,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under headings; without headings, a list of names and values."""
+    """Rows of cells under headings; without headings, rows of name and value."""
 
     title: str
     headings: tuple[str, ...]
@@ -28,33 +26,36 @@ class Table:
 
 
 def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> None:
-    """Prints the tables, or the document when `form` is "json". Empty tables and empty columns
-    are left out.
+    """Print tables without their empty columns, or a JSON document.
 
-    tables: makes them; not called for JSON, which needs nothing of what a table does.
-    InvalidRequestError where stdout takes nothing.
+    Args:
+        form: "table" or "json".
+        document: content for JSON.
+        tables: function that makes the tables; not called for JSON.
+
+    Raises:
+        InvalidRequestError: stdout cannot be written.
     """
     if sys.stdout is None:
         raise InvalidRequestError("the result cannot be printed: stdout is closed")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # in a locale that lacks some letter of a name
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if form == "json":
             print(strict_json.dumps(document, indent=2, default=str), flush=True)
         else:
-            _show([_without_empty_columns(table) for table in tables() if table.rows])
+            _print_tables([_without_empty_columns(table) for table in tables() if table.rows])
     except OSError as error:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python must not try again at exit
-        if not isinstance(error, BrokenPipeError):  # `ps-ctl status | head`: nobody reads on
+        # Python would write again at exit and fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # `ps-ctl status | head` is no error
             raise InvalidRequestError(
                 f"the result cannot be printed: {error.strerror or error}"
             ) from error
 
 
 def size(nbytes: float | None) -> str:
-    """Bytes as people read them: "12.3 MB"."""
+    """Format a number of bytes: "12.3 MB"."""
     if nbytes is None:
         return ""
     step = 0
@@ -64,7 +65,7 @@ def size(nbytes: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people read them: "0.25 s", "3 m 20 s", "2 h 5 m"."""
+    """Format a time in seconds: "0.25 s", "3 m 20 s", "2 h 5 m"."""
     if seconds is None:
         return ""
     if seconds < 60:
@@ -74,7 +75,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Up to four digits that matter; whole numbers whole."""
+    """Format a float with four significant digits, an integer with all."""
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.4g}"
@@ -82,9 +83,9 @@ def number(value: float | None) -> str:
 
 def _without_empty_columns(table: Table) -> Table:
     rows = [[_text(cell) for cell in row] for row in table.rows]
-    kept = [place for place, column in enumerate(zip(*rows, strict=True)) if any(column)]
-    headings = tuple(table.headings[place] for place in kept) if table.headings else ()
-    return Table(table.title, headings, [[row[place] for place in kept] for row in rows])
+    columns = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    headings = tuple(table.headings[index] for index in columns) if table.headings else ()
+    return Table(table.title, headings, [[row[index] for index in columns] for row in rows])
 
 
 def _plain(table: Table) -> str:
@@ -99,21 +100,20 @@ def _plain(table: Table) -> str:
     return "\n".join([table.title, *body] if table.title else body)
 
 
-def _show(tables: Sequence[Table]) -> None:
+def _print_tables(tables: Sequence[Table]) -> None:
     if sys.stdout.isatty():
-        _draw(tables)
+        _draw_tables(tables)
     else:
         print("\n\n".join(_plain(table) for table in tables), flush=True)
 
 
-def _draw(tables: Sequence[Table]) -> None:
+def _draw_tables(tables: Sequence[Table]) -> None:
     from rich.console import Console
 
     console = Console()
     for number, table in enumerate(tables):
         drawing = _drawing(table)
-        # a table that is too wide is left to the terminal to wrap: squeezed columns cannot be read
-        # or copied
+        # the terminal wraps a table that is too wide: squeezed columns cannot be read or copied
         needed = console.measure(drawing, options=console.options.update(width=10_000)).maximum
         print(end="\n" if number else "", flush=True)
         Console(width=max(console.width, needed)).print(drawing)
@@ -136,12 +136,12 @@ def _drawing(table: Table) -> "Drawing":
     for heading in table.headings or [""] * len(table.rows[0]):
         drawing.add_column(heading, no_wrap=True)
     for row in table.rows:
-        drawing.add_row(*[Text(str(cell)) for cell in row])  # Text: a name in brackets is no markup
+        drawing.add_row(*[Text(str(cell)) for cell in row])  # Text: no markup in names
     return drawing
 
 
 def _text(cell: object) -> str:
-    """One line without control characters: names come from other people's scripts."""
+    """Return the cell as one printable line; names come from scripts."""
     if cell is None:
         return ""
     text = ("no", "yes")[cell] if isinstance(cell, bool) else str(cell)

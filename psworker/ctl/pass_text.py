@@ -1,4 +1,4 @@
-"""How far the current pass is, as a line for people."""
+"""Text about the progress of the current pass over the data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,13 @@ from psworker.ctl.output import duration
 
 
 def pass_text(progress: Mapping[str, Any] | None) -> str:
-    """Return such as "pass 2 of 5: 43 %, 12 s left"; empty where the servers do not know it (a
-    stream has no length).
+    """Format the progress: "pass 2 of 5: 43 %, 12 s left".
 
-    progress: the key `progress` of the status.
+    Args:
+        progress: value of `progress` in the status.
+
+    Returns:
+        The text; empty if the progress is unknown, as for a stream.
     """
     if not progress or progress.get("percent") is None or progress.get("pass") is None:
         return ""

@@ -1,6 +1,4 @@
-"""How fast gRPC is on this machine by itself: a real server and a real client in this process,
-over 127.0.0.1.
-"""
+"""Speed of gRPC over 127.0.0.1, with a server and a client in this process."""
 
 import statistics
 import time
@@ -22,8 +20,11 @@ CALL_SECONDS = 20.0
 
 
 class RpcSpeed(NamedTuple):
-    """round_trip: milliseconds of a tiny call, the median; rate: 1e6 bytes a second of a stream
-    that is sent back.
+    """Measured speed.
+
+    Attributes:
+        round_trip: median time of a tiny call, in milliseconds.
+        rate: rate of an echoed stream, in 1e6 bytes a second.
     """
 
     round_trip: float
@@ -31,14 +32,16 @@ class RpcSpeed(NamedTuple):
 
 
 def measure() -> RpcSpeed:
-    """Takes well under a second on a healthy machine. PSError where calls over 127.0.0.1 do not
-    work at all.
+    """Measure round trip and rate, in less than a second on a healthy machine.
+
+    Raises:
+        PSError: calls over 127.0.0.1 fail.
     """
     server = grpc.server(ThreadPoolExecutor(2), handlers=[_Echo()], options=SERVER_OPTIONS)
     try:
         address = f"127.0.0.1:{_bind(server)}"
         server.start()
-        with open_channel(address) as channel, translated(f"a server of our own at {address}"):
+        with open_channel(address) as channel, translated(f"the test server at {address}"):
             return RpcSpeed(_round_trip(channel), _rate(channel))
     finally:
         server.stop(None).wait(CALL_SECONDS)
@@ -52,7 +55,7 @@ def _bind(server: grpc.Server) -> int:
 
 
 class _Echo(grpc.GenericRpcHandler):
-    """Bytes in, the same bytes out."""
+    """Server that returns the bytes it receives."""
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:  # type: ignore[type-arg]
         if details.method == ECHO:
@@ -67,9 +70,9 @@ def _round_trip(channel: grpc.Channel) -> float:
     call(b"", timeout=CALL_SECONDS)  # connects
     times = []
     for _ in range(CALLS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         call(b"x", timeout=CALL_SECONDS)
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3
 
 
@@ -81,6 +84,6 @@ def _rate(channel: grpc.Channel) -> float:
             yield frame
 
     stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(STREAM)
-    began = time.perf_counter()
+    start = time.perf_counter()
     received = sum(map(len, stream(frames(), timeout=CALL_SECONDS)))
-    return received / (time.perf_counter() - began) / 1e6
+    return received / (time.perf_counter() - start) / 1e6

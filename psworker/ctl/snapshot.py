@@ -1,4 +1,4 @@
-"""`ps-ctl snapshot ...`: of a running job, or offline of a data directory."""
+"""`ps-ctl snapshot`: snapshots of a running job or of a data directory."""
 
 import time
 from datetime import datetime
@@ -29,8 +29,8 @@ Examples:
   ps-ctl snapshot export /data/job/snapshots/000000001200 model.safetensors
   ps-ctl --ps host0:50051 snapshot restore 1200
 
-DIR is what servers get as --data-dir, or one snapshot: a path that `snapshot list` prints. verify, export and list
-DIR need no servers."""
+DIR is the --data-dir of the servers, or the path of one snapshot as printed by `snapshot list`.
+verify, export and list DIR work without servers."""
 )
 def snapshot() -> None:
     """Save, list, verify, export and restore snapshots."""
@@ -38,12 +38,16 @@ def snapshot() -> None:
 
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot save --wait 10m")
 @click.option(
-    "--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long."
+    "--wait",
+    type=SECONDS,
+    default="300",
+    show_default=True,
+    help="Maximum time to wait for the result.",
 )
 @shared
 @pass_settings
 def save(settings: CommandContext, wait: float) -> None:
-    """Take a snapshot now and wait until it is on disk."""
+    """Take a snapshot and wait until it is on disk."""
     with settings.servers() as servers:
         version, path = servers.save(wait)
     document = {"version": version, "path": path}
@@ -53,17 +57,20 @@ def save(settings: CommandContext, wait: float) -> None:
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 snapshot restore 1200")
 @click.argument("version", metavar="VERSION", type=VERSION)
 @click.option(
-    "--wait", type=SECONDS, default="300", show_default=True, help="Give up after this long."
+    "--wait",
+    type=SECONDS,
+    default="300",
+    show_default=True,
+    help="Maximum time to wait for the result.",
 )
 @shared
 @pass_settings
 def restore(settings: CommandContext, version: int, wait: float) -> None:
-    """Take a running job back to the snapshot of VERSION.
+    """Roll a running job back to the snapshot of VERSION.
 
-    All shards go back together: weights, optimizer state, position in the data. Newer snapshots
-    are set aside. Workers join again by themselves and train on from there; LR schedulers, which
-    live in their scripts, stay where they are. Exit code 12 if there is no such snapshot, or it
-    is damaged.
+    All shards restore weights, optimizer state and data position together. Newer snapshots are
+    moved aside. Workers rejoin and continue from there; LR schedulers belong to the scripts and
+    keep their state. Exit code 12 if the snapshot is missing or damaged.
     """
     with settings.servers() as servers:
         servers.restore(version, wait)
@@ -82,7 +89,7 @@ def restore(settings: CommandContext, version: int, wait: float) -> None:
 def list_(settings: CommandContext, directory: Path | None) -> None:
     """List snapshots of DIR or of the job.
 
-    Their parts are not read; `verify` does that.
+    The command does not read their parts; `verify` does.
     """
     if directory is not None:
         rows = _rows(*_snapshots(directory, None))
@@ -99,13 +106,13 @@ def list_(settings: CommandContext, directory: Path | None) -> None:
     "--version 1200"
 )
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
-@click.option("--version", type=VERSION, help="Only this one [default: all].")
+@click.option("--version", type=VERSION, help="Version to check [default: all].")
 @shared
 @pass_settings
 def verify(settings: CommandContext, directory: Path, version: int | None) -> int:
-    """Check every byte of the snapshots in DIR.
+    """Verify the checksums of the snapshots in DIR.
 
-    Exit code 12 if any of them is damaged.
+    Exit code 12 if a snapshot is damaged.
     """
     snapshots, version = _snapshots(directory, version)
     versions = [version] if version is not None else snapshots.versions()
@@ -119,13 +126,13 @@ def verify(settings: CommandContext, directory: Path, version: int | None) -> in
 @snapshot.command(epilog="\b\nExample:\n  ps-ctl snapshot export /data/job model.safetensors")
 @click.argument("directory", metavar="DIR", type=DIRECTORY)
 @click.argument("file", type=FILE)
-@click.option("--version", type=VERSION, help="Which one [default: the newest valid].")
+@click.option("--version", type=VERSION, help="Version to export [default: the newest valid].")
 @shared
 @pass_settings
 def export(settings: CommandContext, directory: Path, file: Path, version: int | None) -> None:
-    """Write weights as a safetensors FILE.
+    """Write the weights to a safetensors FILE.
 
-    Plain torch loads it: model.load_state_dict(safetensors.torch.load_file(FILE)).
+    Load it with torch: model.load_state_dict(safetensors.torch.load_file(FILE)).
     """
     from pscommon import snapshot as snapshot_package
 
@@ -143,11 +150,11 @@ def export(settings: CommandContext, directory: Path, file: Path, version: int |
 
 
 def _snapshots(directory: Path, version: int | None) -> "tuple[SnapshotDirectory, int | None]":
-    """Return the snapshots of a data directory, and the version if DIR or --version names one.
+    """Return the snapshots of a data directory, and the version if DIR or --version selects one.
 
     Raises:
-        SnapshotError: there is no snapshot; the message says what DIR is.
-        click.UsageError: DIR is one snapshot, and --version names another.
+        SnapshotError: there is no snapshot.
+        click.UsageError: DIR and --version select different snapshots.
     """
     from pscommon.snapshot import SnapshotDirectory
 
@@ -156,12 +163,13 @@ def _snapshots(directory: Path, version: int | None) -> "tuple[SnapshotDirectory
     snapshots = SnapshotDirectory(path.parent.parent if one is not None else directory)
     if one is not None and version not in (None, one):
         raise click.UsageError(
-            f"DIR is the snapshot of version {one}, --version says {version}: give one of the two"
+            f"DIR is the snapshot of version {one}, but --version is {version}. "
+            f"Try: leave --version out"
         )
     if not snapshots.versions() or (one is not None and one not in snapshots.versions()):
         raise SnapshotError(
-            f"no snapshots in {directory}: DIR is what the servers got as --data-dir, or a path "
-            f"of `snapshot list`"
+            f"no snapshots in {directory}. Try: the --data-dir of the servers, or a path printed "
+            f"by `snapshot list`"
         )
     return snapshots, version if one is None else one
 

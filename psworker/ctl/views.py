@@ -1,5 +1,6 @@
-"""Answers of the servers as tables. Status may come from a newer or an older server: what is not
-there stays empty.
+"""Tables for the answers of the servers.
+
+The status may come from a newer or an older server; missing values stay empty.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,25 +15,26 @@ Json = Mapping[str, Any]
 
 
 def status(document: Json) -> list[Table]:
+    """Return the tables of `ps-ctl status`."""
     return [
         Table(
             "", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]
         ),
         servers(document),
         _candidates(document),
-        _workers_in_short(document),
+        _short_workers(document),
         _data(document),
         _metrics(document),
     ]
 
 
 def rows(document: Json, name: str) -> Sequence[Json]:
-    """What it lists under this name."""
+    """Return the list with this name; empty if missing."""
     return document.get(name) or ()
 
 
 def _text(form: str, *values: object) -> str:
-    """The values in their places; empty where one of them is not there."""
+    """Format the values; return an empty text if one is missing."""
     return "" if None in values else form.format(*values)
 
 
@@ -67,7 +69,7 @@ def _summary(document: Json) -> list[tuple[str, object]]:
 
 
 def _loss(document: Json) -> str:
-    """The last one that was reported, and "not finite" for NaN."""
+    """Return the last reported loss; "not finite" for NaN."""
     metrics: Json = document.get("metrics") or {}
     if "loss" not in metrics:
         return ""
@@ -109,6 +111,7 @@ def _metrics(document: Json) -> Table:
 
 
 def servers(document: Json) -> Table:
+    """Return the table of all shards."""
     cells = [
         (
             server.get("shard"),
@@ -141,7 +144,7 @@ def servers(document: Json) -> Table:
 
 
 def _standby(server: Json) -> str:
-    """Where it is, and how far."""
+    """Return address, state and lag of the standby."""
     if not server.get("standby"):
         return ""
     where = f"{server['standby']} {server.get('standby_state') or ''}".rstrip()
@@ -149,16 +152,16 @@ def _standby(server: Json) -> str:
 
 
 def _candidates(document: Json) -> Table:
-    """Servers that have come for ps-ctl reshard."""
+    """Return the servers that wait for `ps-ctl reshard`."""
     cells = [
         (_text("{}/{}", row.get("shard"), row.get("shards")), row.get("address"))
         for row in rows(document, "candidates")
     ]
-    return Table("Servers that wait for ps-ctl reshard", ("shard", "address"), cells)
+    return Table("Servers waiting for ps-ctl reshard", ("shard", "address"), cells)
 
 
-def _workers_in_short(document: Json) -> Table:
-    """What fits a narrow terminal; `ps-ctl workers` has the rest."""
+def _short_workers(document: Json) -> Table:
+    """Return the workers in a table for narrow terminals; `ps-ctl workers` shows all columns."""
     cells = [
         (
             worker.get("worker"),
@@ -170,7 +173,7 @@ def _workers_in_short(document: Json) -> Table:
             worker.get("steps"),
             number(worker.get("samples_per_second")),
             worker.get("phase"),
-            _why(worker),
+            _reason(worker),
         )
         for worker in rows(document, "workers")
     ]
@@ -181,14 +184,15 @@ def _workers_in_short(document: Json) -> Table:
     )
 
 
-def _why(worker: Json) -> str:
-    """Why it is out, or soon will be."""
+def _reason(worker: Json) -> str:
+    """Return the reason why the worker left or will leave."""
     if worker.get("health") == "hanging":
-        return f"its script has made no call for {duration(worker.get('no_call_seconds'))}"
+        return f"no call from its script for {duration(worker.get('no_call_seconds'))}"
     return str(worker.get("reason") or ("asked to leave" if worker.get("draining") else ""))
 
 
 def workers(document: Json) -> Table:
+    """Return the table of all workers with all columns."""
     cells = [
         (
             worker.get("worker"),
@@ -204,7 +208,7 @@ def workers(document: Json) -> Table:
             number(worker.get("samples_per_second")),
             worker.get("phase"),
             duration(worker.get("silent_seconds")),
-            _why(worker),
+            _reason(worker),
         )
         for worker in rows(document, "workers")
     ]
@@ -247,6 +251,7 @@ def _data(document: Json) -> Table:
 
 
 def snapshots(listed: Sequence[Json]) -> Table:
+    """Return the table of snapshots."""
     headings = ("version", "bytes", "age", "state", "path")
     cells = [
         (
@@ -262,9 +267,7 @@ def snapshots(listed: Sequence[Json]) -> Table:
 
 
 def plan_document(plan: PartitionPlan, addresses: Sequence[str]) -> dict[str, Any]:
-    """Placement as JSON: for each shard its ranges of the tape by role, for each tensor where it
-    lies.
-    """
+    """Return the placement as JSON: flat buffer ranges of each shard, shards of each tensor."""
     return {
         "plan_digest": plan.digest,
         "bytes": plan.nbytes,
@@ -277,11 +280,11 @@ def plan_document(plan: PartitionPlan, addresses: Sequence[str]) -> dict[str, An
             }
             for shard in range(plan.shards)
         ],
-        "tensors": [_placed(plan, index) for index in range(len(plan.spec.tensors))],
+        "tensors": [_tensor_document(plan, index) for index in range(len(plan.spec.tensors))],
     }
 
 
-def _placed(plan: PartitionPlan, index: int) -> dict[str, Any]:
+def _tensor_document(plan: PartitionPlan, index: int) -> dict[str, Any]:
     tensor, (start, stop) = plan.spec.tensors[index], plan.extent(index)
     ranges = ((shard, plan.range(shard, tensor.role)) for shard in range(plan.shards))
     return {
@@ -299,6 +302,7 @@ def _placed(plan: PartitionPlan, index: int) -> dict[str, Any]:
 
 
 def plan(document: Json) -> list[Table]:
+    """Return the tables of `ps-ctl plan`."""
     shards = [
         (
             row["shard"],

@@ -1,4 +1,4 @@
-"""What happens to ps-run (events) and what it does about it (actions)."""
+"""Events that the supervisor of ps-run receives, and actions that it returns."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,19 @@ from psworker.launch.outcome import RunOutcome
 
 @dataclass(frozen=True, slots=True)
 class ServerBound:
-    """A server listens."""
+    """A server has bound its port."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """A process ended by itself or otherwise; code is negative for a signal.
+    """A process ended.
 
-    successor: address of the server that has its place in the job, where there is one: the
-    standby of somebody.
+    Attributes:
+        name: process that ended.
+        code: exit code; negative for a signal.
+        successor: address of the standby that replaced this server; empty without one.
     """
 
     name: str
@@ -29,26 +31,25 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHung:
-    """A worker has lost its place because its script makes no call (--progress-timeout); its
-    process still runs.
-    """
+    """A worker was dropped because its script hung (--progress-timeout); its process runs."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class SignalReceived:
-    """ps-run itself got a signal."""
+    """ps-run received a signal."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResultCollected:
-    """The result has been read from the servers, or could not be.
+    """The result was read from the servers, or could not be read.
 
-    undone: what of the training it lacks, in words. idle: why no step was counted, in words,
-    where that is certain.
+    Attributes:
+        undone: text about training that a rollback has lost; empty if none.
+        idle: why no step was counted; empty if one was, or if unknown.
     """
 
     undone: str = ""
@@ -57,7 +58,7 @@ class ResultCollected:
 
 @dataclass(frozen=True, slots=True)
 class StopAnswered:
-    """The servers were asked to stop; `problem` is not empty if that failed."""
+    """The servers answered the request to stop; `problem` is not empty if it failed."""
 
     problem: str = ""
 
@@ -91,38 +92,38 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class TerminateProcess:
-    """SIGTERM."""
+    """Send SIGTERM to this process."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class KillProcess:
-    """SIGKILL, with everything that the process started."""
+    """Send SIGKILL to this process and its children."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CollectResult:
-    """Read the result from the servers; answered by Collected."""
+    """Read the result from the servers; ResultCollected follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopJob:
-    """Ask the servers to stop; answered by StopAnswered."""
+    """Ask the servers to stop; StopAnswered follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShowMessage:
-    """Tell the user."""
+    """Show a message to the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRun:
-    """Nothing runs any more."""
+    """All processes have ended."""
 
     outcome: RunOutcome
 

@@ -1,29 +1,32 @@
-"""What a process says, kept in a file as long as the disk takes it."""
+"""Log file of a process that survives disk errors."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 
 class LogFile:
-    """A disk that refuses costs lines of a file, not the run: `tell` hears of it once, and what
-    comes later is tried again. It is opened for each write, so one that somebody has moved away
-    is made anew."""
+    """File that loses lines instead of failing on a disk error.
 
-    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        self._path, self._tell = path, tell
-        self._told = False
+    The first of consecutive errors is reported. The file is opened for each write, so a rotated
+    file is created again.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        """Make the log; `report` is called with a text about an error."""
+        self._path, self._report = path, report
+        self._is_failing = False
 
     def write(self, data: bytes) -> None:
-        """Behind what is there."""
+        """Append to the file."""
         try:
             with self._path.open("ab") as file:
                 file.write(data)
         except OSError as error:
-            if not self._told:
-                self._tell(
-                    f"{self._path} cannot be written: {error.strerror}; this process goes on "
-                    f"without"
+            if not self._is_failing:
+                self._report(
+                    f"{self._path} cannot be written: {error.strerror}; "
+                    f"the process continues without its log"
                 )
-            self._told = True
+            self._is_failing = True
         else:
-            self._told = False
+            self._is_failing = False

@@ -1,8 +1,8 @@
-"""Runs a command that ends when the process that started it is gone, even by kill -9.
+"""Run a command that is killed when its parent process ends, even by SIGKILL.
 
-Run as a file, by an interpreter of its own that loads nothing else: `python -I -S tether.py
-PARENT COMMAND...`. On Linux the kernel sends the signal and the command takes this process's
-place; elsewhere this process stays and watches.
+Runs as a file in a bare interpreter: `python -I -S orphan_guard.py PARENT COMMAND...`. On Linux
+the kernel sends the signal, and the command replaces this process. On other systems this process
+stays and polls.
 """
 
 import os
@@ -16,31 +16,29 @@ POLL_SECONDS = 0.2
 
 
 def main(parent: int, command: list[str], *, watch: bool = sys.platform != "linux") -> int:
-    """Does not return where the command takes our place; otherwise returns its exit code."""
+    """Replace this process with the command, or watch it and return its exit code."""
     if watch:
-        return stay(parent, command)
+        return watch_child(parent, command)
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we could ask
+    if os.getppid() != parent:  # the parent ended before prctl
         return 128 + signal.SIGTERM
     return os.execvp(command[0], command)
 
 
-def stay(parent: int, command: list[str]) -> int:
-    """Runs the command as a child, passes SIGTERM on, and kills the whole process group when the
-    parent is gone.
-    """
+def watch_child(parent: int, command: list[str]) -> int:
+    """Run the command as a child; forward SIGTERM, and kill the group when the parent ends."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while child.poll() is None:
         if os.getppid() != parent:
             os.killpg(0, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
-    return child.returncode if child.returncode >= 0 else _die_alike(-child.returncode)
+    return child.returncode if child.returncode >= 0 else _end_by_signal(-child.returncode)
 
 
-def _die_alike(number: int) -> int:
+def _end_by_signal(number: int) -> int:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     return 128 + number

@@ -1,6 +1,4 @@
-"""How a process, or the whole run, has ended: codes, what they mean, and which of them are worth
-another try.
-"""
+"""Outcome of a process or a run: exit codes, their texts, and which of them are retryable."""
 
 import signal
 from dataclasses import dataclass
@@ -10,8 +8,7 @@ from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 
 Status = Literal["done", "failed", "interrupted"]
 
-# What a second start may heal: servers that were unreachable, workers that were late, a container's
-# kill.
+# a restart may help: unreachable servers, late workers, a killed container
 RETRYABLE = frozenset(
     {ExitCode.UNREACHABLE, ExitCode.TOO_FEW_WORKERS, 128 + signal.SIGKILL, 128 + signal.SIGTERM}
 )
@@ -21,11 +18,15 @@ SIGNALS = frozenset(signal.Signals)
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended; `code` is what ps-run exits with. `culprit` names the process that failed
-    first, where one did.
+    """How a run ended.
 
-    `culprit_code` is its exit code, negative for a signal, None where it failed without ending.
-    `earlier` tells what happened before, one sentence each.
+    Attributes:
+        status: "done", "failed" or "interrupted".
+        code: exit code of ps-run.
+        culprit: process that failed first; empty if none did.
+        culprit_code: its exit code, negative for a signal; None if it failed without exiting.
+        reason: text about the end.
+        earlier: texts about earlier restarts.
     """
 
     status: Status
@@ -37,19 +38,17 @@ class RunOutcome:
 
 
 def is_retryable(code: int) -> bool:
-    """True for a death by signal (negative code) and for the exit codes that another try may
-    heal.
-    """
+    """Return whether a restart may help: after a signal (negative code) or a retryable code."""
     return code < 0 or code in RETRYABLE
 
 
 def exit_status(code: int) -> int:
-    """The exit code that a shell would show: 128 + n for signal n."""
+    """Return the exit code as a shell shows it: 128 + n for signal n."""
     return 128 - code if code < 0 else code
 
 
 def describe(code: int) -> str:
-    """'was killed by SIGKILL', 'exited with 10: a port or data directory is taken'."""
+    """Describe an exit: 'was killed by SIGKILL', 'exited with 10: a port ... is taken'."""
     if code < 0:
         return f"was killed by {signal_name(-code)}"
     if code in set(ExitCode):
@@ -60,7 +59,7 @@ def describe(code: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """'SIGKILL' for 9; 'signal 99' for one that has no name here."""
+    """Return 'SIGKILL' for 9; 'signal 99' for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

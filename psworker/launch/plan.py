@@ -1,6 +1,4 @@
-"""What ps-run starts: the command line and the environment of every process. Pure: nothing is
-started here.
-"""
+"""Command line and environment of every process of ps-run; starts nothing."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ from psworker.session.environment import without_settings
 
 HOST = "127.0.0.1"
 
-# -P: the current folder is not ours to import from
+# -P: do not import modules from the current folder
 SERVER = (sys.executable, "-P", "-m", "psserver")
 SPARE = (sys.executable, "-P", "-m", "psserver.preload")
 WORKER = (sys.executable, "-P", "-m", "psworker")
@@ -24,11 +22,18 @@ WORKER = (sys.executable, "-P", "-m", "psworker")
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A cluster to be: how many processes, what they are told, and where they leave what they
-    write.
+    """Plan of a cluster on this machine.
 
-    `settings` are the merged values of ps-run; `chosen` names those that somebody chose, which
-    are passed on. `spare`: the command of a server that is told later which one it is to be.
+    Attributes:
+        script: the training script.
+        settings: merged settings of ps-run.
+        chosen: keys of settings that are not defaults; these are forwarded.
+        cores: number of usable cores.
+        folder: folder for temporary files of the run.
+        server: command of a server.
+        worker: command of a worker.
+        spare: command of a preloaded server, which reads its arguments later.
+        environ: environment of ps-run.
     """
 
     script: Script
@@ -43,30 +48,31 @@ class RunPlan:
 
     @property
     def servers(self) -> int:
-        """How many."""
+        """Return the number of servers."""
         return int(self.settings["servers"])
 
     @property
     def workers(self) -> int:
-        """How many."""
+        """Return the number of workers."""
         return int(self.settings["workers"])
 
     def port_file(self, name: str) -> Path:
-        """Where server `name` writes its port."""
+        """Return the file for the port of server `name`."""
         return self.folder / f"{name}.port"
 
     def traceback_file(self, name: str) -> Path:
-        """Where worker `name` writes what its script raised."""
+        """Return the file for the traceback of worker `name`."""
         return self.folder / f"{name}.traceback"
 
     @property
     def not_saved_file(self) -> Path:
-        """Where the servers write why the final weights are not on the disk."""
+        """Return the file in which shard 0 reports why the final weights were not saved."""
         return self.folder / "not-saved"
 
     def threads(self, name: str) -> int | None:
-        """Threads of this process: what was asked for, else its share of the cores; None:
-        OMP_NUM_THREADS decides.
+        """Return the threads of a process: --threads, or its share of the cores.
+
+        None means that OMP_NUM_THREADS is set and decides.
         """
         if self.settings["threads"] is not None:
             return int(self.settings["threads"])
@@ -75,30 +81,27 @@ class RunPlan:
         return max(1, self.cores // (self.servers if is_server(name) else self.workers))
 
     def command(self, name: str, addresses: Mapping[str, str]) -> list[str]:
-        """The command line of a process; `addresses` are those of the servers that are already
-        bound.
-        """
+        """Return the command line of a process; `addresses` are those of the bound servers."""
         own = self._server(name, addresses) if is_server(name) else self._worker(name, addresses)
         return own if is_server(name) else [*own, *self._script()]
 
     def server_arguments(self, name: str, addresses: Mapping[str, str]) -> list[str]:
-        """What follows the command of a server, or is told to a spare one."""
+        """Return the arguments of a server, without its command."""
         return self.command(name, addresses)[len(self.server) :]
 
     def environment(self, name: str, attempt: int) -> dict[str, str]:
-        """Ours without our own settings, which travel as flags; and what is different for each
-        process.
+        """Return the environment of a process: settings are removed, they are flags.
 
-        attempt: how often it was started before.
+        Args:
+            name: the process.
+            attempt: number of earlier starts.
         """
         result = without_settings(self.environ)
-        result["PYTHONUNBUFFERED"] = "1"  # or prints would only show when a block of them is full
+        result["PYTHONUNBUFFERED"] = "1"  # show each print at once
         threads = self.threads(name)
         if threads is not None:
             result["OMP_NUM_THREADS"] = str(threads)
-        if is_server(
-            name
-        ):  # it runs nothing of the user's, and would say that it does not read PS_MINE
+        if is_server(name):  # a server would warn about the user's own PS_ variables
             result = {key: value for key, value in result.items() if not key.startswith("PS_")}
             result["PS_NOT_SAVED_FILE"] = str(self.not_saved_file)
         else:
@@ -111,7 +114,7 @@ class RunPlan:
     def _server(self, name: str, addresses: Mapping[str, str]) -> list[str]:
         index = index_of(name)
         line = [*self.server, "--shard", f"{index}/{self.servers}"]
-        # a server that is started again must be found where it was
+        # a restarted server binds its old address
         line += [
             "--bind",
             addresses.get(name, f"{HOST}:0"),
@@ -140,10 +143,8 @@ class RunPlan:
             *self.script.args,
         ]
 
-    def _common(self, name: str, place: int) -> list[str]:
-        """Flags of servers and workers alike; `place` counts all processes, for those that need
-        a port each.
-        """
+    def _common(self, name: str, number: int) -> list[str]:
+        """Return flags of all processes; `number` counts them, for one metrics port each."""
         log_format = (
             "text" if self.settings["log_format"] == "auto" else self.settings["log_format"]
         )
@@ -153,7 +154,7 @@ class RunPlan:
             line += ["--threads", str(threads)]
         if self.settings["metrics_bind"]:
             host, port = host_and_port(self.settings["metrics_bind"])
-            line += ["--metrics-bind", f"{host}:{port + place if port else 0}"]
+            line += ["--metrics-bind", f"{host}:{port + number if port else 0}"]
         return line
 
     def _flags(self, chosen: Sequence[Option]) -> list[str]:
@@ -165,10 +166,10 @@ class RunPlan:
 
 
 def is_server(name: str) -> bool:
-    """True for s0, s1, ...; False for w0, w1, ..."""
+    """Return True for s0, s1, ..., False for w0, w1, ..."""
     return name.startswith("s")
 
 
 def index_of(name: str) -> int:
-    """3 for s3 and for w3."""
+    """Return the number in a name: 3 for s3 and for w3."""
     return int(name[1:])

@@ -1,6 +1,4 @@
-"""A server that is started ahead, so that one that has to be started again need not load
-anything first.
-"""
+"""Preloaded server: a process that has imported everything before it is needed."""
 
 import json
 import os
@@ -13,21 +11,19 @@ from psworker.launch.processes import spawn
 
 
 class PreloadedServer:
-    """Make it in the main thread, as a Process. command: of what reads its arguments from stdin,
-    as psserver.preload.
-    """
+    """Process that waits for the arguments of a server on stdin."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the process, like psserver.preload; call this from the main thread."""
         self._process = spawn(command, environment, subprocess.PIPE)
 
     @property
     def pid(self) -> int:
+        """Return the process id."""
         return self._process.pid
 
     def begin(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes] | None":
-        """The process, a server with this command line from now on; None: it has ended
-        meanwhile.
-        """
+        """Turn the process into a server with these arguments; None if it has ended."""
         stdin = self._process.stdin
         try:
             assert stdin is not None
@@ -39,11 +35,11 @@ class PreloadedServer:
         return self._process
 
     def end(self) -> None:
-        """Nobody needs it."""
+        """Kill the process."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
-                with suppress(OSError):  # what it did not read any more
+                with suppress(OSError):  # closing flushes data that the process did not read
                     pipe.close()

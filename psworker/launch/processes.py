@@ -1,6 +1,4 @@
-"""The processes of a run: started in sessions of their own, their output followed line by line,
-ended for certain.
-"""
+"""Processes of a run: each in its own session, with its output read line by line."""
 
 import contextlib
 import os
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from pscommon.system.process_id import process_id
-from psworker.launch import orphan_guard as tether
+from psworker.launch import orphan_guard
 from psworker.launch.log_file import LogFile
 
 Stream = Literal["stdout", "stderr"]
@@ -24,29 +22,27 @@ OnLine = Callable[[str, Stream, str], None]
 OnExit = Callable[["ManagedProcess", int], None]
 
 TAIL_LINES = 20
-LONGEST_LINE = 64 << 10
+MAX_LINE_BYTES = 64 << 10
 POLL_SECONDS = 0.1
 DRAIN_SECONDS = 1.0
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines. Of a line that rewrites itself (a progress bar) the
-    last state counts.
-    """
+    """Splitter of a byte stream into lines; a line with carriage returns gives its last part."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that are complete now."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
-            whole.append(self._rest)
+        """Return the lines that are complete after `data`."""
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            complete.append(self._rest)
             self._rest = b""
-        return [_text(line) for line in whole]
+        return [_text(line) for line in complete]
 
     def flush(self) -> list[str]:
-        """What is left at the end, if anything."""
+        """Return the incomplete last line, if any."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
 
@@ -58,11 +54,12 @@ def _text(line: bytes) -> str:
 def spawn(
     command: Sequence[str], environment: Mapping[str, str], stdin: int
 ) -> "subprocess.Popen[bytes]":
-    """A process in a session of its own. Call it from the main thread: on Linux it ends with the
-    one that calls.
+    """Start a process in its own session; on Linux it ends with the calling thread.
+
+    Call this from the main thread.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
+        [sys.executable, "-I", "-S", orphan_guard.__file__, str(os.getpid()), *command],
         env=dict(environment),
         stdin=stdin,
         stdout=subprocess.PIPE,
@@ -72,13 +69,16 @@ def spawn(
 
 
 class ManagedProcess:
-    """A started process. Its output goes to `log` (bytes as they are) and to `on_line`;
-    `on_exit` is called at last.
+    """A process and the thread that reads its output.
 
-    Start it from the main thread, as `spawn` says. Both callbacks are called from a thread of
-    this object. `tail` holds the last lines, `traceback` what the script raised, `identity` the
-    name of the process (`pscommon.system.process_id`). spawned: the process, where it was
-    started ahead.
+    The thread writes the output to `log`, calls `on_line` for each line, and `on_exit` last.
+
+    Attributes:
+        name: name of the process in the run.
+        log: path of the log file.
+        tail: last lines of the output.
+        traceback: traceback of the script, as lines.
+        identity: identity of the process (`pscommon.system.process_id`).
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class ManagedProcess:
         on_exit: OnExit,
         spawned: "subprocess.Popen[bytes] | None" = None,
     ) -> None:
+        """Start the process, or adopt a preloaded one (`spawned`); call from the main thread."""
         self.name = name
         self.log = log
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -101,39 +102,38 @@ class ManagedProcess:
         self._on_line = on_line
         self._on_exit = on_exit
         self._lock = threading.Lock()
-        self._swept = False
+        self._is_group_killed = False
         self._process = spawned or spawn(command, environment, subprocess.DEVNULL)
-        self.identity = process_id(
-            self._process.pid
-        )  # before anybody waits for it: then the number is not used again
+        # before any wait(): until then the pid cannot be reused
+        self.identity = process_id(self._process.pid)
         self._thread = threading.Thread(target=self._follow, name=f"follow-{name}", daemon=True)
         self._thread.start()
 
     @property
     def pid(self) -> int:
-        """Also the process group that everything it starts belongs to."""
+        """Return the process id, which is also the id of its process group."""
         return self._process.pid
 
     def terminate(self) -> None:
-        """SIGTERM to the process itself, which then ends what it has started."""
+        """Send SIGTERM to the process, which ends its children itself."""
         with self._lock:
             if self._process.poll() is None:
                 self._process.terminate()
 
     def resume(self) -> None:
-        """SIGCONT: a process that was stopped (SIGSTOP) handles no SIGTERM."""
+        """Send SIGCONT: a process stopped by SIGSTOP does not handle SIGTERM."""
         with self._lock:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL to the process and to everything that it has started."""
+        """Send SIGKILL to the process and its children."""
         with self._lock:
             if self._process.poll() is None:
                 self._kill_group()
 
     def join(self) -> None:
-        """Waits until its output has been read and on_exit been called."""
+        """Wait until the output is read and on_exit has returned."""
         self._thread.join()
 
     def _kill_group(self) -> None:
@@ -141,10 +141,8 @@ class ManagedProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _follow(self) -> None:
-        """Always ends with on_exit. If the output cannot be followed, the process does not go
-        on.
-        """
-        log = LogFile(self.log, lambda problem: self._tell("stderr", [problem]))
+        """Read the output to its end; always call on_exit. After an error kill the process."""
+        log = LogFile(self.log, lambda problem: self._emit("stderr", [problem]))
         try:
             with selectors.DefaultSelector() as selector:
                 for stream in ("stdout", "stderr"):
@@ -155,57 +153,58 @@ class ManagedProcess:
                     )
                 self._read(selector, log)
                 self._process.wait()
-                self._take_traceback(log)
+                self._read_traceback(log)
         except OSError as error:
             self.tail.append(str(error))
         finally:
             self.kill()
             code = self._process.wait()
-            self._sweep()
+            self._kill_rest_of_group()
             for pipe in (self._process.stdout, self._process.stderr):
                 if pipe is not None:
                     pipe.close()
             self._on_exit(self, code)
 
     def _read(self, selector: selectors.BaseSelector, log: LogFile) -> None:
-        """Until both streams end; those of an ended process whose children hold them open, for a
-        moment more.
+        """Read until both streams end, at most DRAIN_SECONDS after the end of the process.
+
+        Children of an ended process may still have the streams open.
         """
-        until = float("inf")
-        while selector.get_map() and time.monotonic() < until:
+        deadline = float("inf")
+        while selector.get_map() and time.monotonic() < deadline:
             for key, _ in selector.select(POLL_SECONDS):
                 stream, lines = key.data
                 data = os.read(key.fd, 1 << 16)
                 log.write(data)
-                self._tell(stream, lines.feed(data) if data else lines.flush())
+                self._emit(stream, lines.feed(data) if data else lines.flush())
                 if not data:
                     selector.unregister(key.fileobj)
-            if until == float("inf") and self._ended():
-                until = time.monotonic() + DRAIN_SECONDS
+            if deadline == float("inf") and self._has_ended():
+                deadline = time.monotonic() + DRAIN_SECONDS
         for key in list(selector.get_map().values()):
-            self._tell(key.data[0], key.data[1].flush())
+            self._emit(key.data[0], key.data[1].flush())
 
-    def _ended(self) -> bool:
-        """True once the process is gone; what it has left behind is killed then."""
+    def _has_ended(self) -> bool:
+        """Return whether the process has ended; kill its children then."""
         with self._lock:
             if self._process.poll() is None:
                 return False
-        self._sweep()
+        self._kill_rest_of_group()
         return True
 
-    def _sweep(self) -> None:
-        """Once, right after the end: later the number could be another group's."""
-        if not self._swept:
-            self._swept = True
+    def _kill_rest_of_group(self) -> None:
+        """Kill the group once, right after the end: later its number could be reused."""
+        if not self._is_group_killed:
+            self._is_group_killed = True
             self._kill_group()
 
-    def _tell(self, stream: Stream, lines: Sequence[str]) -> None:
+    def _emit(self, stream: Stream, lines: Sequence[str]) -> None:
         for line in lines:
             self.tail.append(line)
             self._on_line(self.name, stream, line)
 
-    def _take_traceback(self, log: LogFile) -> None:
-        """Moves what the script raised into the log; nobody has seen it yet."""
+    def _read_traceback(self, log: LogFile) -> None:
+        """Move the traceback of the script into the log."""
         if self._traceback_file.exists():
             text = self._traceback_file.read_text(encoding="utf-8", errors="replace")
             self._traceback_file.unlink()

@@ -1,6 +1,4 @@
-"""Runs a user's training script as __main__ inside a worker, and turns how it ended into an exit
-code.
-"""
+"""Run a training script as __main__ inside a worker, and map its end to an exit code."""
 
 import builtins
 import importlib.util
@@ -19,22 +17,25 @@ from typing import Any
 
 from pscommon.core.errors import InvalidRequestError, PSError
 from pscommon.core.exit_codes import ExitCode
-from pscommon.settings.command import tell
+from pscommon.settings.command import print_error
 from psworker.session import drain
 
-# A launcher that shows a failed worker's traceback itself, once, names the file that it reads it
-# from.
 TRACEBACK_FILE = "PS_TRACEBACK_FILE"
+"""Variable with the file for the traceback of the script; set by a launcher that shows it."""
 
-AFTER_THIS_STEP = b"ps-worker: leaving after this step; Ctrl-C again ends the script at once\n"
+LEAVING_MESSAGE = b"ps-worker: leaving after this step; Ctrl-C again ends the script at once\n"
 
 log = logging.getLogger("psworker")
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What to run: the path of a file, or a module's name; and the arguments that are the
-    script's own business.
+    """Script to run.
+
+    Attributes:
+        target: path of a file, or name of a module.
+        module: whether `target` is the name of a module.
+        args: arguments of the script.
     """
 
     target: str
@@ -42,13 +43,15 @@ class Script:
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """InvalidRequestError where there is nothing to run. Imports the parents of a module, as
-        running it would.
+        """Check that the script exists; imports the parents of a module.
+
+        Raises:
+            InvalidRequestError: there is no such script or module.
         """
         self.spec()
 
     def spec(self) -> ModuleSpec | None:
-        """What the import system finds to run, as `check`; None: a plain file."""
+        """Return the spec of a module, folder or zip file; None for a plain file."""
         if self.module:
             return _module_spec(self.target)
         if not Path(self.target).exists():
@@ -62,8 +65,9 @@ class Script:
 
     @property
     def folder(self) -> str:
-        """What Python puts first on sys.path: the script's folder, or itself if it is one; for a
-        module the current.
+        """Return the first entry of sys.path: the folder of the script, or the current folder.
+
+        A script that is a folder or a zip file is itself the entry.
         """
         if self.module:
             return os.getcwd()
@@ -71,25 +75,26 @@ class Script:
 
     @property
     def _holds_modules(self) -> bool:
-        """Is it a folder, or a zip file?"""
+        """Return whether the script is a folder or a zip file."""
         return pkgutil.get_importer(self.path) is not None
 
     @property
     def path(self) -> str:
-        """Absolute, as the interpreter makes it: the script may change the current folder."""
+        """Return the absolute path; the script may change the current folder."""
         return os.path.join(os.getcwd(), self.target)
 
 
 def run(script: Script, debug: bool = False) -> int:
-    """Runs it to its end in this process; returns the exit code of that end.
+    """Run the script in this process and return its exit code.
 
-    A PSError gives its own exit code and one line on stderr (with `debug` its traceback too),
-    any other exception its traceback and 1, sys.exit(n) gives n, Ctrl-C 130. SIGTERM and Ctrl-C
-    ask a worker that is in a job to leave at its next step boundary (psworker.session.drain),
-    which raises Stopping in the script; then SIGTERM gives 0 and Ctrl-C 130. A second one, or
-    one to a script that is in no job, unwinds the script, SIGTERM like sys.exit with 143, so
-    `with` blocks and exit handlers leave the job properly; the next SIGTERM ends the process at
-    once.
+    A PSError gives its own exit code and one line on stderr, with `debug` also a traceback. Any
+    other exception gives its traceback and 1; sys.exit(n) gives n.
+
+    The first SIGTERM or Ctrl-C asks a worker in a job to leave at its next step boundary
+    (psworker.session.drain), which raises Stopping in the script. The exit code is 0 after
+    SIGTERM, 130 after Ctrl-C. A second signal, or a signal without a job, unwinds the script: SIGTERM
+    raises SystemExit(143), Ctrl-C KeyboardInterrupt. `with` blocks and exit handlers run. A
+    further SIGTERM ends the process at once.
     """
     interrupted = _leave_on_signals()
     code = _run(script, debug)
@@ -101,18 +106,18 @@ def _run(script: Script, debug: bool) -> int:
         _put_first(script.folder)
         _execute(script)
     except drain.Stopping as end:
-        log.info("the script ends here: %s", end)
+        log.info("the script has ended: %s", end)
         return ExitCode.DONE
     except SystemExit as end:
         return _status(end)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except drain.DrainedError as end:
-        log.info("the script ends here: %s", end)
+        log.info("the script has ended: %s", end)
         return ExitCode.DONE
     except PSError as error:
         _remember(error)
-        tell("ps-worker", error, debug)
+        print_error("ps-worker", error, debug)
         return error.exit_code
     except BaseException as error:
         _remember(error)
@@ -122,9 +127,7 @@ def _run(script: Script, debug: bool) -> int:
 
 
 def _execute(script: Script) -> None:
-    """In a module __main__ as the interpreter makes it, which stays: exit handlers, too, find
-    the script's names.
-    """
+    """Execute the script in a new module __main__, which exists until the exit handlers ran."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -137,7 +140,7 @@ def _execute(script: Script) -> None:
             sys.argv[0] = str(spec.origin)
         code = _load(main, spec)
     if code is None:
-        raise InvalidRequestError(f"{script.target} cannot be run: it holds no Python code")
+        raise InvalidRequestError(f"{script.target} cannot be run: it contains no Python code")
     exec(code, main.__dict__)
 
 
@@ -146,9 +149,8 @@ def _load_file(main: ModuleType, path: str) -> CodeType | None:
     loader = kind("__main__", path)
     main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
     if isinstance(loader, SourceFileLoader):
-        return loader.source_to_code(
-            loader.get_data(path), path
-        )  # get_code would leave a __pycache__
+        # get_code would write a __pycache__
+        return loader.source_to_code(loader.get_data(path), path)
     return loader.get_code("__main__")
 
 
@@ -166,9 +168,7 @@ def _load(main: ModuleType, spec: ModuleSpec) -> CodeType | None:
 
 
 def _put_first(folder: str) -> None:
-    """Like `python script.py`: the script's folder takes the place of the folder that the
-    interpreter put first.
-    """
+    """Put the folder first on sys.path, as `python script.py` does."""
     if sys.flags.safe_path:
         sys.path.insert(0, folder)
     else:
@@ -194,13 +194,13 @@ def _find(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that a parent package imports: the user's traceback, not ours
+            raise  # an import inside a parent package fails: show the user's traceback
         return None
 
 
 def _leave_on_signals() -> Callable[[], bool]:
-    """Returns what tells whether there was a Ctrl-C."""
-    seen: list[int] = []
+    """Install the signal handlers; return a function that tells whether Ctrl-C was pressed."""
+    interrupts: list[int] = []
 
     def terminate(signum: int, _: FrameType | None) -> None:
         if drain.ask_all():
@@ -211,22 +211,19 @@ def _leave_on_signals() -> Callable[[], bool]:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         if not drain.ask_all():
             signal.default_int_handler(signum, frame)
-        seen.append(signum)
+        interrupts.append(signum)
         if os.isatty(2):
-            os.write(2, AFTER_THIS_STEP)
+            os.write(2, LEAVING_MESSAGE)
 
     signal.signal(signal.SIGTERM, terminate)
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # else it is ignored, as under nohup
+    # SIGINT stays ignored under nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    return lambda: bool(seen)
+    return lambda: bool(interrupts)
 
 
 def _status(end: SystemExit) -> int:
-    """The exit code that the interpreter would have given: sys.exit("text") prints the text and
-    means 1.
-    """
+    """Return the exit code as the interpreter does: sys.exit("text") prints the text, gives 1."""
     if end.code is None:
         return ExitCode.DONE
     if isinstance(end.code, int):
@@ -236,14 +233,12 @@ def _status(end: SystemExit) -> int:
 
 
 def _remember(error: BaseException) -> None:
-    """What the interpreter itself does with an uncaught exception: exit handlers and debuggers
-    find it there.
-    """
+    """Set sys.last_value and others, as the interpreter does, for exit handlers and debuggers."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
 def _report(error: BaseException) -> None:
-    """By the script's sys.excepthook, if it has set one, else by us."""
+    """Report an exception by the script's sys.excepthook, or print its traceback."""
     if sys.excepthook is not sys.__excepthook__:
         try:
             sys.excepthook(type(error), error, _from_script(error.__traceback__))
@@ -256,9 +251,7 @@ def _report(error: BaseException) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """The script's own traceback, without our frames above it; once, in the launcher's file or
-    else on stderr.
-    """
+    """Write the traceback without frames of this module, to TRACEBACK_FILE or stderr."""
     lines = traceback.format_exception(type(error), error, _from_script(error.__traceback__))
     path = os.environ.get(TRACEBACK_FILE)
     if path:

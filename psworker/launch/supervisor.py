@@ -1,17 +1,21 @@
-"""What ps-run decides: which process to start, restart or end, and when the run is over. Pure:
-events in, actions out.
+"""Supervisor of ps-run: decides which process to start, restart or end, and when the run ends.
 
-    start ── s0 ── its port is known ──▶ all other servers and all workers              (running)
-    all workers exited with 0 ──▶ Collect ──▶ StopJob ──▶ the servers exit with 0 ──▶ done
-    a process failed, a signal came ──▶ SIGTERM to the workers; when they are gone, to the servers   (ending)
-                                    after `grace`, or at a second signal: SIGKILL
-    s0 ended with 0: somebody has stopped the job, or s0's standby took its place ──▶ the workers finish  (draining)
+A pure state machine: events in, actions out.
 
-Servers outlive workers in every way out, so that workers can say goodbye and servers can take a
-last snapshot. A process is started again only if a second try can help (`ending.is_retryable`),
-and a server only if snapshots bring its weights back; everything else ends the run, and the
-first process that failed is the culprit. A server in whose place the job has another one, its
-standby, is not missed.
+    RUNNING     s0 starts; after it has bound its port, all other servers and all workers start
+    COLLECTING  all workers exited with 0: the result is read from the servers
+    STOPPING    the job is stopped: the servers exit with 0, and the run is done
+    DRAINING    s0 exited with 0 (job stopped, or its standby took over): workers finish
+    ENDING      a process failed or a signal came: SIGTERM to the workers, then to the servers;
+                SIGKILL after `grace` or at a second signal
+    FINISHED    all processes have ended
+
+Invariants:
+- Servers end after workers, so that workers can leave the job and servers can take a snapshot.
+- A process is restarted only if that can help (`outcome.is_retryable`); a server only if
+  snapshots restore its weights. Every other failure ends the run; the first failed process is
+  the culprit.
+- A server that was replaced by its standby is not restarted.
 """
 
 from collections.abc import Iterator
@@ -45,18 +49,21 @@ STOP_SECONDS = 120.0
 
 
 class RunPhase(Enum):
+    """Phase of a run; see the module."""
+
     RUNNING = auto()
     COLLECTING = auto()
     STOPPING = auto()
     DRAINING = auto()
     ENDING = auto()
-    OVER = auto()
+    FINISHED = auto()
 
 
 class Supervisor:
-    """The machine. Call start() once, then step() with every event; carry out the actions in order.
+    """State machine of a run; see the module.
 
-    Names are s0, s1, ... and w0, w1, ...; `now` is in seconds of any monotonic clock.
+    Call start() once, then step() with every event; execute the actions in order. Processes are
+    named s0, s1, ... and w0, w1, ...; `now` is in seconds of any monotonic clock.
     """
 
     def __init__(
@@ -69,9 +76,15 @@ class Supervisor:
         grace: float,
         allow_idle: bool = False,
     ) -> None:
-        """`durable`: a restarted server finds its weights again, in snapshots.
+        """Make the machine.
 
-        allow_idle: a run in which no step was counted is no failure.
+        Args:
+            servers: number of servers.
+            workers: number of workers.
+            max_restarts: maximum number of restarts of all processes together.
+            durable: whether snapshots restore the weights of a restarted server.
+            grace: seconds between SIGTERM and SIGKILL.
+            allow_idle: whether a run without a counted step succeeds.
         """
         self.servers = [f"s{index}" for index in range(servers)]
         self.workers = [f"w{index}" for index in range(workers)]
@@ -92,12 +105,12 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """How many processes were started again so far."""
+        """Return the number of restarts so far."""
         return len(self.earlier)
 
     @property
     def is_settled(self) -> bool:
-        """All servers have their ports, and the workers are at work."""
+        """Return whether all servers have bound their ports and training runs."""
         return (
             self.phase is RunPhase.RUNNING
             and not self.unbound
@@ -106,20 +119,20 @@ class Supervisor:
 
     @property
     def is_ending(self) -> bool:
-        """Nothing is trained any more."""
+        """Return whether training is over."""
         return self.phase not in (RunPhase.RUNNING, RunPhase.DRAINING)
 
     @property
     def may_restart_servers(self) -> bool:
-        """Would one that fails be started again?"""
+        """Return whether a server that fails now would be restarted."""
         return self.durable and self.restarts < self.max_restarts
 
     def start(self, now: float) -> list[Action]:
-        """The first server, whose port everybody else needs."""
+        """Start the first server; all other processes need its port."""
         return list(self._start([self.servers[0]], now))
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """What to do about an event."""
+        """Return the actions for an event."""
         match event:
             case ServerBound(name):
                 return list(self._bound(name, now))
@@ -151,9 +164,7 @@ class Supervisor:
     def _exited(self, name: str, code: int, successor: str, now: float) -> Iterator[Action]:
         self.running.discard(name)
         self.unbound.pop(name, None)
-        if (
-            code == ExitCode.NOT_SAVED and name in self.servers
-        ):  # the job has ended well, but for that
+        if code == ExitCode.NOT_SAVED and name in self.servers:  # otherwise a successful end
             self.is_saved, code = False, 0
         if self.phase is RunPhase.ENDING:
             yield from self._next_wave(now)
@@ -164,18 +175,14 @@ class Supervisor:
         elif code == 0:
             yield from self._server_done(name, now)
         elif successor and self.phase is RunPhase.RUNNING:
-            yield ShowMessage(
-                f"{name} {describe(code)}; the job goes on with {successor} in its place"
-            )
+            yield ShowMessage(f"{name} {describe(code)}; its standby at {successor} has taken over")
         elif self._may_restart(name, code):
             yield from self._restart(name, code, now)
         else:
             yield from self._fail(name, code, now)
 
     def _drained(self, now: float) -> Iterator[Action]:
-        """Workers take their time, servers end with the job; those of one that has gone on
-        elsewhere are told to.
-        """
+        """Wait for the workers without a deadline, then for the servers with `grace`."""
         if not self.running:
             yield from self._next_wave(now)
         elif self.running.isdisjoint(self.workers):
@@ -188,29 +195,31 @@ class Supervisor:
             yield CollectResult()
 
     def _server_done(self, name: str, now: float) -> Iterator[Action]:
-        """A server ends with 0 when the job is over for it: somebody has stopped the job, we
-        ourselves or not; another server has taken its place as planned; or, but never that of
-        the first one, nobody needs its place any more."""
+        """Handle a server that exited with 0.
+
+        Causes: the job was stopped, by ps-run or by a user; its standby was promoted; or, for
+        any server but the first, the job was resharded to fewer servers.
+        """
         if self.phase is RunPhase.STOPPING and not self.running:
             yield from self._next_wave(now)
         elif self.phase is RunPhase.RUNNING and name != self.servers[0]:
-            yield ShowMessage(f"{name} is done: the job goes on without it, or is being stopped")
+            yield ShowMessage(f"{name} is done: the job continues without it, or is stopping")
         elif self.phase is RunPhase.RUNNING:
             yield ShowMessage(f"{name} is done; waiting for the workers to finish")
             self._enter(RunPhase.DRAINING, float("inf"))
             yield from self._drained(now)
 
     def _may_restart(self, name: str, code: int) -> bool:
-        useful = name in self.workers or self.durable
+        can_restore = name in self.workers or self.durable
         return (
             self.phase is RunPhase.RUNNING
-            and useful
+            and can_restore
             and is_retryable(code)
             and self.restarts < self.max_restarts
         )
 
     def _restart(self, name: str, code: int, now: float) -> Iterator[Action]:
-        self.earlier.append(f"{name} {describe(code)} and was started again")
+        self.earlier.append(f"{name} {describe(code)} and was restarted")
         self.attempts[name] += 1
         yield ShowMessage(
             f"{name} {describe(code)}; restart {self.restarts} of at most {self.max_restarts}"
@@ -224,11 +233,9 @@ class Supervisor:
         yield from self._end(now)
 
     def _hung(self, name: str) -> Iterator[Action]:
-        """The job goes on without it, and its process may never end: another one is started, as
-        after any kill.
-        """
+        """Kill the process of a dropped worker; its exit leads to a restart."""
         if self.phase is RunPhase.RUNNING and name in self.running:
-            yield ShowMessage(f"{name} is killed: its script makes no call (--progress-timeout)")
+            yield ShowMessage(f"{name} is killed: its script hangs (--progress-timeout)")
             yield KillProcess(name)
 
     def _signalled(self, number: int, now: float) -> Iterator[Action]:
@@ -239,16 +246,20 @@ class Supervisor:
         self.outcome = RunOutcome(
             "interrupted", 128 + number, reason=reason, earlier=tuple(self.earlier)
         )
-        yield ShowMessage(f"{reason}; ending {len(self.running)} processes (once more kills them)")
+        yield ShowMessage(
+            f"{reason}; ending {len(self.running)} processes (a second signal kills them)"
+        )
         yield from self._end(now)
 
     def _collected(self, now: float, undone: str = "", idle: str = "") -> Iterator[Action]:
         if self.phase is not RunPhase.COLLECTING:
             return
         if undone:
-            fell = next((name for name in self.servers if self.attempts[name]), self.servers[0])
+            restarted = next(
+                (name for name in self.servers if self.attempts[name]), self.servers[0]
+            )
             self.outcome = RunOutcome(
-                "failed", ExitCode.NO_SNAPSHOT, fell, None, undone, tuple(self.earlier)
+                "failed", ExitCode.NO_SNAPSHOT, restarted, None, undone, tuple(self.earlier)
             )
         elif idle and not self.allow_idle:
             self.outcome = RunOutcome(
@@ -277,7 +288,7 @@ class Supervisor:
     def _too_late(self, now: float) -> Iterator[Action]:
         if self.phase is RunPhase.COLLECTING:
             yield ShowMessage(
-                "the servers did not hand out the result in time; going on without it"
+                "the servers did not return the result in time; continuing without it"
             )
             yield from self._collected(now)
         elif self.phase is RunPhase.STOPPING:
@@ -294,10 +305,10 @@ class Supervisor:
         yield from self._next_wave(now)
 
     def _next_wave(self, now: float) -> Iterator[Action]:
-        """SIGTERM to the workers that run; once they are gone, to the servers; then it is over."""
+        """Send SIGTERM to the running workers, or without workers to the servers; or finish."""
         wave = self._wave()
         if not wave:
-            self._enter(RunPhase.OVER, float("inf"))
+            self._enter(RunPhase.FINISHED, float("inf"))
             if self.outcome.status == "done" and not self.is_saved:
                 self.outcome = replace(self.outcome, code=ExitCode.NOT_SAVED)
             yield FinishRun(self.outcome)

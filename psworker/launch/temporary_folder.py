@@ -1,4 +1,4 @@
-"""Temporary folders of runs. That of a run which was killed is removed when the next one starts."""
+"""Temporary folders of runs; the next run removes those of killed runs."""
 
 import os
 import shutil
@@ -9,15 +9,11 @@ from pathlib import Path
 from pscommon.system.process_id import has_ended, process_id
 
 OWNER = "owner"
-"""File in a folder that names the process which will remove it; a folder that is kept for its
-user has none.
-"""
+"""File that names the process that will remove the folder; a retained folder has none."""
 
 
 def make_folder(prefix: str) -> Path:
-    """Return a new folder in the system's temporary one, after removing those that killed
-    processes left there.
-    """
+    """Remove the folders of killed processes; create and return a new temporary folder."""
     remove_stale(prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     (folder / OWNER).write_text(process_id())
@@ -25,7 +21,7 @@ def make_folder(prefix: str) -> Path:
 
 
 def remove_stale(prefix: str) -> None:
-    """Remove this user's folders whose processes have ended for certain."""
+    """Remove this user's folders whose processes have certainly ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError, ValueError):
             is_own = folder.lstat().st_uid == os.geteuid() and not folder.is_symlink()

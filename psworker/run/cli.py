@@ -44,23 +44,24 @@ COMMAND = options.command(
     "ps-run",
     arguments=(MODULE, SCRIPT, ARGS),
     context_settings=UP_TO_THE_SCRIPT,
-    help="Trains with servers and workers that all run on this machine, and leaves nothing behind.",
+    help="Run a training script with servers and workers on this machine.",
     epilog="""\b
 Examples:
   ps-run --servers 2 --workers 2 train.py --epochs 3
   ps-run --workers 4 --policy ssp --staleness 3 --data-dir ./snapshots -m my_package.train
   ps-run --workers 2 --summary result.json --log-dir ./logs train.py
-  ps-run --workers 2 --history loss.csv train.py     what job.report(loss=loss) was given, over time
+  ps-run --workers 2 --history loss.csv train.py     values of job.report(loss=loss) over time
 
 \b
-Processes are called s0, s1, ... and w0, w1, ...; the option --threads is for each of them [default: their share
-of the cores]. With --metrics-bind HOST:PORT s0 takes that port and the others, servers first, the next ones.
-Server and worker logs are text here unless --log-format json is given.""",
+Servers are called s0, s1, ...; workers w0, w1, ...
+--threads applies to each process [default: an equal share of the cores].
+--metrics-bind HOST:PORT gives PORT to s0, and the next ports to the other servers, then workers.
+--log-format auto means text here.""",
 )
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of ps-run; returns the exit code: that of the process that failed first, or 0."""
+    """Run ps-run; return 0, or the exit code of the process that failed first."""
     return run_command(COMMAND, start, words(COMMAND, args))
 
 
@@ -72,15 +73,16 @@ def start(
     spare: Sequence[str] = plan.SPARE,
     connect: Connect = GrpcJobObserver,
 ) -> int:
-    """Runs the cluster; returns the exit code. The commands and the way to the servers can be
-    replaced, for tests.
+    """Run the cluster and return the exit code.
+
+    Tests replace the commands of the processes and the connection to the servers.
     """
     settings = ctx.params
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
     check(settings, script)
     raise_on_ctrl_c()
     folder = make_folder("ps-run-")
-    keep = False
+    keep_logs = False
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:
             cluster = plan.RunPlan(
@@ -95,16 +97,18 @@ def start(
                 dict(os.environ),
             )
             with open_display(out, err) as display:
-                ended = launch(cluster, log_folder(settings, folder), connect, display)
-            keep = ended.outcome.status == "failed" and settings["log_dir"] is None
+                end = launch(cluster, log_folder(settings, folder), connect, display)
+            keep_logs = end.outcome.status == "failed" and settings["log_dir"] is None
         finally:
-            tidy(folder, keep)
-        return conclude(ended, settings, out, err)
+            remove_folder(folder, keep_logs)
+        return conclude(end, settings, out, err)
 
 
 def check(settings: dict[str, Any], script: Script) -> None:
-    """Refuses now what would fail only after the training, or in every process at once
-    (InvalidRequestError).
+    """Check settings that would fail in every process, or only after the training.
+
+    Raises:
+        InvalidRequestError: a setting is invalid.
     """
     try:
         check_policy(settings["policy"], settings["staleness"])
@@ -112,8 +116,8 @@ def check(settings: dict[str, Any], script: Script) -> None:
         raise InvalidRequestError(str(error)) from error
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(
-            f"--min-workers {settings['min_workers']} would wait for ever: --workers "
-            f"{settings['workers']}"
+            f"--min-workers {settings['min_workers']} is more than --workers "
+            f"{settings['workers']}: training would never start"
         )
     if settings["metrics_bind"]:
         last = (
@@ -124,12 +128,13 @@ def check(settings: dict[str, Any], script: Script) -> None:
         )
         if last > HIGHEST_PORT:
             raise InvalidRequestError(
-                f"--metrics-bind {settings['metrics_bind']}: the last process would need {last}"
+                f"--metrics-bind {settings['metrics_bind']}: port {last} of the last process is not "
+                f"valid. Try: a lower port"
             )
     if is_on("PS_LOCAL"):
         raise InvalidRequestError(
-            "PS_LOCAL is set: each worker would train alone; unset it, or start the script with "
-            "python"
+            "PS_LOCAL is set: each worker would train alone. Try: unset it, or start the script "
+            "with python"
         )
     if not script.module:
         script.check()
@@ -143,7 +148,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
 
 
 def check_output(flag: str, path: Path) -> None:
-    """InvalidRequestError where it could not be written."""
+    """Raise InvalidRequestError if the file cannot be written."""
     folder = path.resolve().parent
     if is_special(path):
         if not os.access(path, os.W_OK):
@@ -155,9 +160,7 @@ def check_output(flag: str, path: Path) -> None:
 
 
 def log_folder(settings: dict[str, Any], folder: Path) -> Path:
-    """Where the log files go: --log-dir, which is made if need be, or else this run's own
-    folder.
-    """
+    """Return the folder for log files: --log-dir, which is created, or the run's own folder."""
     wanted: Path | None = settings["log_dir"]
     if wanted is None:
         return folder
@@ -171,19 +174,18 @@ def log_folder(settings: dict[str, Any], folder: Path) -> Path:
     ):
         if (wanted / name).is_dir():
             raise InvalidRequestError(
-                f"--log-dir {wanted}: {name} is a folder, where a log file is to go"
+                f"--log-dir {wanted}: {name} is a folder, but a log file of this name is needed"
             )
     return wanted
 
 
 def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Display) -> RunEnd:
-    """Runs the cluster with our signals in place; log files go to `folder`."""
-    # what the servers say is passed on as it is; our own view of them is only worth a line when it
-    # is in trouble
+    """Run the cluster with signal handlers installed; log files go to `folder`."""
+    # the servers' own logs are shown; ps-run itself logs only problems
     level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
     logs.set_up(level, "text", stream=LogStream(display))
-    for sentence in unread(cluster.environ):
-        display.say(sentence)
+    for warning in unread(cluster.environ):
+        display.show_message(warning)
     announce(display, cluster)
     run = Launcher(cluster, folder, connect, display)
     with signals_to(run):
@@ -191,25 +193,23 @@ def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Displ
 
 
 def announce(display: Display, cluster: plan.RunPlan) -> None:
-    """One line about what is about to start, and how the cores are shared out."""
+    """Show the number of processes, cores and threads."""
     shares = cluster.threads("s0"), cluster.threads("w0")
     threads = (
-        "threads as OMP_NUM_THREADS says"
+        "threads: OMP_NUM_THREADS"
         if None in shares
-        else "threads: {} a server, {} a worker".format(*shares)
+        else "threads: {} per server, {} per worker".format(*shares)
     )
     numbers = {"server": cluster.servers, "worker": cluster.workers, "core": cluster.cores}
     servers, workers, on = (
         f"{number} {word}{'s' * (number != 1)}" for word, number in numbers.items()
     )
-    display.say(f"{servers}, {workers} on {on}; {threads}")
+    display.show_message(f"{servers}, {workers} on {on}; {threads}")
 
 
 @contextmanager
 def signals_to(run: Launcher) -> Iterator[None]:
-    """While this lasts, Ctrl-C and its kin are events of the run; one that was ignored (nohup)
-    stays ignored.
-    """
+    """Turn termination signals into events of the run; ignored ones (nohup) stay ignored."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         if before[number] is not signal.SIG_IGN:
@@ -221,8 +221,8 @@ def signals_to(run: Launcher) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def tidy(folder: Path, keep_logs: bool) -> None:
-    """Removes this run's folder, but for the logs if somebody will want to read them."""
+def remove_folder(folder: Path, keep_logs: bool) -> None:
+    """Remove the run's folder, except its log files if `keep_logs`."""
     if not keep_logs:
         shutil.rmtree(folder)
         return
@@ -231,19 +231,21 @@ def tidy(folder: Path, keep_logs: bool) -> None:
             path.unlink()
 
 
-def conclude(ended: RunEnd, settings: dict[str, Any], out: Output, err: Output) -> int:
-    """Tells how it went: the table on stdout, or the box on stderr, and the summary file in any
-    case; the exit code.
+def conclude(end: RunEnd, settings: dict[str, Any], out: Output, err: Output) -> int:
+    """Write the files of the run, and its table or the box about its failure.
 
-    Waits until that is read, unless a signal said that ps-run is to end.
+    Waits until the output is read, unless a signal ended the run.
+
+    Returns:
+        The exit code of ps-run.
     """
     content = report.summary(
-        ended.outcome, ended.result, settings, ended.seconds, ended.restarts, ended.not_saved
+        end.outcome, end.result, settings, end.seconds, end.restarts, end.not_saved
     )
-    code = ended.outcome.code
+    code = end.outcome.code
     files: dict[str, Callable[[Path], None]] = {
         "summary": lambda path: report.write_summary(path, content),
-        "history": lambda path: write_csv(path, ended.result.history),
+        "history": lambda path: write_csv(path, end.result.history),
     }
     for flag, write in files.items():
         if settings[flag]:
@@ -252,19 +254,19 @@ def conclude(ended: RunEnd, settings: dict[str, Any], out: Output, err: Output) 
             except OSError as error:
                 err.write(f"[run] --{flag} {settings[flag]} could not be written: {error}\n")
                 code = code or ExitCode.BUG
-    if ended.outcome.status == "done":
-        if line := nothing_left(ended.result.status):
+    if end.outcome.status == "done":
+        if line := nothing_left(end.result.status):
             err.write(f"[run] {line}\n")
-        if ended.result.problem:
-            err.write(f"[run] there are no weights to show: {ended.result.problem}\n")
+        if end.result.problem:
+            err.write(f"[run] the weights cannot be read: {end.result.problem}\n")
         out.write(
             report.table(content, coloured=out.isatty() and not os.environ.get("NO_COLOR")) + "\n"
         )
-    elif ended.outcome.status == "failed":
-        err.write(ended.box + "\n")
-    if ended.outcome.status != "interrupted":
+    elif end.outcome.status == "failed":
+        err.write(end.box + "\n")
+    if end.outcome.status != "interrupted":
         out.finish()
         if out.problem:
-            err.write(f"[run] stdout could not be written to: {out.problem}\n")
+            err.write(f"[run] stdout could not be written: {out.problem}\n")
         err.finish()
     return code

@@ -1,6 +1,4 @@
-"""What ps-run shows: every process's lines with a prefix, and how far the job is; on a terminal
-in a live panel.
-"""
+"""Display of ps-run: prefixed output lines of all processes, and the progress of the job."""
 
 import io
 import time
@@ -21,27 +19,26 @@ from psworker.run.summary import label
 
 LINE_SECONDS = 5.0
 PANEL_SECONDS = 0.25
-MOST_METRICS = 4
+MAX_METRICS = 4
 
 
 class Display(Protocol):
-    """What ps-run shows, from any thread. Only `line` may wait for a reader, and not after
-    `hurry`; nothing raises.
+    """Display used from any thread; no method raises.
+
+    Only `line` blocks while the reader of the output is slow, and not after `stop_blocking`.
     """
 
     def line(self, name: str, stream: Stream, text: str) -> None:
-        """A line that process `name` has written."""
+        """Show a line of output of process `name`."""
 
-    def say(self, text: str) -> None:
-        """A line of ps-run's own."""
+    def show_message(self, text: str) -> None:
+        """Show a line of ps-run itself."""
 
     def tick(self, status: Status, now: float) -> None:
-        """Called several times a second with the job's last status, empty while there is none."""
+        """Update the progress; called several times a second, with {} if there is no status."""
 
-    def hurry(self) -> None:
-        """The run is ending: lines that nobody reads are left out, and their processes can go
-        on.
-        """
+    def stop_blocking(self) -> None:
+        """Drop lines from now on instead of blocking on a slow reader; the run is ending."""
 
     def __enter__(self) -> Self: ...
 
@@ -54,9 +51,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """For logs and pipes: lines only, and one about the job's progress every few seconds while
-    there is some.
-    """
+    """Display for logs and pipes: lines, with a progress line every LINE_SECONDS."""
 
     def __init__(self, out: Output, err: Output) -> None:
         self._streams: dict[Stream, Output] = {"stdout": out, "stderr": err}
@@ -65,10 +60,10 @@ class PlainDisplay:
 
     def line(self, name: str, stream: Stream, text: str) -> None:
         """See Display."""
-        if self._streams[stream].room():
+        if self._streams[stream].wait_for_space():
             self._streams[stream].write(f"[{name}] {text}\n")
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """See Display."""
         self._streams["stderr"].write(f"[run] {text}\n")
 
@@ -79,12 +74,12 @@ class PlainDisplay:
             text = progress(status)
             if text and text != self._last and not self._streams["stderr"].is_behind:
                 self._last = text
-                self.say(text)
+                self.show_message(text)
 
-    def hurry(self) -> None:
+    def stop_blocking(self) -> None:
         """See Display."""
         for output in self._streams.values():
-            output.hurry()
+            output.stop_blocking()
 
     def __enter__(self) -> Self:
         return self
@@ -95,14 +90,14 @@ class PlainDisplay:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Nothing to put back."""
+        """Do nothing; there is no state to restore."""
 
 
 class LiveDisplay:
-    """For a terminal: the lines scroll by above a panel that stays."""
+    """Display for a terminal: lines scroll above a live panel."""
 
     def __init__(self, console: Console, out: Output, err: Output) -> None:
-        """console: writes to `err`."""
+        """Make the display; `console` writes to `err`."""
         self._console = console
         self._out = None if out.isatty() else out
         self._err = err
@@ -120,12 +115,12 @@ class LiveDisplay:
     def line(self, name: str, stream: Stream, text: str) -> None:
         """See Display."""
         if stream == "stdout" and self._out is not None:
-            if self._out.room():
+            if self._out.wait_for_space():
                 self._out.write(f"[{name}] {text}\n")
-        elif self._err.room():
+        elif self._err.wait_for_space():
             self._print(name, {"s": "cyan", "w": "green"}.get(name[0], "bold"), text)
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """See Display."""
         self._print("run", "bold", text)
 
@@ -136,11 +131,11 @@ class LiveDisplay:
             self._next = now + PANEL_SECONDS
             self._live.refresh()
 
-    def hurry(self) -> None:
+    def stop_blocking(self) -> None:
         """See Display."""
-        self._err.hurry()
+        self._err.stop_blocking()
         if self._out is not None:
-            self._out.hurry()
+            self._out.stop_blocking()
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -152,7 +147,7 @@ class LiveDisplay:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Takes the panel away; what has scrolled by stays."""
+        """Remove the panel; printed lines stay."""
         self._live.stop()
 
     def _print(self, name: str, colour: str, text: str) -> None:
@@ -165,22 +160,20 @@ class LiveDisplay:
 
 
 class LogStream(io.TextIOBase):
-    """A stream that says what is written to it, for log lines of ps-run itself."""
+    """Stream that shows its lines as messages of ps-run; for its own log."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
 
     def write(self, text: str) -> int:
-        """Whole lines, as logging writes them."""
+        """Show each line of `text`."""
         for line in text.splitlines():
-            self._display.say(line)
+            self._display.show_message(line)
         return len(text)
 
 
 def open_display(out: Output, err: Output) -> Display:
-    """The display that suits these streams: no panel on a terminal that cannot move its cursor
-    (TERM=dumb).
-    """
+    """Return a LiveDisplay for a terminal that can move its cursor, otherwise a PlainDisplay."""
     console = Console(file=cast(TextIO, err))
     return (
         LiveDisplay(console, out, err)
@@ -190,10 +183,9 @@ def open_display(out: Output, err: Output) -> Display:
 
 
 def progress(status: Status) -> str:
-    """One line about the job, "" without a status: 'running: version 9, pass 1 of 3: 40 %, 9 s
-    left, loss 0.3, ...'.
+    """Format the status as one line, the least important values last; "" without a status.
 
-    What a narrow terminal cuts off comes last.
+    Example: 'running: version 9, pass 1 of 3: 40 %, 9 s left, loss 0.3, ...'.
     """
     if not status:
         return ""
@@ -202,7 +194,7 @@ def progress(status: Status) -> str:
     )
     shown = [
         f"{label(name)} not finite" if value is None else f"{label(name)} {value:.4g}"
-        for name, value in metrics[:MOST_METRICS]
+        for name, value in metrics[:MAX_METRICS]
     ]
     parts = [
         f"version {status.get('version', 0)}",
@@ -219,7 +211,7 @@ def progress(status: Status) -> str:
 
 
 def panel(status: Status) -> RenderableType:
-    """The live panel: the job's line, then one line for each worker."""
+    """Return the live panel: one line for the job and one for each worker."""
     grid = Table.grid(padding=(0, 2))
     for worker in _present(status):
         grid.add_row(

@@ -1,6 +1,4 @@
-"""The history of reported values as ps-run shows it: the CSV file of --history, and a digest for
-the summary.
-"""
+"""History of reported values: the CSV file of --history, and a digest for the summary."""
 
 import csv
 import io
@@ -17,10 +15,18 @@ COLUMNS = ("time", "seconds", "version", "worker", "rank", "name", "value")
 
 
 def write_csv(path: Path, rows: Sequence[MetricRow]) -> None:
-    """Write a line for each value, by time; the whole file or nothing. Raises OSError.
+    """Write one line per value, ordered by time; the file is replaced atomically.
 
-    time: UTC, ISO 8601. seconds: since the first line. version: updates in the weights that the
-    worker had. value: as Python writes it, so also nan, inf and -inf.
+    Columns:
+        time: UTC, ISO 8601.
+        seconds: time since the first line.
+        version: version of the worker's weights.
+        worker, rank: the reporting worker.
+        name: name of the value.
+        value: Python notation of a float; includes nan, inf and -inf.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -39,18 +45,18 @@ def write_csv(path: Path, rows: Sequence[MetricRow]) -> None:
 
 
 def digest(rows: Iterable[MetricRow]) -> dict[str, dict[str, Any]]:
-    """Return for each name, of the lowest rank that has reported it: number of rows, first,
-    last, least, greatest.
+    """Return a digest of each name: rows, first, last, least and greatest value.
 
-    least, greatest: of the finite values; null where there is none.
+    A digest covers the lowest rank that reported the name. `least` and `greatest` ignore values
+    that are not finite; they are None without a finite value.
     """
     series: dict[str, list[MetricRow]] = {}
     for row in rows:
-        known = series.setdefault(row.name, [])
-        if known and row.rank < known[0].rank:
-            known.clear()
-        if not known or row.rank == known[0].rank:
-            known.append(row)
+        rows_of_name = series.setdefault(row.name, [])
+        if rows_of_name and row.rank < rows_of_name[0].rank:
+            rows_of_name.clear()
+        if not rows_of_name or row.rank == rows_of_name[0].rank:
+            rows_of_name.append(row)
     return {name: _digest([row.value for row in series[name]]) for name in sorted(series)}
 
 

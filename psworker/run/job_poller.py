@@ -1,6 +1,4 @@
-"""ps-run's view of the job: a thread that asks the servers for their status, and for the result
-at the end.
-"""
+"""Thread of ps-run that polls the servers for status, history and result."""
 
 import queue
 import threading
@@ -26,31 +24,25 @@ Status = Mapping[str, Any]
 
 
 class JobObserver(Protocol):
-    """Somebody who looks at the job and takes no part in it."""
+    """Client of a job without membership. Every call may raise PSError."""
 
     def status(self) -> Status:
-        """GetStatus, as documented for `ps-ctl status`. Raises PSError while the servers cannot
-        answer.
-        """
+        """Return the status document of `ps-ctl status`."""
 
     def weights_sha256(self) -> str:
-        """Over all tensors that the servers hold. Raises PSError if there is no model."""
+        """Return the digest of all tensors; raise PSError if there is no model."""
 
     def history(self) -> Sequence[MetricRow]:
-        """All values that scripts have reported, by time. Raises PSError while the servers
-        cannot answer.
-        """
+        """Return all reported values, ordered by time."""
 
     def stop(self) -> None:
-        """Asks the servers to end the job. Raises PSError if that does not reach them."""
+        """Ask the servers to end the job."""
 
     def report_exit(self, process: str, reason: str) -> None:
-        """Tells the servers that a worker's process (`pscommon.system.process_id`) has ended.
-        Raises PSError.
-        """
+        """Report that a worker process (`pscommon.system.process_id`) has ended."""
 
     def close(self) -> None:
-        """Gives up the connection."""
+        """Close the connection."""
 
 
 Connect = Callable[[str], JobObserver]
@@ -58,13 +50,16 @@ Connect = Callable[[str], JobObserver]
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What the servers told at the end; sha256 is None, with the problem in words, if the
-    weights could not be read.
+    """Result of a run, read from the servers at its end.
 
-    undone: what of the training the servers do not have any more, in words. idle: why no step of
-    this run was counted, in words; empty where one was, or where that is not known. resumed:
-    version, steps and samples that the job had when this run began; None for a new job. history:
-    reported values, by time.
+    Attributes:
+        status: last status document.
+        sha256: digest of the weights; None if they could not be read.
+        problem: why the weights could not be read.
+        undone: text about training that a rollback has lost; empty if none.
+        idle: why no step of this run was counted; empty if one was, or if unknown.
+        resumed: version, steps and samples of the job at the start; None for a new job.
+        history: reported values, ordered by time.
     """
 
     status: Status
@@ -77,7 +72,7 @@ class JobResult:
 
 
 class GrpcJobObserver:
-    """The Observer of real servers."""
+    """JobObserver of real servers."""
 
     def __init__(self, address: str) -> None:
         from psworker.client.client import Client  # numpy and gRPC: not for --help
@@ -86,17 +81,17 @@ class GrpcJobObserver:
         self._client = Client(address, observe=True, connect_timeout=CONNECT_SECONDS)
 
     def status(self) -> Status:
-        """See Observer."""
+        """See JobObserver."""
         return self._client.status()
 
     def weights_sha256(self) -> str:
-        """See Observer."""
+        """See JobObserver."""
         from pscommon.snapshot.weights_digest import weights_sha256
 
         return weights_sha256(self._client.pull())
 
     def history(self) -> Sequence[MetricRow]:
-        """See Observer."""
+        """See JobObserver."""
         from psproto.v1.coordinator_pb2 import GetHistoryRequest
 
         with self._coordinator() as coordinator:
@@ -107,14 +102,14 @@ class GrpcJobObserver:
         ]
 
     def stop(self) -> None:
-        """See Observer."""
+        """See JobObserver."""
         from psproto.v1.coordinator_pb2 import StopJobRequest
 
         with self._coordinator() as coordinator:
             coordinator.StopJob(StopJobRequest(reason="all workers are done"), timeout=STOP_SECONDS)
 
     def report_exit(self, process: str, reason: str) -> None:
-        """See Observer."""
+        """See JobObserver."""
         from psproto.v1.coordinator_pb2 import ReportExitRequest
 
         with self._coordinator() as coordinator:
@@ -132,15 +127,19 @@ class GrpcJobObserver:
             yield CoordinatorServiceStub(channel)
 
     def close(self) -> None:
-        """See Observer."""
+        """See JobObserver."""
         self._client.close()
 
 
 class JobPoller:
-    """Owns the observer in a thread of its own, so that a slow answer never holds up Ctrl-C.
+    """Owner of the observer, in a thread of its own: a slow answer does not delay Ctrl-C.
 
-    `status` is the last one, empty until the servers answer; resumed: of the first one, as in
-    Result. on_result and on_stopped are called from the thread.
+    The thread calls on_result and on_stopped.
+
+    Attributes:
+        status: last status; empty until the servers answer.
+        resumed: as in JobResult.
+        history: as in JobResult.
     """
 
     def __init__(
@@ -158,68 +157,61 @@ class JobPoller:
         self._on_stopped = on_stopped
         self._observer: JobObserver | None = None
         self._address = ""
-        self._highest = 0  # version that was seen
-        self._rests = False
-        self._steps: tuple[int, int] | None = None  # at first, and the most that were seen
+        self._highest_version = 0
+        self._is_polling = True
+        self._steps: tuple[int, int] | None = None  # first and highest count
         self._requests: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self, address: str) -> None:
-        """Begins to watch the job whose shard 0 is here; a later call changes nothing."""
+        """Start polling shard 0 at this address; a later call has no effect."""
         if not self._address:
             self._address = address
             self._thread.start()
 
     def collect(self) -> None:
-        """Asks for the result: on_result follows."""
+        """Request the result; on_result follows."""
         self._requests.put(self._collect)
 
     def read_history(self) -> None:
-        """Asks for the history of reported values: servers that end soon are not asked again."""
+        """Request the history of reported values, before the servers end."""
         self._requests.put(self._refresh_history)
 
     def stop_job(self) -> None:
-        """Asks the servers to stop: on_stopped follows, with what went wrong or ""."""
+        """Ask the servers to stop; on_stopped follows, with the problem or ""."""
         self._requests.put(self._stop_job)
 
     def report_exit(self, process: str, reason: str) -> None:
-        """Tell the servers that a worker's process has ended, so that its lease ends at once.
+        """Report the end of a worker process, so that its lease ends at once.
 
-        Without an answer the lease decides, or what the servers see themselves.
+        If the report fails, the lease expires by itself.
         """
         self._requests.put(partial(self._report_exit, process, reason))
 
-    def rest(self) -> None:
-        """Looks at the servers no more, which are about to end: a look would go on for as long
-        as one may be silent.
-        """
-        self._rests = True
+    def stop_polling(self) -> None:
+        """Stop polling servers that are about to end; a poll would block until its deadline."""
+        self._is_polling = False
 
     def close(self) -> None:
-        """Ends the thread, unless it is stuck in a call: then it ends with the process."""
+        """End the thread; one that is blocked in a call ends with the process."""
         if self._address:
             self._requests.put(lambda: False)
             self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
-        self._attempt(
-            self._poll
-        )  # before the first step: those of a resumed job are not this run's
-        go_on = True
-        while go_on:
+        # before the first step: the steps of a resumed job do not belong to this run
+        self._attempt(self._poll)
+        is_running = True
+        while is_running:
             try:
-                go_on = self._requests.get(timeout=POLL_SECONDS)()
+                is_running = self._requests.get(timeout=POLL_SECONDS)()
             except queue.Empty:
-                if not self._rests:
+                if self._is_polling:
                     self._attempt(self._poll)
         self._attempt(self._disconnect)
 
     def _attempt(self, call: Callable[[], None]) -> str:
-        """Servers come and go while they start, restart and stop; what went wrong is returned in
-        words.
-
-        Any error counts, not only expected ones: looking on must never end a training run.
-        """
+        """Call and return the error text, or "". No error of the poller may end the run."""
         try:
             call()
         except Exception as error:
@@ -233,25 +225,25 @@ class JobPoller:
         if not self.status:
             self.resumed = status.get("resumed")
         self.status = status
-        self._highest = max(self._highest, self.status.get("version", 0))
+        self._highest_version = max(self._highest_version, self.status.get("version", 0))
         steps = self.status.get("steps", 0)
-        first, most = self._steps or (steps, steps)
-        self._steps = first, max(most, steps)
-        ends = status.get("state") == "stopping"  # the servers stop answering soon
-        if status.get("metrics") and (ends or time.monotonic() >= self._next_history):
+        first, highest = self._steps or (steps, steps)
+        self._steps = first, max(highest, steps)
+        is_stopping = status.get("state") == "stopping"  # the servers stop answering soon
+        if status.get("metrics") and (is_stopping or time.monotonic() >= self._next_history):
             self._refresh_history()
 
     def _collect(self) -> bool:
-        silent, found = self._attempt(self._poll), list[str]()
-        problem = "" if silent else _nothing_yet(self.status)  # an old status is not for certain
+        poll_error, digests = self._attempt(self._poll), list[str]()
+        problem = "" if poll_error else _why_no_weights(self.status)  # an old status proves nothing
         if not problem:
-            problem = self._attempt(lambda: found.append(self._need().weights_sha256()))
-        if found and silent:  # they have come back meanwhile
+            problem = self._attempt(lambda: digests.append(self._connected().weights_sha256()))
+        if digests and poll_error:  # the servers answer again
             self._attempt(self._poll)
         self._refresh_history()
-        undone = _undone(self.status, self._highest)
-        idle = "" if silent else self._idle()
-        weights = found[0] if found else None
+        undone = _describe_lost_training(self.status, self._highest_version)
+        idle = "" if poll_error else self._why_idle()
+        weights = digests[0] if digests else None
         self._on_result(
             JobResult(self.status, weights, problem, undone, idle, self.resumed, self.history)
         )
@@ -259,26 +251,26 @@ class JobPoller:
 
     def _refresh_history(self) -> bool:
         self._next_history = time.monotonic() + HISTORY_SECONDS
-        self._attempt(self._take_history)
+        self._attempt(self._store_history)
         return True
 
-    def _take_history(self) -> None:
-        self.history = self._need().history()
+    def _store_history(self) -> None:
+        self.history = self._connected().history()
 
-    def _idle(self) -> str:
-        first, most = self._steps or (0, 0)
-        return _idle(self.status) if most == first else ""
+    def _why_idle(self) -> str:
+        first, highest = self._steps or (0, 0)
+        return _why_idle(self.status) if highest == first else ""
 
     def _stop_job(self) -> bool:
-        self.rest()
-        self._on_stopped(self._attempt(lambda: self._need().stop()))
+        self.stop_polling()
+        self._on_stopped(self._attempt(lambda: self._connected().stop()))
         return True
 
     def _report_exit(self, process: str, reason: str) -> bool:
-        self._attempt(lambda: self._need().report_exit(process, reason))
+        self._attempt(lambda: self._connected().report_exit(process, reason))
         return True
 
-    def _need(self) -> JobObserver:
+    def _connected(self) -> JobObserver:
         if self._observer is None:
             self._observer = self._connect(self._address)
         return self._observer
@@ -288,42 +280,47 @@ class JobPoller:
             self._observer.close()
 
 
-def _nothing_yet(status: Status) -> str:
-    """Why there are no weights, where that is for certain: they would be waited for; else
-    nothing.
+def _why_no_weights(status: Status) -> str:
+    """Return why the servers have no weights; empty if they may have some.
+
+    Without this check a pull would wait for weights.
     """
     if status.get("model", True) is None:
-        return "no worker has registered a model; a script does with psworker.connect() and job.optimizer(...)"
+        return (
+            "no worker has registered a model. "
+            "Try: call psworker.connect() and job.optimizer(...) in the script"
+        )
     if status.get("state") == "waiting for a model":
-        return "the worker that registered a model has not brought its weights"
+        return "the worker that registered the model has not sent its weights"
     return ""
 
 
-def _undone(status: Status, highest: int) -> str:
-    """What the servers have lost since the workers were done, if anything: nobody is there who
-    would do it again.
+def _describe_lost_training(status: Status, highest: int) -> str:
+    """Return a text about updates that a rollback lost after the workers were done.
 
-    They went back if all workers that they know are of before that; to the end of the training,
-    if no data was left.
+    After a rollback every worker has the state "past". Nothing is lost if the restored version
+    is the highest one and no data is left.
     """
     workers, version = status.get("workers", ()), status.get("version", 0)
-    went_back = all(worker.get("state") == "past" for worker in workers)
-    whole = version >= highest and all(loop.get("ended", True) for loop in status.get("data", ()))
-    if not went_back or whole:
+    is_rolled_back = all(worker.get("state") == "past" for worker in workers)
+    is_complete = version >= highest and all(
+        loop.get("ended", True) for loop in status.get("data", ())
+    )
+    if not is_rolled_back or is_complete:
         return ""
-    return f"the servers went back to version {version} after the workers were done: what came after it is lost"
+    return (
+        f"the servers rolled back to version {version} after the workers were done: "
+        f"later updates are lost"
+    )
 
 
-def _idle(status: Status) -> str:
-    """Why a run without a step is no success: its script has no model, or left data behind. Else
-    empty.
-    """
+def _why_idle(status: Status) -> str:
+    """Return why a run without a step failed: no model, or data left; otherwise empty."""
     if status.get("model", True) is None:
-        return f"nothing was trained: {_nothing_yet(status)}"
+        return f"nothing was trained: {_why_no_weights(status)}"
     if not all(loop.get("ended", True) for loop in status.get("data", ())):
         return (
-            "nothing was trained: no step was counted, and data is left; a step is step() of the "
-            "optimizer that "
-            "job.optimizer(...) returned"
+            "nothing was trained: no step was counted, and data is left. "
+            "Try: call step() of the optimizer that job.optimizer(...) returned"
         )
     return ""

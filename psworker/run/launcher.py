@@ -1,6 +1,4 @@
-"""ps-run's shell: carries out what the supervisor decides, with real processes, servers and a
-terminal.
-"""
+"""Launcher of ps-run: executes the actions of the supervisor with processes and a display."""
 
 import queue
 import socket
@@ -37,16 +35,25 @@ from psworker.run.display import Display
 from psworker.run.job_poller import Connect, JobPoller, JobResult, Status
 
 TICK_SECONDS = 0.1
-START_SECONDS, SPARE_START_SECONDS = 5.0, 1.0
-"""After the start of a process, and of a server that was the spare one: the next spare takes
-nobody's time any more.
+START_SECONDS, PRELOADED_START_SECONDS = 5.0, 1.0
+"""Start time of a process, and of a preloaded server. The next server is preloaded only after
+this time, so that it does not compete for the cores.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """All that is known when nothing runs any more. not_saved: why the final weights are not on
-    the disk, in words; empty where they are, None where that is not known."""
+    """State after the end of a run.
+
+    Attributes:
+        outcome: how the run ended.
+        result: what the servers reported.
+        seconds: duration of the run.
+        restarts: number of restarted processes.
+        log: log file of the failed process, or the log folder.
+        box: box about the failure; empty without one.
+        not_saved: why the final weights were not saved; empty if saved, None if unknown.
+    """
 
     outcome: RunOutcome
     result: JobResult
@@ -58,18 +65,23 @@ class RunEnd:
 
 
 class Launcher:
-    """One run. Call run() from the main thread; `post` takes events, from signal handlers too."""
+    """One run. Call run() from the main thread; signal handlers may call post()."""
 
     def __init__(self, plan: RunPlan, logs: Path, connect: Connect, display: Display) -> None:
-        """`logs`: the folder for a log file of each process; `plan.folder` is for what only this
-        run needs.
+        """Make the launcher.
+
+        Args:
+            plan: what to start; `plan.folder` holds temporary files of this run.
+            logs: folder for one log file per process.
+            connect: function that makes a JobObserver for an address.
+            display: where output is shown.
         """
         self._plan = plan
         self._logs = logs
         self._display = display
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._watch = JobPoller(
-            connect, self._take_result, lambda problem: self.post(StopAnswered(problem))
+        self._poller = JobPoller(
+            connect, self._handle_result, lambda problem: self.post(StopAnswered(problem))
         )
         self._supervisor = Supervisor(
             plan.servers,
@@ -81,44 +93,42 @@ class Launcher:
         )
         self._processes: dict[str, ManagedProcess] = {}
         self._addresses: dict[str, str] = {}
-        self._spare: PreloadedServer | None = None
-        self._address_shown = self._ends = False
-        self._killed: set[int] = set()  # pids of workers whose script hung
-        self._starting = 0.0  # until then somebody starts, and needs the processors
+        self._preloaded: PreloadedServer | None = None
+        self._is_address_shown = self._has_begun_end = False
+        self._killed_pids: set[int] = set()  # of workers whose script hung
+        self._start_deadline = 0.0  # processes that start need the cores until then
         self._result = JobResult({})
         self._outcome: RunOutcome | None = None
 
     def post(self, event: Event) -> None:
-        """Hands an event to the loop."""
+        """Queue an event for the loop."""
         self._events.put(event)
 
     def run(self) -> RunEnd:
-        """Runs the cluster to its end. Whatever happens, no process is left."""
-        began = time.monotonic()
+        """Run the cluster to its end; no process is left, even after an exception."""
+        start = time.monotonic()
         try:
-            self._carry_out(self._supervisor.start(began))
+            self._execute(self._supervisor.start(start))
             while self._outcome is None:
-                self._look_for_ports()
-                self._look_for_hung()
-                self._carry_out(self._supervisor.step(self._next_event(), time.monotonic()))
-                self._display.tick(self._watch.status, time.monotonic())
-                self._prepare(time.monotonic())
+                self._read_port_files()
+                self._find_hung_workers()
+                self._execute(self._supervisor.step(self._next_event(), time.monotonic()))
+                self._display.tick(self._poller.status, time.monotonic())
+                self._preload_server(time.monotonic())
                 if self._supervisor.is_ending:
-                    self._display.hurry()
+                    self._display.stop_blocking()
                     self._begin_end()
         finally:
             self._end_all()
-        return self._ended(self._outcome, time.monotonic() - began)
+        return self._make_end(self._outcome, time.monotonic() - start)
 
     def _begin_end(self) -> None:
-        """Once: continue processes that were stopped, and read the history while the servers
-        still answer.
-        """
-        if not self._ends:
-            self._ends = True
+        """Resume stopped processes, and read the history while the servers answer; only once."""
+        if not self._has_begun_end:
+            self._has_begun_end = True
             for process in self._processes.values():
                 process.resume()
-            self._watch.read_history()
+            self._poller.read_history()
 
     def _next_event(self) -> Event:
         try:
@@ -126,23 +136,23 @@ class Launcher:
         except queue.Empty:
             return Tick()
 
-    def _carry_out(self, actions: list[Action]) -> None:
+    def _execute(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case StartProcess(name, attempt):
                     self._start(name, attempt)
                 case TerminateProcess(name):
                     if is_server(name):
-                        self._watch.rest()
+                        self._poller.stop_polling()
                     self._processes[name].terminate()
                 case KillProcess(name):
                     self._processes[name].kill()
                 case CollectResult():
-                    self._watch.collect()
+                    self._poller.collect()
                 case StopJob():
-                    self._watch.stop_job()
+                    self._poller.stop_job()
                 case ShowMessage(text):
-                    self._display.say(text)
+                    self._display.show_message(text)
                 case FinishRun(outcome):
                     self._outcome = outcome
 
@@ -151,9 +161,9 @@ class Launcher:
         if attempt == 0:
             log.unlink(missing_ok=True)  # of an earlier run
         self._plan.port_file(name).unlink(missing_ok=True)
-        spawned = self._spawned(name) if attempt else None
-        takes = START_SECONDS if spawned is None else SPARE_START_SECONDS
-        self._starting = max(self._starting, time.monotonic() + takes)
+        spawned = self._take_preloaded(name) if attempt else None
+        seconds = START_SECONDS if spawned is None else PRELOADED_START_SECONDS
+        self._start_deadline = max(self._start_deadline, time.monotonic() + seconds)
         self._processes[name] = ManagedProcess(
             name,
             self._plan.command(name, self._addresses),
@@ -161,41 +171,41 @@ class Launcher:
             log,
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,
-            on_exit=self._take_exit,
+            on_exit=self._handle_exit,
             spawned=spawned,
         )
 
-    def _take_exit(self, process: ManagedProcess, code: int) -> None:
+    def _handle_exit(self, process: ManagedProcess, code: int) -> None:
         if code and process.identity and not is_server(process.name):
-            self._watch.report_exit(process.identity, f"its process {describe(code)}")
-        self.post(ProcessExited(process.name, code, self._successor(process.name)))
+            self._poller.report_exit(process.identity, f"its process {describe(code)}")
+        self.post(ProcessExited(process.name, code, self._find_successor(process.name)))
 
-    def _successor(self, name: str) -> str:
+    def _find_successor(self, name: str) -> str:
         return (
-            successor(self._watch.status, name, self._addresses.get(name, ""))
+            find_successor(self._poller.status, name, self._addresses.get(name, ""))
             if is_server(name)
             else ""
         )
 
-    def _prepare(self, now: float) -> None:
-        """A spare server, if one may have to be started again, and once it is quiet."""
-        quiet = now >= self._starting and self._supervisor.is_settled
+    def _preload_server(self, now: float) -> None:
+        """Start a preloaded server for a possible restart, when no process is starting."""
+        is_quiet = now >= self._start_deadline and self._supervisor.is_settled
         if (
-            quiet
-            and self._spare is None
+            is_quiet
+            and self._preloaded is None
             and self._supervisor.may_restart_servers
             and self._plan.spare
         ):
-            self._spare = PreloadedServer(self._plan.spare, self._plan.environment("s0", 0))
+            self._preloaded = PreloadedServer(self._plan.spare, self._plan.environment("s0", 0))
 
-    def _spawned(self, name: str) -> "subprocess.Popen[bytes] | None":
-        """The spare process, where it can be this one."""
-        if not is_server(name) or self._spare is None:
+    def _take_preloaded(self, name: str) -> "subprocess.Popen[bytes] | None":
+        """Return the preloaded process as server `name`, if there is one."""
+        if not is_server(name) or self._preloaded is None:
             return None
-        spare, self._spare = self._spare, None
-        return spare.begin(self._plan.server_arguments(name, self._addresses))
+        preloaded, self._preloaded = self._preloaded, None
+        return preloaded.begin(self._plan.server_arguments(name, self._addresses))
 
-    def _look_for_ports(self) -> None:
+    def _read_port_files(self) -> None:
         for name in list(self._supervisor.unbound):
             address = read_address(self._plan.port_file(name))
             if address:
@@ -203,70 +213,66 @@ class Launcher:
                 self._plan.port_file(name).unlink()
                 self.post(ServerBound(name))
                 if name == "s0":
-                    self._watch.start(address)
+                    self._poller.start(address)
                     self._show_address(address)
 
     def _show_address(self, address: str) -> None:
-        if not self._address_shown:
-            self._address_shown = True
-            self._display.say(f"to look at this job: ps-ctl --ps {address} status")
+        if not self._is_address_shown:
+            self._is_address_shown = True
+            self._display.show_message(f"inspect this job with: ps-ctl --ps {address} status")
 
-    def _look_for_hung(self) -> None:
-        pids = hung(self._watch.status, socket.gethostname()) - self._killed
+    def _find_hung_workers(self) -> None:
+        pids = hung_pids(self._poller.status, socket.gethostname()) - self._killed_pids
         for name, process in self._processes.items():
             if process.pid in pids and not is_server(name):
-                self._killed.add(process.pid)
+                self._killed_pids.add(process.pid)
                 self.post(WorkerHung(name))
 
-    def _take_result(self, result: JobResult) -> None:
+    def _handle_result(self, result: JobResult) -> None:
         self._result = result
         self.post(ResultCollected(result.undone, result.idle))
 
     def _end_all(self) -> None:
-        self._display.hurry()
-        if self._spare is not None:
-            self._spare.end()
+        self._display.stop_blocking()
+        if self._preloaded is not None:
+            self._preloaded.end()
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
             process.join()
-        self._watch.close()
+        self._poller.close()
 
-    def _ended(self, outcome: RunOutcome, seconds: float) -> RunEnd:
+    def _make_end(self, outcome: RunOutcome, seconds: float) -> RunEnd:
         result = self._result
         if not result.status:
-            watch = self._watch
+            poller = self._poller
             result = JobResult(
-                watch.status, None, result.problem, resumed=watch.resumed, history=watch.history
+                poller.status, None, result.problem, resumed=poller.resumed, history=poller.history
             )
         culprit = self._processes.get(outcome.culprit)
         tail, traceback = (list(culprit.tail), culprit.traceback) if culprit else ([], [])
         log = culprit.log if culprit else self._logs
         box = report.box(outcome, log, tail, traceback) if outcome.status == "failed" else ""
         return RunEnd(
-            outcome, result, seconds, self._supervisor.restarts, log, box, self._not_saved()
+            outcome, result, seconds, self._supervisor.restarts, log, box, self._read_not_saved()
         )
 
-    def _not_saved(self) -> str | None:
-        """As shard 0 says; one that was killed says nothing."""
+    def _read_not_saved(self) -> str | None:
+        """Return the report of shard 0; None if it was killed before it wrote one."""
         path = self._plan.not_saved_file
         return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def successor(status: Status, name: str, own: str) -> str:
-    """Where shard 0 has found a server in the place of this one of ours, which was at `own`; "":
-    nowhere else.
-    """
+def find_successor(status: Status, name: str, own: str) -> str:
+    """Return the address of the server that replaced server `name` at `own`; "" without one."""
     for row in status.get("servers", ()):
         if row["shard"] == index_of(name) and row["connected"] and own not in ("", row["address"]):
             return str(row["address"])
     return ""
 
 
-def hung(status: Status, host: str) -> set[int]:
-    """Pids of workers on this host that have lost their place because their script makes no
-    call, and have no other.
-    """
+def hung_pids(status: Status, host: str) -> set[int]:
+    """Return the pids of workers on this host that were dropped because their script hung."""
     newest = {
         row["pid"]: row
         for row in sorted(status.get("workers", ()), key=lambda row: int(row["worker"]))
@@ -275,8 +281,9 @@ def hung(status: Status, host: str) -> set[int]:
 
 
 def read_address(path: Path) -> str:
-    """HOST:PORT from a port file, which holds that or the port alone; "" while it is not there
-    or not yet whole.
+    """Return HOST:PORT from a port file; "" while it is missing or incomplete.
+
+    The file contains HOST:PORT or a port of the default host.
     """
     text = path.read_text(encoding="utf-8").strip() if path.exists() else ""
     if text.isdigit():

@@ -1,6 +1,4 @@
-"""Where ps-run writes to: streams that fail nobody, and hold up nobody who must go on, whoever
-reads them.
-"""
+"""Output streams of ps-run that never raise and never block their writers."""
 
 import io
 import os
@@ -11,17 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-MOST_BYTES = 8 << 20
-PIECE = 4096
+MAX_QUEUED_BYTES = 8 << 20
+WRITE_BYTES = 4096
 STALL_SECONDS = 1.0
 
 
 class Output(io.TextIOBase):
-    """A queue, and a thread that writes what is in it to `stream`.
+    """Stream with a queue and a thread that writes the queue to `stream`.
 
-    write() never waits and never raises: what the stream's encoding lacks is escaped, and once
-    nobody can read any more (`ps-run | head`, a full disk), all is dropped. Who writes much asks
-    for room() before.
+    write() neither blocks nor raises. It escapes characters that the encoding lacks, and drops
+    everything after a write error (`ps-run | head`, a full disk). Callers that write much call
+    wait_for_space() first.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -30,72 +28,71 @@ class Output(io.TextIOBase):
         self._encoding = getattr(stream, "encoding", None) or "utf-8"
         self._changed = threading.Condition()
         self._queue: deque[bytes] = deque()
-        self._size = 0  # of what is not written yet
-        self._left_out = 0
-        self._hurried = False
-        self._lost = stream is None
+        self._size = 0  # bytes that are not written yet
+        self._dropped_lines = 0
+        self._is_blocking = True
+        self._is_broken = stream is None
         if stream is not None:
-            # os.write by a daemon: a thread that is stuck in a stream's own lock would abort the
-            # process at its end
+            # os.write by a daemon: a thread that blocks inside the stream's own lock would abort
+            # the process at exit
             threading.Thread(
                 target=self._write_all, args=(stream.fileno(),), name="output", daemon=True
             ).start()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # rich chooses its characters by it
-        """That of the stream."""
+        """Return the encoding of the stream."""
         return self._encoding
 
     def isatty(self) -> bool:
-        """Is the stream a terminal?"""
+        """Return whether the stream is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     @property
     def is_behind(self) -> bool:
-        """Something waits to be written."""
+        """Return whether bytes are queued."""
         return self._size > 0
 
     def write(self, text: str) -> int:
-        """Queues it."""
+        """Queue a text."""
         data = text.encode(self._encoding, "backslashreplace")
         with self._changed:
-            if not self._lost:
+            if not self._is_broken:
                 self._queue.append(data)
                 self._size += len(data)
                 self._changed.notify_all()
         return len(text)
 
-    def room(self) -> bool:
-        """Waits while much is queued, as any writer to a full pipe. False, after `hurry`: leave
-        it out.
+    def wait_for_space(self) -> bool:
+        """Block while the queue is full; return False if the line is to be dropped instead.
+
+        Lines are dropped only after `stop_blocking`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._size < MOST_BYTES or self._hurried)
-            if self._size < MOST_BYTES:
+            self._changed.wait_for(lambda: self._size < MAX_QUEUED_BYTES or not self._is_blocking)
+            if self._size < MAX_QUEUED_BYTES:
                 return True
-            self._left_out += 1
+            self._dropped_lines += 1
             return False
 
-    def hurry(self) -> None:
-        """From now on room() waits for nobody."""
+    def stop_blocking(self) -> None:
+        """Let wait_for_space() return at once from now on."""
         with self._changed:
-            self._hurried = True
+            self._is_blocking = False
             self._changed.notify_all()
 
-    def finish(self, patience: float | None = None) -> None:
-        """Waits until all is written; or, with `patience`, until nothing more has been for so
-        many seconds.
-        """
-        if self._left_out:
-            self.write(f"[run] {self._left_out} lines are missing here: nobody read them in time\n")
-            self._left_out = 0
+    def finish(self, stall_seconds: float | None = None) -> None:
+        """Wait until everything is written, or until no progress is made for `stall_seconds`."""
+        if self._dropped_lines:
+            self.write(f"[run] {self._dropped_lines} lines were dropped: the reader was too slow\n")
+            self._dropped_lines = 0
         with self._changed:
-            while self._size and self._shrinks(patience):
+            while self._size and self._wait_for_progress(stall_seconds):
                 pass
 
-    def _shrinks(self, patience: float | None) -> bool:
+    def _wait_for_progress(self, stall_seconds: float | None) -> bool:
         before = self._size
-        return self._changed.wait_for(lambda: self._size < before, patience)
+        return self._changed.wait_for(lambda: self._size < before, stall_seconds)
 
     def _write_all(self, descriptor: int) -> None:
         try:
@@ -105,7 +102,7 @@ class Output(io.TextIOBase):
                     data = memoryview(b"".join(self._queue))
                     self._queue.clear()
                 while data:
-                    written = _write(descriptor, data[:PIECE])
+                    written = _write(descriptor, data[:WRITE_BYTES])
                     data = data[written:]
                     with self._changed:
                         self._size -= written
@@ -113,7 +110,7 @@ class Output(io.TextIOBase):
         except OSError as error:
             with self._changed:
                 self.problem = "" if isinstance(error, BrokenPipeError) else str(error)
-                self._lost = True
+                self._is_broken = True
                 self._queue.clear()
                 self._size = 0
                 self._changed.notify_all()
@@ -122,16 +119,17 @@ class Output(io.TextIOBase):
 def _write(descriptor: int, data: memoryview) -> int:
     try:
         return os.write(descriptor, data)
-    except BlockingIOError:  # a terminal that another program has made so
+    except BlockingIOError:  # another program set the terminal to non-blocking mode
         select.select([], [descriptor], [])
         return 0
 
 
 @contextmanager
 def outputs(out: TextIO | None, err: TextIO | None) -> Iterator[tuple[Output, Output]]:
-    """Both as Outputs, which are one where both lead to the same place: so lines keep their order.
+    """Yield an Output for each stream; one shared Output if both are the same file.
 
-    At the end what is still queued has STALL_SECONDS to get ahead.
+    A shared Output keeps the order of lines. At exit, each Output is written until it stalls for
+    STALL_SECONDS.
     """
     first = Output(out)
     second = first if out and err and _is_same(out, err) else Output(err)

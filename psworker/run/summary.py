@@ -1,6 +1,4 @@
-"""What a run came to, for people and programs: the summary as JSON and as a table, and the box
-about a failure.
-"""
+"""Result of a run: the summary as JSON and as a table, and the box about a failure."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +11,10 @@ from psworker.launch.outcome import RunOutcome
 from psworker.run.history import digest
 from psworker.run.job_poller import JobResult
 
-LONGEST_TRACEBACK = 60
-NOT_SAVED = "NO: the final weights are not on the disk; the lines of s0 say why"
+MAX_TRACEBACK_LINES = 60
+NOT_SAVED = "NO: the final weights were not saved; see the lines of s0"
 RED, PLAIN = "\x1b[31m", "\x1b[0m"
-BAR = 100
+BOX_COLUMNS = 100
 
 
 def summary(
@@ -27,13 +25,18 @@ def summary(
     restarts: int,
     not_saved: str | None = None,
 ) -> dict[str, Any]:
-    """What --summary writes. Values that the servers never told are 0 or null, metrics that are
-    not finite null. `problem`: why there are no weights. The policy is the last one in force,
-    which `ps-ctl policy set` may have chosen. saved: whether --data-dir and --save have the
-    final weights; null without either, and where that is not known. not_saved: why they have
-    not. steps and samples are the job's; this_run: what this run added to them, and the version
-    that it resumed (null for a new job). history: for each reported name how many values there
-    are, the first, last, least and greatest one.
+    """Return the content of --summary.
+
+    Keys whose meaning is not obvious (unknown values are 0 or null):
+        steps, samples: totals of the job.
+        this_run: steps and samples added by this run, and the resumed version (null for a new
+            job).
+        policy, staleness: the last ones in force, which `ps-ctl policy set` may have changed.
+        problem: why there are no weights.
+        saved: whether --data-dir and --save have the final weights; null without either.
+        not_saved: why the final weights are not saved.
+        metrics: last values; null if not finite.
+        history: digest of each reported name.
     """
     in_force = result.status if "policy" in result.status else settings
     content = {
@@ -66,7 +69,7 @@ def summary(
 
 
 def saved(outcome: RunOutcome, settings: Mapping[str, Any], not_saved: str | None) -> bool | None:
-    """As in the summary. not_saved: as shard 0 has said; None: it has said nothing."""
+    """Return `saved` of the summary; `not_saved` is shard 0's report, None without one."""
     if not_saved or outcome.code == ExitCode.NOT_SAVED:
         return False
     asked = settings.get("data_dir") is not None or settings.get("save") is not None
@@ -74,9 +77,7 @@ def saved(outcome: RunOutcome, settings: Mapping[str, Any], not_saved: str | Non
 
 
 def this_run(result: JobResult) -> dict[str, Any]:
-    """What the run itself has done. It is less than nothing where the servers went back to
-    before it; then 0.
-    """
+    """Return the steps and samples of this run; 0 if a rollback went back beyond its start."""
     before = result.resumed or {}
     added = {
         key: max(0, result.status.get(key, 0) - before.get(key, 0)) for key in ("steps", "samples")
@@ -85,16 +86,16 @@ def this_run(result: JobResult) -> dict[str, Any]:
 
 
 def write_summary(path: Path, content: Mapping[str, Any]) -> None:
-    """A file whole or not at all, whatever happens meanwhile; what is none (a pipe, /dev/null)
-    is written to.
-    """
+    """Replace the file atomically; write directly to a special file (a pipe, /dev/null)."""
     write_whole(path, strict_json.dumps(content, indent=2) + "\n")
 
 
 def table(content: Mapping[str, Any], coloured: bool = False) -> str:
-    """The end of a run that went well, for stdout: what the script reported, then what it took.
+    """Return the table about a successful run, for stdout.
 
-    coloured: in red that the final weights are not saved.
+    Args:
+        content: the summary.
+        coloured: show in red that the final weights are not saved.
     """
     rows = {label(name): _metric(content, name) for name in sorted(content["metrics"])}
     rows["steps"] = f"{content['steps']}  ({content['samples']} samples)"
@@ -107,7 +108,7 @@ def table(content: Mapping[str, Any], coloured: bool = False) -> str:
     if content["restarts"]:
         rows["restarts"] = str(content["restarts"])
     rows["weights sha256"] = (
-        content["weights_sha256"] or f"unknown: {content.get('problem', 'nobody asked for them')}"
+        content["weights_sha256"] or f"unknown: {content.get('problem', 'not requested')}"
     )
     if content.get("saved") is False:
         rows["saved"] = NOT_SAVED
@@ -119,7 +120,7 @@ def table(content: Mapping[str, Any], coloured: bool = False) -> str:
 
 
 def _metric(content: Mapping[str, Any], name: str) -> str:
-    """The last value, and what it was at first and at least where there are several."""
+    """Format the last value; with several values also the first, least and greatest."""
     value, past = content["metrics"][name], content["history"].get(name, {"rows": 0})
     last = "not finite" if value is None else f"{value:.6g}"
     if past["rows"] < 2 or past["least"] is None:
@@ -128,31 +129,31 @@ def _metric(content: Mapping[str, Any], name: str) -> str:
 
 
 def label(name: str) -> str:
-    """A metric's name as it fits into a line: in quotes and escaped if it is empty or breaks
-    lines.
-    """
+    """Return the name of a metric for display, quoted if it is empty or not printable."""
     return name if name.strip() and name.isprintable() else repr(name)
 
 
 def box(
     outcome: RunOutcome, log: Path | None, tail: Sequence[str], traceback: Sequence[str]
 ) -> str:
-    """The failure in a box: which process was the first, how it ended, where its log is and how
-    that ends.
-    """
+    """Return a box about the first failure: process, reason, remedy, log file and its end."""
     lines = [outcome.reason]
-    lines += [f"before that, {sentence}" for sentence in outcome.earlier]
+    lines += [f"earlier: {sentence}" for sentence in outcome.earlier]
     explained = outcome.culprit_code is not None or not outcome.culprit
     if explained and outcome.code in set(ExitCode) and outcome.code != ExitCode.BUG:
-        lines.append(f"what to do: {EXPLANATIONS[ExitCode(outcome.code)][1]}")
+        lines.append(f"remedy: {EXPLANATIONS[ExitCode(outcome.code)][1]}")
     if log is not None:
         lines.append(f"log: {log}")
-    lines += ["", *(traceback[-LONGEST_TRACEBACK:] if traceback else tail)]
+    lines += ["", *(traceback[-MAX_TRACEBACK_LINES:] if traceback else tail)]
     title = (
         f"─ first failure: {outcome.culprit} "
         if outcome.culprit
         else f"─ exit code {outcome.code} "
     )
     return "\n".join(
-        [f"╭{title:─<{BAR}}", *(f"│ {line}".rstrip() for line in lines), f"╰{'':─<{BAR}}"]
+        [
+            f"╭{title:─<{BOX_COLUMNS}}",
+            *(f"│ {line}".rstrip() for line in lines),
+            f"╰{'':─<{BOX_COLUMNS}}",
+        ]
     )

@@ -438,7 +438,7 @@ def test_a_script_whose_gradient_is_not_finite(programs: Programs) -> None:
     box = run.err[run.err.index("╭─ first failure: ") :]
     assert "worker 1 (rank 0, " in box
     assert "tensor " in box
-    assert "what to do: lower the learning rate or clip" in box
+    assert "remedy: lower the learning rate or clip" in box
 
 
 def test_ctrl_c_leaves_nothing_behind(programs: Programs) -> None:

@@ -115,7 +115,7 @@ def test_plan_before_there_is_a_model(cluster: Make, capsys: Output) -> None:
     assert ps_ctl(["--ps", cluster(1).address, "plan"]) == 20
 
     assert (
-        "there is no model yet: the job waits for a worker to register a model"
+        "the model is not registered yet: the job waits for a worker to register a model"
         in capsys.readouterr().err
     )
 

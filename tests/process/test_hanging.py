@@ -31,5 +31,5 @@ def test_a_worker_that_hangs_is_dropped_killed_and_started_again(tmp_path: Path)
         run.wait_for("[w1] hangs")
         assert run.wait() == 0, run.said
         assert "--progress-timeout: its script made no call for " in run.said
-        assert "w1 is killed: its script makes no call (--progress-timeout)" in run.err
+        assert "w1 is killed: its script hangs (--progress-timeout)" in run.err
         assert "steps           10  (40 samples)" in run.out

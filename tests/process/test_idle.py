@@ -22,8 +22,8 @@ def test_a_script_that_never_joins(programs: Programs) -> None:
     )
 
     assert run.wait() == 16
-    assert "no worker has registered a model; a script does with psworker.connect()" in run.err
-    assert "what to do: call psworker.connect(), job.optimizer(...), and step()" in run.err
+    assert "no worker has registered a model. Try: call psworker.connect()" in run.err
+    assert "remedy: call psworker.connect(), job.optimizer(...) and step()" in run.err
     found = json.loads((programs.folder / "idle.json").read_text())
     assert (found["status"], found["error"]["exit_code"], found["error"]["process"]) == (
         "failed",
@@ -39,7 +39,7 @@ def test_a_script_that_is_not_meant_to_train(programs: Programs) -> None:
     run = programs.start("ps-run", "--allow-idle", "train.py")
 
     assert run.wait() == 0
-    assert "no worker has registered a model; a script does with psworker.connect()" in run.err
+    assert "no worker has registered a model. Try: call psworker.connect()" in run.err
 
 
 FORGETS_TO_STEP = """

@@ -169,7 +169,7 @@ def test_a_server_that_fails_is_named_with_its_code_and_a_remedy(bench: Bench, c
     assert result.returncode == code
     assert "first failure: s1" in result.stderr
     assert f"s1 exited with {code}: " in result.stderr
-    assert "what to do: " in result.stderr
+    assert "remedy: " in result.stderr
     assert all(map(gone, pids(result.stdout)))
 
 
@@ -342,7 +342,7 @@ USAGE = {
     "log folder that is a file": (["--log-dir", "train.py", "train.py"], "--log-dir"),
     "no ports for all": (
         ["--metrics-bind", "127.0.0.1:65535", "train.py"],
-        "the last process would need 65536",
+        "port 65536 of the last process",
     ),
     "log file that is a folder": (
         ["--log-dir", ".", "--workers", "2", "train.py"],

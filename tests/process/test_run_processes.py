@@ -171,7 +171,7 @@ def test_a_log_that_cannot_be_written_costs_the_log_and_not_the_process(
     started = start("import sys; print('one'); print('two', file=sys.stderr); sys.exit(7)")
 
     assert started.end() == 7
-    problem = f"{path} cannot be written: {why}; this process goes on without"
+    problem = f"{path} cannot be written: {why}; the process continues without its log"
     assert sorted(text for _, _, text in started.lines) == sorted([problem, "one", "two"])
 
 

@@ -93,7 +93,7 @@ class Observer:
     def close(self):
         pass
 
-launcher.START_SECONDS = launcher.SPARE_START_SECONDS = 0.1
+launcher.START_SECONDS = launcher.PRELOADED_START_SECONDS = 0.1
 start = functools.partial(
     cli.start,
     server=[sys.executable, "-I", "-S", str(here / "server.py")],

@@ -191,7 +191,7 @@ def run_command(
         return ExitCode.INTERRUPTED
     except PSError as error:
         debug = isinstance(ctx, click.Context) and ctx.params.get("log_level") == "debug"
-        tell(name, error, debug)
+        print_error(name, error, debug)
         return error.exit_code
 
 
@@ -210,7 +210,7 @@ def _open_standard_streams() -> None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
-def tell(name: str, error: PSError, debug: bool = False) -> None:
+def print_error(name: str, error: PSError, debug: bool = False) -> None:
     """The one line that an expected error gets on stderr; with its traceback before it when
     debugging.
     """

@@ -183,7 +183,7 @@ def test_servers_and_training_without_them_exclude_each_other(
 
     assert cli.main(["--ps", "a:1", "train.py"]) == 2
 
-    assert "PS_LOCAL is set" in capsys.readouterr().err
+    assert "PS_LOCAL means training without servers" in capsys.readouterr().err
     assert ran == []
 
 

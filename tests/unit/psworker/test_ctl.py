@@ -159,7 +159,7 @@ def test_plan_before_there_is_a_model_says_what_is_waited_for(
 
     assert main(["--ps", cluster.address, "plan"]) == 20
     assert (
-        "NOT_READY: there is no model yet: the job waits for the first worker"
+        "NOT_READY: the model is not registered yet: the job waits for the first worker"
         in capsys.readouterr().err
     )
 
@@ -235,7 +235,7 @@ def test_a_shard_that_knows_no_shard_0_is_not_enough(capsys: Output) -> None:
     with serving(Cluster(shard=1)) as lonely:
         assert main(["--ps", lonely.address, "status"]) == 20
 
-    assert "is shard 1 and does not know yet where shard 0 is" in capsys.readouterr().err
+    assert "is shard 1 and does not know the address of shard 0 yet" in capsys.readouterr().err
 
 
 def test_nobody_there_is_one_line_with_the_address(capsys: Output) -> None:

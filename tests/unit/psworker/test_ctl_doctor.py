@@ -55,7 +55,7 @@ def test_problems_are_shown_with_what_to_do_and_give_exit_code_1(
     assert code == 1
     assert f"port {taken}" in text
     assert "Address already in use" in text
-    assert "stop its holder, or give servers another --bind" in text
+    assert "set --bind HOST:PORT" in text
     assert "No such file or directory" in text
 
 

@@ -157,7 +157,7 @@ def test_config_without_the_flag_is_of_this_machine(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--ps", "127.0.0.1:1", "config", "--policy", "async"], "which --policy does not change"),
+        (["--ps", "127.0.0.1:1", "config", "--policy", "async"], "--policy cannot change them"),
         (["config", "--ps", "127.0.0.1:1"], "--ps goes before the command"),
         (["config", "--ps=127.0.0.1:1"], "--ps goes before the command"),
     ],

@@ -148,10 +148,7 @@ def test_a_folder_without_snapshots_says_which_folder_is_meant(
     tmp_path: Path, capsys: Output, command: str
 ) -> None:
     assert main(["snapshot", command, str(tmp_path)]) == 12
-    assert (
-        f"no snapshots in {tmp_path}: DIR is what the servers got as --data-dir"
-        in capsys.readouterr().err
-    )
+    assert f"no snapshots in {tmp_path}. Try: the --data-dir" in capsys.readouterr().err
 
 
 def test_a_path_that_list_prints_is_accepted_in_place_of_the_data_directory(
@@ -179,7 +176,7 @@ def test_a_path_of_one_snapshot_and_another_version_exclude_each_other(
     path = data_dir / "snapshots" / "000000000001"
 
     assert main(["snapshot", "verify", str(path), "--version", "2"]) == 2
-    assert "DIR is the snapshot of version 1, --version says 2" in capsys.readouterr().err
+    assert "DIR is the snapshot of version 1, but --version is 2" in capsys.readouterr().err
 
 
 def test_a_folder_of_a_snapshot_that_is_none_has_no_snapshots(
@@ -188,7 +185,7 @@ def test_a_folder_of_a_snapshot_that_is_none_has_no_snapshots(
     (data_dir / "snapshots" / "000000000007").mkdir()
 
     assert main(["snapshot", "verify", str(data_dir / "snapshots" / "000000000007")]) == 12
-    assert "a path of `snapshot list`" in capsys.readouterr().err
+    assert "a path printed by `snapshot list`" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_bad_usage(tmp_path: Path, capsys: Output) -> None:

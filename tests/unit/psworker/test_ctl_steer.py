@@ -87,8 +87,8 @@ def test_policy_set_asks_for_what_was_said_and_no_more(
 @pytest.mark.parametrize(
     ("args", "remedy"),
     [
-        (["ssp"], "ssp needs it: policy set ssp --staleness 3"),
-        (["sync", "--staleness", "3"], "--staleness S goes with ssp"),
+        (["ssp"], "Try: policy set ssp --staleness 3"),
+        (["sync", "--staleness", "3"], "--staleness S is required with ssp"),
         (["fastest"], "'fastest' is not one of 'sync', 'async', 'ssp'"),
         (["ssp", "--staleness", "-1"], "'-1' is not a whole number"),
         ([], "Missing argument"),

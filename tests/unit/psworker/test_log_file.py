@@ -14,7 +14,9 @@ def test_a_refusal_is_told_once_and_what_comes_later_is_tried_again(tmp_path: Pa
     path.mkdir()
     log.write(b"two\n")
     log.write(b"three\n")
-    assert said == [f"{path} cannot be written: Is a directory; this process goes on without"]
+    assert said == [
+        f"{path} cannot be written: Is a directory; the process continues without its log"
+    ]
 
     path.rmdir()
     log.write(b"four\n")

@@ -131,7 +131,7 @@ def test_lines_have_the_name_of_their_process_and_keep_their_stream(out: Kept, e
     with open_display(out, err) as display:
         display.line("w0", "stdout", "result")
         display.line("s0", "stderr", "event")
-        display.say("hello")
+        display.show_message("hello")
 
     assert out.text() == "[w0] result\n"
     assert err.text() == "[s0] event\n[run] hello\n"
@@ -288,7 +288,7 @@ def test_watch_hands_out_the_history_that_it_has_seen_last() -> None:
     assert result.history == [row]
 
 
-def gone_back(version: int, ended: bool, state: str = "past") -> dict[str, Any]:
+def rolled_back(version: int, ended: bool, state: str = "past") -> dict[str, Any]:
     """A status of servers that hold their workers for this, and have come so far with their
     data.
     """
@@ -303,12 +303,12 @@ def gone_back(version: int, ended: bool, state: str = "past") -> dict[str, Any]:
     ("status", "undone"),
     [
         (
-            gone_back(40, ended=False),
-            "the servers went back to version 40 after the workers were done",
+            rolled_back(40, ended=False),
+            "the servers rolled back to version 40 after the workers were done",
         ),
-        (gone_back(40, ended=True), ""),  # to where the training ended
+        (rolled_back(40, ended=True), ""),  # to where the training ended
         (
-            gone_back(40, ended=False, state="left"),
+            rolled_back(40, ended=False, state="left"),
             "",
         ),  # somebody did it again, or its script had enough
         ({"version": 40, "workers": []}, ""),
@@ -324,7 +324,7 @@ def test_watch_knows_when_training_was_lost_after_the_workers_were_done(
 
 
 @pytest.mark.parametrize(
-    "now", [gone_back(40, ended=True), {"version": 40, "workers": [], "data": []}]
+    "now", [rolled_back(40, ended=True), {"version": 40, "workers": [], "data": []}]
 )
 def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
     observer, results = Observer(status={"version": 50}), list[JobResult]()
@@ -334,10 +334,10 @@ def test_watch_remembers_how_far_the_servers_were(now: dict[str, Any]) -> None:
 
     watch._collect()
 
-    assert "went back to version 40" in results[0].undone
+    assert "rolled back to version 40" in results[0].undone
 
 
-def test_watch_looks_no_more_once_the_servers_are_told_to_end(
+def test_the_poller_stops_polling_before_the_servers_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A look at servers that are gone lasts until they have been silent for long enough."""
@@ -355,7 +355,7 @@ def test_watch_looks_no_more_once_the_servers_are_told_to_end(
     watch.start("127.0.0.1:1")
     assert [looks.get(timeout=LIMIT) for _ in range(3)] == ["look"] * 3
 
-    watch.rest()
+    watch.stop_polling()
     watch.stop_job()
     while looks.get(timeout=LIMIT) != "stopped":
         pass
@@ -419,7 +419,7 @@ def test_watch_says_why_there_are_no_weights() -> None:
     ("status", "why"),
     [
         ({"state": "waiting for servers", "model": None}, "no worker has registered a model"),
-        ({"state": "waiting for a model", "model": {"tensors": 2}}, "has not brought its weights"),
+        ({"state": "waiting for a model", "model": {"tensors": 2}}, "has not sent its weights"),
     ],
 )
 def test_watch_asks_for_no_weights_where_there_cannot_be_any(

@@ -12,7 +12,7 @@ from psworker.launch.events import (
     WorkerHung,
 )
 from psworker.launch.supervisor import Supervisor
-from psworker.run.launcher import hung
+from psworker.run.launcher import hung_pids
 
 
 def row(worker: int, pid: int, is_hung: bool, host: str = "here") -> dict[str, Any]:
@@ -29,8 +29,8 @@ def test_those_that_have_no_other_place_are_found() -> None:
         row(4, 8, False),
     ]
 
-    assert hung({"workers": rows}, "here") == {5}
-    assert hung({}, "here") == set()
+    assert hung_pids({"workers": rows}, "here") == {5}
+    assert hung_pids({}, "here") == set()
 
 
 def started() -> Supervisor:
@@ -46,7 +46,7 @@ def test_it_is_killed_and_started_again() -> None:
     say, kill = machine.step(WorkerHung("w1"), 0.0)
 
     assert isinstance(say, ShowMessage)
-    assert "w1 is killed: its script makes no call (--progress-timeout)" in say.text
+    assert "w1 is killed: its script hangs (--progress-timeout)" in say.text
     assert kill == KillProcess("w1")
     assert StartProcess("w1", 1) in machine.step(ProcessExited("w1", -9), 0.0)
 

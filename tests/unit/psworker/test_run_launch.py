@@ -2,7 +2,7 @@
 
 import pytest
 
-from psworker.run.launcher import successor
+from psworker.run.launcher import find_successor
 
 
 @pytest.mark.parametrize(
@@ -20,5 +20,5 @@ def test_a_server_in_the_place_of_another_is_found_in_the_status(
         {"shard": 1, "address": "h:7", "connected": connected},
     ]
 
-    assert successor({"servers": rows}, "s1", own) == found
-    assert successor({}, "s1", own) == ""
+    assert find_successor({"servers": rows}, "s1", own) == found
+    assert find_successor({}, "s1", own) == ""

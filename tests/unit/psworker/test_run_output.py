@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from psworker.run.output import MOST_BYTES, Output, outputs
+from psworker.run.output import MAX_QUEUED_BYTES, Output, outputs
 
 LIMIT = 30.0
-FULL = "x" * MOST_BYTES
+FULL = "x" * MAX_QUEUED_BYTES
 
 
 class Pipe:
@@ -66,10 +66,10 @@ def test_writing_waits_for_nobody(pipe: Pipe) -> None:
     assert pipe.output.is_behind
 
 
-def test_whoever_asks_for_room_waits_for_the_reader(pipe: Pipe) -> None:
+def test_wait_for_space_blocks_until_the_reader_reads(pipe: Pipe) -> None:
     pipe.output.write(FULL + FULL)
     told = threading.Event()
-    thread = threading.Thread(target=lambda: pipe.output.room() and told.set())
+    thread = threading.Thread(target=lambda: pipe.output.wait_for_space() and told.set())
     thread.start()
     assert not told.wait(0.1)
 
@@ -79,26 +79,26 @@ def test_whoever_asks_for_room_waits_for_the_reader(pipe: Pipe) -> None:
     thread.join()
 
 
-def test_in_a_hurry_nobody_waits_and_what_is_left_out_is_said(pipe: Pipe) -> None:
+def test_after_stop_blocking_lines_are_dropped_and_counted(pipe: Pipe) -> None:
     pipe.output.write(FULL + FULL)
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(pipe.output.room()))
+    thread = threading.Thread(target=lambda: found.append(pipe.output.wait_for_space()))
     thread.start()
 
-    pipe.output.hurry()
+    pipe.output.stop_blocking()
 
     thread.join()
     assert found == [False]
-    pipe.output.finish(patience=0.01)
+    pipe.output.finish(stall_seconds=0.01)
     pipe.read(len(FULL + FULL))
-    text = "[run] 1 lines are missing here: nobody read them in time\n"
+    text = "[run] 1 lines were dropped: the reader was too slow\n"
     assert pipe.read(len(text)) == text
 
 
-def test_the_end_waits_for_a_slow_reader_but_with_patience_only_while_it_reads(pipe: Pipe) -> None:
+def test_finish_waits_for_a_slow_reader_but_not_for_a_stalled_one(pipe: Pipe) -> None:
     pipe.output.write(FULL)
 
-    pipe.output.finish(patience=0.01)
+    pipe.output.finish(stall_seconds=0.01)
 
     assert pipe.output.is_behind
     thread = threading.Thread(target=pipe.read, args=(len(FULL),))
@@ -112,7 +112,7 @@ def test_a_reader_that_has_gone_away_costs_nothing(pipe: Pipe) -> None:
     pipe.output.write(FULL + FULL)
     pipe.close()
 
-    assert pipe.output.room()
+    assert pipe.output.wait_for_space()
     pipe.output.write("more")
     pipe.output.finish()
     assert pipe.output.problem == ""
@@ -133,7 +133,7 @@ def test_no_stream_at_all_takes_everything() -> None:
 
     output.write("text")
 
-    assert output.room()
+    assert output.wait_for_space()
     assert not output.isatty()
     output.finish()
 

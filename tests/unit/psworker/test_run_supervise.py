@@ -303,8 +303,8 @@ def test_the_outcome_names_the_first_failure_and_what_came_before() -> None:
         137,
         "w0 exited with 137: as if killed by SIGKILL",
         (
-            "w0 was killed by SIGSEGV and was started again",
-            "w1 exited with 143: terminated (SIGTERM) and was started again",
+            "w0 was killed by SIGSEGV and was restarted",
+            "w1 exited with 143: terminated (SIGTERM) and was restarted",
         ),
     )
 

@@ -1,0 +1,206 @@
+"""Texts and names use plain technical English; words that make riddles are counted and may only
+become fewer.
+
+`python -m tests.law.test_language [FOLDER]` prints the counts, or each occurrence in a folder.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+import pytest
+
+from tests.support.sources import ROOT, packages
+
+PHRASES = (
+    "whoever",
+    "whom",
+    "nobody",
+    "somebody",
+    "everybody",
+    "so many",
+    "so often",
+    "of now",
+    "of before",
+    "anew",
+    "how-many-eth",
+    "all the same",
+)
+NAME_PARTS = frozenset(
+    {
+        "archive",
+        "bear",
+        "bears",
+        "borne",
+        "courier",
+        "couriers",
+        "crew",
+        "crews",
+        "desk",
+        "fitness",
+        "fleet",
+        "forgotten",
+        "gathering",
+        "gone",
+        "had",
+        "heard",
+        "held",
+        "hub",
+        "kept",
+        "mirror",
+        "mirrors",
+        "patience",
+        "room",
+        "said",
+        "stretch",
+        "tape",
+        "tapes",
+        "tether",
+        "told",
+        "whereabouts",
+    }
+)
+WHOLE_NAMES = frozenset({"look", "most", "over", "still", "sure", "twice", "whole"})
+ALLOWED = {
+    "benchmarks": 20,
+    "common/pscommon": 51,
+    "proto": 12,
+    "psserver": 415,
+    "psworker": 178,
+    "psworker/ctl": 0,
+    "psworker/examples": 0,
+    "psworker/integrations": 0,
+    "psworker/launch": 0,
+    "psworker/run": 0,
+}
+"""Occurrences in each folder, without folders that have an entry of their own. Lower a number
+when the test prints a smaller one, and give a folder without any its own entry; never raise one.
+"""
+PHRASE = re.compile(r"(?<![\w-])(" + "|".join(PHRASES) + r")(?!\w)", re.IGNORECASE)
+NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def phrases(text: str) -> Iterator[str]:
+    """Yield the banned phrases of a text, across line breaks."""
+    yield from (match[1].lower() for match in PHRASE.finditer(" ".join(text.split())))
+
+
+def is_banned_name(name: str) -> bool:
+    """Return whether an identifier is a banned word or contains one as a part."""
+    parts = {part.lower() for part in NAME_PART.findall(name)}
+    return name.strip("_").lower() in WHOLE_NAMES or not parts.isdisjoint(NAME_PARTS)
+
+
+def comments(tokens: list[tokenize.TokenInfo]) -> Iterator[tuple[int, str]]:
+    """Yield each comment with its line; comments on consecutive lines are one text."""
+    first, last, text = 0, 0, ""
+    for token in tokens:
+        if token.type != tokenize.COMMENT:
+            continue
+        if token.start[0] != last + 1:
+            yield first, text
+            first, text = token.start[0], ""
+        last, text = token.start[0], f"{text} {token.string.lstrip('#')}"
+    yield first, text
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield each identifier that the code defines: classes, functions, arguments, variables."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield line, node.name
+        elif isinstance(node, ast.arg):
+            yield line, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield line, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield line, node.attr
+
+
+def occurrences(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and word of each banned phrase in texts and each banned name that is defined."""
+    tree = ast.parse(text)
+    texts = [*comments(list(tokenize.generate_tokens(io.StringIO(text).readline)))]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append((node.lineno, node.value))
+    for line, part in texts:
+        yield from ((line, phrase) for phrase in phrases(part))
+    yield from ((line, name) for line, name in names(tree) if is_banned_name(name))
+
+
+@cache
+def found() -> Mapping[str, list[str]]:
+    """Return the occurrences of each key of ALLOWED as `path:line: word`."""
+    files = {str(source.path): source.text for source in packages()}
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        files[str(path.relative_to(ROOT))] = path.read_text()
+    result: dict[str, list[str]] = {folder: [] for folder in ALLOWED}
+    for file, text in files.items():
+        folder = max((key for key in ALLOWED if file.startswith(f"{key}/")), key=len)
+        result[folder] += [f"{file}:{line}: {word}" for line, word in sorted(occurrences(text))]
+    for path in sorted((ROOT / "proto").rglob("*.proto")):
+        text = re.sub(r"\s*//", "", path.read_text())
+        result["proto"] += [f"{path.name}: {word}" for word in phrases(text)]
+    return result
+
+
+def test_no_new_riddles() -> None:
+    """No folder has more banned words than its number in ALLOWED."""
+    counts = {folder: len(lines) for folder, lines in found().items()}
+    lower = {folder: count for folder, count in counts.items() if count < ALLOWED[folder]}
+    if lower:
+        print(f"lower ALLOWED of {__file__}: {lower}")
+    more = [
+        f"{folder}: {counts[folder]} instead of {ALLOWED[folder]}\n  " + "\n  ".join(lines)
+        for folder, lines in found().items()
+        if counts[folder] > ALLOWED[folder]
+    ]
+
+    assert not more, "\n".join(more)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Nobody\n    waits."""',
+        "x = 'waits for so ' 'many'",
+        "# waits for so\n# many workers",
+        "x = f'{1} of now'",
+        "def is_kept(): ...",
+        "class HubState: ...",
+        "class TAPE: ...",
+        "def f(told): ...",
+        "self.x_room = 1",
+        "for crew in (): ...",
+        "MOST = 1",
+    ],
+)
+def test_the_law_finds(text: str) -> None:
+    """One occurrence in each."""
+    assert len(list(occurrences(text))) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# of nowhere, renewed, wholesale",
+        "import desk\ndesk.told()",
+        "def take_over(bedroom, subtape, github, whole_file): ...",
+    ],
+)
+def test_the_law_allows(text: str) -> None:
+    """Parts of other words, and names that are only used."""
+    assert not list(occurrences(text))
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[1:]:
+        print(*(line for lines in found().values() for line in lines if folder in line), sep="\n")
+    if not sys.argv[1:]:
+        print({folder: len(lines) for folder, lines in found().items()})
