@@ -6,13 +6,15 @@ from psserver.core.commands.worker_share import worker_share
 
 
 class DataShares:
-    """Reads the coordinator at its desk; nothing is decided, so nothing is written."""
+    """Reads the coordinator's machine through the executor; it changes nothing, so nothing is
+    recorded.
+    """
 
     def __init__(self, executor: CommandExecutor) -> None:
         self._executor = executor
 
     def of(self, worker: int, spec: Spec) -> int:
-        """Number of batches; see worker_share."""
+        """Return the number of batches that the worker can expect (see worker_share)."""
         return self._executor.step(
             lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
         )

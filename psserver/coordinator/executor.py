@@ -1,10 +1,10 @@
-"""The coordinator's desk: one request at a time, written down, and everybody's waiting for what
-comes of it.
+"""Executes commands on the coordinator's machine, one at a time, and lets requests wait for
+results.
 
-Threads. Each request has one; `changed` guards the machine, and whoever changes it wakes those
-who wait, who then ask the machine again. New log entries go to this process's own shard in the
-thread that made them, outside the lock, and to the other shards through their links, which wait
-for them here.
+Threads: each request has its own thread. `changed` guards the machine. A thread that changes the
+machine wakes the waiting threads, which then ask the machine again. New log entries are delivered
+to this process's own shard by the thread that created them, outside the lock. The streams to the
+other shards wait for new entries here.
 """
 
 import threading
@@ -23,19 +23,25 @@ from psserver.shard.engine import ShardEngine
 
 T = TypeVar("T")
 
-LOOK = 0.2
-"""Seconds after which whoever waits looks again in any case."""
+CHECK_INTERVAL_SECONDS = 0.2
+"""Longest time between two checks by a waiting request."""
 
-LAST_WORD = 2.0
-"""Seconds for workers to hear that the job is over (they ask once a second), to end their steps
-and to leave.
+FAREWELL_SECONDS = 2.0
+"""Time for workers to learn that the job is over, to end their steps and to leave.
+
+Workers ask once a second.
 """
 
 
 class CommandExecutor:
-    """Owner of the coordinator's machine. missing: whom all have to wait for; ending: the job
-    ends; failed: told why the machine says that it has to; broken: told what keeps this
-    process's own shard from following the log."""
+    """Owner of the coordinator's machine.
+
+    Args:
+        missing: Returns which servers the job waits for, in words; empty if all are ready.
+        ending: Returns whether the job or this server ends.
+        failed: Called with the error that ends the job.
+        broken: Called with the error that keeps this process's own shard from following the log.
+    """
 
     def __init__(
         self,
@@ -51,7 +57,7 @@ class CommandExecutor:
         self._engine = engine
         self._missing, self._ending, self._failed, self._broken = missing, ending, failed, broken
         self._refusals = RefusalNotice()
-        self._revision = 0  # of what those who wait look at
+        self._revision = 0  # increases with every change that waiting requests must see
 
     @property
     def coordinator(self) -> CoordinatorMachine:
@@ -59,22 +65,26 @@ class CommandExecutor:
 
     @property
     def ending(self) -> bool:
-        """The job, or this server, ends."""
+        """Whether the job or this server ends."""
         return self._ending()
 
     def replace_recorder(self, recorder: Recorder) -> None:
-        """Another machine from now on."""
+        """Use another machine from now on."""
         with self.changed:
             self._recorder = recorder
             self.wake()
 
     def do(self, name: str, quiet: bool = False, **args: Any) -> Any:
-        """One command for the machine. quiet: no news to those who wait."""
+        """Execute one command and return its answer.
+
+        Args:
+            quiet: Do not wake the waiting requests.
+        """
         return self.step(lambda recorder, now: recorder.do(name, now, **args), quiet)
 
     def step(self, action: Callable[[Recorder, float], T], quiet: bool = False) -> T:
-        """One event for the machine; then carry out what came of it, be it that the event was
-        refused.
+        """Run one action on the machine, then deliver the entries that it created, even if it
+        raised.
         """
         with ExitStack() as afterwards, self.changed:
             coordinator = self.coordinator
@@ -105,14 +115,14 @@ class CommandExecutor:
             self._failed(coordinator.failure)
 
     def next_tick_seconds(self) -> float:
-        """Seconds until time should pass again for the machine: not for long, and not beyond the
-        end of a lease.
+        """Return the time until the next tick: at most the check interval, and not past a lease's
+        end.
         """
         with self.changed:
-            return min(LOOK, self.coordinator.roster.lease_left(time.monotonic()))
+            return min(CHECK_INTERVAL_SECONDS, self.coordinator.roster.lease_left(time.monotonic()))
 
     def wake(self) -> None:
-        """Let those who wait look again."""
+        """Let the waiting requests ask the machine again."""
         with self.changed:
             self._revision += 1
             self.changed.notify_all()
@@ -120,13 +130,17 @@ class CommandExecutor:
     def until(
         self, action: Callable[[Recorder, float], T | None], seconds: float, stopping: bool = False
     ) -> T | None:
-        """The machine's answer as soon as it has one; None: not within `seconds`, or (not
-        `stopping`) the job ends.
+        """Repeat the action until it returns an answer.
+
+        Args:
+            stopping: Continue to wait while the job ends.
+
+        Returns:
+            The answer; None after `seconds`, or if the job ends and `stopping` is false.
         """
         deadline, asked = time.monotonic() + seconds, False
         while True:
-            # asking may change who takes part, but only the first time: those who wait must not
-            # wake each other
+            # only the first call may wake others: waiting requests must not wake each other
             with self.changed:
                 seen = self._revision
             answer = self.step(action, quiet=asked) if not self._missing() else None
@@ -134,12 +148,14 @@ class CommandExecutor:
             if answer is not None or left <= 0 or (self._ending() and not stopping):
                 return answer
             with self.changed:
-                self.changed.wait_for(partial(self._has_changed, seen), min(left, LOOK))
+                self.changed.wait_for(
+                    partial(self._has_changed, seen), min(left, CHECK_INTERVAL_SECONDS)
+                )
 
     def wait_for_workers_to_leave(self) -> None:
-        """Returns once no worker is here any more, after LAST_WORD seconds at most."""
+        """Wait until no worker is left, at most FAREWELL_SECONDS."""
         with self.changed:
-            self.changed.wait_for(lambda: not self.coordinator.roster.here(), LAST_WORD)
+            self.changed.wait_for(lambda: not self.coordinator.roster.here(), FAREWELL_SECONDS)
 
     def _has_changed(self, revision: int) -> bool:
         return self._revision != revision

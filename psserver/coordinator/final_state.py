@@ -1,4 +1,4 @@
-"""What is to survive the end of this server: the last snapshot or a complete log, and the file
+"""What must be saved before this server ends: the last snapshot or a complete log, and the file
 of --save.
 """
 
@@ -15,8 +15,10 @@ from psserver.shard.engine import ShardEngine
 from psserver.shard.final_weights import write_final_weights
 
 NOT_SAVED_FILE = "PS_NOT_SAVED_FILE"
-"""Where shard 0 tells ps-run why the final weights are not on the disk; empty where they are.
-The exit code does not tell where a signal has ended the server."""
+"""File in which shard 0 tells ps-run why the final weights are not saved; empty if they are.
+
+A signal's exit code cannot tell this.
+"""
 
 log = logging.getLogger("psserver")
 
@@ -96,9 +98,14 @@ def _last_snapshot_problem(
 
 
 def conclude(failure: PSError | None, not_saved: str, code: int) -> int:
-    """The exit code of a server that has ended. Raises why the job failed, or else NotSavedError.
+    """Return the exit code of a server that has ended.
 
-    code: 0, or that of the signal which has ended it; this one stays.
+    Args:
+        code: 0, or the code of the signal that ended the server; that code is kept.
+
+    Raises:
+        PSError: The error with which the job failed.
+        NotSavedError: The job did not fail, and its final state is not saved.
     """
     if not_saved and (failure is not None or code):
         log.error("the final weights are not saved", extra={"problem": not_saved})

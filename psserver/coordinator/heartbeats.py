@@ -1,4 +1,4 @@
-"""What workers send with their heartbeats, and what they are told in return."""
+"""Heartbeats of workers, the values that they report, and the answers."""
 
 import logging
 import time
@@ -31,10 +31,12 @@ class ReceivedValue(NamedTuple):
 class HeartbeatAnswer(NamedTuple):
     """The answer to a heartbeat.
 
-    is_over: the job ends.
-    is_draining: the worker was asked to leave.
-    workers: number of registered workers.
-    is_first: the worker is the first of those; while the job waits for its workers: its rank is 0.
+    Attributes:
+        is_over: The job ends.
+        is_draining: The worker was asked to leave.
+        workers: Number of registered workers.
+        is_first: The worker is the first registered worker; before training starts: its rank is
+            0.
     """
 
     is_over: bool
@@ -44,17 +46,22 @@ class HeartbeatAnswer(NamedTuple):
 
 
 class Heartbeats:
-    """All methods may be called from any thread. is_over: whether the job ends; raises why it
-    has failed.
+    """Accepts heartbeats and reported values. All methods may be called from any thread.
+
+    Args:
+        check_is_over: Returns whether the job ends; raises the error with which it failed.
     """
 
-    def __init__(self, executor: CommandExecutor, is_over: Callable[[], bool]) -> None:
+    def __init__(self, executor: CommandExecutor, check_is_over: Callable[[], bool]) -> None:
         self._executor = executor
-        self._is_over = is_over
+        self._check_is_over = check_is_over
 
     def beat(self, worker: int, **values: float | str) -> HeartbeatAnswer:
-        """Take a sign of life (see Member.take). Raises FencedError, and the error with which
-        the job has failed.
+        """Record a heartbeat (see Member.take).
+
+        Raises:
+            FencedError: The worker is no longer a member.
+            PSError: The error with which the job failed.
         """
 
         def action(recorder: Recorder, now: float) -> bool:
@@ -63,7 +70,7 @@ class Heartbeats:
             return member.draining
 
         draining = self._executor.step(action, quiet=True)
-        return HeartbeatAnswer(self._is_over(), draining, *self.standing(worker))
+        return HeartbeatAnswer(self._check_is_over(), draining, *self.standing(worker))
 
     def standing(self, worker: int) -> tuple[int, bool]:
         """Return how many workers are registered, and whether this one is the first."""
@@ -74,8 +81,10 @@ class Heartbeats:
         return self._executor.step(action, quiet=True)
 
     def report(self, worker: int, values: Sequence[ReceivedValue]) -> None:
-        """Take reported values. Raises InvalidRequestError for a name that is too long, or one
-        too many.
+        """Record reported values.
+
+        Raises:
+            InvalidRequestError: A name is too long, or there are too many names.
         """
         now = time.time()
         newest = {sent.name: sent for sent in values}
@@ -89,14 +98,14 @@ class Heartbeats:
             self._executor.do("report_values", quiet=True, worker=worker, values=taken)
 
     def report_beside(self, worker: int, values: Sequence[ReceivedValue]) -> None:
-        """Take the values that come with another request, which must not fail because of them."""
+        """Record the values sent with another request, which must not fail because of them."""
         if not values:
             return
         try:
             self.report(worker, values)
         except (FencedError, InvalidRequestError) as error:
             log.warning(
-                "reported values are not kept", extra={"worker": worker, "problem": str(error)}
+                "reported values are dropped", extra={"worker": worker, "problem": str(error)}
             )
 
     def history(self) -> list[MetricRow]:

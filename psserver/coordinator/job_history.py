@@ -1,5 +1,5 @@
-"""How a job's log begins: anew, from a snapshot, or as it was before the coordinator died. And
-how all go back.
+"""How a job's log begins: new, from a snapshot, or from the coordinator's write-ahead log; and
+rollbacks.
 """
 
 import logging
@@ -42,17 +42,23 @@ from psserver.shard.engine import ShardEngine
 
 log = logging.getLogger("psserver")
 
-EPOCH_BITS = 62
+LOG_ID_BITS = 62
 
-LOG = "log-job"
-"""Where the coordinator writes things down, in the data directory."""
+LOG_FOLDER = "log-job"
+"""Folder of the coordinator's write-ahead log in the data directory."""
 
 
 class JobHistory:
-    """Begins logs on shard 0. lead: takes the machine that is in charge from now on, with nobody
-    else looking.
+    """Begins logs on shard 0.
 
-    fail: told why the job has to end.
+    Args:
+        fail: Called with the error that ends the job.
+
+    Attributes:
+        replace_recorder: Called with the recorder of a new log; the caller guarantees exclusive
+            access.
+        newest: The newest snapshot of the current log; None without one.
+        durable: The coordinator writes a write-ahead log.
     """
 
     def __init__(
@@ -79,17 +85,17 @@ class JobHistory:
             standby_link,
         )
         self._rollback_lock = threading.RLock()
-        self._coordinator: CoordinatorMachine | None = None  # now
-        self._recovered = False  # it was begun by another process
-        self._accounted: int | None = (
-            None  # what became of the updates up to here has been told; None: none is lost
+        self._coordinator: CoordinatorMachine | None = None  # of the current log
+        self._recovered = False  # another process began the current log
+        self._accounted_version: int | None = (
+            None  # losses up to this version are counted; None: none is lost
         )
-        self._lost_up_to = 0  # version that the log reached, where it could not be used
+        self._unusable_log_version = 0  # last version of a log that could not be used
         self._rules = config.rules()
         self.replace_recorder: Callable[[Recorder], None] = lambda recorder: None
-        self.newest: Manifest | None = None  # the newest snapshot of the log of now
-        disk = disk_log(config, LOG, metrics.log_failed)
-        self.durable = disk is not None  # everything is written down
+        self.newest: Manifest | None = None
+        disk = disk_log(config, LOG_FOLDER, metrics.log_failed)
+        self.durable = disk is not None
         self.journal = CoordinatorLog(RecordSink(RecordSource.JOB, disk, standby_link))
 
     def new_recorder(
@@ -99,9 +105,13 @@ class JobHistory:
         shards: int | None = None,
         rules: JobRules | None = None,
     ) -> Recorder:
-        """A machine that knows nothing. epoch, generation, shards, rules: of a log that is to be
-        done again; None: as now."""
-        number = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
+        """Return a recorder with an empty machine.
+
+        Args:
+            epoch, generation, shards, rules: Values of a log that is replayed; None: the current
+                ones.
+        """
+        number = secrets.randbits(LOG_ID_BITS) if epoch is None else epoch
         start = self._snapshots.generation if generation is None else generation
         coordinator = CoordinatorMachine(
             shards or self._registry.shards, rules or self._rules, start, number
@@ -111,24 +121,24 @@ class JobHistory:
     # ---- starting --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Go on as the log says, or from the snapshot that was asked for, or anew."""
+        """Continue from the log, from the requested snapshot, or begin a new job."""
         manifest = self._snapshots.to_resume(self._config.resume)
         if self.durable and self._config.resume == "auto" and self._recover(manifest):
             return
         if not self.durable:
-            self._leave_log(manifest)
+            self._remove_log(manifest)
         if manifest is None:
             self._registry.layout.forget()
             self._learn(None)
             self.begin()
         else:
             self._learn(manifest.job)
-            self._accounted = max(manifest.version, self._lost_up_to)
+            self._accounted_version = max(manifest.version, self._unusable_log_version)
             self.resume(manifest)
 
     def install_promotion(self, promotion: Promotion) -> None:
-        """Be the coordinator that this process has followed as a standby; the shards come by
-        themselves.
+        """Continue as the coordinator that this process replicated as a standby; the shards
+        reconnect.
         """
         standby_state, coordinator = promotion.standby_state, promotion.standby_state.coordinator
         assert coordinator is not None
@@ -152,13 +162,19 @@ class JobHistory:
             self._engine.make_report()
         ):
             self.go_back(
-                "the standby lacks the end of its log", coordinator.epoch, coordinator.version
+                "the standby lacks the end of its primary's log",
+                coordinator.epoch,
+                coordinator.version,
             )
 
     @contextmanager
     def paused(self, executor: CommandExecutor) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """What a standby has to know first, and all of the coordinator; nothing happens to it
-        meanwhile. NOT_READY in a move to another number of shards."""
+        """Yield the first record for a standby and the coordinator's state, which does not change
+        meanwhile.
+
+        Raises:
+            UnreachableError: A reshard is in progress (NOT_READY).
+        """
         with executor.changed:
             if executor.coordinator.move is not None:
                 raise UnreachableError("the job is being resharded", "NOT_READY")
@@ -177,7 +193,7 @@ class JobHistory:
         return {"generation": self._snapshots.generation, "snapshots": snapshots, "layout": layout}
 
     def begin(self) -> None:
-        """A job without a past."""
+        """Begin a job without earlier state."""
         self._recovered = False
         recorder = self.new_recorder()
         if self._coordinator is not None:
@@ -204,14 +220,15 @@ class JobHistory:
             "policy": [*coordinator.policy_args()],
             "rules": coordinator.rules.as_json(),
         }
-        self.journal.begin(version, self._labelled(state))
+        self.journal.begin(version, self._with_job(state))
 
     def resume(self, manifest: Manifest, count: Callable[[], None] | None = None) -> None:
-        """Take a snapshot as the state of the job, with workers yet to come; the shards are told
-        to load it.
+        """Use a snapshot as the state of the job; workers join later, shards are asked to load
+        it.
 
-        count: counts this start of the log, before anything has changed; None: whatever the disk
-        says.
+        Args:
+            count: Counts this start of the log before anything changes; None: count even if the
+                disk refuses.
         """
         with self._rollback_lock:
             (count or self._snapshots.count_on)()
@@ -237,15 +254,15 @@ class JobHistory:
         self._engine.request_report()
 
     def loaded(self, shard: int, version: int, problem: str) -> None:
-        """A shard has loaded the snapshot, or could not: then everybody goes back to the one
-        before.
+        """Record that a shard has loaded the snapshot; if it could not, roll back to the previous
+        one.
         """
         with self._rollback_lock:
             wanted = self._registry.snapshot
             if not problem or wanted is None or version != wanted.version:
                 return
             extra = {"version": version, "problem": problem}
-            log.error("a snapshot cannot be loaded; trying the one before", extra=extra)
+            log.error("a snapshot cannot be loaded; trying the previous one", extra=extra)
             older = self._snapshots.before(version)
             if older is None:
                 self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
@@ -253,22 +270,28 @@ class JobHistory:
                 self.resume(older)
 
     def restore(self, version: int) -> None:
-        """Somebody wants all shards to go back to this snapshot. SnapshotError where it is not
-        there or not sound.
+        """Roll all shards back to this snapshot, on request.
+
+        Raises:
+            SnapshotError: The snapshot does not exist or is damaged.
         """
         with self._rollback_lock:
             manifest = self._snapshots.exactly(version)
             log.warning("going back to a snapshot, as asked", extra={"version": version})
             if self._coordinator is not None:
-                self._accounted = self._coordinator.version  # given up on purpose
+                self._accounted_version = self._coordinator.version  # discarded on request
             self.resume(manifest, self._snapshots.next_generation)
 
     def go_back(self, why: str, epoch: int, version: int) -> None:
-        """In this epoch, at this version, a shard lost its numbers: all shards return to the
-        newest snapshot, together.
+        """Roll all shards back to the newest snapshot because a shard lost its state.
 
-        Where there is none, the job ends; but one that could not go on where its logs end begins
-        anew, as without logs. Another shard may have said so before, and this epoch be over.
+        Without a snapshot the job ends. A job that continued from its log begins again instead. A
+        call for an earlier log is ignored: another shard may have reported the loss before.
+
+        Args:
+            why: What happened, for people.
+            epoch: The log at the time of the loss.
+            version: The version at the time of the loss.
         """
         with self._rollback_lock:
             if self._coordinator is None or epoch != self._coordinator.epoch:
@@ -276,7 +299,7 @@ class JobHistory:
             manifest = self._snapshots.newest()
             if manifest is None and self._recovered:
                 log.error(
-                    "the job begins anew: there is no snapshot",
+                    "the job begins again: there is no snapshot",
                     extra={"why": why, "updates_lost": version},
                 )
                 self._metrics.updates_lost(version)
@@ -291,29 +314,29 @@ class JobHistory:
                 self._metrics.updates_lost(lost)
                 extra = {"why": why, "version": manifest.version, "updates_lost": lost}
                 log.error("rolling back to a snapshot", extra=extra)
-                self._accounted = version
+                self._accounted_version = version
                 self.resume(manifest)
 
-    def had(self, worker: int, version: int) -> None:
-        """A worker leaves, which knows of this version: if it is one of before the servers went
-        back, what is lost.
+    def count_lost_updates(self, worker: int, version: int) -> None:
+        """Count lost updates if a leaving worker knows a newer version than the restored
+        snapshot.
 
-        A coordinator that was itself started again does not know it otherwise.
+        A restarted coordinator cannot know this loss otherwise.
         """
         with self._rollback_lock:
-            if self._accounted is None or worker > self._snapshots.generation * GENERATION:
+            if self._accounted_version is None or worker > self._snapshots.generation * GENERATION:
                 return
-            lost = version - self._accounted
+            lost = version - self._accounted_version
             if lost > 0:
-                self._accounted = version
+                self._accounted_version = version
                 self._metrics.updates_lost(lost)
                 extra = {"worker": worker, "version": version, "updates_lost": lost}
-                log.error("updates are lost that a worker had had", extra=extra)
+                log.error(
+                    "a worker reports a newer version than the restored snapshot", extra=extra
+                )
 
-    def file(self, coordinator: CoordinatorMachine, executor: CommandExecutor) -> bool:
-        """Make a snapshot of the parts that are there, unless their history is over. False:
-        there is none.
-        """
+    def commit_snapshot(self, coordinator: CoordinatorMachine, executor: CommandExecutor) -> bool:
+        """Commit the finished snapshot if its log is current; return whether there is one."""
         with self._rollback_lock:
             finished, model = coordinator.cuts.finished, coordinator.model
             if coordinator is self._coordinator and finished is not None and model is not None:
@@ -324,10 +347,10 @@ class JobHistory:
         return False
 
     def _written(self, manifest: Manifest, executor: CommandExecutor) -> None:
-        """There is a new snapshot: what was noted down before it is not needed any more.
+        """Record a new snapshot and drop the log before it.
 
-        Whoever may take over knows of it before any shard lets go of that: it tells shards what
-        to go on from.
+        The standby learns it before any shard drops its log: after a failover it must know what
+        shards continue from.
         """
         with executor.changed:
             self.newest = manifest
@@ -340,15 +363,13 @@ class JobHistory:
     # ---- the log ---------------------------------------------------------------------------------
 
     def _recover(self, manifest: Manifest | None) -> bool:
-        """Be the coordinator that died; False: there is no log that says how, or it does not
-        fit.
-        """
+        """Continue from the write-ahead log; return False if there is none or it cannot be used."""
         try:
             recorder = self._replayed(
                 self.journal.since(manifest.version if manifest else None), manifest
             )
             if recorder is not None:
-                self._take_layout(recorder.coordinator, manifest)
+                self._install_shard_count(recorder.coordinator, manifest)
         except LogUnfitError as error:
             return self._report_unusable(str(error), manifest)
         if recorder is None:
@@ -367,16 +388,16 @@ class JobHistory:
             self._snapshots.goes_on_from(manifest)
         self._registry.form(coordinator.members)
         self._registry.new_log(manifest)
-        self._learn(None)  # as many as there are
+        self._learn(None)
         self.newest = manifest
         self._take_over(recorder)
         self._recovered = True
-        self.journal.begin(coordinator.version, self._labelled(coordinator.whole()))
+        self.journal.begin(coordinator.version, self._with_job(coordinator.whole()))
         recorder.recovered(time.monotonic(), self._snapshots.generation, resumes=True)
         coordinator.ledger.origin = self._snapshots.named(manifest, logged=True)
         recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
         coordinator.roster.begin_run(self._config.min_workers)
-        log.info("went on where the log ends", extra={"version": coordinator.version})
+        log.info("continued from the log", extra={"version": coordinator.version})
         return True
 
     def _report_unusable(
@@ -391,15 +412,15 @@ class JobHistory:
         saved = manifest.version if manifest else 0
         reached = max(reached, logged_version(folder_of(self._config.data_dir, 0)))
         if problem or reached > saved:
-            report_unusable(problem, self._config.data_dir / LOG, saved, reached)
+            report_unusable(problem, self._config.data_dir / LOG_FOLDER, saved, reached)
             self._metrics.updates_lost(max(0, reached - saved))
-            self._lost_up_to = reached
+            self._unusable_log_version = reached
         return False
 
-    def _take_layout(self, coordinator: CoordinatorMachine, manifest: Manifest | None) -> None:
-        """The log knows best how many shards there are, if it may have been what this server was
-        started for.
-        """
+    def _install_shard_count(
+        self, coordinator: CoordinatorMachine, manifest: Manifest | None
+    ) -> None:
+        """Use the number of shards of the log, if this server may have been started for it."""
         layout, wrote = self._registry.layout, coordinator.shards
         if wrote not in (layout.shards, layout.given, *layout.past):
             remedy = f"start {wrote} servers, and then use ps-ctl reshard --servers {layout.shards}"
@@ -407,24 +428,27 @@ class JobHistory:
             raise LogUnfitError(f"{wrote} servers wrote it, and there are {layout.shards} now")
         layout.change(wrote)
 
-    def _leave_log(self, manifest: Manifest | None) -> None:
-        """Nothing is written down from now on; what another start wrote down here has to be in a
-        snapshot by now.
+    def _remove_log(self, manifest: Manifest | None) -> None:
+        """Remove the log of an earlier start with --durability log.
+
+        All its updates must be in a snapshot.
         """
         if (data_dir := self._config.data_dir) is None:
             return
-        folders = (data_dir / LOG, folder_of(data_dir, 0))
+        folders = (data_dir / LOG_FOLDER, folder_of(data_dir, 0))
         logs = [BestEffortLog(folder, "no", self._metrics.log_failed) for folder in folders]
         try:
             if self._config.resume == "auto":
-                self._check_left(CoordinatorLog(RecordSink(RecordSource.JOB, logs[0])), manifest)
+                self._check_removable(
+                    CoordinatorLog(RecordSink(RecordSource.JOB, logs[0])), manifest
+                )
             for each in logs:
                 each.clear()
         finally:
             for each in logs:
                 each.close()
 
-    def _check_left(self, past: CoordinatorLog, manifest: Manifest | None) -> None:
+    def _check_removable(self, past: CoordinatorLog, manifest: Manifest | None) -> None:
         try:
             recorder = self._replayed(past.since(manifest.version if manifest else None), manifest)
         except LogUnfitError as error:
@@ -434,7 +458,9 @@ class JobHistory:
             self._report_unusable("", manifest)
         else:
             remedy = "start the servers with --durability log; ps-ctl stop ends them with a snapshot of all"
-            check_nothing_more(recorder.coordinator.version, manifest, "the log of before", remedy)
+            check_nothing_more(
+                recorder.coordinator.version, manifest, "the log of an earlier start", remedy
+            )
 
     def _replayed(
         self, notes: Iterator[dict[str, Any] | RecordedCommand], manifest: Manifest | None
@@ -468,12 +494,12 @@ class JobHistory:
         self._learn(note.get("job") or (manifest.job if manifest else None))
         return recorder
 
-    def _labelled(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What a segment of the journal begins with."""
+    def _with_job(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the first entry of a log segment."""
         return {"shards": self._registry.shards, **state, "job": self._identity.job}
 
     def _learn(self, job: str | None) -> None:
-        """The name of the job, unless the command line says another."""
+        """Set the name of the job; the command line takes precedence."""
         registry = self._registry
         self._identity.learn(
             self._config.job or job or self._identity.job,

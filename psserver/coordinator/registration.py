@@ -1,4 +1,4 @@
-"""How a worker states its model, on shard 0."""
+"""Registration of a worker's model on shard 0."""
 
 import time
 
@@ -23,11 +23,14 @@ def register(
     spec: ModelSpec,
     seconds: float,
 ) -> str:
-    """Return ready, upload or pending; wait up to `seconds` while there is nothing to do but
-    wait.
+    """Register a worker's model; wait up to `seconds` while the answer is pending.
 
-    Raises MismatchError where the job trains another model, and InvalidRequestError for one that
-    no file or no server could hold.
+    Returns:
+        ready, upload or pending.
+
+    Raises:
+        MismatchError: The job trains another model.
+        InvalidRequestError: No file or server can hold the model.
     """
     check_memory(spec, shards, usable_memory())
     nbytes, asked = push_nbytes(spec, shards), time.monotonic()
@@ -52,7 +55,11 @@ def register(
 
 
 def check_names(spec: ModelSpec) -> None:
-    """Refuse a new model whose weights no file could hold. InvalidRequestError."""
+    """Check that a snapshot file can hold the names of a new model's tensors.
+
+    Raises:
+        InvalidRequestError: A tensor has a reserved name.
+    """
     if any(RESERVED in (tensor.name, *tensor.aliases) for tensor in spec.tensors):
         raise InvalidRequestError(
             f"cannot register the model: a tensor is named {RESERVED}, which safetensors files "

@@ -1,5 +1,5 @@
-"""Moves to another number of servers, on shard 0: begun by people, carried out by all shards,
-told to those who ask.
+"""Resharding on shard 0: started by a command, carried out by all shards, and reported to
+callers.
 """
 
 import json
@@ -27,16 +27,14 @@ from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
 from psserver.shard.resharding import build_partition
 
-SHOWN = 8
-"""Commands of servers still to be started that an error lists."""
+MAX_LISTED_COMMANDS = 8
+"""Number of missing servers whose start commands an error message lists."""
 
 log = logging.getLogger("psserver")
 
 
 class ReshardRequests:
-    """What the coordinator's shell does for a move; what one is, says core/move.py. Waits at the
-    coordinator's desk.
-    """
+    """The coordinator's part of a reshard. The rules are in core/job/reshard_phase.py."""
 
     def __init__(
         self,
@@ -54,16 +52,19 @@ class ReshardRequests:
             snapshots,
         )
         self._identity, self._config = identity, config
-        self._moved: dict[int, int] = {}  # bytes that came to a shard from others
-        self._problems: dict[int, str] = {}  # why a shard could not move when it tried last
-        self._mover: threading.Thread | None = None
+        self._moved: dict[int, int] = {}  # bytes that a shard received from others
+        self._problems: dict[int, str] = {}  # why a shard's last attempt failed
+        self._reshard_thread: threading.Thread | None = None
 
     def reshard(self, shards: int, seconds: float) -> tuple[float, int]:
-        """The model moves to so many servers. How long no push counted, and the bytes that went
-        between servers.
+        """Move the model to another number of shards and wait for the end.
 
-        InvalidRequestError where that cannot be, or servers are still to be started;
-        WaitTimeoutError.
+        Returns:
+            The seconds without a counted push, and the bytes that moved between servers.
+
+        Raises:
+            InvalidRequestError: The reshard is impossible, or servers are not started yet.
+            WaitTimeoutError: The reshard did not start or end within `seconds`.
         """
         self._check(shards)
         deadline = time.monotonic() + seconds
@@ -74,22 +75,22 @@ class ReshardRequests:
             raise WaitTimeoutError(
                 f"not begun after {seconds:.0f} s: {self._registry.missing or 'a snapshot is written'}"
             )
-        log.info("the model moves", extra={"shards": shards})
-        self.look()
-        # this process's own shard has come so far: now others can be told what it knows
+        log.info("reshard started", extra={"shards": shards})
+        self.advance()
+        # this process's own shard has reached the entry: new shards can now receive its state
         self._executor.wake()
         left = max(0.0, deadline - time.monotonic())
         ended = self._executor.until(
             lambda recorder, now: now if recorder.coordinator.move is None else None, left
         )
-        self.look()
+        self.advance()
         if ended is None:
             raise WaitTimeoutError(
                 f"not done after {seconds:.0f} s, and still under way; waits for {self.waiting_for}"
             )
         nbytes = sum(self._moved.values())
         log.info(
-            "the model has moved",
+            "reshard finished",
             extra={"shards": shards, "seconds": round(ended - began, 3), "nbytes": nbytes},
         )
         return ended - began, nbytes
@@ -113,20 +114,25 @@ class ReshardRequests:
                 for shard in range(now, shards)
                 if (shard, shards) not in self._registry.candidates
             ]:
-                shown = missing[:SHOWN]
+                shown = missing[:MAX_LISTED_COMMANDS]
                 lines = "".join(
                     f"\n  ps-server --shard {s}/{shards} --join {self._identity.address}"
                     for s in shown
                 )
-                lines += f"\n  and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+                lines += (
+                    f"\n  and {len(missing) - MAX_LISTED_COMMANDS} more"
+                    if len(missing) > MAX_LISTED_COMMANDS
+                    else ""
+                )
                 raise InvalidRequestError(
                     f"{len(missing)} of {shards} servers are still to be started:{lines}"
                 )
             check_reshard(coordinator, shards, self._config.in_flight)
 
     def _begin(self, recorder: Recorder, now: float, shards: int) -> float | None:
-        """At the desk. The data directory knows first: a server that is started again comes back
-        as one of so many.
+        """Start the reshard if possible. Called by the executor.
+
+        The shard count is written to disk first: a server that restarts must find the new number.
         """
         layout, coordinator = self._registry.layout, recorder.coordinator
         if self._registry.missing or not coordinator.can_reshard(shards):
@@ -145,7 +151,7 @@ class ReshardRequests:
 
     @property
     def waiting_for(self) -> str:
-        """Who has not moved yet, in words; empty where nothing moves."""
+        """The shards that a reshard waits for, in words; empty without a reshard."""
         move = self._executor.coordinator.move
         if move is None:
             return ""
@@ -155,14 +161,14 @@ class ReshardRequests:
         )
 
     def learn(self) -> None:
-        """This server tells others who is there."""
+        """Update the addresses that this server gives to others."""
         self._identity.learn(
             self._identity.job, self._registry.addresses, self._registry.layout.changes
         )
 
-    def look(self) -> None:
-        """What is to be done now: make this shard's own part; let those go who are not needed
-        any more.
+    def advance(self) -> None:
+        """Advance the reshard: build this shard's new part, and release servers that are no
+        longer needed.
         """
         with self._executor.changed:
             coordinator = self._executor.coordinator
@@ -173,24 +179,25 @@ class ReshardRequests:
             if (
                 move is None
                 or not self._engine.is_resharding
-                or (self._mover is not None and self._mover.is_alive())
+                or (self._reshard_thread is not None and self._reshard_thread.is_alive())
             ):
                 return
-            self._mover = threading.Thread(
-                target=self._move_in, args=(epoch, move.index), name="mover", daemon=True
+            self._reshard_thread = threading.Thread(
+                target=self._build_own_part, args=(epoch, move.index), name="reshard", daemon=True
             )
-            self._mover.start()
+            self._reshard_thread.start()
 
     def dismiss(self) -> None:
-        """Whose numbers nobody needs any more, once a move is over: what comes now is not for
-        them. At the desk.
+        """Release the servers that the job no longer needs after a reshard.
+
+        The caller holds the executor's lock.
         """
         members = self._executor.coordinator.members
         if len(list(self._registry)) > members:
             self._registry.form(members)
             self._executor.wake()
 
-    def _move_in(self, epoch: int, index: int) -> None:
+    def _build_own_part(self, epoch: int, index: int) -> None:
         nbytes, problem = build_partition(
             self._engine, self._sources(), self._identity.job, epoch, index
         )
@@ -205,23 +212,27 @@ class ReshardRequests:
         )
 
     def moved(self, shard: int, nbytes: int, problem: str) -> None:
-        """A shard has made its new part, or could not yet."""
+        """Record that a shard has built its new part, or why it could not yet."""
         if problem and self._problems.get(shard) != problem:
-            log.info("a shard cannot move yet", extra={"moving": shard, "problem": problem})
+            log.info(
+                "a shard cannot build its new part yet", extra={"moving": shard, "problem": problem}
+            )
         self._problems[shard] = problem
         if not problem:
             self._moved[shard] = self._moved.get(shard, 0) + nbytes
 
     def state(self) -> dict[str, Any] | None:
-        """What a shard that is new in a move is to know, once this process's own shard has come
-        so far.
+        """Return the state for a shard that is new in a reshard; None before this process's own
+        shard has it.
         """
         move = self._executor.coordinator.move
         return self._engine.state_after(move.index) if move is not None else None
 
     def move(self, adopts: Mapping[str, Any] | None) -> pb.Move | None:
-        """What shards are told of a move. adopts: the state that one which is new in it takes
-        over.
+        """Return the description of the reshard that shards receive; None without a reshard.
+
+        Args:
+            adopts: The state for a shard that is new in this reshard.
         """
         with self._executor.changed:
             move = self._executor.coordinator.move

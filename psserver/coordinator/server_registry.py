@@ -1,7 +1,6 @@
-"""The servers of a job as shard 0 sees them: which are connected, and which have loaded what
-they must.
+"""The servers of a job as shard 0 sees them: which are connected, and which follow the log.
 
-No lock of its own: the hub's guards it.
+The executor's lock guards it.
 """
 
 from collections.abc import Iterator
@@ -21,8 +20,12 @@ from psserver.process.shard_count_file import ShardCountFile
 
 
 class DeliveryCursor(NamedTuple):
-    """What a shard has been told over one line: how far the log goes, and the way to come to
-    follow it.
+    """What a shard has received over one connection.
+
+    Attributes:
+        epoch: Id of the log.
+        reached: Index of the last log entry that was sent.
+        catch_up: The last catch-up action that was sent.
     """
 
     epoch: int = NO_LOG
@@ -31,8 +34,13 @@ class DeliveryCursor(NamedTuple):
 
 
 class RegistryView(NamedTuple):
-    """The job's servers at one moment: as Fleet says. layout: how often their number has
-    changed.
+    """The job's servers at one moment.
+
+    Attributes:
+        shards: Number of shards.
+        addresses: Primaries by shard; empty where none has connected.
+        standbys: Standbys by shard; empty where there is none.
+        layout: How often the number of shards has changed.
     """
 
     shards: int
@@ -42,10 +50,16 @@ class RegistryView(NamedTuple):
 
 
 class ShardUpdate(NamedTuple):
-    """What to tell a shard, and how far it has then been told. way: how it comes to follow,
-    where it does not yet.
+    """What to send to a shard, and the cursor after it.
 
-    All of one moment: a way that is told with the servers of the next moment leads astray.
+    All fields are of the same moment: an action combined with a later list of servers would be
+    wrong.
+
+    Attributes:
+        base: Index of the log entry at which the log starts.
+        catch_up: What the shard must do before it can follow the log.
+        snapshots: Versions of the snapshots that are kept.
+        move: The reshard in progress; None without one.
     """
 
     cursor: DeliveryCursor
@@ -61,13 +75,21 @@ class ShardUpdate(NamedTuple):
 
 @dataclass(slots=True)
 class ServerEntry:
-    """What the coordinator knows of a shard's process. instance differs at every start of it,
-    line at every connect.
+    """What the coordinator knows of a shard's process.
 
-    ready: it follows the log of now. way: what it was told to do to come there. recovers: it was
-    asked to read its log. logs: it writes a log; log_broken: it could not write some of it.
-    leaves: the job has no place for it any more. term: number of failovers of the shard;
-    standby: where that is. place: where its PIDs hold (`pscommon.system.process_id`).
+    Attributes:
+        instance: Differs at every start of the process.
+        connection: Number of the current connection; increases at every connect.
+        ready: The process follows the current log.
+        catch_up: The action that it was asked to take in order to follow the log.
+        is_recovery_requested: The process was asked to read its write-ahead log.
+        logs: The process writes a write-ahead log.
+        log_broken: The process could not write part of its log.
+        is_leaving: The job no longer needs the process.
+        term: Number of failovers of the shard.
+        standby: Address of its standby; empty without one.
+        place: Namespace in which its PIDs are valid (`pscommon.system.process_id`).
+        stats: The statistics that it reported last.
     """
 
     shard: int
@@ -87,7 +109,7 @@ class ServerEntry:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-DOING = {
+CATCH_UP_TEXTS = {
     CatchUp.RECOVER: "read its log",
     CatchUp.ADOPT: "move in",
     CatchUp.RESTORE: "load snapshot {version}",
@@ -95,11 +117,16 @@ DOING = {
 
 
 class ServerRegistry:
-    """All servers, by shard; shard 0's is this process. snapshot: the one that the log of now
-    goes on from, if any.
+    """All servers by shard; shard 0's is this process.
 
-    While the model moves to fewer shards, those that are to leave are still here. candidates:
-    who could come, by shard and of how many. line: to the standby of shard 0.
+    While the model moves to fewer shards, the leaving servers are still here.
+
+    Attributes:
+        snapshot: The snapshot that the current log continues from; None without one.
+        candidates: Servers that wait for a reshard, by shard and number of shards.
+
+    Args:
+        standby_link: Connection to the standby of shard 0.
     """
 
     def __init__(
@@ -115,16 +142,14 @@ class ServerRegistry:
 
     @property
     def shards(self) -> int:
-        """How many the job has, or will have when a move is over."""
+        """Number of shards of the job; during a reshard: after it."""
         return self.layout.shards
 
     def picture(self) -> RegistryView:
         return RegistryView(self.shards, self.addresses, self.standbys, self.layout.changes)
 
     def form(self, members: int) -> None:
-        """So many servers follow the log from now on: candidates come in, who is superfluous
-        leaves.
-        """
+        """Set how many servers follow the log: candidates join, superfluous servers leave."""
         for shard in range(len(self._servers), members):
             self._servers.append(self.candidates.pop((shard, members), ServerEntry(shard)))
         for server in self._servers[members:]:
@@ -139,13 +164,14 @@ class ServerRegistry:
 
     @property
     def addresses(self) -> list[str]:
-        """By shard, empty where nobody has come yet; of those that will stay."""
+        """Addresses by shard; empty where none has connected. Leaving servers are excluded."""
         return [server.address for server in self._servers[: self.shards]]
 
     @property
     def served(self) -> list[str]:
-        """As addresses, empty where nobody is now: workers tell who comes there where shard 0
-        is.
+        """Addresses by shard; empty where no server is connected now.
+
+        Workers tell a server that appears there where shard 0 is.
         """
         return [
             server.address if server.connected else "" for server in self._servers[: self.shards]
@@ -153,7 +179,7 @@ class ServerRegistry:
 
     @property
     def missing(self) -> str:
-        """Whom training has to wait for, in words; empty when all are there and ready."""
+        """The servers that training waits for, in words; empty if all are ready."""
         absent = [f"shard {s.shard}" for s in self._servers if not s.connected]
         if absent:
             return f"{', '.join(absent)} of {len(self._servers)} to connect"
@@ -161,23 +187,28 @@ class ServerRegistry:
         return ", ".join(late)
 
     def _doing(self, server: ServerEntry) -> str:
-        text = DOING.get(server.catch_up, "join") if server.catch_up is not None else "join"
+        text = (
+            CATCH_UP_TEXTS.get(server.catch_up, "join") if server.catch_up is not None else "join"
+        )
         return "to " + text.format(version=self.snapshot.version if self.snapshot else 0)
 
     @property
     def standbys(self) -> list[str]:
-        """Their addresses by shard, empty where there is none."""
+        """Addresses of the standbys by shard; empty where there is none."""
         first = self._standby_link.address if self._standby_link is not None else ""
         return [first, *(server.standby for server in self._servers[1:])]
 
     @property
     def terms(self) -> list[int]:
-        """Of the primaries, by shard."""
+        """Terms of the primaries, by shard."""
         return [server.term for server in self._servers]
 
     def _place(self, shard: int, shards: int, followed: bool) -> ServerEntry:
-        """Whom a process that says that it is shard I of N can be: one of the job, a candidate,
-        or one that has missed its end, because it followed the job's log before."""
+        """Return the entry for a process that claims to be shard I of N.
+
+        It is a member, a candidate, or a former member: a process that followed the job's log and
+        missed the end of its membership.
+        """
         known = shards == self.shards or shards in self.layout.past
         if known and 0 < shard < len(self._servers):
             return self._servers[shard]
@@ -197,9 +228,15 @@ class ServerRegistry:
         followed: bool = False,
         term: int = 1,
     ) -> tuple[ServerEntry, bool]:
-        """A process says that it is primary of a shard. Who it is now, and whether it takes the
-        place of another one that was here. MismatchError if it cannot be, TakenError if there is
-        one of a higher term."""
+        """Register a process that claims to be the primary of a shard.
+
+        Returns:
+            Its entry, and whether it replaces another process.
+
+        Raises:
+            MismatchError: The shard does not belong to the job, or another process serves it.
+            TakenError: There is a primary of a higher term.
+        """
         server = self._place(shard, shards, followed)
         if term < server.term:
             text = f"{server.address} is primary of shard {shard}, in term {server.term}; this server was, in {term}"
@@ -217,12 +254,14 @@ class ServerRegistry:
         return server, replaces
 
     def is_member(self, server: ServerEntry) -> bool:
-        """Does it follow the job's log?"""
+        """Return whether the server follows the job's log."""
         return server.shard < len(self._servers) and self._servers[server.shard] is server
 
     def disconnect(self, server: ServerEntry, connection: int) -> bool:
-        """A line is cut. That of an earlier connect may be found so long after its successor
-        works. True: it is news, nobody serves the shard now."""
+        """Record that a connection ended; return whether the shard has lost its only connection.
+
+        The end of an old connection may be noticed after a newer one works.
+        """
         is_lost = server.connection == connection and server.connected
         server.connected = server.connected and not is_lost
         self.candidates = {place: each for place, each in self.candidates.items() if each.connected}
@@ -231,7 +270,11 @@ class ServerRegistry:
     def choose_catch_up(
         self, report: ShardReport, coordinator: CoordinatorMachine, durable: bool
     ) -> CatchUp:
-        """How the shard that reports comes to follow. durable: shards write logs."""
+        """Choose what the reporting shard must do to follow the log.
+
+        Args:
+            durable: Shards write logs.
+        """
         server = self._servers[report.shard]
         if report.epoch != coordinator.epoch and server.catch_up in (
             CatchUp.RECOVER,
@@ -239,7 +282,7 @@ class ServerRegistry:
             CatchUp.BEGIN,
             CatchUp.ADOPT,
         ):
-            return server.catch_up  # it has not done yet what it was told
+            return server.catch_up  # the action is not done yet
         if (
             report.epoch == coordinator.epoch
             and server.ready
@@ -256,7 +299,7 @@ class ServerRegistry:
         )
 
     def new_log(self, snapshot: Manifest | None) -> None:
-        """A log that goes on from a snapshot, or from nothing, begins: nobody follows it yet."""
+        """Record that a new log starts from a snapshot or from nothing: no server follows it yet."""
         self.snapshot = snapshot
         for server in self._servers:
             server.ready, server.catch_up = False, None

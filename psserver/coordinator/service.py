@@ -1,6 +1,4 @@
-"""The job, on shard 0: what workers and shards ask of the coordinator, its clock, and its
-snapshots' manifests.
-"""
+"""The job on shard 0: what workers, shards and commands ask of the coordinator, and its clock."""
 
 import logging
 import threading
@@ -53,8 +51,9 @@ log = logging.getLogger("psserver")
 
 
 class CoordinatorService:
-    """All methods may be called from any thread; what happens to the coordinator happens at its
-    desk.
+    """The coordinator of a job. All methods may be called from any thread.
+
+    Every change of the machine goes through the executor.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class CoordinatorService:
             time.monotonic(),
             standby_link,
         )
-        self.stop_reason: str | None = None  # why this server ends
+        self.stop_reason: str | None = None  # why this server stops
         self.is_over = False  # the job ends with this server
-        self.failure: PSError | None = None  # why the job had to end, if it did not end well
-        self.not_saved = ""  # what of its end is not on the disk, and why
-        self.lost_data_dir = ""  # why a server that had a --data-dir goes on without
-        self.stopped = threading.Event()  # the last snapshot is written, or there is none to write
+        self.failure: PSError | None = None  # the error that ended the job
+        self.not_saved = ""  # what of the final state is not saved, and why
+        self.lost_data_dir = ""  # why this server continues without its --data-dir
+        self.stopped = threading.Event()  # the final state is saved, or cannot be saved
         self._history = JobHistory(
             config, identity, engine, snapshots, self.registry, metrics, self._fail, standby_link
         )
@@ -109,9 +108,11 @@ class CoordinatorService:
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
     def start(self, ticking: bool = True, promotion: Promotion | None = None) -> None:
-        """Go on where the job was, or begin; then let time pass (in a simulation it does not).
+        """Continue the job or begin one, then start the clock.
 
-        inherited: what this process has followed as a standby.
+        Args:
+            ticking: Start the clock; a simulation calls `tick` itself.
+            promotion: The state that this process replicated as a standby.
         """
         self.engine.request_report = lambda: self.report(self.engine.make_report())
         self.engine.describe_wait = lambda: self.waiting_for
@@ -143,7 +144,7 @@ class CoordinatorService:
 
     @property
     def waiting_for(self) -> str:
-        """Whom the job waits for just now, in words."""
+        """What the job waits for now, in words; empty if it waits for nothing."""
         with self._executor.changed:
             waiting = self.registry.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
@@ -182,7 +183,7 @@ class CoordinatorService:
             raise MismatchError(f"these servers run job {self.job}, not {job}", "JOB_MISMATCH")
 
     def register(self, worker: int, spec: ModelSpec, seconds: float) -> str:
-        """ready, upload or pending; waits while there is nothing to do but wait."""
+        """Return ready, upload or pending; wait up to `seconds` while the answer is pending."""
         return register(
             self._executor,
             self.engine,
@@ -200,13 +201,17 @@ class CoordinatorService:
         return self.is_over
 
     def alive(self, ago: Mapping[int, float]) -> None:
-        """Bytes of these workers have moved through a shard, so many seconds ago."""
+        """Record when the bytes of these workers last moved through a shard, as ages in seconds."""
         self._executor.step(lambda recorder, now: recorder.coordinator.alive(ago, now), quiet=True)
 
     def leave(self, worker: int, reason: str, version: int) -> None:
-        """version: the newest that it knows of."""
+        """Remove a worker that leaves.
+
+        Args:
+            version: The newest version that the worker knows.
+        """
         self._executor.do("leave", worker=worker, reason=reason[:MAX_REASON_CHARACTERS])
-        self._history.had(worker, version)
+        self._history.count_lost_updates(worker, version)
         self.metrics.gone(worker)
         log.info("worker left", extra={"worker": worker, "reason": reason or "done"})
 
@@ -216,7 +221,7 @@ class CoordinatorService:
         log.info("worker is asked to leave", extra={"worker": worker})
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
-        """Another policy from the next update on."""
+        """Use another policy from the next update on."""
         row = self.config.row(name, staleness, max_staleness)
         self._executor.step(
             lambda recorder, now: check_switch(recorder.coordinator, row, self.config.in_flight)
@@ -228,8 +233,14 @@ class CoordinatorService:
         )
 
     def next_batches(self, seconds: float, **asked: Any) -> BatchesReply | None:
-        """Data, or its end; None: not within `seconds`. A job that is over has none; one whose
-        server ends has, once that is back. asked: by whom, and for what."""
+        """Return batches, or the end of the data; None if there are none within `seconds`.
+
+        A job that is over has no more batches. If only this server stops, batches follow after
+        its restart.
+
+        Args:
+            asked: Arguments of the command: the worker, its loop, and what it needs.
+        """
         answer: BatchesReply | None = self._executor.until(
             lambda r, now: r.do("next_batches", now, **asked), seconds
         )
@@ -250,7 +261,7 @@ class CoordinatorService:
 
     @property
     def begun(self) -> bool:
-        """Are there weights, on every shard?"""
+        """Whether every shard has weights."""
         return self._coordinator.begun and not self.registry.missing
 
     @property
@@ -274,9 +285,19 @@ class CoordinatorService:
         followed: bool = False,
         term: int = 1,
     ) -> tuple[ServerEntry, int]:
-        """A shard's process says that it is there, over this line, and whether it has followed a
-        log since it was started. MismatchError if its place is taken or unknown, TakenError if
-        there is a primary of a higher term."""
+        """Register the process of a shard's primary.
+
+        Args:
+            instance: Differs at every start of the process.
+            followed: The process has followed a log since it started.
+
+        Returns:
+            Its entry, and the number of this connection.
+
+        Raises:
+            MismatchError: The shard is unknown, or another process serves it.
+            TakenError: There is a primary of a higher term.
+        """
         with self._executor.changed:
             server, replaces = self.registry.connect(
                 shard, shards, address, instance, followed, term
@@ -286,7 +307,7 @@ class CoordinatorService:
             self._executor.wake()
         if replaces and self.registry.is_member(server):
             self._executor.do("reborn", shard=shard)
-            if term > 1:  # its predecessor may have said more than it has
+            if term > 1:  # its predecessor may have reported more than it has
                 self._executor.do("shard_lost", shard=shard)
                 self.snapshot_scheduler.wanted = True
         log.info(
@@ -296,7 +317,7 @@ class CoordinatorService:
         return server, connection
 
     def paused(self) -> AbstractContextManager[tuple[dict[str, Any], dict[str, Any]]]:
-        """What a standby of shard 0 gets; nothing happens to the coordinator meanwhile."""
+        """Yield the state for a standby of shard 0; the coordinator does not change meanwhile."""
         return self._history.paused(self._executor)
 
     def disconnect_shard(self, server: ServerEntry, connection: int) -> None:
@@ -305,20 +326,23 @@ class CoordinatorService:
             self._executor.wake()
         if lost and not (server.is_leaving or self.stopped.is_set()):
             log.warning(
-                "lost the line to a shard", extra={"lost": server.shard, "address": server.address}
+                "lost the connection to a shard",
+                extra={"lost": server.shard, "address": server.address},
             )
 
     def report(
         self, report: ShardReport, server: ServerEntry | None = None, connection: int | None = None
     ) -> None:
-        """A shard's word on what it holds; one that does not follow the log of now is told how
-        it can.
+        """Handle a shard report. If the shard does not follow the current log, choose its catch-
+        up action.
 
-        server: who says so, over this line; None: this process.
+        Args:
+            server: The reporting server; None: this process.
+            connection: The connection over which the report came.
         """
         with self._executor.changed:
             server, coordinator = server or self.registry[report.shard], self._coordinator
-            if not self._speaks_for(server, connection):
+            if not self._is_current(server, connection):
                 return
             catch_up = self.registry.choose_catch_up(report, coordinator, self._history.durable)
             changed = catch_up is not server.catch_up or server.ready is not (
@@ -333,11 +357,10 @@ class CoordinatorService:
             if changed:
                 self._executor.wake()
         if catch_up is CatchUp.FOLLOW:
-            # asked again at the desk: another primary may just have come, which may be behind what
-            # this one says
+            # checked again under the lock: a new primary, which may be behind, may have connected
             self._executor.step(
                 lambda r, now: (
-                    r.report(report, now) if self._speaks_for(server, connection) else None
+                    r.report(report, now) if self._is_current(server, connection) else None
                 )
             )
             if is_full(self._coordinator, report.log_bytes):
@@ -349,9 +372,10 @@ class CoordinatorService:
                 f"shard {report.shard} was restarted", coordinator.epoch, coordinator.version
             )
 
-    def _speaks_for(self, server: ServerEntry, connection: int | None) -> bool:
-        """Not a candidate, one that leaves or may, nor one whose place another has, or which
-        came again itself.
+    def _is_current(self, server: ServerEntry, connection: int | None) -> bool:
+        """Return whether the server is a member and the connection is its current one.
+
+        Candidates, leaving servers, replaced servers and old connections are excluded.
         """
         return (
             server.shard < self._coordinator.members
@@ -360,9 +384,7 @@ class CoordinatorService:
         )
 
     def next_update(self, server: ServerEntry, cursor: DeliveryCursor) -> ShardUpdate | None:
-        """What a shard that has been told so much does not know yet. None: it does not follow
-        the log of now.
-        """
+        """Return what the shard has not received yet; None if it does not follow the current log."""
         with self._executor.changed:
             coordinator = self._coordinator
             self.reshard_requests.dismiss()
@@ -391,9 +413,7 @@ class CoordinatorService:
             )
 
     def wait_for_update(self, server: ServerEntry, cursor: DeliveryCursor, seconds: float) -> None:
-        """Until there is a log entry that the shard has not been told, or something else may be
-        new.
-        """
+        """Wait until there may be something new for the shard, at most `seconds`."""
         with self._executor.changed:
             coordinator = self._coordinator
             outside = not self.registry.is_member(server)
@@ -407,9 +427,11 @@ class CoordinatorService:
         self._executor.do("part", shard=shard, part=part)
 
     def restored(self, server: ServerEntry, connection: int, version: int, problem: str) -> None:
-        """A shard has done what it was told over this line, or could not."""
+        """Record that a shard has finished the action that it was asked to take, or why it
+        failed.
+        """
         with self._executor.changed:
-            if not self._speaks_for(server, connection):
+            if not self._is_current(server, connection):
                 return
             catch_up, server.catch_up = server.catch_up, None
         if catch_up is CatchUp.RECOVER and problem:
@@ -420,7 +442,7 @@ class CoordinatorService:
             self._history.loaded(server.shard, version, problem)
 
     def restore(self, version: int, seconds: float) -> None:
-        """All shards go back to the snapshot of this version; workers join again by themselves."""
+        """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
         self._check_goes_on()
         self.snapshot_scheduler.restore(version, seconds)
 
@@ -429,7 +451,7 @@ class CoordinatorService:
         self.stop(str(error))
 
     def _broken(self, bug: Exception) -> None:
-        """What this process holds cannot be trusted any more: it ends, without a snapshot."""
+        """End this process without a snapshot: its state may be wrong."""
         log.error("the coordinator cannot go on", exc_info=bug)
         self.failure, self.is_over = PSError(f"a bug: {bug!r}"), True
         self.stopped.set()
@@ -438,7 +460,7 @@ class CoordinatorService:
 
     def _tick_forever(self) -> None:
         try:
-            self.tick()  # at once: for how long this process was stopped is known from here on
+            self.tick()  # at once: the machine needs a first time to notice that this process was paused
             while not self.stopped.wait(self._executor.next_tick_seconds()):
                 self.tick()
         except Exception as bug:
@@ -459,8 +481,8 @@ class CoordinatorService:
             self.progress.look(coordinator, now)
             waits = self.registry.missing or (coordinator.roster.here() and self.waiting_for)
         self._worker_monitor.look(coordinator, found, waits or "", now)
-        self.snapshot_scheduler.look()
-        self.reshard_requests.look()
+        self.snapshot_scheduler.advance()
+        self.reshard_requests.advance()
         self.registry[0].stats = statistics(self.engine, self._standby_link)
         if self.config.exit_when_done and self._coordinator.roster.all_done(
             self.config.min_workers
@@ -468,9 +490,12 @@ class CoordinatorService:
             self.stop("all workers are done")
 
     def stop(self, reason: str, over: bool = True) -> None:
-        """This server ends, after a last snapshot where there can be one. over: and so does the
-        job, from which workers leave first, and all its servers; else they wait for this one to
-        come back. Returns at once."""
+        """Begin to stop this server, with a last snapshot if one is possible. Returns at once.
+
+        Args:
+            over: The job ends as well: first its workers leave, then all servers stop. Otherwise
+                the job waits for this server to return.
+        """
         with self._executor.changed:
             self.is_over = self.is_over or over
             if self.stop_reason is not None:
@@ -499,9 +524,7 @@ class CoordinatorService:
                 self._executor.wake()
 
     def close(self) -> None:
-        """No more time passes. The other shards get a moment to hear that the job is over, if it
-        is.
-        """
+        """Stop the clock. If the job is over, the other shards get up to 2 s to learn it."""
         self.stopped.set()
         with self._executor.changed:
             self._executor.wake()
@@ -513,11 +536,11 @@ class CoordinatorService:
             self._ticker.join()
 
     def end(self) -> None:
-        """Nobody calls any more."""
+        """Close the log. No call is in progress any more."""
         self._history.close()
 
     def status(self) -> dict[str, Any]:
-        """What GetStatus answers (see psserver/coordinator/status.py)."""
+        """Return the answer to GetStatus (see psserver/coordinator/status.py)."""
         listing = list(self.snapshots.listing())
         with self._executor.changed:
             view = JobView(

@@ -1,5 +1,6 @@
-"""Requests to calls on the hub, answers back (proto/psproto/v1/coordinator.proto). No decisions
-here.
+"""The control plane's gRPC servicer: translates requests to calls of CoordinatorService and back.
+
+It decides nothing (proto/psproto/v1/coordinator.proto).
 """
 
 import contextlib
@@ -40,11 +41,13 @@ from psserver.durability.snapshots import groups_of
 from psserver.process.grpc_server import when_ended
 
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
-LINK_BEAT = 1.0
-SILENCE = 2.5
-"""Seconds without a word from a shard after which its line is taken for cut."""
+UPDATE_INTERVAL_SECONDS = 1.0
+MAX_SILENCE_SECONDS = 2.5
+"""A shard that sends nothing for this long has lost its connection."""
 
-Context = grpc.ServicerContext | None  # None: called in this process, errors are raised as they are
+Context = (
+    grpc.ServicerContext | None
+)  # None: called within this process; errors are raised unchanged
 
 
 class ControlPlaneServicer(CoordinatorServiceServicer):
@@ -97,7 +100,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         return {"workers": workers, "first": is_first}
 
     def _observed(self) -> pb.RegisterResponse:
-        """For those who only look: the model, once there are weights."""
+        """Answer an observer: the model, once there are weights."""
         if not self._service.begun:
             waiting = self._service.waiting_for
             return pb.RegisterResponse(state=pb.RegisterResponse.STATE_PENDING, waiting_for=waiting)
@@ -127,7 +130,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 phase=request.phase[:MAX_NAME_CHARACTERS],
                 no_call_seconds=request.no_call_seconds,
             )
-            beats.report_beside(request.worker, _sent(request.values))
+            beats.report_beside(request.worker, _received_values(request.values))
             self._service.worker_exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
             registry = self._service.registry
             return pb.HeartbeatResponse(
@@ -153,7 +156,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
     def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveResponse:
         with answering(context):
             self._service.check_job(request.job)
-            self._service.heartbeats.report_beside(request.worker, _sent(request.values))
+            self._service.heartbeats.report_beside(request.worker, _received_values(request.values))
             self._service.leave(request.worker, request.reason, request.version)
             return pb.LeaveResponse()
 
@@ -206,7 +209,9 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
                 ReceivedValue(name, value, self._service.version, 0.0)
                 for name, value in request.metrics.items()
             ]
-            self._service.heartbeats.report(request.worker, [*plain, *_sent(request.values)])
+            self._service.heartbeats.report(
+                request.worker, [*plain, *_received_values(request.values)]
+            )
             return pb.ReportMetricsResponse()
 
     def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> pb.GetHistoryResponse:
@@ -266,7 +271,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         with answering(context):
             first = next(requests, None)
             if first is None:
-                return  # it had nothing to say after all
+                return  # the stream ended without a message
             check_wire_format(first.format, f"shard {first.shard}", "shard 0")
             self._service.check_job(first.job)
             check_same_optimizers(f"shard {first.shard}", first.optimizers, "shard 0")
@@ -274,7 +279,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             server, connection = self._service.connect_shard(
                 first.shard, first.shards, first.address, first.instance, followed, term
             )
-            # at once, not when _follow looks again: a shard that was restarted may be at the door
+            # at once, not at the next check of _follow: the shard's next process may connect now
             when_ended(context, lambda: self._service.disconnect_shard(server, connection))
             try:
                 yield from self._follow(server, connection, first, requests, context)
@@ -289,30 +294,30 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
         requests: Iterator[pb.LinkShardRequest],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.LinkShardResponse]:
-        """Tell a shard what is new, while another thread listens to it."""
+        """Send a shard its updates, while another thread reads its messages."""
         listener = _ShardListener(self._service, server, connection, requests)
-        listener.hear(first)
+        listener.handle(first)
         listener.start()
         cursor, model = DeliveryCursor(first.report.epoch, first.report.index), ""
         while (
             context.is_active()
             and listener.is_alive()
-            and listener.silent < SILENCE
+            and listener.silent < MAX_SILENCE_SECONDS
             and server.connection == connection
         ):
-            response, cursor, model = self._tell(server, cursor, model)
+            response, cursor, model = self._next_response(server, cursor, model)
             if (spoken := spoken_format()) is not None:
                 response.format = spoken
             yield response
             if response.stop:
                 return
-            self._service.wait_for_update(server, cursor, LINK_BEAT)
+            self._service.wait_for_update(server, cursor, UPDATE_INTERVAL_SECONDS)
 
-    def _tell(
+    def _next_response(
         self, server: ServerEntry, cursor: DeliveryCursor, model: str
     ) -> tuple[pb.LinkShardResponse, DeliveryCursor, str]:
-        """The next response; how far the shard is told with it; the fingerprint of the model
-        that it knows then.
+        """Return the next response, the cursor after it, and the fingerprint of the model that
+        the shard then has.
         """
         service, update = self._service, self._service.next_update(server, cursor)
         over, durable = (
@@ -323,7 +328,7 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             stop = server.is_leaving or over
             registry = (
                 service.registry
-            )  # of whom this shard may be one soon, and then the standbys may not be there just now
+            )  # a candidate needs them: a standby may be disconnected when the reshard starts
             waits = pb.LinkShardResponse(
                 job=service.job, stop=stop, waiting_for="ps-ctl reshard", standbys=registry.standbys
             )
@@ -363,21 +368,21 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             )
             response.restore.manifest_json = update.snapshot.as_json()
         if update.catch_up in (CatchUp.BEGIN, CatchUp.ADOPT):
-            model = ""  # it forgets the one that it was told before
+            model = ""  # the shard discards its model
         if update.model is not None and update.model.fingerprint() != model:
             model = update.model.fingerprint()
             response.model.CopyFrom(model_to_proto(update.model))
         return response, update.cursor, model
 
 
-def _sent(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:
+def _received_values(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:
     return [
         ReceivedValue(value.name, value.value, value.version, value.age_seconds) for value in values
     ]
 
 
 class _ShardListener(threading.Thread):
-    """Hears one shard until its link ends."""
+    """Reads the messages of one shard until its stream ends."""
 
     def __init__(
         self,
@@ -390,26 +395,28 @@ class _ShardListener(threading.Thread):
         self._service = service
         self._server, self._connection = server, connection
         self._requests = requests
-        self._listens_since: float | None = None
+        self._waiting_since: float | None = None
 
     @property
     def silent(self) -> float:
-        """Seconds that this has listened without a word; a shard has one every second. What is
-        heard may take long: the update that it makes possible is carried out here."""
-        since = self._listens_since
+        """Seconds that this thread has waited for a message; a shard sends one every second.
+
+        Handling a message does not count: a report can trigger a long update in this thread.
+        """
+        since = self._waiting_since
         return time.monotonic() - since if since is not None else 0.0
 
     def run(self) -> None:
-        # RpcError: the shard went away; its next link starts over
+        # RpcError: the shard's process ended; its next stream starts over
         with contextlib.suppress(grpc.RpcError):
             for request in self._requests:
-                self.hear(request)
+                self.handle(request)
 
-    def hear(self, request: pb.LinkShardRequest) -> None:
-        """Carry out what a shard says."""
-        self._listens_since = None
+    def handle(self, request: pb.LinkShardRequest) -> None:
+        """Handle one message of the shard."""
+        self._waiting_since = None
         self._carry_out(request)
-        self._listens_since = time.monotonic()
+        self._waiting_since = time.monotonic()
 
     def _carry_out(self, request: pb.LinkShardRequest) -> None:
         service, shard = self._service, self._server.shard

@@ -1,4 +1,4 @@
-"""Snapshots of the job, on shard 0: cut, made whole when all parts are written, gone back to."""
+"""Snapshots of the job on shard 0: requested, committed once all parts are written, and restored."""
 
 import logging
 
@@ -10,22 +10,22 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.durability.snapshots import SnapshotManager
 
-LAST = 30.0
-"""Seconds that the end of a job waits for its last snapshot."""
+LAST_SNAPSHOT_SECONDS = 30.0
+"""Time that the end of a job waits for its last snapshot."""
 
-TRIES, PAUSE = 5, 2.0
-"""How often that is tried, and seconds between two tries: each copies and writes the whole
-model.
+LAST_SNAPSHOT_TRIES, RETRY_PAUSE_SECONDS = 5, 2.0
+"""Attempts at the last snapshot, and the pause between them: each attempt writes the whole model.
 """
 
 log = logging.getLogger("psserver")
 
 
 class SnapshotScheduler:
-    """What people, the clock and the end of a job want of them. Waits at the coordinator's desk.
+    """Takes the snapshots that commands, the schedule and the end of a job ask for.
 
-    wanted: as soon as can be, for what the disks hold is not enough for a server that has taken
-    over.
+    Attributes:
+        wanted: Take a snapshot as soon as possible: the disks lack state that a server which took
+            over needs.
     """
 
     def __init__(
@@ -44,7 +44,16 @@ class SnapshotScheduler:
         )
 
     def save(self, seconds: float) -> int:
-        """A snapshot of the version that stands, written everywhere; its version."""
+        """Take a snapshot of the current version, or a later one, and wait for it.
+
+        Returns:
+            Its version.
+
+        Raises:
+            SnapshotError: The servers have no data directory, or writing failed.
+            UnreachableError: There is nothing to save yet, or the servers stop.
+            WaitTimeoutError: There is no snapshot after `seconds`.
+        """
         if not self._snapshots.enabled:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
         wanted = self._executor.until(
@@ -67,7 +76,7 @@ class SnapshotScheduler:
         return version
 
     def restore(self, version: int, seconds: float) -> None:
-        """All shards go back to the snapshot of this version; workers join again by themselves."""
+        """Roll all shards back to the snapshot of this version; workers rejoin by themselves."""
         self._history.restore(version)
         done = self._executor.until(lambda recorder, now: True, seconds)
         taken = self._registry.snapshot
@@ -86,22 +95,31 @@ class SnapshotScheduler:
 
     @property
     def is_logged(self) -> bool:
-        """Do the logs of the job and of all shards hold every update since the newest snapshot?"""
+        """Whether the logs of the job and of all shards hold every update since the newest
+        snapshot.
+        """
         whole = self._history.durable and not self._history.journal.broken
         return whole and all(server.logs and not server.log_broken for server in self._registry)
 
     def last(self) -> str:
-        """As the job ends; returns why the version that stands is in no snapshot, or nothing."""
-        self._snapshots.tells = False  # that is told with what comes of it
+        """Write the last snapshot of a job; return why it is missing, empty if it is written."""
+        self._snapshots.tells = False  # the caller reports it with the outcome
         try:
-            written = self._written(self.coordinator.version, LAST, TRIES)
+            written = self._written(
+                self.coordinator.version, LAST_SNAPSHOT_SECONDS, LAST_SNAPSHOT_TRIES
+            )
         except SnapshotError as error:
             return str(error)
-        return "" if written is not None else f"no snapshot was written within {LAST:g} s"
+        return (
+            ""
+            if written is not None
+            else f"no snapshot was written within {LAST_SNAPSHOT_SECONDS:g} s"
+        )
 
-    def look(self) -> None:
-        """Now and then: finish one that is written, cut one that is wanted, mend logs that are
-        broken with one.
+    def advance(self) -> None:
+        """Commit a finished snapshot, take a wanted one, and repair broken logs with a new one.
+
+        Called at every tick.
         """
         self._finish()
         self.wanted = self._snapshots.enabled and (self.wanted or self._is_done)
@@ -113,30 +131,36 @@ class SnapshotScheduler:
 
     @property
     def _is_done(self) -> bool:
-        """All workers have left, done, with updates that are in no snapshot: nobody would do
-        them again.
+        """Whether all workers have left and updates are in no snapshot.
+
+        No worker would repeat these updates.
         """
         coordinator = self._executor.coordinator
         new = coordinator.begun and coordinator.version > coordinator.cuts.last_version
         return new and coordinator.roster.all_done(1)
 
     def _finish(self) -> None:
-        """Where all parts are there, the manifest makes them a snapshot; only then may the next
-        one be cut.
-        """
+        """Commit the snapshot whose parts are all written; only then may the next one start."""
         coordinator = self._executor.coordinator
         if coordinator.cuts.finished is not None:
-            written = self._history.file(coordinator, self._executor)
+            written = self._history.commit_snapshot(coordinator, self._executor)
             self._executor.do("filed")
             if coordinator.move is not None and (written or not self._history.durable):
-                self._executor.do("settle")  # without a log, the snapshot of before will do
+                self._executor.do("settle")  # without a log, the previous snapshot is enough
 
     def _written(self, wanted: int, seconds: float, tries: int = 1) -> int | None:
-        """Cut until there is a snapshot of this version (less, if all go back); its version, or
-        None: not in time.
+        """Take snapshots until one holds the wanted version (after a rollback: the current
+        version).
 
-        SnapshotError where it could not be written so often. One try is for people, who may ask
-        again; more are for the end of the job, when nobody is there who would.
+        Args:
+            tries: Attempts before an error. Commands try once and may be repeated; the end of a
+                job cannot.
+
+        Returns:
+            The version of the snapshot; None if there is none after `seconds`.
+
+        Raises:
+            SnapshotError: All attempts failed.
         """
         before, failures, again = self._snapshots.failures, 0, 0.0
 
@@ -146,7 +170,7 @@ class SnapshotScheduler:
             if newest is not None and newest >= min(wanted, recorder.coordinator.version):
                 return newest
             if self._snapshots.failures - before > failures:
-                failures, again = self._snapshots.failures - before, now + PAUSE
+                failures, again = self._snapshots.failures - before, now + RETRY_PAUSE_SECONDS
             if failures >= tries:
                 raise SnapshotError(f"the snapshot failed: {self._snapshots.problem}")
             if now >= again:

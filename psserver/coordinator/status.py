@@ -1,6 +1,4 @@
-"""The answer to GetStatus: everything about the job in one JSON object. Its keys are promised in
-the README.
-"""
+"""The answer to GetStatus: everything about the job in one JSON object. Its keys are promised."""
 
 import os
 import time
@@ -95,7 +93,7 @@ def describe(
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:
-    """What happens when something goes wrong."""
+    """Return the settings for failures."""
     return {
         "on_worker_loss": str(config.on_worker_loss),
         "progress_timeout": config.progress_timeout,
@@ -109,7 +107,7 @@ def settings(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-NOT_OF_THE_JOB = (
+PER_SERVER_SETTINGS = (
     "shard",
     "shards",
     "bind",
@@ -123,7 +121,7 @@ NOT_OF_THE_JOB = (
 
 
 def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
-    """The job's settings as `ps-ctl config` shows them: those of shard 0, and the policy that a
+    """Return the job's settings for `ps-ctl config`: shard 0's flags and the policy that a
     command set.
     """
     name, staleness, max_staleness, _ = coordinator.policy_args()
@@ -131,7 +129,7 @@ def in_force(view: JobView, coordinator: CoordinatorMachine) -> list[dict[str, A
     given = {field.name: _plain(getattr(view.config, field.name)) for field in fields(view.config)}
     known = {"job": view.job, "shards": coordinator.shards}
     rows = {
-        **{key: value for key, value in given.items() if key not in NOT_OF_THE_JOB},
+        **{key: value for key, value in given.items() if key not in PER_SERVER_SETTINGS},
         **known,
         **chosen,
     }
@@ -177,19 +175,27 @@ def servers(registry: ServerRegistry) -> list[dict[str, Any]]:
 
 
 def candidates(registry: ServerRegistry) -> list[dict[str, Any]]:
-    """Servers that wait for ps-ctl reshard."""
+    """Return the servers that wait for ps-ctl reshard."""
     return [
         {"shard": shard, "shards": shards, "address": server.address}
         for (shard, shards), server in sorted(registry.candidates.items())
     ]
 
 
-def statistics(engine: ShardEngine, line: StandbyLink | None = None) -> dict[str, Any]:
-    """What a shard tells about itself. line: to its standby."""
+def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> dict[str, Any]:
+    """Return what a shard reports about itself.
+
+    Args:
+        standby_link: Connection to its standby; None if it can have none.
+    """
     store = engine.store
     standby = (
-        {"standby": line.address, "standby_state": line.state, "standby_behind": line.behind}
-        if line
+        {
+            "standby": standby_link.address,
+            "standby_state": standby_link.state,
+            "standby_behind": standby_link.behind,
+        }
+        if standby_link
         else {}
     )
     return {
@@ -210,7 +216,7 @@ def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]
     return [
         {
             "worker": m.worker,
-            **_who(m),
+            **_worker_process(m),
             "state": str(m.state),
             "clock": m.clock,
             "steps": m.steps,
@@ -229,8 +235,8 @@ def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]
     ]
 
 
-def _who(member: Member) -> dict[str, Any]:
-    """Of those of before a restart nobody knows more than their numbers."""
+def _worker_process(member: Member) -> dict[str, Any]:
+    """Describe a worker's process; after a restart only the numbers of earlier workers are known."""
     known = member.state is not WorkerState.PAST
     names = ("rank", "host", "pid", "device")
     return {name: getattr(member, name) if known else None for name in names}
@@ -247,14 +253,14 @@ def data(coordinator: CoordinatorMachine) -> list[dict[str, Any]]:
             "dropped": loop.dropped,
             "duplicates": loop.duplicates,
             "ended": loop.ended,
-            **_extent(loop.spec, loop.committed),
+            **_data_size(loop.spec, loop.committed),
         }
         for loop in coordinator.ledger.loops.values()
     ]
 
 
-def _extent(spec: LoopSpec | StreamSpec, committed: int) -> dict[str, Any]:
-    """How much there is; nobody knows that of a stream."""
+def _data_size(spec: LoopSpec | StreamSpec, committed: int) -> dict[str, Any]:
+    """Return the size of the data; unknown for a stream."""
     if isinstance(spec, StreamSpec):
         return {"sources": spec.sources}
     epoch = committed // max(1, spec.batches_in_epoch)

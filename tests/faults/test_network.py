@@ -97,7 +97,7 @@ def test_the_line_between_two_servers_is_cut_and_healed(jobs: Jobs) -> None:
     began, cut = time.time(), time.monotonic()
     job.proxies[0].refuse()
     job.link.half_open()
-    heard(job.lives["s0"], "lost the line to a shard")
+    heard(job.lives["s0"], "lost the connection to a shard")
     heard(job.lives["s1"], "lost the connection to the coordinator")
     noticed = machine_seconds(cut)
     for life in workers(job):

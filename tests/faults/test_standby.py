@@ -294,7 +294,7 @@ def test_who_took_over_after_a_move_knows_of_it(tmp_path: Path, shard: int) -> N
         job.add_servers(3)
         until(lambda: move(job, 3), "the end of the move")
         until(
-            lambda: said_after(job, f"s{shard}", "the model has moved", "the standby is in sync"),
+            lambda: said_after(job, f"s{shard}", "reshard finished", "the standby is in sync"),
             "in sync again",
         )
         job.lives[f"s{shard}"].kill()

@@ -37,7 +37,7 @@ def refuse(*_: object, **__: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.PAUSE", 0.0)
+    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.RETRY_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_exit_codes_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_snapshot_that_never_comes_is_waited_for_no_longer_than_promised(
     cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.LAST", 0.2)
+    monkeypatch.setattr("psserver.coordinator.snapshot_jobs.LAST_SNAPSHOT_SECONDS", 0.2)
     servers = cluster(1, data_dir=tmp_path, snapshot_every=RARELY)
     servers.servers[0].snapshots.on_part = lambda part: None  # the part's end is never heard of
 

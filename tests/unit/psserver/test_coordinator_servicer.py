@@ -16,7 +16,7 @@ from psserver.coordinator.server_registry import (
     ServerEntry,
     ShardUpdate,
 )
-from psserver.coordinator.servicer import SILENCE, ControlPlaneServicer, _ShardListener
+from psserver.coordinator.servicer import MAX_SILENCE_SECONDS, ControlPlaneServicer, _ShardListener
 from psserver.core.job.catch_up import CatchUp
 from psserver.core.job.settings import GradientRules
 from psserver.process.worker_exits import WorkerExits
@@ -133,14 +133,14 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     listener = _ShardListener(service, ServerEntry(1), 1, iter([]))
 
     def update(*args: object) -> None:
-        clock.now += 2 * SILENCE
+        clock.now += 2 * MAX_SILENCE_SECONDS
         found.append(listener.silent)
 
     service.report = update
     for _ in range(2):
-        listener.hear(pb.LinkShardRequest(report=pb.Report()))
+        listener.handle(pb.LinkShardRequest(report=pb.Report()))
         found.append(listener.silent)
-    clock.now += SILENCE
+    clock.now += MAX_SILENCE_SECONDS
 
     assert found == [0, 0, 0, 0]
-    assert listener.silent == SILENCE
+    assert listener.silent == MAX_SILENCE_SECONDS

@@ -54,7 +54,7 @@ def test_a_log_may_be_of_a_number_from_before_the_last_change(
 
     assert again.identity.shards == 1
     assert "the log cannot be used" not in caplog.text
-    assert "went on where the log ends" in caplog.text
+    assert "continued from the log" in caplog.text
 
 
 def test_a_number_that_comes_back_is_not_of_the_past(tmp_path: Path) -> None:
