@@ -119,7 +119,10 @@ class CommandExecutor:
         end.
         """
         with self.changed:
-            return min(CHECK_INTERVAL_SECONDS, self.coordinator.roster.lease_left(time.monotonic()))
+            return min(
+                CHECK_INTERVAL_SECONDS,
+                self.coordinator.membership.seconds_to_lease_end(time.monotonic()),
+            )
 
     def wake(self) -> None:
         """Let the waiting requests ask the machine again."""
@@ -155,7 +158,9 @@ class CommandExecutor:
     def wait_for_workers_to_leave(self) -> None:
         """Wait until no worker is left, at most FAREWELL_SECONDS."""
         with self.changed:
-            self.changed.wait_for(lambda: not self.coordinator.roster.here(), FAREWELL_SECONDS)
+            self.changed.wait_for(
+                lambda: not self.coordinator.membership.current(), FAREWELL_SECONDS
+            )
 
     def _has_changed(self, revision: int) -> bool:
         return self._revision != revision

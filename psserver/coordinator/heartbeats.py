@@ -66,7 +66,7 @@ class Heartbeats:
 
         def action(recorder: Recorder, now: float) -> bool:
             member = recorder.coordinator.member(worker, now)
-            member.take(**values)
+            member.update(**values)
             return member.draining
 
         draining = self._executor.step(action, quiet=True)
@@ -76,7 +76,9 @@ class Heartbeats:
         """Return how many workers are registered, and whether this one is the first."""
 
         def action(recorder: Recorder, now: float) -> tuple[int, bool]:
-            return recorder.coordinator.roster.standing(worker, recorder.coordinator.started)
+            return recorder.coordinator.membership.count_and_is_first(
+                worker, recorder.coordinator.started
+            )
 
         return self._executor.step(action, quiet=True)
 

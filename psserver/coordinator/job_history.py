@@ -146,7 +146,7 @@ class JobHistory:
         self._registry.form(coordinator.members)
         self._registry.new_log(first)
         self._snapshots.count_on(
-            max(standby_state.hello["generation"], coordinator.roster.generation) + 1
+            max(standby_state.hello["generation"], coordinator.membership.generation) + 1
         )
         recorder = Recorder(coordinator, self.journal)
         self._begin_journal(coordinator, coordinator.version, coordinator.whole())
@@ -396,7 +396,7 @@ class JobHistory:
         recorder.recovered(time.monotonic(), self._snapshots.generation, resumes=True)
         coordinator.ledger.origin = self._snapshots.named(manifest, logged=True)
         recorder.do("go_by", time.monotonic(), rules=self._rules.as_json())
-        coordinator.roster.begin_run(self._config.min_workers)
+        coordinator.membership.begin_run(self._config.min_workers)
         log.info("continued from the log", extra={"version": coordinator.version})
         return True
 

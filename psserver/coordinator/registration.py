@@ -38,7 +38,7 @@ def register(
     def ask(recorder: Recorder, now: float) -> str | None:
         coordinator = recorder.coordinator
         check_room(coordinator, worker, nbytes, in_flight)
-        if coordinator.doubtful(worker, asked):
+        if coordinator.unresolved_peer(worker, asked):
             coordinator.member(worker, now)
             return None
         if coordinator.model is None:

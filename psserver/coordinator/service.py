@@ -33,7 +33,8 @@ from psserver.core.job.admission import check_switch, is_full
 from psserver.core.job.catch_up import CatchUp
 from psserver.core.job.coordinator import BatchesReply, CoordinatorMachine
 from psserver.core.job.snapshot_schedule import PartReport
-from psserver.core.workers.membership import GENERATION, Member
+from psserver.core.workers.members import Member
+from psserver.core.workers.membership import GENERATION
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.first_workers import FirstWorkers
@@ -472,19 +473,21 @@ class CoordinatorService:
             self.alive(alive)
         self._worker_monitor.lost(
             self._executor.step(
-                lambda r, now: r.tick(now, self.worker_exits.among(r.coordinator.roster.workers()))
+                lambda r, now: r.tick(
+                    now, self.worker_exits.among(r.coordinator.membership.current_workers())
+                )
             )
         )
         with self._executor.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = health(coordinator, now)
             self.progress.look(coordinator, now)
-            waits = self.registry.missing or (coordinator.roster.here() and self.waiting_for)
+            waits = self.registry.missing or (coordinator.membership.current() and self.waiting_for)
         self._worker_monitor.look(coordinator, found, waits or "", now)
         self.snapshot_scheduler.advance()
         self.reshard_requests.advance()
         self.registry[0].stats = statistics(self.engine, self._standby_link)
-        if self.config.exit_when_done and self._coordinator.roster.all_done(
+        if self.config.exit_when_done and self._coordinator.membership.is_run_done(
             self.config.min_workers
         ):
             self.stop("all workers are done")

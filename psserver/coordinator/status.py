@@ -12,7 +12,7 @@ from pscommon.core.partition import PartitionPlan
 from psserver.coordinator.server_registry import ServerRegistry
 from psserver.core.commands.recorder import HUNG
 from psserver.core.job.coordinator import CoordinatorMachine
-from psserver.core.workers.membership import Member, WorkerState
+from psserver.core.workers.members import Member, WorkerState
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.pass_progress import PassProgress
@@ -88,7 +88,7 @@ def describe(
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
         "model": model(coordinator),
-        "finished": coordinator.roster.finished,
+        "finished": coordinator.membership.done_count,
     }
 
 
@@ -223,15 +223,15 @@ def workers(coordinator: CoordinatorMachine, now: float) -> list[dict[str, Any]]
             "step_seconds": m.step_seconds,
             "samples_per_second": m.samples_per_second,
             "phase": m.phase,
-            "silent_seconds": round(now - m.heard_at, 3) if m.alive else None,
+            "silent_seconds": round(now - m.last_contact_at, 3) if m.is_current else None,
             "reason": m.reason,
-            "health": str(found[m.worker].health if m.alive else m.state),
-            "own_seconds": m.pace.seconds,
-            "no_call_seconds": round(m.no_call_seconds, 3) if m.alive else None,
+            "health": str(found[m.worker].health if m.is_current else m.state),
+            "own_seconds": m.step_timer.median_seconds,
+            "no_call_seconds": round(m.no_call_seconds, 3) if m.is_current else None,
             "hung": m.state is WorkerState.LOST and m.reason.startswith(HUNG),
             "draining": m.draining,
         }
-        for m in coordinator.roster
+        for m in coordinator.membership
     ]
 
 

@@ -18,7 +18,7 @@ class FirstWorkers:
 
     def look(self, coordinator: CoordinatorMachine) -> None:
         gathering = (
-            coordinator.begun and not coordinator.started and coordinator.roster.registered()
+            coordinator.begun and not coordinator.started and coordinator.membership.registered()
         )
         self._since = (self._since or time.monotonic()) if gathering else None
 

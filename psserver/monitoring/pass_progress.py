@@ -52,7 +52,7 @@ class PassProgress:
         name.
         """
         _, loss = coordinator.reported.latest.get("loss", (0, None))
-        speed = sum(member.samples_per_second for member in coordinator.roster.registered())
+        speed = sum(member.samples_per_second for member in coordinator.membership.registered())
         common = {"samples_per_second": speed, "loss": loss}
         absent = dict.fromkeys(("loop", "pass", "passes", "percent", "remaining_seconds"))
         loop = self._loop if coordinator is self._coordinator else None

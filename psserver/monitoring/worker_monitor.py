@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from psserver.core.commands.waiting import late
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.workers.health import WorkerCondition, WorkerHealth, conditions
-from psserver.core.workers.membership import Member
+from psserver.core.workers.members import Member
 from psserver.monitoring.wait_notices import WaitNotice
 from psserver.process.metrics import ServerMetrics
 
@@ -27,7 +27,7 @@ log = logging.getLogger("psserver")
 
 def health(coordinator: CoordinatorMachine, now: float) -> dict[int, WorkerCondition]:
     """How everybody who is here fares. Called with the coordinator at rest."""
-    return conditions(coordinator.roster, {member.worker for member in late(coordinator)}, now)
+    return conditions(coordinator.membership, {member.worker for member in late(coordinator)}, now)
 
 
 class WorkerMonitor:
@@ -46,7 +46,7 @@ class WorkerMonitor:
     def lost(self, members: Iterable[Member]) -> None:
         """Their leases have ended."""
         for member in members:
-            if member.alive:
+            if member.is_current:
                 extra = {"worker": member.worker, "seconds": self._kept_for}
                 log.warning("worker is silent; its place is kept", extra=extra)
             else:
@@ -66,14 +66,14 @@ class WorkerMonitor:
         whom: all wait for these, in words; empty: nobody does.
         """
         self._notice.look(coordinator, whom, now)
-        roster = coordinator.roster
-        self._metrics.workers(roster.counts())
+        membership = coordinator.membership
+        self._metrics.workers(membership.counts())
         self._metrics.backup_workers(coordinator.policy.backup)
         for gone in (self._steps.keys() | self._since.keys() | self._told.keys()) - found.keys():
             self._forget(gone)
         for worker, condition in found.items():
-            member = roster.members[worker]
-            if member.registered:
+            member = membership.members[worker]
+            if member.is_registered:
                 self._metrics.worker(
                     worker, member.clock, pushed=member.steps > self._steps.get(worker, 0)
                 )

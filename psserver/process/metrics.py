@@ -104,7 +104,7 @@ class ServerMetrics:
         self._backup.set(count)
 
     def workers(self, counts: Mapping[str, int]) -> None:
-        """The roster by state; a state that is not named counts none."""
+        """The membership by state; a state that is not named counts none."""
         for state in dict.fromkeys((*WORKER_STATES, *counts)):
             self._workers.labels(self._shard, state).set(counts.get(state, 0))
 

@@ -26,7 +26,7 @@ from psserver.core.commands.recorder import RecordedCommand, replay
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 from psserver.core.workers.health import WorkerHealth
-from psserver.core.workers.membership import WorkerState
+from psserver.core.workers.members import WorkerState
 from psserver.durability.coordinator_log import CoordinatorRecordKind
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_log import ShardRecordKind

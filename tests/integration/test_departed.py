@@ -72,12 +72,12 @@ def test_numbers_of_workers_do_not_repeat_after_many_joins(
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.save(30.0)
         until(lambda: 3 in snapshots(servers.address), "a snapshot")
-        hub._coordinator.roster._next_worker = GENERATION - 1  # so many have come and gone
+        hub._coordinator.membership._next_worker = GENERATION - 1  # so many have come and gone
         given += [join(hub) for _ in range(5)]
         with CoordinatorClient([servers.address], 10.0) as asked:
             asked.restore(3, 30.0)
         given += [join(hub) for _ in range(3)]
-        hub._coordinator.roster._next_worker = 4 * GENERATION
+        hub._coordinator.membership._next_worker = 4 * GENERATION
         given += [join(hub) for _ in range(3)]
         servers.close()
     again = hub_of(cluster(1, **settings))
@@ -91,7 +91,7 @@ def test_numbers_of_workers_do_not_repeat_without_a_data_directory(cluster: Make
     """A start of the log that is not kept anywhere takes a later generation, too."""
     servers = cluster(1, policy="async")
     hub = hub_of(servers)
-    hub._coordinator.roster._next_worker = GENERATION
+    hub._coordinator.membership._next_worker = GENERATION
     given = [join(hub) for _ in range(3)]
     hub.snapshots.count_on()
 

@@ -13,7 +13,6 @@ LONGER = {
     "psserver/coordinator/service.py",
     "psserver/coordinator/servicer.py",
     "psserver/core/job/coordinator.py",
-    "psserver/core/workers/membership.py",
     "psserver/durability/snapshots.py",
     "psserver/parameters/store.py",
     "psserver/shard/engine.py",

@@ -59,8 +59,8 @@ class Faults:
         self.recorder.tick(self.now, {worker: "its process has ended"})
         self.flush()
         self.proofs += 1
-        member = self.coordinator.roster.members.get(worker)
-        waits = member is not None and member.alive and member.missing_since is None
+        member = self.coordinator.membership.members.get(worker)
+        waits = member is not None and member.is_current and member.missing_since is None
         check(not waits, "others wait for worker {}, which is dead", worker)
 
     def worker_ended(self) -> None:

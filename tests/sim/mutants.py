@@ -21,7 +21,8 @@ from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.pending_pushes import PendingPushes
 from psserver.core.job.policy import Policy, choose, policy
 from psserver.core.shard.state_machine import PushOutcome, ShardMachine
-from psserver.core.workers.membership import Member, Membership
+from psserver.core.workers.members import Member
+from psserver.core.workers.membership import Membership
 from tests.sim.disks import JobJournal
 from tests.sim.invalid_requests import FAULT
 from tests.sim.scenario import Scenario
@@ -124,7 +125,7 @@ def bound_off_by_one(
     return choose(looser, clocks, ready)
 
 
-def part_of_the_roster(
+def part_of_the_members(
     row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
 ) -> Sequence[PushKey]:
     """Closes a round with whoever has pushed."""
@@ -233,16 +234,18 @@ def gives_up_places_of_the_dead(
     recorder: Recorder, now: float, deaths: Mapping[int, str] = NO_DEATHS
 ) -> list[Member]:
     """Takes a proof of death for the end of a place, whatever --on-worker-loss says."""
-    members = recorder.coordinator.roster.members
+    members = recorder.coordinator.membership.members
     for worker, proof in deaths.items():
-        if worker in members and members[worker].alive:
+        if worker in members and members[worker].is_current:
             recorder.do("lose", now, worker=worker, reason=proof)
     return TICK(recorder, now)
 
 
-def believes_late_messages(roster: Membership, now: float) -> list[Member]:
+def believes_late_messages(membership: Membership, now: float) -> list[Member]:
     """Takes what a dead worker sent before for a sign of life."""
-    return [member for member in roster.here() if now - member.heard_at > roster.lease]
+    return [
+        member for member in membership.current() if now - member.last_contact_at > membership.lease
+    ]
 
 
 def replay_until_an_error(
@@ -311,10 +314,10 @@ CLASSES: dict[str, dict[str, type]] = {
 }
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "bound off by one": (updates_module, "choose", bound_off_by_one),
-    "a round closed by part of its roster": (updates_module, "choose", part_of_the_roster),
+    "a round closed by part of its members": (updates_module, "choose", part_of_the_members),
     "a push counted on one shard only": (updates_module, "PendingPushes", ReadyOnOneShard),
     "a dead worker's place is given up": (Recorder, "tick", gives_up_places_of_the_dead),
-    "a dead worker is believed to live": (Membership, "expired", believes_late_messages),
+    "a dead worker is believed to live": (Membership, "with_ended_lease", believes_late_messages),
     "a replay ends at a command that failed": (servers_module, "replay", replay_until_an_error),
     "an unfit push is not refused": (recorder_module, "unfit_pushes", no_unfit_pushes),
     "workers outlive what they were told": (Recorder, "recovered", keeps_everybody),

@@ -18,7 +18,7 @@ def main() -> None:
                 for c in apply.contributions
             ]
             print(f"version {apply.version}: {pushes}")
-        for member in world.coordinator.roster:
+        for member in world.coordinator.membership:
             print(member, member.state, member.reason)
 
 

@@ -28,7 +28,7 @@ from psserver.core.commands.recorder import RecordedCommand, Recorder, replay
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.snapshot_schedule import PartReport
-from psserver.core.workers.membership import WorkerState
+from psserver.core.workers.members import WorkerState
 from tests.sim.disks import Disk, History, Saved, Segment, since
 from tests.sim.mirror import Mirror
 
@@ -388,7 +388,7 @@ class SimShard:
 def check_decision(apply: Apply, coordinator: CoordinatorMachine) -> None:
     """Is it what the policy promises?"""
     row = coordinator.policy
-    active = {m.worker: m.clock for m in coordinator.roster if m.state is WorkerState.ACTIVE}
+    active = {m.worker: m.clock for m in coordinator.membership if m.state is WorkerState.ACTIVE}
     counted = [c.key.worker for c in apply.contributions]
     check(
         set(counted) <= set(active),

@@ -85,8 +85,8 @@ def test_the_seeds_reach_what_they_should() -> None:
         seen["gone back to a snapshot"] += world.rollbacks > 0 and world.saved is not None
         seen["taken over by one that lags"] += world.takeovers > 0 and world.scenario.lag
         seen["reproduced"] += world.scenario.is_reproducible and world.restarts > 0
-        seen["lost"] += any(member.state == "lost" for member in world.coordinator.roster)
-        seen["hung"] += any(HUNG in member.reason for member in world.coordinator.roster)
+        seen["lost"] += any(member.state == "lost" for member in world.coordinator.membership)
+        seen["hung"] += any(HUNG in member.reason for member in world.coordinator.membership)
         seen["taken over in a job that moved"] += world.takeovers > 0 and world.moves > 0
         seen["moved"] += world.moves > 0
         seen["moved among restarts"] += world.moves > 0 and world.restarts > 0
@@ -129,7 +129,7 @@ def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_o
     forgotten = 0
     for seed in range(600):
         world = run(seed)
-        forgotten += sum(world.coordinator.roster._forgotten.states.values())
+        forgotten += sum(world.coordinator.membership._forgotten.states.values())
 
     assert forgotten >= 100
 

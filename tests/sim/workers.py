@@ -76,7 +76,7 @@ class SimWorker:
         """
 
         def request(recorder: Recorder, now: float) -> Any:
-            if name == "register" and recorder.coordinator.doubtful(args["worker"], now):
+            if name == "register" and recorder.coordinator.unresolved_peer(args["worker"], now):
                 return None
             answer = recorder.do(name, now, **args)
             return (answer, recorder.coordinator.version) if name == "register" else answer

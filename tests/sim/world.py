@@ -233,7 +233,7 @@ class World(Faults, ServerFailures):
 
     def on_beat(self, sender: SimWorker, worker: int, no_call_seconds: float) -> None:
         try:
-            self.coordinator.member(worker, self.now).take(no_call_seconds=no_call_seconds)
+            self.coordinator.member(worker, self.now).update(no_call_seconds=no_call_seconds)
         except FencedError:
             self.send(lambda: sender.later(0.0, lambda: sender.fenced(worker)), self.shards[0])
 

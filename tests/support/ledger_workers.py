@@ -63,7 +63,7 @@ class Crew:
 
     def step(self, worker: Worker) -> None:
         """Whatever a worker may do now: wait for its push, look ahead, push, wait for data."""
-        if self.coordinator.roster.members[worker.number].seq < worker.seq:
+        if self.coordinator.membership.members[worker.number].seq < worker.seq:
             return
         if len(worker.hand) < 4 and self.rng.random() < 0.5:
             self.ask(worker, idle=False)

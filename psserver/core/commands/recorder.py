@@ -34,7 +34,7 @@ from psserver.core.job.pending_pushes import staged_from_json, staged_to_json
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport
-from psserver.core.workers.membership import Member
+from psserver.core.workers.members import Member
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.3, 1.0
 """Seconds between ticks from which on this process counts as having been stopped itself: a fifth
@@ -187,17 +187,20 @@ class Recorder:
         deaths: workers whose processes have ended, with the proof; their leases end now.
         """
         for worker, proof in deaths.items():
-            self.coordinator.roster.prove_dead(worker, proof)
+            self.coordinator.membership.mark_dead(worker, proof)
         gap, self._last_tick = now - (self._last_tick or now), now
-        roster = self.coordinator.roster
-        if gap > min(max(roster.lease / 5, SHORTEST_PAUSE), LONGEST_PAUSE):
-            roster.forgive(gap)
+        membership = self.coordinator.membership
+        if gap > min(max(membership.lease / 5, SHORTEST_PAUSE), LONGEST_PAUSE):
+            membership.extend_leases(gap)
         late = self._late(now)
         for member, name, reason in late:
             self.do(
                 name, now, worker=member.worker, **({"reason": reason} if name == "lose" else {})
             )
-        if roster.departed > 2 * DEPARTED_KEPT or len(self.coordinator.evicted) > EVICTED_MOST:
+        if (
+            membership.departed_count > 2 * DEPARTED_KEPT
+            or len(self.coordinator.evicted) > EVICTED_MOST
+        ):
             self.do("forget_departed", now, keep=DEPARTED_KEPT)
         self._cut_if_due(now)
         if self.coordinator.cuts.age(now) >= AGAIN:
@@ -205,21 +208,21 @@ class Recorder:
         return [member for member, name, _ in late if name != "back"]
 
     def _late(self, now: float) -> list[tuple[Member, str, str]]:
-        roster, on_loss = self.coordinator.roster, self.coordinator.rules.on_loss
+        membership, on_loss = self.coordinator.membership, self.coordinator.rules.on_loss
         if self.coordinator.failure is not None:
             return []  # those who are here are to hear of that, not that they are out
-        expired = roster.expired(now)
+        expired = membership.with_ended_lease(now)
         late = [
             (m, "back", "")
-            for m in roster.here()
+            for m in membership.current()
             if m.missing_since is not None and m not in expired
         ]
         for member in expired:
             reason = (
                 member.death
-                or f"nothing heard from it for {now - member.heard_at:.1f} s; its lease ended"
+                or f"nothing heard from it for {now - member.last_contact_at:.1f} s; its lease ended"
             )
-            if on_loss.mode != "wait" or not member.registered:
+            if on_loss.mode != "wait" or not member.is_registered:
                 late.append((member, "lose", reason))
             elif member.missing_since is None:
                 late.append((member, "missing", reason))
@@ -231,7 +234,7 @@ class Recorder:
                         f"{reason}, and nobody took its place within {on_loss.seconds:g} s",
                     )
                 )
-        stuck = [member for member in roster.stuck() if member not in expired]
+        stuck = [member for member in membership.over_progress_timeout() if member not in expired]
         return late + [
             (member, "lose", f"{HUNG} for {member.no_call_seconds:.1f} s") for member in stuck
         ]
@@ -278,7 +281,7 @@ class Recorder:
         it may have been dealt batches, or be told by one shard that a push has counted which the
         others still wait for. All come as new. resumes: another run may begin.
         """
-        for member in self.coordinator.roster.here() if not whole else ():
+        for member in self.coordinator.membership.current() if not whole else ():
             self.do("leave", now, worker=member.worker, reason=NOT_WHOLE)
         self.do("recovered", now, generation=generation, **({"resumes": True} if resumes else {}))
 
@@ -346,7 +349,7 @@ _PERFORM: Mapping[str, Action] = {
     "part": lambda c, now, args: c.cuts.part(args["shard"], args["part"]),
     "shard_lost": lambda c, now, args: c.shard_lost(args["shard"]),
     "report_values": lambda c, now, args: c.reported.take(
-        c.member(args["worker"], now), args["values"], c.roster
+        c.member(args["worker"], now), args["values"], c.membership
     ),
     "filed": lambda c, now, args: c.cuts.filed(),
 }

@@ -1,7 +1,7 @@
 """Whom a job waits for, in words for people."""
 
 from psserver.core.job.coordinator import CoordinatorMachine
-from psserver.core.workers.membership import Member
+from psserver.core.workers.members import Member
 
 NAMED = 3
 
@@ -14,7 +14,7 @@ def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
             f"the initial weights from {uploader}" if uploader else "a worker to register a model"
         )
     if not coordinator.started:
-        here = len(coordinator.roster.registered())
+        here = len(coordinator.membership.registered())
         return f"workers: {here} of --min-workers {coordinator.min_workers} are here"
     members = late(coordinator)
     named = [f"{member}, {_silence(coordinator, member, now)}" for member in members[:NAMED]]
@@ -22,14 +22,14 @@ def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
 
 
 def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str:
-    if coordinator.roster.is_hanging(member):
+    if coordinator.membership.is_hanging(member):
         return f"whose script has made no call for {member.no_call_seconds:.0f} s"
-    return f"silent for {now - member.heard_at:.1f} s"
+    return f"silent for {now - member.last_contact_at:.1f} s"
 
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
     """Those whose push would let the others go on."""
-    active, held = coordinator.roster.active(), coordinator.ready_workers
+    active, held = coordinator.membership.active(), coordinator.ready_workers
     if not held or not coordinator.started:
         return []
     if coordinator.policy.barrier:

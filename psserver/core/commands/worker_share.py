@@ -2,6 +2,7 @@
 
 from pscommon.core.data_stream import Spec, StreamSpec
 from psserver.core.job.coordinator import CoordinatorMachine
+from psserver.core.workers.replacement import predecessor
 
 
 def worker_share(coordinator: CoordinatorMachine, worker: int, spec: Spec) -> int:
@@ -30,11 +31,11 @@ def _part(batches: int, workers: int, place: int) -> int:
 
 def _team(coordinator: CoordinatorMachine, worker: int) -> tuple[int, int]:
     """Return the number of workers that share a loop, and the place of this one in worker order."""
-    roster = coordinator.roster
-    team = roster.registered() if coordinator.started else roster.here()
-    member = roster.members.get(worker)
-    if member is not None and member.alive and member not in team:  # it is about to register
-        replaced = roster.predecessor(member)
+    membership = coordinator.membership
+    team = membership.registered() if coordinator.started else membership.current()
+    member = membership.members.get(worker)
+    if member is not None and member.is_current and member not in team:  # it is about to register
+        replaced = predecessor(membership.registered(), member)
         team = sorted(
             [*(m for m in team if m is not replaced), member], key=lambda m: (m.rank, m.worker)
         )

@@ -1,7 +1,7 @@
 """The data ledger: all loops of the job, who is leased which data, and what has counted.
 
 sync deals a whole draw at a time, one batch to every registered worker in worker order, when the
-first of them asks: so who gets what is a pure function of the sequence and the roster, not of
+first of them asks: so who gets what is a pure function of the sequence and the membership, not of
 who asks first. async and ssp deal to whoever asks, so faster workers take more.
 """
 

@@ -24,7 +24,7 @@ def check_room(coordinator: CoordinatorMachine, worker: int, nbytes: int, in_fli
 
     nbytes: of one push.
     """
-    others = [member for member in coordinator.roster.registered() if member.worker != worker]
+    others = [member for member in coordinator.membership.registered() if member.worker != worker]
     _check_round(coordinator.policy, 1 + len(others), nbytes, in_flight)
 
 
@@ -33,7 +33,7 @@ def check_switch(coordinator: CoordinatorMachine, row: Policy, in_flight: int) -
     this policy.
     """
     if coordinator.model is not None:
-        workers = len(coordinator.roster.registered())
+        workers = len(coordinator.membership.registered())
         _check_round(row, workers, push_nbytes(coordinator.model, coordinator.shards), in_flight)
 
 
@@ -42,7 +42,7 @@ def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) 
     many servers.
     """
     if coordinator.model is not None:
-        workers = len(coordinator.roster.registered())
+        workers = len(coordinator.membership.registered())
         _check_round(coordinator.policy, workers, push_nbytes(coordinator.model, shards), in_flight)
 
 

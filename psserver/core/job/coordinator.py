@@ -29,7 +29,8 @@ from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.resharding import Resharding
 from psserver.core.job.settings import JobRules
 from psserver.core.reports.reported_values import ReportedValues
-from psserver.core.workers.membership import Member, WorkerState
+from psserver.core.workers import replacement
+from psserver.core.workers.members import Member, WorkerState
 from psserver.core.workers.step_timer import StepTimer
 
 
@@ -63,14 +64,14 @@ class CoordinatorMachine(Resharding):
         self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0
     ) -> Member:
         """A place for a worker; it counts in no round before it has registered."""
-        return self.roster.join(now, rank, host, pid, device, attempt)
+        return self.membership.join(now, rank, host, pid, device, attempt)
 
     def member(self, worker: int, now: float) -> Member:
         """The worker that sent a request, which renews its lease. FencedError if the job went on
         without it.
         """
-        member = self.roster.members.get(worker)
-        if member is None or not member.alive:
+        member = self.membership.members.get(worker)
+        if member is None or not member.is_current:
             raise out_of_the_job(
                 worker, member.reason if member else "it is not a worker of this job"
             )
@@ -81,8 +82,8 @@ class CoordinatorMachine(Resharding):
         """Bytes of these workers have moved so many seconds ago, which renews their leases from
         then.
         """
-        for worker in ago.keys() & self.roster.members.keys():
-            member = self.roster.members[worker]
+        for worker in ago.keys() & self.membership.members.keys():
+            member = self.membership.members[worker]
             member.last_moved = max(member.last_moved, now - ago[worker])
 
     def register(
@@ -99,7 +100,7 @@ class CoordinatorMachine(Resharding):
         if not self.begun:
             return "upload" if self._uploader == worker else "pending"
         self._resumed = False
-        if (successor := self.roster.successor(member)) is not None:
+        if (successor := replacement.successor(self.membership.registered(), member)) is not None:
             self.remove(
                 member, WorkerState.LOST, f"worker {successor.worker} was started in its place", now
             )
@@ -107,31 +108,37 @@ class CoordinatorMachine(Resharding):
         self._activate(member, now)
         return "ready"
 
-    def doubtful(self, worker: int, asked: float) -> Member | None:
-        """Whom a worker that asked to register should wait for: one of the two may be dead, and
-        its place kept.
+    def unresolved_peer(self, worker: int, asked_at: float) -> Member | None:
+        """Return the worker whose place a registering worker may have to take, if that is open.
 
-        A second of silence after the newcomer came would prove nothing; a sign of life, or the
-        end of its lease, does.
+        With --on-worker-loss wait the place of a dead worker is kept for its successor. The
+        registration waits until the other worker shows a sign of life or its lease ends.
         """
-        member = self.roster.members.get(worker)
+        member = self.membership.members.get(worker)
         if (
             self.rules.on_loss.mode != "wait"
             or member is None
-            or member.registered
-            or not member.alive
+            or member.is_registered
+            or not member.is_current
         ):
             return None
-        return None if self.roster.predecessor(member) else self.roster.doubtful(member, asked)
+        registered = self.membership.registered()
+        if replacement.predecessor(registered, member):
+            return None
+        return replacement.unresolved_peer(registered, member, asked_at)
 
     def _activate(self, member: Member, now: float) -> None:
-        old = None if member.registered else self.roster.predecessor(member)
-        if self.started and not member.registered:
-            member.pace.begin(now)
+        old = (
+            None
+            if member.is_registered
+            else replacement.predecessor(self.membership.registered(), member)
+        )
+        if self.started and not member.is_registered:
+            member.step_timer.begin(now)
         if old is None:
-            self.roster.activate(member)
+            self.membership.activate(member)
             return self.advance(now)
-        self.roster.take_over(member, old)
+        self.membership.replace(old, member)
         self.ledger.transfer(old.worker, member.worker)
         return self.remove(
             old, WorkerState.LOST, f"worker {member.worker} was started in its place", now
@@ -141,30 +148,30 @@ class CoordinatorMachine(Resharding):
         """The worker is done (reason empty) or gives up. Nobody waits for it any more; repeating
         this is harmless.
         """
-        member = self.roster.members.get(worker)
-        if member is not None and member.alive:
+        member = self.membership.members.get(worker)
+        if member is not None and member.is_current:
             self.remove(member, WorkerState.LEFT, reason, now)
 
     def drain(self, worker: int, now: float) -> None:
         """Ask a worker to leave at its next step boundary."""
-        member = self.roster.members.get(worker)
-        if member is None or not member.alive:
-            here = ", ".join(str(m.worker) for m in self.roster.here()) or "none"
+        member = self.membership.members.get(worker)
+        if member is None or not member.is_current:
+            here = ", ".join(str(m.worker) for m in self.membership.current()) or "none"
             raise InvalidRequestError(f"no worker {worker} is here to be drained; here are: {here}")
         member.draining = True
 
     def missing(self, worker: int, now: float) -> None:
         """A worker's lease has ended, and its place is kept for a while."""
-        self.roster.members[worker].missing_since = now
+        self.membership.members[worker].missing_since = now
 
     def back(self, worker: int, now: float) -> None:
         """A missing worker was heard of again."""
-        self.roster.members[worker].missing_since = None
+        self.membership.members[worker].missing_since = None
 
     def lose(self, worker: int, reason: str, now: float) -> None:
         """A worker's lease has ended, for good."""
-        member = self.roster.members[worker]
-        if member.registered and self.rules.on_loss.mode == "abort":
+        member = self.membership.members[worker]
+        if member.is_registered and self.rules.on_loss.mode == "abort":
             self.fail(TooFewWorkersError(f"{member} was lost: {reason} (--on-worker-loss abort)"))
         self.remove(member, WorkerState.LOST, reason, now)
 
@@ -173,8 +180,8 @@ class CoordinatorMachine(Resharding):
         let happen.
         """
         self.policy = row
-        highest = max((member.clock for member in self.roster.registered()), default=0)
-        for member in self.roster.registered():
+        highest = max((member.clock for member in self.membership.registered()), default=0)
+        for member in self.membership.registered():
             member.clock = highest
         self.advance(now)
 
@@ -185,8 +192,8 @@ class CoordinatorMachine(Resharding):
         Why the job had to end is over, too: who starts its servers again wants it to go on.
         """
         before, self.rules, self.failure = self.rules, rules, None
-        self.roster.lease, self.cuts.every = rules.lease, rules.every
-        self.roster.progress_timeout = rules.progress_timeout
+        self.membership.lease, self.cuts.every = rules.lease, rules.every
+        self.membership.progress_timeout = rules.progress_timeout
         if rules.min_workers != before.min_workers:
             self.min_workers = rules.min_workers
         if rules.policy != before.policy:
@@ -217,7 +224,7 @@ class CoordinatorMachine(Resharding):
         self._resumed = False  # this worker was here before the servers' process was started again
         units = self.units(spec)
         loop = self.ledger.open(
-            worker, spec, first_open, [member.worker for member in self.roster.registered()]
+            worker, spec, first_open, [member.worker for member in self.membership.registered()]
         )
         if loop.ended:
             return _end(member)
@@ -230,14 +237,14 @@ class CoordinatorMachine(Resharding):
         # who waits in an earlier loop does not come to this one before that has ended
         there = [
             m.worker
-            for m in self.roster.registered()
+            for m in self.membership.registered()
             if m.waiting is None or m.waiting >= spec.loop
         ]
         together = there if at_once else [worker]
         numbers = loop.take(
             worker, received, count, together if worker in together else [*together, worker]
         )
-        for other in self.roster.registered():
+        for other in self.membership.registered():
             if (other.worker == worker and numbers) or (
                 other.waiting == spec.loop and loop.has_dealt(other.worker)
             ):
@@ -251,7 +258,7 @@ class CoordinatorMachine(Resharding):
         member.waiting = spec.loop
         if member.state is WorkerState.ACTIVE:
             member.state = WorkerState.IDLE
-            member.pace.pause()
+            member.step_timer.discard()
         self.end_loops()
         self.advance(now)
         return _end(member) if loop.ended else None
@@ -260,10 +267,10 @@ class CoordinatorMachine(Resharding):
         """What a request for data of this loop can change, where its worker has asked before and
         waits; else None.
         """
-        member = self.roster.members.get(worker)
+        member = self.membership.members.get(worker)
         if member is None or (self.started and member.waiting != spec.loop):
             return None
-        here = [(m.worker, m.state, m.waiting, m.clock) for m in self.roster.here()]
+        here = [(m.worker, m.state, m.waiting, m.clock) for m in self.membership.current()]
         return (
             self.started,
             self.log.index,
@@ -335,11 +342,11 @@ class CoordinatorMachine(Resharding):
             "resumed": self._resumed,
             **({"extendable": True} if self.ledger.extendable else {}),
             **self.reported.state(),
-            "registered": len(self.roster.registered()),
-            "pushes": {str(m.worker): m.seq for m in self.roster},
+            "registered": len(self.membership.registered()),
+            "pushes": {str(m.worker): m.seq for m in self.membership},
             "evicted": sorted(self.evicted),
             "followers": sorted(self.followers),
-            "roster": self.roster.state(),
+            "roster": self.membership.state(),
             "pending": self.pending.state(),
             "loops": self.ledger.state(),
         }
@@ -358,7 +365,7 @@ class CoordinatorMachine(Resharding):
     @property
     def expected(self) -> int:
         """How many workers would come back if the job went back to a snapshot now."""
-        return len(self.roster.registered()) if self.started else self.min_workers
+        return len(self.membership.registered()) if self.started else self.min_workers
 
     def policy_args(self) -> tuple[str, int | None, int | None, int]:
         """What `policy` made the row of."""
@@ -390,7 +397,7 @@ class CoordinatorMachine(Resharding):
             self.policy = policy(*state["policy"])
         self.reported.recover(state)
         self.ledger.restore(state["loops"])
-        self.roster.restore({int(worker): seq for worker, seq in state["pushes"].items()})
+        self.membership.restore({int(worker): seq for worker, seq in state["pushes"].items()})
         self.cuts.started(self.version, now)
 
     def become(
@@ -407,7 +414,7 @@ class CoordinatorMachine(Resharding):
         self.started, self._resumed = whole["started"], whole["resumed"]
         self.policy = policy(*whole["policy"])
         self.reported.recover(whole)
-        self.roster.recover(whole["roster"], now)
+        self.membership.recover(whole["roster"], now)
         self.pending.recover(whole["pending"])
         self.ledger.recover(whole["loops"])
         if whole.get("extendable"):
@@ -427,11 +434,11 @@ class CoordinatorMachine(Resharding):
         not given again. Where all had left, those to come are new, and the first of them wait
         for the others.
         """
-        self.roster.new_generation(generation)
+        self.membership.begin_generation(generation)
         if resumes:
             self._resumed = self.begun
             self.ledger.resumes()
-        self.started = self.started and not self.roster.all_left
+        self.started = self.started and not self.membership.have_all_left
         self.cuts.abandon()
         self.cuts.started(self.version, now)
         if self._landed:
@@ -439,9 +446,9 @@ class CoordinatorMachine(Resharding):
         elif self.move is not None:
             self.move.moved.clear()
             self.pending = PendingPushes(self.shards)
-        for member in self.roster.here():
+        for member in self.membership.current():
             member.last_seen = member.joined_at = now
-            member.missing_since, member.pace = None, StepTimer()
+            member.missing_since, member.step_timer = None, StepTimer()
         self.advance(now)
 
     def _take_numbers(self, state: Mapping[str, Any], model: ModelSpec | None) -> None:

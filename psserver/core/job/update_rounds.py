@@ -2,7 +2,7 @@
 out.
 
 The half of the coordinator (see its module's text) that writes the job's log. It knows workers
-by the roster alone.
+by the membership alone.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,8 @@ from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotSchedule
 from psserver.core.shard.clipping import Measurement, clip_factor
 from psserver.core.shard.state_machine import GIVEN_UP
-from psserver.core.workers.membership import Member, Membership, WorkerState
+from psserver.core.workers.members import Member, WorkerState
+from psserver.core.workers.membership import Membership
 
 
 class UpdateRounds:
@@ -50,8 +51,8 @@ class UpdateRounds:
         self.epoch = generation if epoch is None else epoch
         self.policy = rules.policy
         self.min_workers = rules.min_workers
-        self.roster = Membership(rules.lease, generation)
-        self.roster.progress_timeout = rules.progress_timeout
+        self.membership = Membership(rules.lease, generation)
+        self.membership.progress_timeout = rules.progress_timeout
         self.ledger = DataLedger()
         self.log = EntryLog(shards)
         self.pending = PendingPushes(shards)
@@ -106,16 +107,16 @@ class UpdateRounds:
         return report.shard < self.shards and report.index >= self.layout_index
 
     def _is_news(self, shard: int, staged: Staged) -> bool:
-        member = self.roster.members.get(staged.key.worker)
+        member = self.membership.members.get(staged.key.worker)
         decided = (
-            member is not None and member.alive and staged.key.seq <= member.seq and self.begun
+            member is not None and member.is_current and staged.key.seq <= member.seq and self.begun
         )
         return not decided and not self.pending.holds(shard, staged.key)
 
     def is_undecided(self, key: PushKey) -> bool:
         """Return whether this is a push of a member that nothing has been decided on."""
-        member = self.roster.members.get(key.worker)
-        return member is not None and member.alive and key.seq > member.seq
+        member = self.membership.members.get(key.worker)
+        return member is not None and member.is_current and key.seq > member.seq
 
     def refuse_push(self, worker: int, seq: int, reason: str, detail: str, now: float) -> None:
         """Reject a push that cannot be applied. Its batches stay leased: its worker may return
@@ -134,7 +135,7 @@ class UpdateRounds:
     @property
     def uploader(self) -> Member | None:
         """Who has to upload the initial weights."""
-        return self.roster.members.get(self._uploader or 0)
+        return self.membership.members.get(self._uploader or 0)
 
     @property
     def ready_workers(self) -> set[int]:
@@ -143,8 +144,8 @@ class UpdateRounds:
 
     def _staged(self, report: ShardReport, staged: Staged, now: float) -> None:
         key = staged.key
-        member = self.roster.members.get(key.worker)
-        if member is None or not member.alive:
+        member = self.membership.members.get(key.worker)
+        if member is None or not member.is_current:
             return self._fence_stranger(key.worker, report.index)
         if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
             return None
@@ -155,7 +156,7 @@ class UpdateRounds:
             return self._bad(staged, reason, f"{member}: {detail}", now)
         self.pending.staged(report.shard, staged)
         if key in self.pending.ready:
-            member.pace.end(now)
+            member.step_timer.end(now)
         return None
 
     def _fence_stranger(self, worker: int, index: int) -> None:
@@ -172,8 +173,8 @@ class UpdateRounds:
         """Forget all but the newest `keep` members that are out. A push of a forgotten one
         evicts it again.
         """
-        self.roster.forget(keep)
-        self.evicted &= self.roster.members.keys()
+        self.membership.forget_departed(keep)
+        self.evicted &= self.membership.members.keys()
 
     def _evict(self, worker: int, reason: str) -> None:
         self.evicted.add(worker)
@@ -190,7 +191,7 @@ class UpdateRounds:
             return
         self._reject_unfit(now)
         while self.failure is None and not self.cuts.due_at(self.version):
-            keys = choose(self.policy, self.roster.clocks(), self._oldest_ready())
+            keys = choose(self.policy, self.membership.clocks(), self._oldest_ready())
             if not keys or not self._apply(keys, now):
                 return
 
@@ -208,7 +209,7 @@ class UpdateRounds:
     def all_here(self) -> bool:
         """The first round waits for --min-workers; later ones go by who is alive."""
         self.started = self.started or (
-            self.begun and len(self.roster.registered()) >= self.min_workers
+            self.begun and len(self.membership.registered()) >= self.min_workers
         )
         return self.started
 
@@ -218,7 +219,7 @@ class UpdateRounds:
         """
         oldest: dict[int, PushKey] = {}
         for key in self.pending.ready:
-            member = self.roster.members[key.worker]
+            member = self.membership.members[key.worker]
             if member.state is WorkerState.IDLE:
                 self.wake(member)
             if member.state is WorkerState.ACTIVE and (
@@ -242,7 +243,7 @@ class UpdateRounds:
             elif self.rules.max_norm and self.rules.bad_gradients != "clip":
                 norm = self.pending.norm(key)
                 if not norm <= self.rules.max_norm:
-                    member = self.roster.members[key.worker]
+                    member = self.membership.members[key.worker]
                     self._bad(
                         staged, "OUTLIER", f"{member}: its gradient's norm is {norm:.6g}", now
                     )
@@ -302,10 +303,10 @@ class UpdateRounds:
         return min(1.0, self.rules.max_norm / max(self.pending.norm(key), 1e-300))
 
     def _count(self, push: Staged, bad: bool, now: float) -> None:
-        member = self.roster.members[push.key.worker]
+        member = self.membership.members[push.key.worker]
         member.clock += 1
         member.steps += 1
-        member.pace.begin(now)
+        member.step_timer.begin(now)
         self.samples += push.samples
         self.counts["applied"] += 1
         self.ledger.commit(push.key.worker, push.batches)
@@ -314,7 +315,7 @@ class UpdateRounds:
 
     def _bad(self, push: Staged, reason: str, detail: str, now: float) -> None:
         """A gradient that would do harm: named, counted, and its data not dealt again."""
-        member = self.roster.members[push.key.worker]
+        member = self.membership.members[push.key.worker]
         self._reject(push.key, reason, detail)
         if push.key.seq == 0:
             return None  # initial weights; another worker's may be better
@@ -327,7 +328,7 @@ class UpdateRounds:
         """Several bad gradients in a row: the worker is the problem."""
         member.bad = member.bad + 1 if bad else 0
         limit = self.rules.quarantine_after
-        if limit is not None and member.bad >= limit and member.alive:
+        if limit is not None and member.bad >= limit and member.is_current:
             text = f"{QUARANTINED} after {member.bad} bad gradients in a row, the last: {detail}"
             self.remove(member, WorkerState.LOST, text, now)
 
@@ -343,7 +344,7 @@ class UpdateRounds:
         self._forget(key)
 
     def _forget(self, key: PushKey) -> None:
-        member = self.roster.members[key.worker]
+        member = self.membership.members[key.worker]
         member.seq = max(member.seq, key.seq)
         self.pending.forget(key)
 
@@ -352,7 +353,7 @@ class UpdateRounds:
         return self.log.after(index)
 
     def remove(self, member: Member, state: WorkerState, reason: str, now: float) -> None:
-        self.roster.remove(member, state, reason)
+        self.membership.remove(member, state, reason)
         self.ledger.give_back(member.worker)
         self.pending.drop(member.worker)
         if self._uploader == member.worker and not self.begun:
@@ -364,7 +365,7 @@ class UpdateRounds:
     def wake(self, member: Member) -> None:
         member.waiting = None
         if member.state is WorkerState.IDLE:
-            self.roster.activate(member)
+            self.membership.activate(member)
 
     def end_loops(self) -> None:
         """A loop ends for all at once, when every batch has counted; a holder may die, so others
@@ -373,11 +374,11 @@ class UpdateRounds:
         Who sat out because it had no part in an update (--global-batch) is back for the next
         one.
         """
-        for number in {m.waiting for m in self.roster.here() if m.waiting is not None}:
+        for number in {m.waiting for m in self.membership.current() if m.waiting is not None}:
             loop = self.ledger.loops[number]
             if loop.done:
                 loop.end()
-            for member in self.roster.here():
+            for member in self.membership.current():
                 if member.waiting == number and (loop.ended or loop.has_dealt(member.worker)):
                     self.wake(member)
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from pscommon.core.metric_row import MetricRow
 from psserver.core.reports.finite import json_number
 from psserver.core.reports.report_history import ReportHistory
-from psserver.core.workers.membership import Member, Membership, WorkerState
+from psserver.core.workers.members import Member, WorkerState
+from psserver.core.workers.membership import Membership
 
 
 class ReportedValue(NamedTuple):
@@ -30,21 +31,21 @@ class ReportedValues:
         self.latest: dict[str, tuple[int, float]] = {}
         self.history = ReportHistory()
 
-    def take(self, member: Member, values: Sequence[ReportedValue], roster: Membership) -> None:
+    def take(self, member: Member, values: Sequence[ReportedValue], membership: Membership) -> None:
         """Take values of a worker. A name that is too long, or one too many, is left out."""
         for name, value, version, time in values:
             if self.history.takes(name):
                 self.history.add(MetricRow(time, version, member.worker, member.rank, name, value))
-                self.take_latest(member, name, value, roster)
+                self.take_latest(member, name, value, membership)
 
     def take_latest(
-        self, member: Member, name: str, value: float, roster: Membership | None = None
+        self, member: Member, name: str, value: float, membership: Membership | None = None
     ) -> None:
-        """Take the last value of a worker. With a roster, a lost worker gives way to one of a
+        """Take the last value of a worker. With a membership, a lost worker gives way to one of a
         higher rank.
         """
         rank, _ = self.latest.get(name, (member.rank, value))
-        if member.rank <= rank or (roster is not None and _is_lost(roster, rank)):
+        if member.rank <= rank or (membership is not None and _is_lost(membership, rank)):
             self.latest[name] = (member.rank, value)
 
     def state(self) -> dict[str, Any]:
@@ -67,6 +68,6 @@ class ReportedValues:
             self.history.recover(state["history"])
 
 
-def _is_lost(roster: Membership, rank: int) -> bool:
-    states = [member.state for member in roster.members.values() if member.rank == rank]
+def _is_lost(membership: Membership, rank: int) -> bool:
+    states = [member.state for member in membership.members.values() if member.rank == rank]
     return bool(states) and all(state in (WorkerState.LOST, WorkerState.PAST) for state in states)

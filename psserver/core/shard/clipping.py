@@ -1,23 +1,26 @@
-"""Clipping by the norm of an update's averaged gradient, as torch.nn.utils.clip_grad_norm_ does
-it.
+"""Clipping by the norm of an update's averaged gradient, as torch.nn.utils.clip_grad_norm_.
 
-Theory of operation. No shard knows the norm of the average: each holds a slice, and the norms
-that shards report of single pushes do not say how these pushes add up. So an update of several
-pushes takes two entries. A Measure names the contributions; each shard averages its slices of
-them, as the update will, and reports the sum of squares. Once all shards have reported, the
-Apply of the same contributions carries the factor, multiplied into their scales: the average is
-linear, so the scaled contributions average to the clipped gradient. An update of one push needs
-no Measure, since its norm was reported with the push.
+Theory of operation. Each shard holds a slice of the average, so no shard knows its norm. The
+norms that shards report of single pushes do not add up to the norm of their average. An update
+of several pushes therefore takes two entries. A Measure names the contributions; each shard
+averages its slices of them, as the update will, and reports the sum of squares. After all shards
+have reported, the Apply of the same contributions carries the clip factor, multiplied into their
+scales: the average is linear, so the scaled contributions average to the clipped gradient. An
+update of one push needs no Measure, because its norm was reported with the push.
 
-A measurement holds for exactly the contributions that it names. Between the two entries a worker
-may be evicted, join or be taken over, the policy or the rules may change, a Cut may come:
-whenever `advance` finds that the update would count other contributions by now, it measures
-those, and answers to the older Measure are void. The pushes stay staged until the Apply. A
-Reshard voids every measurement, because the same pushes lie in other slices afterwards.
+States of an update: measured by no shard, by some, by all. Events: a report with an answer, a
+change of the contributions, a Reshard.
 
-Nothing else is kept: a coordinator that is made again from its commands has asked and heard the
-same, and a shard that is made again from its log has measured the same, or has kept the answer
-in its state.
+Invariants:
+
+- A measurement is valid only for exactly the contributions that it names. Between the two
+  entries a worker may be evicted, join or be replaced, the policy or the rules may change, and
+  a Cut may come. If the update would then count other contributions, the coordinator measures
+  those and ignores answers to the older Measure. The pushes stay staged until the Apply.
+- A Reshard voids every measurement, because the pushes are cut into other slices afterwards.
+- There is no state outside the log and the commands. A coordinator that replays its commands has
+  asked for the same measurements; a shard that replays its log has the same answer, or has it in
+  its saved state.
 """
 
 import math
@@ -28,24 +31,23 @@ from typing import Any
 from pscommon.core.entry_encoding import contributions_from_json, contributions_to_json
 from pscommon.core.log_entries import Contribution, ShardReport
 
-EPSILON = 1e-6
+NORM_EPSILON = 1e-6
 """What torch adds to the norm."""
 
 
 def clip_factor(clip_norm: float, square_norm: float) -> float:
-    """Return what a gradient of this sum of squares is multiplied with: clip_coef of torch,
-    clamped to 1.0.
-    """
-    return min(1.0, clip_norm / (math.sqrt(square_norm) + EPSILON))
+    """Return the factor for a gradient of this sum of squares: torch's clip_coef, at most 1.0."""
+    return min(1.0, clip_norm / (math.sqrt(square_norm) + NORM_EPSILON))
 
 
 @dataclass(slots=True)
 class Measurement:
-    """The newest Measure and its answers.
+    """The newest Measure and the answers to it.
 
-    index: of the entry.
-    contributions: those that the entry names.
-    square_norms: by shard, the sum of squares of its slice of the average.
+    Attributes:
+        index: Index of the entry.
+        contributions: Contributions that the entry names.
+        square_norms: By shard, the sum of squares of its slice of the average.
     """
 
     index: int
@@ -53,29 +55,28 @@ class Measurement:
     square_norms: dict[int, float] = field(default_factory=dict)
 
     def is_answered_by(self, report: ShardReport) -> bool:
-        """Does the report hold an answer that is not known yet? What is no sum of squares is
-        none.
-        """
+        """Return whether the report has a valid answer from a shard that has not answered."""
         measured = report.measured
         if measured is None or measured.index != self.index or not measured.square_norm >= 0:
             return False
         return report.shard not in self.square_norms
 
     def take(self, report: ShardReport) -> None:
-        """Note the answer that a report holds, if there is one."""
+        """Store the answer of a report, if it has one."""
         if report.measured is not None and self.is_answered_by(report):
             self.square_norms[report.shard] = report.measured.square_norm
 
     def square_norm(self, shards: int) -> float | None:
-        """Return the sum of squares over all shards, added in their order; None while an answer
-        is missing.
+        """Return the sum of squares over all shards; None while an answer is missing.
+
+        It is added in the order of the shards.
         """
         if len(self.square_norms) < shards:
             return None
         return sum_in_order([self.square_norms[shard] for shard in range(shards)])
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; `from_state` is the way back."""
+        """Return the measurement as JSON values for `from_state`."""
         return {
             "index": self.index,
             "contributions": contributions_to_json(self.contributions),
@@ -84,12 +85,13 @@ class Measurement:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "Measurement":
+        """Return the measurement whose `state` this is."""
         contributions = contributions_from_json(state["contributions"])
         return Measurement(state["index"], contributions, dict(state["square_norms"]))
 
 
 def sum_in_order(values: list[float]) -> float:
-    """Add one after the other: Python's own sum differs between its versions."""
+    """Return the sum from left to right; sum() differs between versions of Python."""
     total = 0.0
     for value in values:
         total += value

@@ -1,11 +1,11 @@
-"""How each worker fares: live, slow and lost are different states, and call for different
-remedies.
+"""Health of each worker: live, slow, hanging or silent, each with its own remedy.
 
-Beside the roster's State, which says who takes part, who is lost and who has left. A worker is
-slow where its own part of a step (core/pace.py) takes more than TWICE the median of the others',
-or where they wait for its push and it has been at the step for longer than that. It is hanging
-where its script makes no call, although nothing keeps it waiting (core/roster.py). It is silent
-after half a lease without a sign of life: slow or stopped, and soon lost.
+Health is independent of WorkerState (members.py), which says who takes part.
+
+- A worker is slow if its own part of a step (step_timer.py) takes more than SLOW_FACTOR times the
+  median of the others, or if others wait for its push and its current step takes that long.
+- It is hanging if its script makes no call although it waits for nothing (membership.py).
+- It is silent after half a lease without a sign of life: slow or stopped, and soon lost.
 """
 
 from bisect import bisect_left
@@ -13,12 +13,13 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from psserver.core.workers.membership import Member, Membership, WorkerState
+from psserver.core.workers.members import Member, WorkerState
+from psserver.core.workers.membership import Membership
 
-TWICE = 2.0
+SLOW_FACTOR = 2.0
 
-SHORTEST = 0.2
-"""Seconds: nobody is called slow for a wait that is shorter than this, whatever the steps."""
+MIN_OVERDUE_SECONDS = 0.2
+"""A shorter wait makes no worker slow, however short the steps are."""
 
 
 class WorkerHealth(StrEnum):
@@ -29,10 +30,11 @@ class WorkerHealth(StrEnum):
 
 
 class WorkerCondition(NamedTuple):
-    """seconds: of this worker's own part of a step, that in hand where it is overdue; median: of
-    the others'.
+    """Health and step times of one worker; None: not known.
 
-    None: not known.
+    Attributes:
+        seconds: Its own part of a step; of the current one where that is overdue.
+        median: The median of the others.
     """
 
     health: WorkerHealth
@@ -40,19 +42,28 @@ class WorkerCondition(NamedTuple):
     median: float | None
 
 
-def conditions(roster: Membership, late: Collection[int], now: float) -> dict[int, WorkerCondition]:
-    """Of everybody who is here, by worker. late: those whose push would let others go on.
+def conditions(
+    membership: Membership, late: Collection[int], now: float
+) -> dict[int, WorkerCondition]:
+    """Return the condition of all current members, by worker.
 
-    The servers ask five times a second, so it looks at each worker once, however many there are.
+    The servers ask five times a second, so this is linear in the number of workers.
+
+    Args:
+        membership: The workers.
+        late: Workers whose push others wait for.
+        now: The time.
     """
-    paces = {m.worker: m.pace.seconds for m in roster.here()}
-    known = sorted(s for m in roster.registered() if (s := paces[m.worker]) is not None)
+    step_seconds = {m.worker: m.step_timer.median_seconds for m in membership.current()}
+    known = sorted(s for m in membership.registered() if (s := step_seconds[m.worker]) is not None)
     found = {}
-    for member in roster.here():
-        seconds = paces[member.worker]
-        others = _median_without(known, seconds if member.registered else None)
-        condition = _condition(member, seconds, others, member.worker in late, roster.lease, now)
-        hangs = roster.is_hanging(member) and condition.health is not WorkerHealth.SILENT
+    for member in membership.current():
+        seconds = step_seconds[member.worker]
+        others = _median_without(known, seconds if member.is_registered else None)
+        condition = _condition(
+            member, seconds, others, member.worker in late, membership.lease, now
+        )
+        hangs = membership.is_hanging(member) and condition.health is not WorkerHealth.SILENT
         found[member.worker] = (
             condition._replace(health=WorkerHealth.HANGING) if hangs else condition
         )
@@ -60,8 +71,9 @@ def conditions(roster: Membership, late: Collection[int], now: float) -> dict[in
 
 
 def _median_without(ordered: Sequence[float], one: float | None) -> float | None:
-    """Of the others than this one, which is among them if it is not None; None: there are no
-    others.
+    """Return the median without one of the values; None where no other is left.
+
+    `one` is among the values if it is not None.
     """
     count = len(ordered) - (one is not None)
     if count == 0:
@@ -80,12 +92,12 @@ def _condition(
     now: float,
 ) -> WorkerCondition:
     overdue = _overdue(member, others, late, now)
-    if now - member.heard_at > lease / 2:
+    if now - member.last_contact_at > lease / 2:
         return WorkerCondition(WorkerHealth.SILENT, seconds, others)
     slow = (
         others is not None
         and seconds is not None
-        and seconds > TWICE * others
+        and seconds > SLOW_FACTOR * others
         and member.state is WorkerState.ACTIVE
     )
     return WorkerCondition(
@@ -94,8 +106,8 @@ def _condition(
 
 
 def _overdue(member: Member, others: float | None, late: bool, now: float) -> float | None:
-    """How long others have waited for a step that should have been over."""
-    if not late or others is None or member.pace.since is None:
+    """Return the duration of a step that others wait for and that is overdue, or None."""
+    if not late or others is None or member.step_timer.started_at is None:
         return None
-    spent = now - member.pace.since
-    return spent if spent > max(TWICE * others, SHORTEST) else None
+    spent = now - member.step_timer.started_at
+    return spent if spent > max(SLOW_FACTOR * others, MIN_OVERDUE_SECONDS) else None

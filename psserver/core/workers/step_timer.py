@@ -1,57 +1,53 @@
-"""How long a worker's own part of a step takes. Waiting for others, most of a quick one's round,
-is not in it.
-"""
+"""How long a worker's own part of a step takes, without waiting for other workers."""
 
 from collections import deque
 from collections.abc import Iterable
 
-LATEST = 5
-"""Steps that count: their median takes no notice of a hiccup."""
+MAX_STEPS = 5
+"""Newest steps that count; their median ignores single slow steps."""
 
-FEWEST = 3
-"""Steps that it takes to say anything."""
+MIN_STEPS = 3
+"""Steps that a median needs."""
 
 
 def median(values: Iterable[float]) -> float:
-    """Of at least one number: the middle one, or what lies between the two middle ones."""
+    """Return the median of at least one number."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return (ordered[half] + ordered[~half]) / 2
 
 
 class StepTimer:
-    """Told by the machine of updates. since: when the step in hand began, None where that is not
-    known.
+    """Measures a step from the decision on the push before it until all shards hold its push.
 
-    A step is measured from the decision on the push before it to the moment when all shards hold
-    its own.
+    Attributes:
+        started_at: When the current step began; None: not known.
     """
 
     def __init__(self) -> None:
-        self.since: float | None = None
-        self._latest: deque[float] = deque(maxlen=LATEST)
+        self.started_at: float | None = None
+        self._latest: deque[float] = deque(maxlen=MAX_STEPS)
 
     def begin(self, now: float) -> None:
-        """The worker can compute its next step."""
-        self.since = now
+        """Start a step: the worker can compute."""
+        self.started_at = now
 
     def end(self, now: float) -> None:
-        """All shards hold its push. What is said again, or without a beginning, is no
-        measurement.
-        """
-        if self.since is not None:
-            self._latest.append(now - self.since)
-        self.since = None
+        """End a step: all shards hold its push. Without a start nothing is measured."""
+        if self.started_at is not None:
+            self._latest.append(now - self.started_at)
+        self.started_at = None
 
-    def pause(self) -> None:
-        """It has nothing to compute: the step in hand says nothing."""
-        self.since = None
+    def discard(self) -> None:
+        """Drop the current step: the worker has nothing to compute."""
+        self.started_at = None
 
-    def forgive(self, seconds: float) -> None:
-        """This process itself was stopped for so long."""
-        self.since = None if self.since is None else self.since + seconds
+    def add_pause(self, seconds: float) -> None:
+        """Leave out a time for which this process itself was stopped."""
+        if self.started_at is not None:
+            self.started_at += seconds
 
     @property
-    def seconds(self) -> float | None:
-        """Of a step; None before there are enough of them."""
-        return median(self._latest) if len(self._latest) >= FEWEST else None
+    def median_seconds(self) -> float | None:
+        """Median time of a step; None before MIN_STEPS steps."""
+        return median(self._latest) if len(self._latest) >= MIN_STEPS else None

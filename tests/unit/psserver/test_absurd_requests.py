@@ -232,4 +232,4 @@ def test_a_worker_that_is_put_out_in_a_round_does_not_apply_the_round_again() ->
     assert [[part.key for part in entry.contributions] for entry in applied] == [
         [PushKey(first, 1), PushKey(second, 1)]
     ]
-    assert not job.coordinator.roster.members[first].alive
+    assert not job.coordinator.membership.members[first].is_current

@@ -26,7 +26,7 @@ from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import JobRules
 from psserver.core.shard.clipping import clip_factor
 from psserver.core.shard.state_machine import LogInvariantError, ShardMachine
-from psserver.core.workers.membership import WorkerState
+from psserver.core.workers.members import WorkerState
 
 MODEL = ModelSpec(
     (TensorSpec("w", (2,), "float32"),), OptimizerSettings("sgd", ({"lr": 0.1},), clip_norm=1.0)
@@ -200,7 +200,7 @@ def test_clipping_an_update_is_no_fault_of_its_workers() -> None:
     job.measure(50.0, 50.0)
 
     assert [type(entry) for entry in job.news()] == [Measure, Apply]
-    assert {member.state for member in job.machine.roster} == {WorkerState.ACTIVE}
+    assert {member.state for member in job.machine.membership} == {WorkerState.ACTIVE}
 
 
 def test_a_quarantined_worker_of_a_round_does_not_make_the_rest_of_it_count_twice() -> None:

@@ -12,7 +12,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
 from psserver.core.shard.state_machine import GIVEN_UP
-from psserver.core.workers.membership import WorkerState
+from psserver.core.workers.members import WorkerState
 from tests.support.coordinator_job import LOOP, MODEL, Job
 
 OTHER = ModelSpec((TensorSpec("w", (2,), "float32"),), MODEL.optimizer)
@@ -220,7 +220,7 @@ def test_a_worker_without_data_waits_for_what_others_may_give_back() -> None:
     job.coordinator.leave(1, "died", 0.0)
 
     assert job.ask(2, 1, idle=True, loop=three) == BatchesReply((2,))
-    assert job.coordinator.roster.members[2].state is WorkerState.ACTIVE
+    assert job.coordinator.membership.members[2].state is WorkerState.ACTIVE
 
 
 def test_idle_workers_hold_up_no_round() -> None:
@@ -228,13 +228,13 @@ def test_idle_workers_hold_up_no_round() -> None:
     one = LoopSpec(0, size=1, batch_size=1)
     assert job.ask(1, loop=one) == BatchesReply((0,))
     assert job.ask(2, loop=one, idle=True) is None
-    assert job.coordinator.roster.members[2].state is WorkerState.IDLE
+    assert job.coordinator.membership.members[2].state is WorkerState.IDLE
     job.news()
 
     job.push(1, 1, batches=[0])
     assert job.applied() == [[1]]
     assert job.ask(2, loop=one, idle=True) == BatchesReply(end=True)
-    assert job.coordinator.roster.members[2].state is WorkerState.ACTIVE
+    assert job.coordinator.membership.members[2].state is WorkerState.ACTIVE
 
 
 def test_a_loop_described_differently_is_an_error_that_names_what_differs() -> None:
@@ -310,7 +310,7 @@ def test_who_registers_after_its_successor_is_out() -> None:
 
     with pytest.raises(FencedError):
         coordinator.register(old, MODEL, 0.0)
-    assert [member.worker for member in coordinator.roster.registered()] == [new]
+    assert [member.worker for member in coordinator.membership.registered()] == [new]
 
 
 def test_a_push_that_its_worker_gave_up_half_way_is_refused_so_that_it_takes_no_room() -> None:

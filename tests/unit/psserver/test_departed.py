@@ -12,7 +12,8 @@ from psserver.core.commands.recorder import DEPARTED_KEPT, EVICTED_MOST
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import WorkerLossMode
 from psserver.core.shard.state_machine import EVICTED_KEPT, ShardMachine
-from psserver.core.workers.membership import GENERATION, Membership, WorkerState
+from psserver.core.workers.members import WorkerState
+from psserver.core.workers.membership import GENERATION, Membership
 from tests.support.replayed_job import MODEL, Job, whole
 
 JOINS = 2000
@@ -33,13 +34,13 @@ def come_and_go(job: Job, count: int, reason: str = "") -> list[int]:
 def test_a_job_with_many_departed_workers_stays_small() -> None:
     job = Job(policy("async"), workers=1)
     gone = come_and_go(job, JOINS)
-    coordinator, roster = job.coordinator, job.coordinator.roster
+    coordinator, membership = job.coordinator, job.coordinator.membership
 
-    assert roster.departed <= 2 * DEPARTED_KEPT
+    assert membership.departed_count <= 2 * DEPARTED_KEPT
     assert len(coordinator.evicted) <= EVICTED_MOST
     assert len(json.dumps(coordinator.state())) < 100_000
-    assert (roster.finished, roster.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
-    assert roster.departed + roster._forgotten.done == len(gone)
+    assert (membership.done_count, membership.counts()[WorkerState.LEFT]) == (JOINS, JOINS)
+    assert membership.departed_count + membership._forgotten.done == len(gone)
     assert coordinator.version == JOINS
 
 
@@ -50,17 +51,17 @@ def test_a_restart_and_a_standby_forget_the_same_workers() -> None:
     standby = job.made()
     standby.become(json.loads(json.dumps(again.whole())), MODEL, job.now)
 
-    assert job.coordinator.roster._forgotten.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership._forgotten.states[WorkerState.LEFT] > 0
     assert whole(again) == whole(job.coordinator)
     assert json.dumps(standby.state()) == json.dumps(again.state())
-    assert standby.roster.counts() == again.roster.counts()
+    assert standby.membership.counts() == again.membership.counts()
 
 
 def test_a_forgotten_worker_is_fenced_whatever_it_asks() -> None:
     job = Job(policy("async"), workers=1)
     forgotten = come_and_go(job, JOINS)[0]
 
-    assert forgotten not in job.coordinator.roster.members
+    assert forgotten not in job.coordinator.membership.members
     with pytest.raises(FencedError):
         job.coordinator.member(forgotten, job.now)
     index = job.coordinator.log.index
@@ -114,16 +115,16 @@ def test_a_successor_takes_its_place_however_many_others_have_gone() -> None:
     for _ in range(5):
         job.seqs.setdefault(dead, 0)
         job.push(dead)
-    clock = job.coordinator.roster.members[dead].clock
+    clock = job.coordinator.membership.members[dead].clock
     for _ in range(3 * DEPARTED_KEPT):
         worker = job.recorder.do("join", job.now, rank=None, host="h", pid=1, device="cpu").worker
         job.recorder.do("leave", job.now, worker=worker, reason="")
         job.recorder.tick(job.now)
     successor = job.recorder.do("join", job.now, attempt=1, **join).worker
     job.recorder.do("register", job.now, worker=successor, spec=MODEL)
-    member = job.coordinator.roster.members[successor]
+    member = job.coordinator.membership.members[successor]
 
-    assert job.coordinator.roster._forgotten.states[WorkerState.LEFT] > 0
+    assert job.coordinator.membership._forgotten.states[WorkerState.LEFT] > 0
     assert clock == 5
     assert (member.clock, member.rank, member.state) == (clock, 0, WorkerState.ACTIVE)
 
@@ -133,48 +134,52 @@ def test_a_successor_takes_its_place_however_many_others_have_gone() -> None:
 def test_whether_all_have_left_does_not_depend_on_who_is_forgotten(
     lost: bool, ranked: bool
 ) -> None:
-    def roster(keep: int) -> Membership:
+    def membership(keep: int) -> Membership:
         made = Membership(5.0)
         for number in range(6):
             member = made.join(0.0, number % 3 if ranked else None, "h", 1, "cpu")
             made.remove(
                 member, WorkerState.LOST if lost and number in (0, 4) else WorkerState.LEFT, ""
             )
-            made.forget(keep)
+            made.forget_departed(keep)
         return made
 
-    assert roster(keep=1).all_left == roster(keep=100).all_left == (not lost)
+    assert membership(keep=1).have_all_left == membership(keep=100).have_all_left == (not lost)
 
 
 def test_a_rank_that_was_lost_and_has_come_back_since_has_left() -> None:
-    roster = Membership(5.0)
+    membership = Membership(5.0)
     for state in (WorkerState.LOST, WorkerState.LEFT, WorkerState.LEFT):
-        roster.remove(roster.join(0.0, 0, "h", 1, "cpu"), state, "")
-        roster.forget(1)
+        membership.remove(membership.join(0.0, 0, "h", 1, "cpu"), state, "")
+        membership.forget_departed(1)
 
-    assert roster.all_left
+    assert membership.have_all_left
 
 
 def test_another_run_counts_only_its_own_workers_as_finished() -> None:
     """Those of the run before are not counted, forgotten or not."""
-    roster = Membership(5.0)
+    membership = Membership(5.0)
 
     def finish(count: int) -> None:
         for _ in range(count):
-            member = roster.join(0.0, None, "h", 1, "cpu")
+            member = membership.join(0.0, None, "h", 1, "cpu")
             member.steps = 1
-            roster.remove(member, WorkerState.LEFT, "")
+            membership.remove(member, WorkerState.LEFT, "")
 
     finish(5)
-    roster.forget(3)
-    assert (roster.finished, roster.all_done(5)) == (5, True)
-    roster.begin_run(5)
-    assert roster.finished == 0
-    roster.forget(1)
-    assert roster.finished == 0
+    membership.forget_departed(3)
+    assert (membership.done_count, membership.is_run_done(5)) == (5, True)
+    membership.begin_run(5)
+    assert membership.done_count == 0
+    membership.forget_departed(1)
+    assert membership.done_count == 0
     finish(2)
-    roster.forget(0)
-    assert (roster.finished, roster.all_done(3), roster.all_done(2)) == (2, False, True)
+    membership.forget_departed(0)
+    assert (membership.done_count, membership.is_run_done(3), membership.is_run_done(2)) == (
+        2,
+        False,
+        True,
+    )
 
 
 def test_worker_numbers_do_not_repeat_after_many_joins_and_a_rollback() -> None:
@@ -182,7 +187,7 @@ def test_worker_numbers_do_not_repeat_after_many_joins_and_a_rollback() -> None:
     before = Membership(5.0)
     for _ in range(GENERATION + 3):
         before.remove(before.join(0.0, None, "h", 1, "cpu"), WorkerState.LEFT, "")
-        before.forget(10)
+        before.forget_departed(10)
     after = Membership(5.0, generation=1)
     after.restore(dict.fromkeys(before.members, 0))
 
@@ -194,7 +199,7 @@ def test_the_state_of_a_job_without_forgotten_workers_is_as_in_earlier_releases(
     job = Job(policy("async"))
     come_and_go(job, 5)
 
-    assert job.coordinator.roster.state().keys() == {"next", "members", "here"}
+    assert job.coordinator.membership.state().keys() == {"next", "members", "here"}
 
 
 def test_a_decided_push_of_a_kept_worker_is_answered_after_others_are_forgotten() -> None:

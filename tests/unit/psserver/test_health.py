@@ -7,9 +7,10 @@ from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotInterval
-from psserver.core.workers.health import SHORTEST, WorkerHealth, conditions
-from psserver.core.workers.membership import Member, Membership, WorkerState
-from psserver.core.workers.step_timer import FEWEST, LATEST, StepTimer, median
+from psserver.core.workers.health import MIN_OVERDUE_SECONDS, WorkerHealth, conditions
+from psserver.core.workers.members import Member, WorkerState
+from psserver.core.workers.membership import Membership
+from psserver.core.workers.step_timer import MAX_STEPS, MIN_STEPS, StepTimer, median
 from psserver.monitoring.worker_monitor import health
 from tests.support.coordinator_job import LOOP, Job
 
@@ -25,25 +26,25 @@ def paced(*steps: float) -> StepTimer:
 
 
 def member(
-    roster: Membership,
+    membership: Membership,
     step: float | None,
     state: WorkerState = WorkerState.ACTIVE,
     now: float = 0.0,
 ) -> Member:
     """One whose steps take this long, and who was heard of at `now`."""
-    found = roster.join(now, None, "host", 1, "cpu")
+    found = membership.join(now, None, "host", 1, "cpu")
     found.state = state
-    found.pace = paced(*[step] * FEWEST) if step is not None else StepTimer()
+    found.step_timer = paced(*[step] * MIN_STEPS) if step is not None else StepTimer()
     return found
 
 
 def crew(*steps: float | None) -> tuple[Membership, list[Member]]:
-    roster = Membership(LEASE)
-    return roster, [member(roster, step) for step in steps]
+    membership = Membership(LEASE)
+    return membership, [member(membership, step) for step in steps]
 
 
-def healths(roster: Membership, late: tuple[int, ...] = (), now: float = 0.0) -> list[str]:
-    return [str(condition.health) for condition in conditions(roster, late, now).values()]
+def healths(membership: Membership, late: tuple[int, ...] = (), now: float = 0.0) -> list[str]:
+    return [str(condition.health) for condition in conditions(membership, late, now).values()]
 
 
 # ---- pace ----------------------------------------------------------------------------------------
@@ -57,23 +58,23 @@ def test_a_median_is_in_the_middle(values: list[float], middle: float) -> None:
 
 
 def test_a_pace_is_the_median_of_the_latest_steps() -> None:
-    assert paced(*[1.0] * (FEWEST - 1)).seconds is None
-    assert paced(1.0, 50.0, 2.0).seconds == pytest.approx(2.0)
-    assert paced(9.0, 9.0, 9.0, *[1.0] * LATEST).seconds == pytest.approx(1.0)
+    assert paced(*[1.0] * (MIN_STEPS - 1)).median_seconds is None
+    assert paced(1.0, 50.0, 2.0).median_seconds == pytest.approx(2.0)
+    assert paced(9.0, 9.0, 9.0, *[1.0] * MAX_STEPS).median_seconds == pytest.approx(1.0)
 
 
 def test_a_step_that_was_not_seen_to_begin_is_no_measurement() -> None:
     pace = paced(1.0, 1.0)
     pace.end(99.0)  # said again
     pace.begin(10.0)
-    pace.pause()
+    pace.discard()
     pace.end(99.0)
-    assert pace.seconds is None
+    assert pace.median_seconds is None
 
     pace.begin(10.0)
-    pace.forgive(5.0)
+    pace.add_pause(5.0)
     pace.end(16.0)
-    assert pace.seconds == pytest.approx(1.0)
+    assert pace.median_seconds == pytest.approx(1.0)
 
 
 # ---- health --------------------------------------------------------------------------------------
@@ -83,9 +84,9 @@ def test_a_step_that_was_not_seen_to_begin_is_no_measurement() -> None:
     ("step", "health"), [(0.5, "live"), (2.0, "live"), (2.01, "slow"), (20.0, "slow")]
 )
 def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: str) -> None:
-    roster, _ = crew(step, 0.9, 1.0, 1.1)
+    membership, _ = crew(step, 0.9, 1.0, 1.1)
 
-    assert healths(roster) == [health, "live", "live", "live"]
+    assert healths(membership) == [health, "live", "live", "live"]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,8 @@ def test_slow_is_more_than_twice_the_median_of_the_others(step: float, health: s
     [(), (3.0,), (2.0, 2.0), (5.0, 1.0, 3.0), (4.0, 1.0, 1.0, 7.0), (9.0, 2.0, 6.0, 2.0, 5.0)],
 )
 def test_a_median_of_the_others_is_that(steps: tuple[float, ...]) -> None:
-    roster, members = crew(*steps, None)
-    found = conditions(roster, (), 0.0)
+    membership, members = crew(*steps, None)
+    found = conditions(membership, (), 0.0)
 
     for place, each in enumerate(members):
         others = [seconds for other, seconds in enumerate(steps) if other != place]
@@ -105,25 +106,25 @@ def test_what_a_look_costs_does_not_grow_with_the_square_of_the_workers_nor_with
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[StepTimer] = []
-    look = StepTimer.seconds.fget
+    look = StepTimer.median_seconds.fget
     assert look is not None
     monkeypatch.setattr(
-        StepTimer, "seconds", property(lambda pace: (asked.append(pace), look(pace))[1])
+        StepTimer, "median_seconds", property(lambda pace: (asked.append(pace), look(pace))[1])
     )
-    roster, members = crew(*[1.0] * 20)
+    membership, members = crew(*[1.0] * 20)
     for member in members[:10]:
-        roster.remove(member, WorkerState.LEFT, "")
+        membership.remove(member, WorkerState.LEFT, "")
 
-    conditions(roster, (), 0.0)
+    conditions(membership, (), 0.0)
 
     assert len(asked) == 10
 
 
 def test_who_is_slow_does_not_make_others_look_quick() -> None:
     """The median is the others': one of two cannot hide in it."""
-    roster, (slow, quick) = crew(10.0, 1.0)
+    membership, (slow, quick) = crew(10.0, 1.0)
 
-    found = conditions(roster, (), 0.0)
+    found = conditions(membership, (), 0.0)
 
     assert found[slow.worker][1:] == pytest.approx((10.0, 1.0))
     assert found[quick.worker][1:] == pytest.approx((1.0, 10.0))
@@ -137,45 +138,45 @@ def test_alone_or_too_new_nobody_is_slow() -> None:
 
 @pytest.mark.parametrize("state", [WorkerState.JOINED, WorkerState.IDLE])
 def test_who_takes_no_part_in_rounds_is_not_slow(state: WorkerState) -> None:
-    roster, _ = crew(1.0)
-    member(roster, 10.0, state)
+    membership, _ = crew(1.0)
+    member(membership, 10.0, state)
 
-    assert healths(roster) == ["live", "live"]
+    assert healths(membership) == ["live", "live"]
 
 
 def test_a_step_that_others_wait_for_is_slow_as_soon_as_it_takes_too_long() -> None:
-    roster, (stuck, _) = crew(1.0, 1.0)
-    stuck.last_seen, stuck.pace.since = 2.0, 0.0
+    membership, (stuck, _) = crew(1.0, 1.0)
+    stuck.last_seen, stuck.step_timer.started_at = 2.0, 0.0
 
-    assert healths(roster, (stuck.worker,), 2.0) == ["live", "live"]
-    assert healths(roster, (stuck.worker,), 2.1) == ["slow", "live"]
-    assert healths(roster, (), 2.1) == ["live", "live"], "nobody waits for it"
-    assert conditions(roster, (stuck.worker,), 2.1)[stuck.worker].seconds == pytest.approx(2.1)
-    stuck.pace.since = None
-    assert healths(roster, (stuck.worker,), 2.1) == ["live", "live"], "its step has not begun"
+    assert healths(membership, (stuck.worker,), 2.0) == ["live", "live"]
+    assert healths(membership, (stuck.worker,), 2.1) == ["slow", "live"]
+    assert healths(membership, (), 2.1) == ["live", "live"], "nobody waits for it"
+    assert conditions(membership, (stuck.worker,), 2.1)[stuck.worker].seconds == pytest.approx(2.1)
+    stuck.step_timer.started_at = None
+    assert healths(membership, (stuck.worker,), 2.1) == ["live", "live"], "its step has not begun"
 
 
 def test_a_wait_of_a_moment_calls_nobody_slow() -> None:
-    roster, (late, _) = crew(0.001, 0.001)
-    late.pace.since = 0.0
+    membership, (late, _) = crew(0.001, 0.001)
+    late.step_timer.started_at = 0.0
 
-    assert healths(roster, (late.worker,), SHORTEST) == ["live", "live"]
-    assert healths(roster, (late.worker,), SHORTEST + 0.01) == ["slow", "live"]
+    assert healths(membership, (late.worker,), MIN_OVERDUE_SECONDS) == ["live", "live"]
+    assert healths(membership, (late.worker,), MIN_OVERDUE_SECONDS + 0.01) == ["slow", "live"]
 
 
 def test_half_a_lease_without_a_sign_of_life_is_silent_and_comes_before_slow() -> None:
-    roster, _ = crew(10.0, 1.0)
+    membership, _ = crew(10.0, 1.0)
 
-    assert healths(roster, now=LEASE / 2) == ["slow", "live"]
-    assert healths(roster, now=LEASE / 2 + 0.1) == ["silent", "silent"]
+    assert healths(membership, now=LEASE / 2) == ["slow", "live"]
+    assert healths(membership, now=LEASE / 2 + 0.1) == ["silent", "silent"]
 
 
-def test_of_who_is_out_the_roster_says_how() -> None:
-    roster, members = crew(10.0, 1.0, 1.0)
-    roster.remove(members[0], WorkerState.LOST, "its lease ended")
-    roster.remove(members[1], WorkerState.LEFT, "")
+def test_departed_workers_have_no_condition() -> None:
+    membership, members = crew(10.0, 1.0, 1.0)
+    membership.remove(members[0], WorkerState.LOST, "its lease ended")
+    membership.remove(members[1], WorkerState.LEFT, "")
 
-    assert healths(roster, now=99.0) == ["silent"]
+    assert healths(membership, now=99.0) == ["silent"]
 
 
 # ---- what the coordinator measures ---------------------------------------------------------------
@@ -194,7 +195,10 @@ class Timed(Job):
         self.beat()
         found = health(self.coordinator, self.now)
         return [
-            (str(found[worker].health), self.coordinator.roster.members[worker].pace.seconds)
+            (
+                str(found[worker].health),
+                self.coordinator.membership.members[worker].step_timer.median_seconds,
+            )
             for worker in (1, 2)
         ]
 
@@ -246,25 +250,25 @@ def test_at_the_bound_of_ssp_the_one_that_holds_up_the_others_is_slow() -> None:
 def test_the_first_step_of_all_is_not_measured_from_before_the_job_began() -> None:
     job = Timed()
     job.now += 100.0  # one of them had to wait for the other, say
-    for seq in range(1, FEWEST + 1):
+    for seq in range(1, MIN_STEPS + 1):
         job.round(seq, quick=0.1, slow=0.1)
     assert [seconds for _, seconds in job.seen()] == [None, None]
 
-    job.round(FEWEST + 1, quick=0.1, slow=0.1)
+    job.round(MIN_STEPS + 1, quick=0.1, slow=0.1)
 
     assert [seconds for _, seconds in job.seen()] == [pytest.approx(0.1)] * 2
 
 
 def test_a_wait_for_data_is_no_part_of_a_step() -> None:
     job = Timed(policy("async"))
-    for seq in range(1, FEWEST + 1):
+    for seq in range(1, MIN_STEPS + 1):
         job.round(seq, quick=0.1, slow=0.1)
     for number in range(LOOP.size):
         job.ask(1, received=number)
     job.ask(2, idle=True)
     job.now += 100.0
 
-    job.push(2, FEWEST + 1)
+    job.push(2, MIN_STEPS + 1)
 
     assert job.seen()[1][1] is None, "still a step too few"
 

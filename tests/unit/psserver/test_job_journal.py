@@ -110,7 +110,7 @@ def test_who_joins_after_a_recovery_gets_no_number_of_before() -> None:
     recorder.recovered(2.0, generation=3)
     join(recorder, 3.0)
 
-    assert sorted(recorder.coordinator.roster.members) == [1, 30_001]
+    assert sorted(recorder.coordinator.membership.members) == [1, 30_001]
 
 
 def test_who_waits_for_data_writes_one_line_however_often_it_asks(journal: CoordinatorLog) -> None:

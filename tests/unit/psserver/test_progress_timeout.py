@@ -9,7 +9,8 @@ from psserver.core.commands.recorder import RecordedCommand, Recorder
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules, WorkerLossMode
-from psserver.core.workers.membership import HANGING_SECONDS, Membership, WorkerState
+from psserver.core.workers.members import WorkerState
+from psserver.core.workers.membership import HANGING_SECONDS, Membership
 from psserver.monitoring.worker_monitor import health
 from psserver.process.config import ServerConfig
 from tests.support.coordinator_job import Job
@@ -47,7 +48,7 @@ def job_of_two(
 def beat(job: Job, *no_call_seconds: float) -> None:
     """A heartbeat of each worker, and a look at the clock."""
     for worker, seconds in enumerate(no_call_seconds, start=1):
-        job.coordinator.member(worker, job.now).take(no_call_seconds=seconds)
+        job.coordinator.member(worker, job.now).update(no_call_seconds=seconds)
     job.recorder.tick(job.now)
 
 
@@ -62,7 +63,7 @@ def test_a_worker_that_hangs_for_longer_is_lost_and_its_round_closes(mode: str) 
     beat(job, 0.0, TIMEOUT + 0.5)
 
     assert job.applied() == [[1]]
-    assert job.coordinator.roster.members[2].state is WorkerState.LOST
+    assert job.coordinator.membership.members[2].state is WorkerState.LOST
     assert written.lines[-1] == ("lose", "--progress-timeout: its script made no call for 7.5 s")
     with pytest.raises(FencedError, match="its script made no call"):
         job.coordinator.member(2, job.now)
@@ -95,27 +96,27 @@ def test_one_that_has_not_registered_may_take_its_time() -> None:
     job, written = job_of_two()
     worker = job.coordinator.join(job.now, None, "host", 1, "cpu").worker
 
-    job.coordinator.member(worker, job.now).take(no_call_seconds=600.0)
+    job.coordinator.member(worker, job.now).update(no_call_seconds=600.0)
     job.recorder.tick(job.now)
 
     assert [name for name, _ in written.lines if name == "lose"] == []
 
 
 def test_a_worker_is_named_no_later_than_it_is_dropped() -> None:
-    roster = Membership(5.0)
-    member = roster.join(0.0, None, "host", 1, "cpu")
+    membership = Membership(5.0)
+    member = membership.join(0.0, None, "host", 1, "cpu")
     member.state = WorkerState.ACTIVE
     for timeout, hanging in ((None, False), (4.0, True), (600.0, False)):
-        roster.progress_timeout = timeout
+        membership.progress_timeout = timeout
         member.no_call_seconds = 5.0
-        assert roster.is_hanging(member) is hanging
+        assert membership.is_hanging(member) is hanging
 
 
 def test_what_a_heartbeat_says_is_no_part_of_the_state() -> None:
-    roster = Membership(5.0)
-    roster.join(0.0, None, "host", 1, "cpu")
+    membership = Membership(5.0)
+    membership.join(0.0, None, "host", 1, "cpu")
 
-    assert "no_call_seconds" not in roster.state()["members"][0]
+    assert "no_call_seconds" not in membership.state()["members"][0]
 
 
 def test_rules_without_it_are_written_as_before() -> None:

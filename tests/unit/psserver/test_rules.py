@@ -43,7 +43,7 @@ def test_other_settings_count_from_then_on() -> None:
     )
 
     assert (coordinator.min_workers, coordinator.policy) == (3, policy("ssp", 2))
-    assert coordinator.roster.lease_left(job.now) == 9.0
+    assert coordinator.membership.seconds_to_lease_end(job.now) == 9.0
     job.push(job.add(), 1)
     assert isinstance(job.news()[-1], Cut)
     coordinator.go_by(replace(coordinator.rules, policy=policy("async")), job.now)

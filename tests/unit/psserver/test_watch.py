@@ -10,7 +10,7 @@ from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.workers.health import WorkerCondition, WorkerHealth
-from psserver.core.workers.membership import WorkerState
+from psserver.core.workers.members import WorkerState
 from psserver.monitoring.worker_monitor import QUIET, SURE, WorkerMonitor
 from psserver.process.metrics import ServerMetrics
 
@@ -34,14 +34,15 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.watch = WorkerMonitor(ServerMetrics(self.registry, shard=0), 0.0)
-        self.roster = self.coordinator.roster
-        self.member = self.roster.join(0.0, 7, "host-a", 1, "cpu")
+        self.membership = self.coordinator.membership
+        self.member = self.membership.join(0.0, 7, "host-a", 1, "cpu")
 
     def pass_by(self, seconds: float, *conditions: WorkerCondition) -> None:
         """So much time, during which each look finds the next of these."""
         for look in range(round(seconds / 0.2)):
             found = {
-                member.worker: conditions[look % len(conditions)] for member in self.roster.here()
+                member.worker: conditions[look % len(conditions)]
+                for member in self.membership.current()
             }
             self.watch.look(self.coordinator, found, "", self.now)
             self.now += 0.2
@@ -96,7 +97,7 @@ def test_who_goes_back_and_forth_gets_a_line_every_ten_seconds(scene: Scene, cap
 def test_nothing_new_is_said_of_one_that_is_silent_or_gone(scene: Scene, caplog: Log) -> None:
     scene.pass_by(2.0, SLOW)
     scene.pass_by(60.0, WorkerCondition(SILENT, 1.0, 0.1))
-    scene.roster.remove(scene.member, WorkerState.LOST, "its lease ended")
+    scene.membership.remove(scene.member, WorkerState.LOST, "its lease ended")
     scene.pass_by(60.0, SLOW)
 
     assert caplog.messages == ["worker is slow"]
@@ -105,7 +106,7 @@ def test_nothing_new_is_said_of_one_that_is_silent_or_gone(scene: Scene, caplog:
 def test_the_time_of_the_last_push_is_of_that_and_ends_with_its_worker(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the worker goes: a quarantine, say, is known to the roster alone."""
+    """However the worker goes: a quarantine, say, is known to the membership alone."""
     monkeypatch.setattr("prometheus_client.metrics.time.time", lambda: scene.now)
 
     def said() -> float | None:
@@ -120,7 +121,7 @@ def test_the_time_of_the_last_push_is_of_that_and_ends_with_its_worker(
     scene.pass_by(5.0, LIVE)
     assert said() == pushed
 
-    scene.roster.remove(scene.member, WorkerState.LOST, "quarantined")
+    scene.membership.remove(scene.member, WorkerState.LOST, "quarantined")
     scene.pass_by(0.2, LIVE)
     assert said() is None
 

@@ -16,13 +16,13 @@ class Crew:
     """Workers 1 to 3, and what is known of their processes."""
 
     def __init__(self) -> None:
-        self.exits, self.roster = WorkerExits(), Membership(5.0)
+        self.exits, self.membership = WorkerExits(), Membership(5.0)
         for rank in range(3):
-            self.roster.join(0.0, rank, "host", 1, "cpu")
+            self.membership.join(0.0, rank, "host", 1, "cpu")
 
     @property
     def proofs(self) -> dict[int, str]:
-        return self.exits.among(self.roster.workers())
+        return self.exits.among(self.membership.current_workers())
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_workers_that_left_are_forgotten(child: "subprocess.Popen[bytes]") -> No
         crew.exits.learn(worker, process_id(child.pid))
     child.kill()
     child.wait()
-    crew.roster.members = {}
+    crew.membership.members = {}
     assert crew.exits.among([]) == {}
     assert crew.exits.report(process_id(), "ended") == []
     assert crew.proofs == {}

@@ -114,7 +114,7 @@ def test_a_worker_that_takes_another_s_place_has_its_share() -> None:
     coordinator, loop = CoordinatorMachine(1, JobRules(policy("sync"), 1)), LoopSpec(0, 10, 1)
     job = job_of(1)
     job.lead(coordinator)
-    coordinator.roster.join(0.0, 0, "host", 1, "cpu", 0)
+    coordinator.membership.join(0.0, 0, "host", 1, "cpu", 0)
     coordinator.register(1, MODEL, 0.0)
     job.push(1, 0)
     coordinator.register(1, MODEL, 0.0)

@@ -1,0 +1,198 @@
+"""One worker of the job: its state, what was decided about it, and what it reported."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from psserver.core.workers.step_timer import StepTimer
+
+
+class WorkerState(StrEnum):
+    """A worker's state in the membership.
+
+    JOINED: It has a lease and has not registered a model; no round waits for it.
+    ACTIVE: Rounds wait for it.
+    IDLE: It waits for data; rounds and the staleness bound ignore it.
+    LOST: Its lease ended, it was quarantined or replaced.
+    LEFT: It left.
+    PAST: It was a member before the servers returned to a snapshot. It may join again as new.
+    """
+
+    JOINED = "joined"
+    ACTIVE = "active"
+    IDLE = "idle"
+    LOST = "lost"
+    LEFT = "left"
+    PAST = "past"
+
+
+DEPARTED_STATES = (WorkerState.LOST, WorkerState.LEFT, WorkerState.PAST)
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker. Times are in seconds by the monotonic clock of this process.
+
+    Attributes:
+        ranked: Whether its launcher gave it its rank.
+        attempt: How often its launcher had started it before.
+        seq: Number of its newest decided push.
+        steps: Number of its pushes that counted.
+        clock: Steps for the staleness bound.
+        bad: Number of its latest pushes in a row with a bad gradient.
+        waiting: Number of the loop whose data it waits for.
+        missing_since: When its lease ended, while its place is kept for it.
+        draining: Whether it was asked to leave.
+        ended: Whether it was told that a loop has no more data.
+        joined_at: When it joined.
+        last_seen: Time of its last request to the coordinator.
+        last_moved: When bytes of its pushes or pulls last moved.
+        death: Proof that its process has ended; empty: none.
+        step_seconds: Step time by its own report, waiting included.
+        no_call_seconds: By its last heartbeat, time since its script called psworker; 0 while a
+            server has a request of it.
+        step_timer: Its step times as its pushes show them.
+    """
+
+    worker: int
+    rank: int
+    host: str
+    pid: int
+    device: str
+    last_seen: float
+    state: WorkerState = WorkerState.JOINED
+    ranked: bool = False
+    attempt: int = 0
+    clock: int = 0
+    steps: int = 0
+    seq: int = 0
+    bad: int = 0
+    waiting: int | None = None
+    reason: str = ""
+    missing_since: float | None = None
+    draining: bool = False
+    ended: bool = False
+    joined_at: float = 0.0
+    last_moved: float = 0.0
+    death: str = ""
+    step_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    phase: str = ""
+    no_call_seconds: float = 0.0
+    step_timer: StepTimer = field(default_factory=StepTimer)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is a member now."""
+        return self.state not in DEPARTED_STATES
+
+    @property
+    def is_registered(self) -> bool:
+        return self.state in (WorkerState.ACTIVE, WorkerState.IDLE)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it took part and left without giving a reason."""
+        return self.state is WorkerState.LEFT and not self.reason and (self.steps > 0 or self.ended)
+
+    @property
+    def last_contact_at(self) -> float:
+        """Time of its last sign of life. Its bytes are one: they can delay its heartbeats."""
+        return max(self.last_seen, self.last_moved)
+
+    def update(self, **values: Any) -> None:
+        """Set attributes that a heartbeat reports."""
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} (rank {self.rank}, {self.host} pid {self.pid}, step {self.steps})"
+
+
+SAVED_ATTRIBUTES = (
+    "worker",
+    "rank",
+    "host",
+    "pid",
+    "device",
+    "state",
+    "ranked",
+    "attempt",
+    "clock",
+    "steps",
+    "seq",
+    "bad",
+    "waiting",
+    "reason",
+    "missing_since",
+    "draining",
+    "ended",
+)
+"""Attributes in the coordinator's state, where the names are keys on disk. The other ones are
+valid only in the process that measured or received them.
+"""
+
+
+def member_to_json(member: Member) -> dict[str, Any]:
+    """Return the saved attributes as JSON values for `member_from_json`."""
+    return {key: getattr(member, key) for key in SAVED_ATTRIBUTES}
+
+
+def member_from_json(values: Mapping[str, Any], now: float) -> Member:
+    """Return a saved member; its lease begins now."""
+    return Member(**{**values, "state": WorkerState(values["state"])}, last_seen=now, joined_at=now)
+
+
+@dataclass(slots=True)
+class DepartedTotals:
+    """Totals of departed members that were forgotten.
+
+    Attributes:
+        states: Number of members by state.
+        done: Number of members that were done.
+        lost_ranks: Ranks whose newest worker had not left in order.
+        unranked: Whether a worker without a rank had not left in order.
+    """
+
+    states: Counter[str] = field(default_factory=Counter)
+    done: int = 0
+    lost_ranks: set[int] = field(default_factory=set)
+    unranked: bool = False
+
+    def add(self, member: Member, is_newest: bool) -> None:
+        """Add a member. is_newest: no later member has its rank."""
+        self.states[member.state] += 1
+        self.done += member.is_done
+        if not is_newest:
+            return
+        if not member.ranked:
+            self.unranked = self.unranked or member.state is not WorkerState.LEFT
+        elif member.state is WorkerState.LEFT:
+            self.lost_ranks.discard(member.rank)
+        else:
+            self.lost_ranks.add(member.rank)
+
+    def has_lost(self, ranks: Collection[int]) -> bool:
+        """Return whether the newest worker of a rank other than these did not leave in order."""
+        return self.unranked or not self.lost_ranks.issubset(ranks)
+
+    def state(self) -> dict[str, Any]:
+        """Return the totals as JSON values for `recovered`."""
+        ranks = sorted(self.lost_ranks)
+        return {
+            "states": dict(self.states),
+            "done": self.done,
+            "lost_ranks": ranks,
+            "unranked": self.unranked,
+        }
+
+    @staticmethod
+    def recovered(state: Mapping[str, Any]) -> "DepartedTotals":
+        """Return the totals whose `state` this is, or none for an empty one."""
+        if not state:
+            return DepartedTotals()
+        return DepartedTotals(
+            Counter(state["states"]), state["done"], set(state["lost_ranks"]), state["unranked"]
+        )
