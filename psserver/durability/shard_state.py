@@ -100,7 +100,7 @@ class ShardState:
             return
         if self.store is None or self.model is None:
             raise LogUnfitError("it speaks of pushes before there is a model")
-        staging = self.store.staging(push.absent, push.initial)
+        staging = self.store.allocate_staging(push.absent, push.initial)
         if push.groups_json:
             staging.groups = groups_from_json(push.groups_json, self.model.optimizer)
         offset = 0
@@ -117,7 +117,7 @@ class ShardState:
             case Measure():
                 square_norm = measure(self.numbers, entry, self.kept)
             case Begin():
-                self.numbers.begin(self.kept[PushKey(entry.worker, 0)].staging)
+                self.numbers.set_initial_weights(self.kept[PushKey(entry.worker, 0)].staging)
             case Apply():
                 apply(self.numbers, entry, self.kept)
                 self.frozen = None

@@ -1,3 +1,1 @@
-"""The arrays of one shard: staged gradients, their average, the optimizer update, and reads of
-the weights.
-"""
+"""The arrays of one shard: staged gradients, averages, optimizer steps and weight reads."""

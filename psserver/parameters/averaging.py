@@ -1,6 +1,4 @@
-"""Means over the pushes of a round, weighted by samples and summed in the round's order, so they
-can be repeated.
-"""
+"""Average the pushes of a round, weighted by samples, in a fixed and therefore repeatable order."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +12,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def sum_gradients(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """target = sum of factor * part, in the order given. The first part may be the target
-    itself.
+    """Compute target = sum of factor * part, in the order given.
 
-    All are flat, of one length and one floating dtype. 16-bit parts are summed in float32 and
-    rounded once. A single part with factor 1 comes out bit by bit.
+    All are flat, of one length and one floating dtype. The first part may be the target itself.
+    16-bit parts are summed in float32 and rounded once. A single part with factor 1 is copied bit
+    by bit.
     """
     if len(parts) == 1 and factors[0] == 1.0:
         if parts[0].data_ptr() != target.data_ptr():
@@ -34,12 +32,11 @@ def sum_gradients(target: Tensor, parts: Sequence[Tensor], factors: Sequence[flo
 
 
 def mean_of_values(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """target = weighted mean of the parts, which are values of buffers: flat, of one length and
-    one dtype.
+    """Compute the weighted mean of buffer values: flat parts of one length and one dtype.
 
-    Computed as first + sum of factor * (part - first), so that what is equal everywhere (a
-    constant, an attention mask with its infinities) stays as it is for ever. Whole numbers and
-    truths have no mean: the first part's are taken.
+    The mean is first + sum of factor * (part - first). So a value that is equal in all parts (a
+    constant, an infinity in an attention mask) stays exact. Integers and booleans have no mean:
+    the first part's values are taken.
     """
     if len(parts) == 1 or not target.dtype.is_floating_point:
         target.copy_(parts[0])

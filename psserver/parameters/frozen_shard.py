@@ -1,6 +1,4 @@
-"""What a shard held when the model moved to another number of shards: it is read until all have
-their new parts.
-"""
+"""A shard's partition from before a reshard; other shards read it to build their new ones."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,8 +13,13 @@ from psserver.parameters.store import ParameterStore
 
 
 class FrozenDescription(NamedTuple):
-    """What there is besides bytes: kinds of numbers ("weight", names of optimizer states), steps
-    by tensor, groups, and what the optimizer keeps once for each tensor."""
+    """What a partition has besides its bytes.
+
+    kinds: "weight" and the names of optimizer states.
+    steps: optimizer steps by tensor.
+    groups_json: hyper-parameters of the groups.
+    scalars: optimizer values kept once per tensor.
+    """
 
     kinds: frozenset[str]
     steps: Mapping[int, int]
@@ -25,7 +28,7 @@ class FrozenDescription(NamedTuple):
 
 
 class FrozenBytes(NamedTuple):
-    """Bytes of the tape from `start` on."""
+    """Bytes of the flat buffer from `start` on."""
 
     start: int
     data: memoryview
@@ -33,8 +36,9 @@ class FrozenBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenShard:
-    """The numbers of a shard at the Reshard of this epoch and index, when there were so many
-    shards. None change.
+    """A shard's arrays at the Reshard entry with this epoch and index. They no longer change.
+
+    shards: number of shards before the reshard.
     """
 
     epoch: int
@@ -49,12 +53,12 @@ class FrozenShard:
         )
 
     def read(self, kind: str, span: ByteRange) -> Iterator[FrozenBytes]:
-        """All that lies here of a stretch of one kind."""
+        """Yield this shard's bytes of one kind within `span`."""
         for key, tensor in self.store.tensors():
-            found, _, place = key.rpartition("@")
-            start, data = int(place), raw(tensor)
+            found_kind, _, position = key.rpartition("@")
+            start, data = int(position), raw(tensor)
             low, high = max(start, span.start), min(start + data.nbytes, span.stop)
-            if found == kind and low < high:
+            if found_kind == kind and low < high:
                 yield FrozenBytes(low, data[low - start : high - start])
 
 

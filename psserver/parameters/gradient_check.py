@@ -1,6 +1,4 @@
-"""Is a gradient fit to be counted? What one shard can see of it: NaN and Inf, and its part of
-the norm.
-"""
+"""Check a push for NaN and Inf, and compute its part of the gradient norm."""
 
 from dataclasses import replace
 
@@ -10,15 +8,16 @@ from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
 
 
-def examined(
-    staged: Staged, staging: Staging, store: ParameterStore, fitness: GradientRules
+def check_gradient(
+    staged: Staged, staging: Staging, store: ParameterStore, rules: GradientRules
 ) -> Staged:
-    """What is to be reported of a push; where the operator wants it, NaN and Inf in it are zeros
-    afterwards.
+    """Return `staged` with what the coordinator must know of the gradient.
+
+    If the operator asked for it, NaN and Inf in gradients are replaced by zeros.
     """
     tensor = store.find_non_finite(staging)
-    if tensor and fitness.mends and not staging.initial:
-        store.mend(staging)
+    if tensor and rules.mends and not staging.initial:
+        store.replace_non_finite(staging)
         staged, tensor = (
             replace(staged, mended=tensor),
             store.find_non_finite(staging),
@@ -27,5 +26,7 @@ def examined(
         return replace(staged, problem=f"NON_FINITE: tensor {tensor}")
     # in a round of several the norm of their average matters; where that was not so, the
     # coordinator has it measured
-    looks = (fitness.norms or (store.clips and not store.averages)) and not staging.initial
-    return replace(staged, square_norm=store.square_norm([staging])) if looks else staged
+    needs_norm = (
+        rules.norms or (store.clips_gradients and not store.averaged_last)
+    ) and not staging.initial
+    return replace(staged, square_norm=store.square_norm([staging])) if needs_norm else staged

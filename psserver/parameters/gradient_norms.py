@@ -1,9 +1,8 @@
-"""Sums of squares of gradients and of their means, in float64, with the same bits for any number
-of threads.
+"""Sums of squares of gradients and of their means, in float64.
 
-A flat range is cut into blocks of one size from its start, a block into rows of one size, and
-the rows' sums are added with a single rounding. So the bits depend on where the range begins and
-ends, and on nothing else.
+The bits are the same for any number of threads. A flat range is cut into blocks of one size from
+its start, a block into rows of one size, and the rows' sums are added with a single rounding. So
+the bits depend only on where the range begins and ends.
 """
 
 import math
@@ -17,16 +16,16 @@ from psserver.parameters.averaging import sum_gradients
 from psserver.parameters.partition import blocks
 
 ROW = 1 << 14
-"""Elements that are added up in one go: torch divides sums of 32 768 elements and more among its
+"""Elements that are added at a time: torch splits sums of 32 768 elements and more among its
 threads.
 """
 
 
 class MeanBlock(NamedTuple):
-    """A block of a mean that has yet to be made.
+    """A block of a mean that is not computed yet.
 
-    parts: of each push, flat, of one dtype; they stay as they are.
-    factors: what each part is multiplied with.
+    parts: one flat part per push, of one dtype; they are not modified.
+    factors: factor of each part.
     padding: elements of the block that belong to no tensor.
     """
 
@@ -38,9 +37,7 @@ class MeanBlock(NamedTuple):
 def mean_blocks(
     parts: Sequence[Tensor], factors: Sequence[float], padding: Tensor
 ) -> Iterator[MeanBlock]:
-    """Yield the blocks of flat parts. padding: as of MeanBlock, of the whole, in ascending
-    order.
-    """
+    """Yield the blocks of flat parts. padding: as in MeanBlock, for all elements, ascending."""
     start = 0
     for block in blocks(*parts):
         stop = start + len(block[0])
@@ -54,9 +51,7 @@ def mean_blocks(
 
 
 def squares(block: MeanBlock) -> list[float]:
-    """Return the sums of squares of a mean's rows, where the mean is what sum_gradients makes of
-    the parts.
-    """
+    """Return the sums of squares of the rows of a mean as sum_gradients computes it."""
     parts, factors, padding = block
     if len(parts) == 1 and factors[0] == 1.0 and not len(padding):
         return _squares(parts[0])
@@ -66,9 +61,7 @@ def squares(block: MeanBlock) -> list[float]:
 
 
 def total(squares: Iterable[float]) -> float:
-    """Return their sum, rounded once, so that their order does not matter; inf where it is too
-    large.
-    """
+    """Return the sum, rounded once, so that its order does not matter; inf on overflow."""
     try:
         return math.fsum(squares)
     except OverflowError:

@@ -1,6 +1,4 @@
-"""The bound on bytes in flight: pushes that are staged, and weights that are being sent while
-others are applied.
-"""
+"""Limit the bytes in flight: staged pushes, and weights being sent while updates are applied."""
 
 import threading
 import time
@@ -10,29 +8,29 @@ from contextlib import contextmanager
 
 from pscommon.core.errors import InFlightError, InvalidRequestError
 
-TURN_SECONDS = 1.0
-"""How often somebody who waits looks whether the caller is still there."""
+CALLER_CHECK_INTERVAL_SECONDS = 1.0
+"""Seconds between checks that the caller of a waiting claim is still connected."""
 
 
 class MemoryClaim:
-    """Bytes for one worker, waiting or granted. turn: wakes the one who waits for it, and nobody
-    else.
+    """Bytes for one worker, waiting or granted.
+
+    granted: condition that wakes only the thread of this claim.
     """
 
-    __slots__ = ("nbytes", "turn", "worker")
+    __slots__ = ("granted", "nbytes", "worker")
 
     def __init__(self, worker: int, nbytes: int, lock: threading.Lock) -> None:
         self.worker = worker
         self.nbytes = nbytes
-        self.turn = threading.Condition(lock)
+        self.granted = threading.Condition(lock)
 
 
 class MemoryBudget:
     """`limit` bytes, granted in whole claims. Thread-safe.
 
-    Fair: of those who wait, the worker that holds least comes first, then who came first; a
-    claim that does not fit yet holds up the ones behind it, so that a large one is not passed
-    over for ever.
+    Fair: the waiting worker that has the fewest bytes comes first, then the oldest claim. A claim
+        that does not fit yet holds up the ones behind it, so that a large one does not starve.
     """
 
     def __init__(self, limit: int) -> None:
@@ -40,18 +38,20 @@ class MemoryBudget:
         self.used = 0
         self._lock = threading.Lock()
         self._waiting: list[MemoryClaim] = []
-        self._held: Counter[int] = Counter()
+        self._used_by_worker: Counter[int] = Counter()
 
     @property
     def waiting(self) -> int:
-        """Claims that wait."""
+        """The number of waiting claims."""
         return len(self._waiting)
 
     def take(
         self, worker: int, nbytes: int, seconds: float, alive: Callable[[], bool] = lambda: True
     ) -> MemoryClaim:
-        """Waits for room. InFlightError: there was none within `seconds`; InvalidRequestError:
-        there never can be.
+        """Wait for room and return the claim.
+
+        Raises InFlightError if there is none within `seconds`, InvalidRequestError if the claim can
+        never fit.
         """
         if nbytes > self.limit:
             raise InvalidRequestError(
@@ -63,44 +63,45 @@ class MemoryBudget:
             self._waiting.append(claim)
             try:
                 while self._next() is not claim or self.used + nbytes > self.limit:
-                    left = deadline - time.monotonic()
-                    if left <= 0 or not alive():
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0 or not alive():
                         raise InFlightError(self._full(nbytes))
-                    claim.turn.wait(min(left, TURN_SECONDS))
+                    claim.granted.wait(min(remaining, CALLER_CHECK_INTERVAL_SECONDS))
                 self.used += nbytes
-                self._held[worker] += nbytes
+                self._used_by_worker[worker] += nbytes
             finally:
                 self._waiting.remove(claim)
                 self._wake_next()
         return claim
 
-    def give(self, claim: MemoryClaim) -> None:
-        """What was taken is free again; once for each claim."""
+    def release(self, claim: MemoryClaim) -> None:
+        """Free a claim's bytes; to be called once for each claim."""
         with self._lock:
             self.used -= claim.nbytes
-            self._held[claim.worker] -= claim.nbytes
-            if not self._held[claim.worker]:
-                del self._held[claim.worker]
+            self._used_by_worker[claim.worker] -= claim.nbytes
+            if not self._used_by_worker[claim.worker]:
+                del self._used_by_worker[claim.worker]
             self._wake_next()
 
     @contextmanager
-    def lent(
+    def borrow(
         self, worker: int, nbytes: int, seconds: float, alive: Callable[[], bool]
     ) -> Iterator[None]:
-        """take, and give at the end."""
+        """Take bytes, and release them at the end."""
         claim = self.take(worker, nbytes, seconds, alive)
         try:
             yield
         finally:
-            self.give(claim)
+            self.release(claim)
 
     def _wake_next(self) -> None:
-        """Only one can go on; when it does, it wakes the next."""
+        """Wake one thread; when it has its bytes it wakes the next."""
         if self._waiting:
-            self._next().turn.notify()
+            self._next().granted.notify()
 
     def _next(self) -> MemoryClaim:
-        return min(self._waiting, key=lambda claim: self._held[claim.worker])
+        return min(self._waiting, key=lambda claim: self._used_by_worker[claim.worker])
 
     def _full(self, nbytes: int) -> str:
-        return f"{self.used} of {self.limit} bytes are in flight, no room for {nbytes} more (--in-flight)"
+        used = f"{self.used} of {self.limit} bytes are in flight"
+        return f"{used}, no room for {nbytes} more (--in-flight)"

@@ -1,10 +1,10 @@
-"""torch.optim on long runs of the tape instead of on tensors.
+"""Run torch.optim on long ranges of the flat buffer instead of on single tensors.
 
-The optimizers here treat each element by itself, so tensors that lie side by side, with the same
-hyper-parameters, equally many steps behind them and equal scalars (NAdam's mu_product), can step
-as one. In the common case that is one run per dtype and parameter group. A tensor that got no
-gradient in a round is left out, as torch leaves out a parameter whose grad is None: its weight,
-its state and its step count stay as they are.
+The optimizers here treat each element by itself. So adjacent tensors can step as one if they have
+the same hyper-parameters, the same number of steps and equal scalars (NAdam's mu_product). Usually
+this gives one run per dtype and parameter group. A tensor without a gradient in a round is left
+out, as torch leaves out a parameter whose grad is None: its weight, its state and its step count
+stay the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,17 +21,15 @@ from pscommon.optim.specs import SUPPORTED, Groups, Scalars
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.parameters.partition import DTYPES, RoleBuffers, ShardPartition, blocks, padded, raw
 
-PASSES_KEPT = 8
-"""Sets of runs that stay prepared: a script that trains its parts in turn comes back to each."""
+MAX_CACHED_PASSES = 8
+"""Prepared sets of runs that are kept: a script that trains its parts in turn returns to each."""
 
 
 class StateReader(Protocol):
-    """Where optimizer state is restored from, whatever number of shards wrote it."""
+    """A source of optimizer state, independent of the number of shards that wrote it."""
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
-        """Fills `out` with bytes [start, stop) of the tape of `kind`; False where not all of it
-        was ever stored.
-        """
+        """Fill `out` with bytes [start, stop) of this kind; return False if not all are stored."""
         ...
 
     def kinds(self) -> set[str]: ...
@@ -42,8 +40,11 @@ class StateReader(Protocol):
 
 
 class OptimizerRun(NamedTuple):
-    """Tensors that step as one: places [first, last) among the shard's trainable slices, tape
-    [start, stop).
+    """Tensors that step as one.
+
+    first, last: range of indices into the shard's trainable slices.
+    start, stop: range of bytes in the flat buffer.
+    segment: index of the trainable segment.
     """
 
     first: int
@@ -54,16 +55,17 @@ class OptimizerRun(NamedTuple):
 
 
 class FlatOptimizer:
-    """The optimizer of one shard's `weights`. Not thread-safe.
+    """The optimizer of one shard's weights. Not thread-safe.
 
-    spec: validated; its groups are the hyper-parameters until others are assigned to `groups`.
-    State is created when it is first needed, for a whole parameter group at once, and so on all
-    shards together.
+    spec: validated settings. Its groups are the hyper-parameters until `groups` is assigned.
+
+    State is created when it is first needed, for a whole parameter group, on all shards at the same
+    step.
     """
 
     def __init__(
         self,
-        stretch: ShardPartition,
+        partition: ShardPartition,
         weights: RoleBuffers,
         spec: OptimizerSettings,
         team: ThreadTeam = ALONE,
@@ -71,13 +73,13 @@ class FlatOptimizer:
         self.groups: Groups = spec.groups
         self._kind = SUPPORTED[spec.name]
         self._team = team
-        self._stretch = stretch
+        self._partition = partition
         self._weights = weights
-        self._segments = stretch.segments["trainable"]
+        self._segments = partition.segments["trainable"]
         self._slices = [
-            (held, index)
+            (tensor_slice, index)
             for index, segment in enumerate(self._segments)
-            for held in stretch.slices(segment.start, segment.stop)
+            for tensor_slice in partition.slices(segment.start, segment.stop)
         ]
         self._steps = torch.zeros(len(self._slices), dtype=torch.int64)
         # meaningless for tensors without steps
@@ -90,9 +92,9 @@ class FlatOptimizer:
         self._last: tuple[frozenset[int], _Passes] | None = None
 
     def step(self, gradients: RoleBuffers, absent: frozenset[int]) -> None:
-        """One step of all tensors but those in `absent`."""
+        """Step all tensors except those in `absent`."""
         states = self._create_state()
-        runs, passes = self._chosen(absent)
+        runs, passes = self._select_passes(absent)
         self._team.map(
             lambda each: each.step(gradients, self.groups, self._steps, self._scalars), passes
         )
@@ -109,27 +111,25 @@ class FlatOptimizer:
         return sum(tensor.nbytes for state in self._state for tensor in state.values())
 
     def state(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Every state tensor: torch's name of it, where on the tape it starts, and itself, flat."""
+        """Yield every state tensor: torch's name, its start in the flat buffer, the flat tensor."""
         for segment, state in zip(self._segments, self._state, strict=True):
             for name, tensor in state.items():
                 yield name, segment.start, tensor
 
     def steps(self) -> dict[int, int]:
-        """Steps of each tensor on this shard. A step that keeps no state (SGD without momentum)
-        does not count.
+        """Return the steps of each tensor; steps without state (SGD without momentum) are not
+        counted.
         """
         return {
-            held.tensor: count
-            for (held, _), count in zip(self._slices, self._steps.tolist(), strict=True)
+            tensor_slice.tensor: count
+            for (tensor_slice, _), count in zip(self._slices, self._steps.tolist(), strict=True)
         }
 
     def scalars(self) -> Scalars:
-        """Return the scalars of each tensor on this shard that has made a step; empty where the
-        optimizer has none.
-        """
+        """Return the scalars of each tensor that has made a step; empty without scalars."""
         stepped = [
-            (place, held.tensor)
-            for place, (held, _) in enumerate(self._slices)
+            (place, tensor_slice.tensor)
+            for place, (tensor_slice, _) in enumerate(self._slices)
             if self._steps[place]
         ]
         return {
@@ -138,35 +138,33 @@ class FlatOptimizer:
         }
 
     def restore(self, reader: StateReader) -> None:
-        """Take over state and steps; set `groups` before. What was not stored starts afresh."""
+        """Load state and steps; set `groups` before. State that is not stored starts new."""
         steps, stored = reader.steps(), reader.kinds()
         self._steps = torch.tensor(
-            [steps.get(held.tensor, 0) for held, _ in self._slices], dtype=torch.int64
+            [steps.get(tensor_slice.tensor, 0) for tensor_slice, _ in self._slices],
+            dtype=torch.int64,
         )
         self._restore_scalars(reader.scalars() if self._scalars else {})
         self._passes, self._last = {}, None
         for segment, state in zip(self._segments, self._state, strict=True):
             state.clear()
-            for kept in self._kind.states:
-                if kept.name in stored:
-                    tensor = self._initial(segment, kept)
-                    if reader.read(kept.name, segment.start, segment.stop, raw(tensor)):
-                        state[kept.name] = tensor
+            for each in self._kind.states:
+                if each.name in stored:
+                    tensor = self._initial(segment, each)
+                    if reader.read(each.name, segment.start, segment.stop, raw(tensor)):
+                        state[each.name] = tensor
 
     def _restore_scalars(self, stored: Scalars) -> None:
         for name, values in self._scalars.items():
-            for place, (held, _) in enumerate(self._slices):
+            for place, (tensor_slice, _) in enumerate(self._slices):
                 if self._steps[place]:
-                    if held.tensor not in stored.get(name, {}):
-                        raise SnapshotError(
-                            f"the snapshot has no {name} of {self._stretch.name(held.tensor)}"
-                        )
-                    values[place] = stored[name][held.tensor]
+                    if tensor_slice.tensor not in stored.get(name, {}):
+                        tensor = self._partition.name(tensor_slice.tensor)
+                        raise SnapshotError(f"the snapshot has no {name} of {tensor}")
+                    values[place] = stored[name][tensor_slice.tensor]
 
     def _create_state(self) -> list[tuple[OptimizerState, ...]]:
-        """Create the state that a step needs and that is not there. Return what each segment
-        needs.
-        """
+        """Create missing state for a step. Return the states that each segment needs."""
         states = []
         for segment, state in zip(self._segments, self._state, strict=True):
             all_needed = self._kind.states_of(self.groups[segment.group])
@@ -185,13 +183,15 @@ class FlatOptimizer:
         # zeros, unlike full, takes no memory before it is written to
         return torch.full((size,), value, dtype=dtype) if value else torch.zeros(size, dtype=dtype)
 
-    def _chosen(self, absent: frozenset[int]) -> "_Passes":
-        """Tensors that stepped together stay together, so the runs change only with `absent`."""
+    def _select_passes(self, absent: frozenset[int]) -> "_Passes":
+        """Return the prepared passes. Tensors that stepped together stay together, so the runs
+        change only with `absent`.
+        """
         if self._last is None or self._last[0] != absent:
             runs = self._runs(absent)
             found = self._passes.get(runs)
             if found is None:
-                if len(self._passes) == PASSES_KEPT:
+                if len(self._passes) == MAX_CACHED_PASSES:
                     self._passes.pop(next(iter(self._passes)))
                 found = self._passes[runs] = runs, self._prepare(runs)
             self._last = absent, found
@@ -202,28 +202,33 @@ class FlatOptimizer:
         runs: list[OptimizerRun] = []
         before: tuple[Any, ...] | None = None
         columns = [values.where(self._steps > 0, 0.0).tolist() for values in self._scalars.values()]
-        for place, ((held, segment), *like) in enumerate(
+        for place, ((tensor_slice, segment), *like) in enumerate(
             zip(self._slices, steps.tolist(), *columns, strict=True)
         ):
-            if held.tensor in absent:
+            if tensor_slice.tensor in absent:
                 continue
             if before == (place, segment, *like):
-                runs[-1] = runs[-1]._replace(last=place + 1, stop=padded(held.stop))
+                runs[-1] = runs[-1]._replace(last=place + 1, stop=padded(tensor_slice.stop))
             else:
-                runs.append(OptimizerRun(place, place + 1, held.start, padded(held.stop), segment))
+                runs.append(
+                    OptimizerRun(
+                        place, place + 1, tensor_slice.start, padded(tensor_slice.stop), segment
+                    )
+                )
             before = (place + 1, segment, *like)
         return tuple(runs)
 
     def _prepare(self, runs: tuple[OptimizerRun, ...]) -> "list[_ThreadPass]":
-        """One for each part that the team's threads take, with a piece of every run."""
+        """Return one pass for each thread, with a span of every run."""
         parts = self._team.parts(sum(run.stop - run.start for run in runs))
-        cuts = [cut(ByteRange(run.start, run.stop), parts) for run in runs]
+        spans_of_runs = [cut(ByteRange(run.start, run.stop), parts) for run in runs]
         return [
-            self._part(list(zip(runs, spans, strict=True))) for spans in zip(*cuts, strict=True)
+            self._prepare_thread(list(zip(runs, spans, strict=True)))
+            for spans in zip(*spans_of_runs, strict=True)
         ]
 
-    def _part(self, runs: list[tuple[OptimizerRun, ByteRange]]) -> "_ThreadPass":
-        prepared = _ThreadPass(self._kind, self._stretch)
+    def _prepare_thread(self, runs: list[tuple[OptimizerRun, ByteRange]]) -> "_ThreadPass":
+        prepared = _ThreadPass(self._kind, self._partition)
         for run, span in runs:
             if not span.nbytes:
                 continue
@@ -232,7 +237,7 @@ class FlatOptimizer:
             first, last = ((position - segment.start) // dtype.itemsize for position in span)
             state = {name: tensor[first:last] for name, tensor in self._state[run.segment].items()}
             prepared.add(
-                run, span, segment.group, self._stretch.view(self._weights, dtype, *span), state
+                run, span, segment.group, self._partition.view(self._weights, dtype, *span), state
             )
         return prepared
 
@@ -241,8 +246,12 @@ _Passes = tuple[tuple[OptimizerRun, ...], "list[_ThreadPass]"]
 
 
 class _FormulaCall(NamedTuple):
-    """One call of the formula: a run, the span of it that is stepped, its parameter group, and
-    the span's numbers.
+    """One call of the optimizer's formula.
+
+    run: the tensors that step as one.
+    span: the bytes of the run that this call steps.
+    group: the parameter group.
+    rows: views of the span's weights and state.
     """
 
     run: OptimizerRun
@@ -252,11 +261,11 @@ class _FormulaCall(NamedTuple):
 
 
 class _ThreadPass:
-    """What one thread of the team steps: a piece of every run."""
+    """What one thread steps: a span of every run."""
 
-    def __init__(self, kind: OptimizerKind, stretch: ShardPartition) -> None:
+    def __init__(self, kind: OptimizerKind, partition: ShardPartition) -> None:
         self._kind = kind
-        self._stretch = stretch
+        self._partition = partition
         self._calls: list[_FormulaCall] = []
 
     def add(
@@ -267,9 +276,7 @@ class _ThreadPass:
         weights: Tensor,
         state: Mapping[str, Tensor],
     ) -> None:
-        """The next run, of which this takes `span`: its parameter group, and the span's weights
-        and state.
-        """
+        """Add a run, of which this thread steps `span`, with the span's weights and state."""
         columns = (weights, *state.values())
         fused = weights.dtype in self._kind.fused
         first, *others = (
@@ -288,7 +295,7 @@ class _ThreadPass:
     def step(
         self, gradients: RoleBuffers, groups: Groups, steps: Tensor, scalars: Mapping[str, Tensor]
     ) -> None:
-        """One step; `steps` and `scalars` are those of each of the shard's slices before it."""
+        """Step once; `steps` and `scalars` are the values of each slice before the step."""
         with torch.no_grad():
             for run, span, group, rows in self._calls:
                 count = int(steps[run.first])
@@ -313,9 +320,7 @@ class _ThreadPass:
                     each.fill_(group[state.initial])
 
     def keep_scalars(self, scalars: Mapping[str, Tensor]) -> None:
-        """After the step: the new values into `scalars`. Every part of a run has computed the
-        same.
-        """
+        """Store the new scalars after a step; every thread has computed the same values."""
         for name, values in scalars.items():
             for run, *_, rows in self._calls:
                 values[run.first : run.last] = rows.scalars[name][0]
@@ -323,5 +328,5 @@ class _ThreadPass:
     def _gradients(
         self, span: ByteRange, gradients: RoleBuffers, weights: list[Tensor]
     ) -> list[Tensor]:
-        flat = self._stretch.view(gradients, weights[0].dtype, *span)
+        flat = self._partition.view(gradients, weights[0].dtype, *span)
         return [flat] if len(weights) == 1 else [*torch.split(flat, weights[0].numel())]

@@ -1,4 +1,4 @@
-"""One shard's stretch of the tape in memory: its trainable, buffer and frozen ranges."""
+"""Map one shard's partition of the flat buffer to memory: trainable, buffer and frozen ranges."""
 
 from collections.abc import Collection, Iterator
 from functools import lru_cache
@@ -13,22 +13,21 @@ from pscommon.core.partition import ALIGN, ByteRange, PartitionPlan, TensorSlice
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 BLOCK = 1 << 20
-"""Bytes to work on at a time where intermediate results are needed, so that these are small and
-stay in the cache.
-"""
+"""Bytes processed at a time if intermediate results are needed: these then fit into the cache."""
 
-VIEWS_KEPT = 64
+MAX_CACHED_VIEWS = 64
 
 Span = tuple[Role, int, int]
 """Bytes [start, stop) of one of the shard's ranges, named by its role."""
 
 
 class RoleBuffers(dict[Role, torch.Tensor]):
-    """The bytes of each of a shard's ranges; in a buffer of the server's they lie end to end, on
-    a worker's tape apart.
+    """The bytes of each of a shard's ranges, by role.
 
-    views: typed ones, and `bytes`, untyped ones: kept because making them costs more than a
-    small step.
+    They are adjacent in the server's memory, and apart in a worker's flat buffer.
+
+    views: cached typed views; creating one costs more than a small step.
+    bytes: cached untyped views.
     """
 
     def __init__(self, ranges: dict[Role, torch.Tensor]) -> None:
@@ -37,20 +36,19 @@ class RoleBuffers(dict[Role, torch.Tensor]):
         self.bytes: dict[tuple[Role, int, int], memoryview] = {}
 
     def raw(self, role: Role, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a range, writable."""
+        """Return bytes [start, stop) of a range, writable."""
         found = self.bytes.get((role, start, stop))
         if found is None:
-            if len(self.bytes) >= VIEWS_KEPT:
+            if len(self.bytes) >= MAX_CACHED_VIEWS:
                 self.bytes.clear()
             found = self.bytes[role, start, stop] = raw(self[role][start:stop])
         return found
 
 
 class SameGradientRange(NamedTuple):
-    """Tape [start, stop), padding included, of one dtype, for which the same pushes hold a
-    gradient.
+    """Bytes [start, stop), padding included, of one dtype, with gradients from the same pushes.
 
-    holders: which of the pushes, by their place in the round's order; never empty.
+    holders: indices, in the round's order, of the pushes with a gradient; never empty.
     """
 
     dtype: torch.dtype
@@ -64,9 +62,7 @@ class SameGradientRange(NamedTuple):
 
 
 class ShardPartition:
-    """Where everything of `shard` lies in memory, `nbytes` bytes in all. Positions are always
-    positions on the tape.
-    """
+    """The layout of one shard's `nbytes` bytes. All positions are in the flat buffer."""
 
     def __init__(self, plan: PartitionPlan, shard: int) -> None:
         self.plan = plan
@@ -79,14 +75,17 @@ class ShardPartition:
         self.nbytes = self.step_nbytes + self.ranges["frozen"].nbytes
         dtypes = {segment.dtype for segment in self.segments["trainable"]}
         self.only_dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
-        self.trainable = frozenset(held.tensor for held in plan.slices(self.ranges["trainable"]))
+        self.trainable = frozenset(
+            tensor_slice.tensor for tensor_slice in plan.slices(self.ranges["trainable"])
+        )
         self.pieces = lru_cache(maxsize=32)(self._pieces)
         self.push = lru_cache(maxsize=32)(self._push)
         self.padding = lru_cache(maxsize=32)(self._padding)
 
-    def end_to_end(self, buffer: torch.Tensor) -> RoleBuffers:
-        """The ranges in a buffer of `nbytes` or (without what is frozen) `step_nbytes` bytes, in
-        the wire's order.
+    def split_packed(self, buffer: torch.Tensor) -> RoleBuffers:
+        """Return the ranges of a buffer that has them one after another, in the wire's order.
+
+        The buffer has `nbytes` bytes, or `step_nbytes` without the frozen range.
         """
         trainable, step = self.ranges["trainable"].nbytes, self.step_nbytes
         return RoleBuffers(
@@ -97,30 +96,31 @@ class ShardPartition:
             }
         )
 
-    def on_tape(self, tape: torch.Tensor) -> RoleBuffers:
-        """The ranges in a whole tape, a worker's. InvalidRequestError where it is not one of
-        this model.
+    def split_flat(self, flat: torch.Tensor) -> RoleBuffers:
+        """Return the ranges of a whole flat buffer, a worker's.
+
+        Raises InvalidRequestError if its size is not the model's.
         """
-        if len(tape) != self.plan.nbytes:
+        if len(flat) != self.plan.nbytes:
             raise InvalidRequestError(
-                f"a tape of this model is {self.plan.nbytes} bytes, not {len(tape)}"
+                f"a flat buffer of this model has {self.plan.nbytes} bytes, not {len(flat)}"
             )
         return RoleBuffers(
-            {role: tape[held.start : held.stop] for role, held in self.ranges.items()}
+            {role: flat[span.start : span.stop] for role, span in self.ranges.items()}
         )
 
     def bytes_of(self, memory: RoleBuffers, span: ByteRange) -> torch.Tensor:
-        """The bytes of a range, which lies within one role."""
-        for role, held in self.ranges.items():
-            if held.start <= span.start and span.stop <= held.stop:
-                return memory[role][span.start - held.start : span.stop - held.start]
+        """Return the bytes of a range, which lies within one role."""
+        for role, whole in self.ranges.items():
+            if whole.start <= span.start and span.stop <= whole.stop:
+                return memory[role][span.start - whole.start : span.stop - whole.start]
         raise ValueError(f"{span} does not lie on shard {self.shard}")
 
     def view(self, memory: RoleBuffers, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        """The elements of tape [start, stop); flat, shares the memory."""
+        """Return the elements of bytes [start, stop) of the flat buffer; shares the memory."""
         view = memory.views.get((dtype, start, stop))
         if view is None:
-            if len(memory.views) >= VIEWS_KEPT:
+            if len(memory.views) >= MAX_CACHED_VIEWS:
                 memory.views.clear()
             view = memory.views[dtype, start, stop] = self.bytes_of(
                 memory, ByteRange(start, stop)
@@ -128,14 +128,15 @@ class ShardPartition:
         return view
 
     def slices(self, start: int, stop: int) -> Iterator[TensorSlice]:
-        """The tensors with bytes in tape [start, stop)."""
+        """Return the tensors with bytes in [start, stop) of the flat buffer."""
         return self.plan.slices(ByteRange(start, stop))
 
     def name(self, tensor: int) -> str:
         return self.plan.spec.tensors[tensor].name
 
     def _push(self, absent: frozenset[int], initial: bool) -> tuple[Span, ...]:
-        """What a push without the tensors in `absent`, or (initial) one of all weights, holds.
+        """Return the spans of a push without the tensors in `absent`; all weights if `initial`.
+
         Cached as `push`.
         """
         spans = [
@@ -146,31 +147,31 @@ class ShardPartition:
         return tuple(span for span in spans if span[1] < span[2])
 
     def span(self, role: Role) -> Span:
-        """All bytes of a range."""
+        """Return all bytes of a range."""
         return role, 0, self.ranges[role].nbytes
 
     def trainable_spans(self, absent: Collection[int]) -> list[Span]:
-        """The trainable range without the tensors in `absent`."""
+        """Return the trainable range without the tensors in `absent`."""
         origin = self.ranges["trainable"].start
-        kept = self.plan.without(self.ranges["trainable"], absent)
-        return [("trainable", start - origin, stop - origin) for start, stop in kept]
+        spans = self.plan.without(self.ranges["trainable"], absent)
+        return [("trainable", start - origin, stop - origin) for start, stop in spans]
 
     def _pieces(self, absent: tuple[frozenset[int], ...]) -> tuple[SameGradientRange, ...]:
-        """The trainable range cut where the dtype or the set of pushes that hold a gradient
-        changes.
+        """Cut the trainable range where the dtype or the set of pushes with a gradient changes.
 
-        absent: for each push the tensors without a gradient. What no push holds is left out.
-        Cached as `pieces`: in the common case, nothing absent, there is one piece per dtype, and
-        no work per tensor.
+        absent: for each push, the tensors without a gradient. Ranges without any gradient are left
+            out. Cached as `pieces`: usually nothing is absent, and there is one piece per dtype.
         """
         found: list[SameGradientRange] = []
         for segment in self.segments["trainable"]:
-            for held in self.slices(segment.start, segment.stop):
+            for tensor_slice in self.slices(segment.start, segment.stop):
                 holders = tuple(
-                    push for push, missing in enumerate(absent) if held.tensor not in missing
+                    push
+                    for push, missing in enumerate(absent)
+                    if tensor_slice.tensor not in missing
                 )
                 piece = SameGradientRange(
-                    DTYPES[segment.dtype], held.start, padded(held.stop), holders
+                    DTYPES[segment.dtype], tensor_slice.start, padded(tensor_slice.stop), holders
                 )
                 if found and found[-1] == piece._replace(start=found[-1].start, stop=piece.start):
                     found[-1] = found[-1]._replace(stop=piece.stop)
@@ -179,47 +180,46 @@ class ShardPartition:
         return tuple(found)
 
     def _padding(self, piece: SameGradientRange) -> torch.Tensor:
-        """Which elements of a piece belong to no tensor, in ascending order: a worker may send
-        anything there.
+        """Return the elements of a piece that belong to no tensor, ascending.
 
-        Cached as `padding`.
+        A worker may send any values there. Cached as `padding`.
         """
         size = piece.dtype.itemsize
         gaps = [
-            torch.arange(held.stop - piece.start, padded(held.stop) - piece.start, size)
-            for held in self.slices(piece.start, piece.stop)
-            if held.stop % ALIGN
+            torch.arange(
+                tensor_slice.stop - piece.start, padded(tensor_slice.stop) - piece.start, size
+            )
+            for tensor_slice in self.slices(piece.start, piece.stop)
+            if tensor_slice.stop % ALIGN
         ]
         return torch.cat(gaps) // size if gaps else torch.empty(0, dtype=torch.int64)
 
 
 class WorkerBuffer:
-    """A worker's whole tape in memory that it shares, and a shard's ranges of it, which are
-    found once.
-    """
+    """A worker's whole flat buffer in shared memory. The shard's ranges of it are cached."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
-        self._found: tuple[ShardPartition, RoleBuffers] | None = None
+        self._ranges: tuple[ShardPartition, RoleBuffers] | None = None
 
-    def of(self, stretch: ShardPartition) -> RoleBuffers:
-        """InvalidRequestError where it is not a tape of the stretch's model."""
-        if self._found is None or self._found[0] is not stretch:
-            self._found = stretch, stretch.on_tape(self.whole)
-        return self._found[1]
+    def find_ranges(self, partition: ShardPartition) -> RoleBuffers:
+        """Return the shard's ranges. Raises InvalidRequestError if the size is not the model's."""
+        if self._ranges is None or self._ranges[0] is not partition:
+            self._ranges = partition, partition.split_flat(self.whole)
+        return self._ranges[1]
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor, writable."""
+    """Return the bytes of a flat tensor, writable."""
     return tensor.view(torch.uint8).numpy().data
 
 
 def blocks(*tensors: torch.Tensor) -> "zip[tuple[torch.Tensor, ...]]":
-    """Flat tensors of one length and dtype, side by side, in pieces of BLOCK bytes."""
+    """Split flat tensors of one length and dtype into pieces of BLOCK bytes, side by side."""
     size = BLOCK // tensors[0].element_size()
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 def padded(position: int) -> int:
-    """Where the padding after a tensor that ends at `position` ends."""
+    """Return the end of the padding after a tensor that ends at `position`."""
     return -(-position // ALIGN) * ALIGN

@@ -1,4 +1,4 @@
-"""Memory for pushes between their arrival and the update that counts them."""
+"""Memory of pushes between their arrival and the update that applies them."""
 
 import math
 import threading
@@ -15,85 +15,94 @@ from psserver.parameters.partition import RoleBuffers, ShardPartition
 class Staging:
     """One push, or one upload of initial weights, of one worker on this shard.
 
-    memory: the ranges, with holes for the absent tensors, so that all pushes line up; None once
-    it was released. ours: it is the server's, which may overwrite it; else a worker's, who waits
-    until the push is decided. views: writable bytes, to be filled one after another with what
-    comes from the wire; none in a worker's memory. absent: trainable tensors (indices into the
-    model) that the push has no gradient for. groups: the push's hyper-parameters of each group,
-    set by whoever received them; None: unchanged. claim: what the server's budget lent for it.
-    stretch: the part of the model that it is for.
+    memory: the ranges, with gaps for absent tensors, so that all pushes line up; None once
+        released.
+    is_server_memory: the server may overwrite it. Otherwise it is the memory of a worker, which
+        waits until the push is decided.
+    views: writable bytes to fill one after another with received data; empty in a worker's memory.
+    absent: trainable tensors (indices into the model) without a gradient in this push.
+    initial: whether these are initial weights.
+    groups: hyper-parameters of each group sent with the push; None if unchanged.
+    claim: claim on the memory budget.
+    partition: the partition of the model that the push is for.
+    nbytes: bytes of the push.
     """
 
     def __init__(
         self,
-        stretch: ShardPartition,
+        partition: ShardPartition,
         memory: RoleBuffers,
         absent: frozenset[int],
         initial: bool = False,
-        ours: bool = True,
+        is_server_memory: bool = True,
     ) -> None:
         self.memory: RoleBuffers | None = memory
-        self.ours = ours
+        self.is_server_memory = is_server_memory
         self.absent = absent
         self.initial = initial
         self.groups: tuple[Mapping[str, Scalar], ...] | None = None
         self.claim: MemoryClaim | None = None
-        self.stretch = stretch
-        spans = stretch.push(absent, initial)
-        self.views = [memory.raw(*span) for span in spans] if ours else []
+        self.partition = partition
+        spans = partition.push(absent, initial)
+        self.views = [memory.raw(*span) for span in spans] if is_server_memory else []
         self.nbytes = sum(stop - start for _, start, stop in spans)
-        self._watched = _single(stretch, memory, absent) if ours else None
-        self._seen, self._finite = 0, True
+        self._gradients = (
+            _find_single_dtype(partition, memory, absent) if is_server_memory else None
+        )
+        self._checked_count, self._finite = 0, True
 
     def close(self, absent: Collection[int]) -> None:
-        """All bytes are here that will come, for every tensor but those in `absent`. Errors as
-        of StagingPool.take.
-        """
-        self.absent = _checked(self.stretch, absent)
+        """Set the absent tensors of a push that is complete. Errors as in StagingPool.allocate."""
+        self.absent = _check_absent(self.partition, absent)
 
     @property
-    def needed(self) -> list[tuple[int, int]]:
-        """What must come, as ranges of bytes of `views` of a push that was begun without
-        `absent` tensors.
-        """
-        trainable, buffers = self.stretch.ranges["trainable"], self.stretch.ranges["buffer"].nbytes
-        kept = self.stretch.plan.without(trainable, self.absent)
-        gradients = [(start - trainable.start, stop - trainable.start) for start, stop in kept]
+    def required_ranges(self) -> list[tuple[int, int]]:
+        """The ranges of `views` that an open push must fill, given its absent tensors."""
+        trainable, buffers = (
+            self.partition.ranges["trainable"],
+            self.partition.ranges["buffer"].nbytes,
+        )
+        spans = self.partition.plan.without(trainable, self.absent)
+        gradients = [(start - trainable.start, stop - trainable.start) for start, stop in spans]
         return [*gradients, (trainable.nbytes, trainable.nbytes + buffers)]
 
-    def filled(self, nbytes: int) -> None:
-        """The first `nbytes` bytes are here: look for NaN and Inf in the new ones while they are
-        in the cache.
+    def mark_filled(self, nbytes: int) -> None:
+        """Check the new ones of the first `nbytes` bytes for NaN and Inf while they are in the
+        cache.
         """
-        if self._watched is not None:
-            upto = min(nbytes // self._watched.element_size(), len(self._watched))
-            if upto > self._seen:
+        if self._gradients is not None:
+            stop = min(nbytes // self._gradients.element_size(), len(self._gradients))
+            if stop > self._checked_count:
                 self._finite = self._finite and math.isfinite(
-                    self._watched[self._seen : upto].sum().item()
+                    self._gradients[self._checked_count : stop].sum().item()
                 )
-                self._seen = upto
+                self._checked_count = stop
 
     @property
     def gradients_are_finite(self) -> bool:
-        """True: all were looked at and are. False: nobody knows yet."""
-        return self._watched is not None and self._finite and self._seen == len(self._watched)
+        """True if all gradients were checked and are finite; False if this is unknown."""
+        return (
+            self._gradients is not None
+            and self._finite
+            and self._checked_count == len(self._gradients)
+        )
 
     @property
     def contents(self) -> list[memoryview]:
-        """Its bytes as they travel, without absent tensors, wherever they lie."""
+        """The bytes as they are sent, without absent tensors."""
         if self.memory is None:
             raise ValueError("this staging was released")
-        return [self.memory.raw(*span) for span in self.stretch.push(self.absent, self.initial)]
+        return [self.memory.raw(*span) for span in self.partition.push(self.absent, self.initial)]
 
     def release(self) -> RoleBuffers | None:
-        """Lets go of the memory, which is returned the first time."""
+        """Give up the memory. Return it at the first call, then None."""
         memory, self.memory = self.memory, None
-        self.views, self._watched = [], None
+        self.views, self._gradients = [], None
         return memory
 
 
-def _checked(stretch: ShardPartition, absent: Collection[int]) -> frozenset[int]:
-    tensors = stretch.plan.spec.tensors
+def _check_absent(partition: ShardPartition, absent: Collection[int]) -> frozenset[int]:
+    tensors = partition.plan.spec.tensors
     for index in absent:
         if not 0 <= index < len(tensors) or tensors[index].role != "trainable":
             raise InvalidRequestError(
@@ -102,62 +111,66 @@ def _checked(stretch: ShardPartition, absent: Collection[int]) -> frozenset[int]
     return frozenset(absent)
 
 
-def _single(
-    stretch: ShardPartition, memory: RoleBuffers, absent: frozenset[int]
+def _find_single_dtype(
+    partition: ShardPartition, memory: RoleBuffers, absent: frozenset[int]
 ) -> torch.Tensor | None:
-    """The gradients as one flat tensor, if they are of one dtype and without holes."""
-    if stretch.only_dtype is None or not stretch.trainable.isdisjoint(absent):
+    """Return the gradients as one flat tensor if they have one dtype and no gaps."""
+    if partition.only_dtype is None or not partition.trainable.isdisjoint(absent):
         return None
-    return stretch.view(memory, stretch.only_dtype, *stretch.ranges["trainable"])
+    return partition.view(memory, partition.only_dtype, *partition.ranges["trainable"])
 
 
 class StagingPool:
-    """Makes stagings and keeps their buffers for the next ones, because fresh memory costs more
-    than the copy into it.
+    """Allocates stagings and reuses their buffers: fresh memory costs more than the copy into it.
 
-    Thread-safe. It holds as many buffers as were ever in use at once.
+    Thread-safe. It has as many buffers as were ever in use at once.
     """
 
-    def __init__(self, stretch: ShardPartition) -> None:
-        self._stretch = stretch
-        self._free: list[RoleBuffers] = []
+    def __init__(self, partition: ShardPartition) -> None:
+        self._partition = partition
+        self._free_buffers: list[RoleBuffers] = []
         self._lock = threading.Lock()
 
-    def take(self, absent: Collection[int], initial: bool) -> Staging:
-        """Room for a push, contents undefined. InvalidRequestError: an absent index is not a
-        trainable tensor's.
+    def allocate(self, absent: Collection[int], initial: bool) -> Staging:
+        """Return a staging with undefined contents.
+
+        Raises InvalidRequestError if an absent index is not that of a trainable tensor.
         """
-        missing = self.checked(absent)
+        absent_set = self.check_absent(absent)
         if initial:
-            whole = self._stretch.end_to_end(torch.empty(self._stretch.nbytes, dtype=torch.uint8))
-            return Staging(self._stretch, whole, missing, initial)
-        return Staging(self._stretch, self.borrow(), missing)
+            packed = self._partition.split_packed(
+                torch.empty(self._partition.nbytes, dtype=torch.uint8)
+            )
+            return Staging(self._partition, packed, absent_set, initial)
+        return Staging(self._partition, self.take_buffers(), absent_set)
 
-    def borrow(self) -> RoleBuffers:
-        """Room for all that steps, contents undefined; `give_back` it."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-        return self._stretch.end_to_end(torch.empty(self._stretch.step_nbytes, dtype=torch.uint8))
-
-    def give_back(self, memory: RoleBuffers) -> None:
-        """Nobody may look at it from now on."""
-        with self._lock:
-            self._free.append(memory)
-
-    def give(self, staging: Staging) -> None:
-        """Take a staging's buffer back; nobody may write to its views from now on. Repeating it
-        is harmless.
+    def take_buffers(self) -> RoleBuffers:
+        """Return buffers for trainable tensors and buffers, contents undefined; see
+        `return_buffers`.
         """
+        with self._lock:
+            if self._free_buffers:
+                return self._free_buffers.pop()
+        return self._partition.split_packed(
+            torch.empty(self._partition.step_nbytes, dtype=torch.uint8)
+        )
+
+    def return_buffers(self, memory: RoleBuffers) -> None:
+        """Take buffers back; the caller may no longer access them."""
+        with self._lock:
+            self._free_buffers.append(memory)
+
+    def free(self, staging: Staging) -> None:
+        """Take a staging's buffers back. Repeating it is harmless."""
         memory = staging.release()
         if (
             memory is not None
-            and staging.ours
+            and staging.is_server_memory
             and not staging.initial
-            and staging.stretch is self._stretch
+            and staging.partition is self._partition
         ):
-            self.give_back(memory)
+            self.return_buffers(memory)
 
-    def checked(self, absent: Collection[int]) -> frozenset[int]:
-        """The same as a set; InvalidRequestError as for `take`."""
-        return _checked(self._stretch, absent)
+    def check_absent(self, absent: Collection[int]) -> frozenset[int]:
+        """Return the indices as a set; errors as in `allocate`."""
+        return _check_absent(self._partition, absent)

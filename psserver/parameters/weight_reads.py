@@ -1,10 +1,8 @@
-"""Weights on their way out. A reading shows one version from its first byte to its last,
-whatever is applied meanwhile.
+"""Read weights for sending. A read shows one version from its first byte to its last.
 
-Its frames are made when they are sent, from the weights themselves. Before these change, whoever
-changes them calls `freeze`: readings that are not through get a copy, one for all of them. So an
-update never waits for a slow receiver, and nothing is copied in the common case, where everybody
-has received before the next update.
+Frames are made from the weights themselves at the moment they are sent. Before an update changes
+the weights it calls `freeze`: unfinished reads get a copy, one for all of them. So an update never
+waits for a slow receiver, and usually, when all receivers are done, nothing is copied.
 """
 
 import threading
@@ -16,8 +14,10 @@ from psserver.parameters.partition import RoleBuffers, Span, raw
 
 
 class WeightReads:
-    """All readings of one shard. copy: makes a copy of the weights that step; free: takes its
-    memory back.
+    """All reads of one shard.
+
+    copy: returns a copy of the weights that an update may change.
+    free: takes the copy's memory back.
     """
 
     def __init__(
@@ -25,49 +25,53 @@ class WeightReads:
     ) -> None:
         self._copy, self._free = copy, free
         self._lock = threading.Lock()
-        self._live: set[WeightRead] = set()
-        self._users: dict[int, int] = {}
+        self._open_reads: set[WeightRead] = set()
+        self._read_counts: dict[int, int] = {}
 
     def open(self, weights: RoleBuffers, spans: Sequence[Span]) -> "WeightRead":
-        """Only while nothing changes the weights."""
-        reading = WeightRead(self._encode, self._close, weights, spans)
+        """Open a read. Call it only while nothing changes the weights."""
+        read = WeightRead(self._encode, self._close, weights, spans)
         with self._lock:
-            self._live.add(reading)
-        return reading
+            self._open_reads.add(read)
+        return read
 
     def freeze(self) -> None:
-        """The weights are about to change."""
+        """Give unfinished reads a copy: the weights are about to change."""
         with self._lock:
-            live, self._live = self._live, set()
-            live = {reading for reading in live if reading.left}
-            if not live:
+            open_reads, self._open_reads = self._open_reads, set()
+            open_reads = {read for read in open_reads if read.remaining_nbytes}
+            if not open_reads:
                 return
-            copy = self._copy()
-            self._users[id(copy)] = len(live)
-            for reading in live:
-                reading.memory, reading.frozen = RoleBuffers({**reading.memory, **copy}), copy
+            frozen_weights = self._copy()
+            self._read_counts[id(frozen_weights)] = len(open_reads)
+            for read in open_reads:
+                read.memory, read.frozen_copy = (
+                    RoleBuffers({**read.memory, **frozen_weights}),
+                    frozen_weights,
+                )
 
-    def _encode(self, reading: "WeightRead", spans: Sequence[Span]) -> bytes:
+    def _encode(self, read: "WeightRead", spans: Sequence[Span]) -> bytes:
         with self._lock:
-            memory = reading.memory
-            reading.left -= sum(stop - start for _, start, stop in spans)
+            memory = read.memory
+            read.remaining_nbytes -= sum(stop - start for _, start, stop in spans)
             return encode_data(*(raw(memory[role][start:stop]) for role, start, stop in spans))
 
-    def _close(self, reading: "WeightRead") -> None:
+    def _close(self, read: "WeightRead") -> None:
         with self._lock:
-            self._live.discard(reading)
-            frozen, reading.frozen = reading.frozen, None
-            if frozen is None:
+            self._open_reads.discard(read)
+            frozen_copy, read.frozen_copy = read.frozen_copy, None
+            if frozen_copy is None:
                 return
-            self._users[id(frozen)] -= 1
-            if not self._users[id(frozen)]:
-                del self._users[id(frozen)]
-                self._free(frozen)
+            self._read_counts[id(frozen_copy)] -= 1
+            if not self._read_counts[id(frozen_copy)]:
+                del self._read_counts[id(frozen_copy)]
+                self._free(frozen_copy)
 
 
 class WeightRead:
-    """One pull's bytes. To be closed, whether it was read to its end or not. left: bytes that no
-    frame has yet.
+    """The bytes of one pull. It must be closed, even if not all was read.
+
+    remaining_nbytes: bytes that are in no frame yet.
     """
 
     def __init__(
@@ -78,39 +82,37 @@ class WeightRead:
         spans: Sequence[Span],
     ) -> None:
         self.memory = weights
-        self.frozen: RoleBuffers | None = None
-        self.nbytes = self.left = sum(stop - start for _, start, stop in spans)
+        self.frozen_copy: RoleBuffers | None = None
+        self.nbytes = self.remaining_nbytes = sum(stop - start for _, start, stop in spans)
         self._encode = encode
         self._close = close
         self._spans = spans
 
     def frames(self, size: int = FRAME_BYTES) -> Iterator[bytes]:
-        """Data frames with all bytes in order, `size` in each; each is made when it is asked
-        for.
-        """
-        for spans in _grouped(self._spans, size):
+        """Yield data frames of `size` bytes, in order; each is made when it is requested."""
+        for spans in _group_spans(self._spans, size):
             yield self._encode(self, spans)
 
     def views(self) -> list[memoryview]:
-        """All bytes, where they lie; only while nothing changes the weights."""
+        """Return all bytes without copying; only while nothing changes the weights."""
         return [self.memory.raw(*span).toreadonly() for span in self._spans]
 
     def close(self) -> None:
-        """Harmless to repeat."""
+        """Close the read. Repeating it is harmless."""
         self._close(self)
 
 
-def _grouped(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
-    """The spans, cut so that each group but the last has `size` bytes."""
+def _group_spans(spans: Sequence[Span], size: int) -> Iterator[list[Span]]:
+    """Cut the spans into groups of `size` bytes; the last may be smaller."""
     group: list[Span] = []
-    room = size
+    remaining = size
     for role, start, stop in spans:
         while start < stop:
-            taken = min(room, stop - start)
-            group.append((role, start, start + taken))
-            start, room = start + taken, room - taken
-            if not room:
+            taken_nbytes = min(remaining, stop - start)
+            group.append((role, start, start + taken_nbytes))
+            start, remaining = start + taken_nbytes, remaining - taken_nbytes
+            if not remaining:
                 yield group
-                group, room = [], size
+                group, remaining = [], size
     if group:
         yield group

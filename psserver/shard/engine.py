@@ -41,10 +41,10 @@ from psserver.durability.shard_recovery import Open, ShardRecovery
 from psserver.durability.shard_state import ShardState, StagedNumbers, apply, measure
 from psserver.durability.state_records import StateRecord, shard_state
 from psserver.parameters.frozen_shard import FrozenShard, FrozenShardHolder
-from psserver.parameters.gradient_check import examined
+from psserver.parameters.gradient_check import check_gradient
 from psserver.parameters.memory_budget import MemoryBudget
 from psserver.parameters.staging import Staging
-from psserver.parameters.store import ParameterStore, PartReader, numbers_of
+from psserver.parameters.store import ParameterStore, PartReader, count_elements
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.push_timings import PushTimings
 from psserver.shard.shared_buffers import AttachedBuffers
@@ -151,7 +151,7 @@ class ShardEngine:
     def set_model(self, spec: ModelSpec) -> None:
         """Create this shard's partition of the job's model. Repeating it is harmless."""
         if self._machine.begun and self._store is not None:
-            self._store.clips = (
+            self._store.clips_gradients = (
                 spec.optimizer.clip_norm is not None
             )  # a resumed job may have another clip norm
         if self._machine.begun or (
@@ -166,7 +166,9 @@ class ShardEngine:
     def _install_model(self, spec: ModelSpec, store: ParameterStore) -> None:
         self._model, self._store = spec, store
         self._waiters.notify_all()
-        self.metrics.model(numbers_of(PartitionPlan(spec, self.shards), self.shard), store.nbytes)
+        self.metrics.model(
+            count_elements(PartitionPlan(spec, self.shards), self.shard), store.nbytes
+        )
 
     def begin_log(self, epoch: int, base: int, shards: int) -> None:
         """Discard all state and follow a new log from `base` on, as one of `shards` shards."""
@@ -324,7 +326,7 @@ class ShardEngine:
             raise UnreachableError(
                 f"shard {self.shard} has another partition of the model now", "NOT_READY"
             )
-        staged = examined(staged, staging, store, self.gradient_rules)
+        staged = check_gradient(staged, staging, store, self.gradient_rules)
         with self._log_lock:
             decided, fresh = self._stage(staged, staging)
         self.transfer_stats.count_received(staging.nbytes)
@@ -343,7 +345,7 @@ class ShardEngine:
         if (store := self._store) is not None:
             store.release(staging)
         if claim is not None:
-            self.budget.give(claim)
+            self.budget.release(claim)
 
     def _stage(self, staged: Staged, staging: Staging) -> tuple[bool, bool]:
         """Log a push, where there is a log, and stage it.
@@ -472,7 +474,9 @@ class ShardEngine:
             case Measure():
                 return measure(self._loaded_store, entry, self._staged)
             case Begin():
-                self._loaded_store.begin(self._staged[PushKey(entry.worker, 0)].staging)
+                self._loaded_store.set_initial_weights(
+                    self._staged[PushKey(entry.worker, 0)].staging
+                )
             case Apply():
                 staged_at = [self._staged[c.key].since for c in entry.contributions]
                 began = time.monotonic()

@@ -25,7 +25,7 @@ class PullSender:
         Raises InFlightError if the byte budget has no room.
         """
         nbytes = self._engine.wait_for_store(0.0).step_nbytes
-        with self._engine.budget.lent(header.worker, nbytes, header.wait_ms / 1000, alive):
+        with self._engine.budget.borrow(header.worker, nbytes, header.wait_ms / 1000, alive):
             with self._engine.lock_weights(header.shards) as (version, store):
                 read = _open_read(store, version, header, result)
             try:
@@ -73,6 +73,6 @@ def _find_unchanged(
         return ()
     if header.have == version:
         return None
-    unchanged = store.unchanged(version - header.have)
+    unchanged = store.find_unchanged(version - header.have)
     result.unchanged.extend(sorted(unchanged))
     return unchanged

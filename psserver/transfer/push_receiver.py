@@ -14,7 +14,7 @@ def receive(staging: Staging, first: memoryview, frames: Iterator[bytes]) -> Non
     filler = Filler(staging.views)
     for data in _data_in_order(first, frames):
         filler.fill(data)
-        staging.filled(staging.nbytes - filler.missing)
+        staging.mark_filled(staging.nbytes - filler.missing)
     if not filler.complete:
         raise InvalidRequestError(f"the push ended {filler.missing} bytes early")
 
@@ -31,7 +31,7 @@ def receive_open(
     staging: Staging, first: Frame[pb.PushPullHeader], frames: Iterator[bytes]
 ) -> pb.PushPullHeader:
     """Receive an open push, whose frames name their positions. Return its closing header."""
-    if staging.absent or not staging.ours:
+    if staging.absent or not staging.is_server_memory:
         raise InvalidRequestError(
             "an open push names absent tensors at its end, and uses no shared memory"
         )
@@ -41,7 +41,7 @@ def receive_open(
         coverage.add(frame.offset, frame.offset + frame.data.nbytes)
         if frame.header is not None:
             staging.close(frame.header.absent)
-            if missing := coverage.missing(staging.needed):
+            if missing := coverage.missing(staging.required_ranges):
                 raise InvalidRequestError(
                     f"the push was closed without bytes {missing[0]} to {missing[1]}"
                 )

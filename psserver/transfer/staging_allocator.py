@@ -24,16 +24,16 @@ class StagingAllocator:
         engine, seconds = self._engine, header.wait_ms / 1000
         store = engine.wait_for_store(seconds)
         if header.memory:
-            return store.staging_on(
+            return store.stage_worker_buffer(
                 engine.shared_buffers.find(header).gradients, header.absent, header.initial
             )
         engine.shared_buffers.check_network_allowed()
         nbytes = store.nbytes if header.initial else store.step_nbytes
         claim = engine.budget.take(header.worker, nbytes, seconds, alive)
         try:
-            staging = store.staging(header.absent, header.initial)
+            staging = store.allocate_staging(header.absent, header.initial)
         except BaseException:
-            engine.budget.give(claim)
+            engine.budget.release(claim)
             raise
         staging.claim = claim
         return staging

@@ -137,7 +137,7 @@ def test_who_waits_too_long_is_told_that_there_was_no_room(full: Cluster, reques
         with pytest.raises(WaitTimeoutError, match=message) as caught:
             calls[request_of]()
         assert caught.value.exit_code == 20
-        budget_of(full).give(claim)
+        budget_of(full).release(claim)
         calls[request_of]()
 
         assert counted(client.pull()) == (request_of != "pull")
@@ -151,7 +151,7 @@ def test_a_push_goes_on_as_soon_as_there_is_room(full: Cluster) -> None:
         push.start()
         until(lambda: budget_of(full).waiting, "a push that waits")
         assert full.servers[0].engine.version == 0
-        budget_of(full).give(claim)
+        budget_of(full).release(claim)
         push.join(DEADLINE)
 
         assert counted(client.pull()) == 1
@@ -161,7 +161,7 @@ def test_shared_memory_takes_no_room(full: Cluster) -> None:
     with joined(full.address, lanes="shm", wait_timeout=5.0) as client:
         claim = budget_of(full).take(99, 8_000_000, 0.0)
         assert client.push_pull(ONE).status == "applied"
-        budget_of(full).give(claim)
+        budget_of(full).release(claim)
 
         assert counted(client.weights) == 1
 
@@ -191,7 +191,7 @@ def test_on_the_wire_no_room_is_resource_exhausted_with_a_time_to_wait(
         )
         with pytest.raises(grpc.RpcError) as asked:
             once(push, timeout=DEADLINE)
-        budget_of(full).give(claim)
+        budget_of(full).release(claim)
 
         assert reason_of(streamed.value) == reason_of(asked.value) == expected
 

@@ -44,7 +44,7 @@ class Shards:
 
     def begin(self, values: Named) -> None:
         for store, staging in zip(self.stores, self.stage(values, initial=True), strict=True):
-            store.begin(staging)
+            store.set_initial_weights(staging)
             store.release(staging)
 
     def stage(self, values: Named, groups: Any = None, initial: bool = False) -> list[Staging]:
@@ -59,7 +59,7 @@ class Shards:
         absent = [
             i for i, t in enumerate(tensors) if t.role == "trainable" and t.name not in values
         ]
-        stagings = [store.staging(absent, initial) for store in self.stores]
+        stagings = [store.allocate_staging(absent, initial) for store in self.stores]
         for shard, staging in enumerate(stagings):
             staging.groups = groups
             fill(staging.views, self._wire(tape, shard, absent, initial))

@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pscommon.core.errors import InFlightError, InvalidRequestError
-from psserver.parameters.memory_budget import TURN_SECONDS, MemoryBudget, MemoryClaim
+from psserver.parameters.memory_budget import (
+    CALLER_CHECK_INTERVAL_SECONDS,
+    MemoryBudget,
+    MemoryClaim,
+)
 from tests.support.workers import together, until
 
 LONG = 100.0
@@ -52,7 +56,7 @@ class Crowd:
             self.granted.append(worker)
 
     def give(self, worker: int) -> None:
-        self._budget.give(self.claims.pop(worker))
+        self._budget.release(self.claims.pop(worker))
 
     def expect(self, *granted: int) -> None:
         """These have got room, in this order, and nobody else."""
@@ -79,7 +83,7 @@ def ten() -> MemoryBudget:
 @pytest.fixture
 def crowd(ten: MemoryBudget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
     """Nobody in it looks by itself whether it is its turn: it has to be woken."""
-    monkeypatch.setattr("psserver.parameters.memory_budget.TURN_SECONDS", LONG)
+    monkeypatch.setattr("psserver.parameters.memory_budget.CALLER_CHECK_INTERVAL_SECONDS", LONG)
     crowd = Crowd(ten)
     yield crowd
     crowd.go()
@@ -102,7 +106,7 @@ def test_64_threads_never_hold_more_than_the_limit() -> None:
             hashlib.sha256(WORK).digest()  # lets other threads run meanwhile
             with guard:
                 held -= claim.nbytes
-            budget.give(claim)
+            budget.release(claim)
 
     together(*[lambda worker=worker: work(worker) for worker in range(64)])
 
@@ -115,9 +119,9 @@ def test_who_holds_least_comes_first(ten: MemoryBudget, crowd: Crowd) -> None:
     mine, other = ten.take(1, 4, LONG), ten.take(2, 6, LONG)
     crowd.wait(1, 4)
     crowd.wait(3, 4)
-    ten.give(other)
+    ten.release(other)
     crowd.expect(3)
-    ten.give(mine)
+    ten.release(mine)
     crowd.expect(3, 1)
 
 
@@ -128,7 +132,7 @@ def test_of_those_who_hold_the_same_the_first_one_comes_first(
     workers = [7, 3, 9, 2, 5]
     for worker in workers:
         crowd.wait(worker, 10)
-    ten.give(full)
+    ten.release(full)
     for place in range(len(workers)):
         crowd.expect(*workers[: place + 1])
         crowd.give(workers[place])
@@ -140,11 +144,11 @@ def test_small_claims_do_not_pass_a_large_one(ten: MemoryBudget, crowd: Crowd) -
     for worker in (11, 12, 13):
         crowd.wait(worker, 2)
     for claim in small[1:]:
-        ten.give(claim)
+        ten.release(claim)
         assert ten.used == sum(each.nbytes for each in small) - 2 * (small.index(claim))
     crowd.wait(14, 2)
     assert crowd.granted == []
-    ten.give(small[0])
+    ten.release(small[0])
     crowd.expect(90)
     crowd.give(90)
     until(lambda: len(crowd.granted) == 5, "the small ones")
@@ -154,7 +158,7 @@ def test_all_that_fit_go_at_once(ten: MemoryBudget, crowd: Crowd) -> None:
     full = ten.take(1, 10, LONG)
     for worker in range(2, 9):
         crowd.wait(worker, 2)
-    ten.give(full)
+    ten.release(full)
     until(lambda: len(crowd.granted) == 5, "all that fit")
 
     assert set(crowd.granted) == {2, 3, 4, 5, 6}  # their threads may note it in another order
@@ -177,7 +181,7 @@ def test_who_waits_too_long_is_told_what_was_full_and_lets_the_next_one_go(
     crowd.expect(9)
     assert crowd.refused == [8]
     assert time.monotonic() - began >= 0.5
-    ten.give(held)
+    ten.release(held)
 
 
 def test_what_can_never_fit_is_refused_at_once(ten: MemoryBudget) -> None:
@@ -191,14 +195,17 @@ def test_what_can_never_fit_is_refused_at_once(ten: MemoryBudget) -> None:
     assert time.monotonic() - began < 5
     assert caught.value.exit_code == 2
     assert ten.waiting == 0
-    ten.give(full)
+    ten.release(full)
     assert ten.take(2, 10, 0.0).nbytes == 10
 
 
 def test_a_caller_that_is_gone_leaves_the_queue(
     ten: MemoryBudget, crowd: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psserver.parameters.memory_budget.TURN_SECONDS", TURN_SECONDS)
+    monkeypatch.setattr(
+        "psserver.parameters.memory_budget.CALLER_CHECK_INTERVAL_SECONDS",
+        CALLER_CHECK_INTERVAL_SECONDS,
+    )
     full, here = ten.take(1, 5, LONG), threading.Event()
     here.set()
     crowd.wait(2, 10, alive=here.is_set)
@@ -207,14 +214,14 @@ def test_a_caller_that_is_gone_leaves_the_queue(
     crowd.expect(3)
 
     assert crowd.refused == [2]
-    ten.give(full)
+    ten.release(full)
 
 
 def test_what_is_lent_comes_back_whatever_happens(ten: MemoryBudget) -> None:
     seen = []
 
     def work() -> None:
-        with ten.lent(1, 7, LONG, lambda: True):
+        with ten.borrow(1, 7, LONG, lambda: True):
             seen.append(ten.used)
             raise KeyError
 

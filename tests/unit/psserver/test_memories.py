@@ -16,7 +16,7 @@ from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import MemoryOffer, SharedRegion
 from pscommon.system.thread_team import ThreadTeam
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.parameters.partition import VIEWS_KEPT, ShardPartition, WorkerBuffer
+from psserver.parameters.partition import MAX_CACHED_VIEWS, ShardPartition, WorkerBuffer
 from psserver.parameters.store import ParameterStore
 from psserver.shard.shared_buffers import AttachedBuffers
 from tests.support.stores import SGD, Shards, begun, model, noise, one_thread  # noqa: F401
@@ -150,15 +150,15 @@ def test_ranges_and_views_of_a_tape_are_made_once_for_each_model() -> None:
         WorkerBuffer(torch.zeros(TAPE, dtype=torch.uint8)),
         *(ShardPartition(PartitionPlan(SPEC, 1), 0) for _ in range(2)),
     )
-    memory = tape.of(stretch)
+    memory = tape.find_ranges(stretch)
     view = stretch.view(memory, torch.float32, 0, 64)
 
-    assert tape.of(stretch) is memory
+    assert tape.find_ranges(stretch) is memory
     assert stretch.view(memory, torch.float32, 0, 64) is view
-    assert tape.of(other) is not memory
-    for start in range(2 * VIEWS_KEPT):
+    assert tape.find_ranges(other) is not memory
+    for start in range(2 * MAX_CACHED_VIEWS):
         stretch.view(memory, torch.uint8, start, start + 1)
-    assert len(memory.views) <= VIEWS_KEPT
+    assert len(memory.views) <= MAX_CACHED_VIEWS
 
 
 @pytest.mark.parametrize("length", [0, TAPE - 1, TAPE - 64, TAPE + 64])
@@ -168,9 +168,9 @@ def test_a_tape_of_another_model_is_refused(length: int) -> None:
     assert store.step_nbytes == TAPE
 
     with pytest.raises(
-        InvalidRequestError, match=f"a tape of this model is {TAPE} bytes, not {length}"
+        InvalidRequestError, match=f"a flat buffer of this model has {TAPE} bytes, not {length}"
     ):
-        store.staging_on(WorkerBuffer(tape), [])
+        store.stage_worker_buffer(WorkerBuffer(tape), [])
     with pytest.raises(InvalidRequestError):
         store.copy_to(WorkerBuffer(tape))
 
@@ -183,7 +183,7 @@ def test_pushes_and_pulls_on_tapes_are_those_of_the_wire(shards: int) -> None:
         over_wire.step(push)
         tape = tape_of(over_wire.plan.starts, push)
         on_tapes.apply(
-            [[store.staging_on(WorkerBuffer(tape), []) for store in on_tapes.stores]], [1]
+            [[store.stage_worker_buffer(WorkerBuffer(tape), []) for store in on_tapes.stores]], [1]
         )
     pulled = torch.zeros(TAPE, dtype=torch.uint8)
     sizes = [store.copy_to(WorkerBuffer(pulled)) for store in on_tapes.stores]
@@ -223,11 +223,13 @@ def test_a_team_sees_and_copies_every_byte(monkeypatch: pytest.MonkeyPatch) -> N
             "nan"
         )  # after the first tensor comes padding
         assert (
-            store.find_non_finite(store.staging_on(WorkerBuffer(tape.view(torch.uint8)), []))
+            store.find_non_finite(
+                store.stage_worker_buffer(WorkerBuffer(tape.view(torch.uint8)), [])
+            )
             == f"t{int(place >= 100)}"
         )
     push, pulled = (torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(2))
-    store.begin(store.staging_on(WorkerBuffer(push), [], initial=True))
+    store.set_initial_weights(store.stage_worker_buffer(WorkerBuffer(push), [], initial=True))
     assert store.copy_to(WorkerBuffer(pulled)) == TAPE
     assert torch.equal(pulled, push)
 
@@ -245,7 +247,7 @@ def test_an_update_never_writes_to_a_workers_gradients(name: str, pushes: int) -
     tapes = [torch.randint(0, 60, (TAPE,), dtype=torch.uint8) for _ in range(pushes)]
     before = [tape.clone() for tape in tapes]
     for _ in range(3):
-        stagings = [store.staging_on(WorkerBuffer(tape), []) for tape in tapes]
+        stagings = [store.stage_worker_buffer(WorkerBuffer(tape), []) for tape in tapes]
         store.apply(stagings, [1] * pushes)
         for staging in stagings:
             store.release(staging)
@@ -254,5 +256,5 @@ def test_an_update_never_writes_to_a_workers_gradients(name: str, pushes: int) -
     assert not any(
         staging.memory is not None and staging.memory["trainable"].data_ptr() == tape.data_ptr()
         for tape in tapes
-        for staging in [store.staging()]
+        for staging in [store.allocate_staging()]
     )

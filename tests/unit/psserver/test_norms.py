@@ -13,7 +13,7 @@ from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.core.job.settings import ANY, GradientRules
 from psserver.parameters import gradient_norms as norms
-from psserver.parameters.gradient_check import examined
+from psserver.parameters.gradient_check import check_gradient
 from tests.support.stores import Shards
 
 TENSORS = {"w": (700, 1000), "odd": (3,), "h": (5, 33), "last": (1,)}
@@ -121,7 +121,7 @@ def test_a_pushs_own_norm_is_looked_at_where_updates_are_of_one_push() -> None:
         (staging,) = job.stage(push(3))
         found.append(
             [
-                examined(Staged(PushKey(1, 1), 1, 0), staging, job.stores[0], each)
+                check_gradient(Staged(PushKey(1, 1), 1, 0), staging, job.stores[0], each)
                 for each in (ANY, NORMS)
             ]
         )

@@ -216,7 +216,7 @@ def test_a_copy_goes_back_to_the_pool() -> None:
     job.step()
     place = address(reading.memory)
     reading.close()
-    stagings = [store.staging() for _ in range(2)]
+    stagings = [store.allocate_staging() for _ in range(2)]
 
     assert place in {address(staging.memory) for staging in stagings if staging.memory is not None}
     for staging in stagings:

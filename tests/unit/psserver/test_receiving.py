@@ -42,7 +42,7 @@ def store() -> ParameterStore:
 @pytest.fixture
 def staging(store: ParameterStore) -> Staging:
     """One that held NaN before."""
-    staging = store.staging()
+    staging = store.allocate_staging()
     for view in staging.views:
         view[:] = b"\xff" * len(view)
     return staging
@@ -152,7 +152,7 @@ def test_absent_tensors_may_be_missing_but_nothing_else(
     store: ParameterStore, absent: list[int], without: tuple[int, int]
 ) -> None:
     start, stop = without
-    spare, short = store.staging(), store.staging()
+    spare, short = store.allocate_staging(), store.allocate_staging()
     received(spare, *pieces((0, start), (stop, LENGTH)), close(absent))
 
     assert spare.absent == frozenset(absent)
@@ -165,7 +165,7 @@ def test_a_tensor_that_was_sent_may_turn_out_to_be_absent(store: ParameterStore)
     """NaN in it is nobody's business then, and its weights do not move."""
     job = begun(SPEC)
     store, before = job.stores[0], job.weights()
-    staging = store.staging()
+    staging = store.allocate_staging()
     poisoned = WIRE[:256] + torch.full((32,), math.nan).numpy().tobytes() + WIRE[384:]
     received(staging, piece(0, LENGTH, poisoned), close([1]))
     assert store.find_non_finite(staging) == ""
@@ -178,7 +178,7 @@ def test_a_tensor_that_was_sent_may_turn_out_to_be_absent(store: ParameterStore)
 
 
 def test_an_open_push_is_looked_at_whole(store: ParameterStore) -> None:
-    staging = store.staging()
+    staging = store.allocate_staging()
     bad = bytearray(WIRE)
     bad[256:260] = b"\x00\x00\xc0\x7f"
     opened(staging, piece(300, LENGTH, bytes(bad)), piece(0, 300, bytes(bad)))
@@ -219,8 +219,8 @@ def test_only_what_has_a_gradient_can_be_absent(staging: Staging, absent: list[i
 
 def test_an_open_push_does_not_know_yet_what_is_absent(store: ParameterStore) -> None:
     """Or its offsets would mean something else."""
-    on_tape = store.staging_on(WorkerBuffer(torch.zeros(LENGTH, dtype=torch.uint8)), [])
-    for staging in (store.staging([1]), on_tape):
+    on_tape = store.stage_worker_buffer(WorkerBuffer(torch.zeros(LENGTH, dtype=torch.uint8)), [])
+    for staging in (store.allocate_staging([1]), on_tape):
         with pytest.raises(InvalidRequestError, match="names absent tensors at its end"):
             opened(staging, piece(0, LENGTH))
 

@@ -27,11 +27,11 @@ def arrived(
     store: ParameterStore, values: list[Tensor], piece: int, absent: tuple[int, ...] = ()
 ) -> Staging:
     """A push whose bytes came in pieces of so many bytes, each looked at when it was here."""
-    staging = store.staging(absent)
+    staging = store.allocate_staging(absent)
     wire = b"".join(value.view(torch.uint8).numpy().tobytes() for value in values)
     fill(staging.views, iter([wire]))
     for upto in [*range(0, len(wire), piece), len(wire)]:
-        staging.filled(upto)
+        staging.mark_filled(upto)
     return staging
 
 
@@ -68,22 +68,22 @@ def test_a_bad_number_is_found_wherever_it_is(bad: float, dtype: str, place: int
 
 def test_a_bad_number_is_known_before_the_rest_has_come() -> None:
     store = begun(of("float32")).stores[0]
-    staging = store.staging()
+    staging = store.allocate_staging()
     torch.frombuffer(staging.views[0], dtype=torch.float32).fill_(1.0)[3] = math.nan
-    staging.filled(64)
+    staging.mark_filled(64)
     torch.frombuffer(staging.views[0], dtype=torch.float32).fill_(1.0)
-    staging.filled(768)
+    staging.mark_filled(768)
 
     assert not staging.gradients_are_finite
 
 
 @pytest.mark.parametrize("upto", [0, 4, 508])
 def test_nobody_knows_before_the_last_byte_is_here(upto: int) -> None:
-    staging = begun(of("float32")).stores[0].staging()
+    staging = begun(of("float32")).stores[0].allocate_staging()
     torch.frombuffer(staging.views[0], dtype=torch.float32).fill_(1.0)
-    staging.filled(upto)
+    staging.mark_filled(upto)
     assert not staging.gradients_are_finite
-    staging.filled(512)
+    staging.mark_filled(512)
 
     assert staging.gradients_are_finite
 
@@ -130,7 +130,7 @@ def test_of_several_dtypes_every_one_is_looked_at(bad: float) -> None:
         push = noise(spec, 2)
         push[tensor][-1] = bad
         (staging,) = job.stage(push)
-        staging.filled(staging.nbytes)
+        staging.mark_filled(staging.nbytes)
 
         assert not staging.gradients_are_finite
         assert job.stores[0].find_non_finite(staging) == tensor
@@ -139,7 +139,7 @@ def test_of_several_dtypes_every_one_is_looked_at(bad: float) -> None:
 @pytest.mark.parametrize("bad", BAD)
 def test_of_a_push_with_absent_tensors_the_others_are_looked_at(bad: float) -> None:
     store = begun(of("float32")).stores[0]
-    poisoned = store.staging()
+    poisoned = store.allocate_staging()
     for view in poisoned.views:
         view[:] = b"\xff" * len(view)
     store.release(poisoned)
@@ -154,21 +154,21 @@ def test_of_a_push_with_absent_tensors_the_others_are_looked_at(bad: float) -> N
 def test_only_trainable_tensors_can_be_absent(absent: list[int]) -> None:
     store = begun(of("float32")).stores[0]
     with pytest.raises(InvalidRequestError, match="is not a trainable tensor"):
-        store.staging(absent)
+        store.allocate_staging(absent)
 
 
 def test_a_shard_without_gradients_has_only_good_ones() -> None:
     spec = model(((4,), "float32", "buffer"), optimizer=SGD)
     store = begun(spec).stores[0]
-    staging = store.staging()
-    staging.filled(staging.nbytes)
+    staging = store.allocate_staging()
+    staging.mark_filled(staging.nbytes)
     torch.frombuffer(staging.views[0], dtype=torch.float32).fill_(1.0)
 
     assert store.find_non_finite(staging) == ""
 
 
 def test_what_was_released_has_no_memory_left() -> None:
-    staging = begun(of("float32")).stores[0].staging()
+    staging = begun(of("float32")).stores[0].allocate_staging()
 
     assert staging.release() is not None
     assert staging.release() is None

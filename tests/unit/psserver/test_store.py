@@ -211,11 +211,11 @@ def address(view: memoryview) -> int:
 
 def test_a_released_buffer_is_used_again_and_one_in_use_is_not() -> None:
     store = ParameterStore(PartitionPlan(with_buffers(), 1), 0)
-    first, second = store.staging(), store.staging()
+    first, second = store.allocate_staging(), store.allocate_staging()
     places = [address(staging.views[0]) for staging in (first, second)]
     store.release(second)
     store.release(second)
-    third, fourth = store.staging(), store.staging()
+    third, fourth = store.allocate_staging(), store.allocate_staging()
 
     assert places[0] != places[1]
     assert address(third.views[0]) == places[1]
@@ -236,7 +236,11 @@ def test_a_staging_has_room_for_exactly_what_the_wire_brings() -> None:
     store = ParameterStore(plan, 0)
     sizes = [
         (s.nbytes, sum(map(len, s.views)))
-        for s in (store.staging(), store.staging([0]), store.staging((), True))
+        for s in (
+            store.allocate_staging(),
+            store.allocate_staging([0]),
+            store.allocate_staging((), True),
+        )
     ]
 
     step, buffers = (
@@ -255,7 +259,7 @@ def test_threads_never_share_a_staging() -> None:
     def work(mark: int) -> None:
         start.wait(timeout=10)
         for _ in range(200):
-            staging = store.staging()
+            staging = store.allocate_staging()
             for view in staging.views:
                 np.frombuffer(view, np.uint8)[:] = mark
             if any((np.frombuffer(view, np.uint8) != mark).any() for view in staging.views):

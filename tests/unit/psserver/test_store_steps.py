@@ -119,7 +119,7 @@ def test_only_trainable_tensors_can_be_absent(index: int) -> None:
     )
 
     with pytest.raises(InvalidRequestError, match=f"{index} is not a trainable tensor"):
-        ParameterStore(PartitionPlan(spec, 1), 0).staging(absent=[index])
+        ParameterStore(PartitionPlan(spec, 1), 0).allocate_staging(absent=[index])
 
 
 # ---- hyper-parameters ----------------------------------------------------------------------------
