@@ -1,1 +1,1 @@
-"""What survives the end of a process: write-ahead logs, recovery from them, and snapshots."""
+"""State that survives a process: write-ahead logs, recovery from them, and snapshots."""

@@ -1,6 +1,4 @@
-"""A log on disk that training does not depend on: where it cannot be written, training goes on
-without it, loudly.
-"""
+"""A log on disk that training does not depend on: if it cannot be written, training goes on."""
 
 import errno
 import logging
@@ -17,24 +15,27 @@ log = logging.getLogger("psserver")
 
 
 def segment(version: int, number: int) -> str:
-    """The name of the number-th segment that was begun at a version: names sort by version."""
+    """Return the name of the number-th segment begun at a version: names sort by version."""
     return f"{version:012d}-{number:04d}"
 
 
 class BestEffortLog:
-    """A WriteAheadLog whose failures are told instead of raised. on_failure is called with the
-    errno's name. SnapshotError where it cannot be read: what cannot be gone on from is cleared,
-    and that may be all that there is of a job.
+    """A WriteAheadLog whose write failures are logged and reported, not raised.
 
-    whole: all that was appended since the last `begin` is there. broken: something since the
-    last snapshot is not, for the disk failed; over with a snapshot from which on all is there.
+    on_failure: called with the name of the errno.
+    whole: everything appended since the last `begin` is on disk.
+    broken: something since the last snapshot is missing, after a disk failure. It ends with a
+        snapshot that was cut while the log could be written again.
+
+    Raises SnapshotError if the log cannot be read: `clear` could otherwise delete the only state of
+    a job.
     """
 
     def __init__(self, folder: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
         try:
             self._log = WriteAheadLog(folder, fsync)
         except OSError as error:
-            remedy = "; start the server as the user whose files these are, or give them to its own (chown -R)"
+            remedy = "; start the server as the owner of these files, or give them to its user (chown -R)"
             why = f"{error.strerror}{remedy if isinstance(error, PermissionError) else ''}"
             raise SnapshotError(f"cannot read the log in {folder}: {why}") from error
         self._folder = folder
@@ -47,11 +48,11 @@ class BestEffortLog:
 
     @property
     def nbytes(self) -> int:
-        """Of the current segment."""
+        """Bytes of the current segment."""
         return self._log.nbytes
 
     def append(self, kind: int, header: bytes, payload: Sequence[memoryview] = ()) -> None:
-        """Does nothing where the log is broken: the next `begin` may mend it."""
+        """Append a record; does nothing after a failure, until the next `begin`."""
         if not self.whole:
             return
         try:
@@ -60,7 +61,7 @@ class BestEffortLog:
             self._failed(error)
 
     def begin(self, version: int, records: Iterable[Raw]) -> None:
-        """A new segment, from which on the log is whole. Nothing comes after `close`."""
+        """Begin a segment, from which on the log is whole. Does nothing after `close`."""
         if self._closed:
             return
         try:
@@ -87,11 +88,11 @@ class BestEffortLog:
             log.error(text, extra={"folder": str(self._folder), "problem": str(error)})
 
     def since(self, version: int | None) -> Iterator[Record]:
-        """All records since a snapshot of this version; None: there is no snapshot.
-        LogDamagedError, OSError.
+        """Yield all records since the snapshot of this version; None: there is no snapshot.
 
-        A segment begins with all that a snapshot does not hold, so the last one that was begun
-        at the version counts: the disk may have failed in those before it.
+        A segment begins with all state that a snapshot lacks. So only the last segment begun at the
+        version is read: the disk may have failed in earlier ones. Raises LogDamagedError or
+        OSError.
         """
         names = self._log.segments()
         if version is not None:
@@ -102,8 +103,8 @@ class BestEffortLog:
             yield from self._some(name)
 
     def _some(self, name: str) -> Iterator[Record]:
-        """The records of a segment, which is never without any: they are on the disk before it
-        gets its name.
+        """Yield a segment's records. It never is empty: records are on disk before it gets its
+        name.
         """
         empty = True
         for record in self._log.read(name):
@@ -113,9 +114,7 @@ class BestEffortLog:
             raise LogDamagedError(self._folder / name, 0, "there is no whole record in it")
 
     def retire(self, version: int) -> None:
-        """There is a snapshot of this version: what was written before it is not needed any
-        more.
-        """
+        """Remove segments from before this version: a complete snapshot of it exists."""
         if self._mended is not None and version >= self._mended:
             self.broken, self._mended = False, None
         try:
@@ -124,7 +123,7 @@ class BestEffortLog:
             log.warning("cannot remove old segments of the log", extra={"problem": str(error)})
 
     def clear(self) -> None:
-        """Its history is over; `begin` comes next."""
+        """Remove all segments; `begin` comes next."""
         self.whole, self._cleared = False, True
         try:
             self._log.clear()

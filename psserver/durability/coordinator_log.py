@@ -1,5 +1,4 @@
-"""What the coordinator writes down (--durability log) and what its standby is told: every
-command, before anybody learns what came of it."""
+"""The coordinator's log and replication stream: every command, before its result is visible."""
 
 import json
 import logging
@@ -19,21 +18,21 @@ log = logging.getLogger("psserver")
 
 
 class CoordinatorRecordKind(IntEnum):
-    """What a record is; each is JSON."""
+    """Type of a record; each is JSON."""
 
     BASE = 1
     COMMAND = 2
 
 
 class CoordinatorLog:
-    """The coordinator's log (core/recorder.py: Journal). Failures to write are not raised."""
+    """The coordinator's log (implements CommandJournal). Failures to write are not raised."""
 
     def __init__(self, records: RecordSink) -> None:
         self._log = records
 
     @property
     def broken(self) -> bool:
-        """Something since the last snapshot could not be written."""
+        """Whether something since the last snapshot could not be written."""
         return self._log.broken
 
     def write(self, command: RecordedCommand) -> None:
@@ -44,12 +43,13 @@ class CoordinatorLog:
         self.begin(coordinator.version, coordinator.whole())
 
     def begin(self, version: int, state: Mapping[str, Any]) -> None:
-        """A new segment, for what follows on this state; it names at least job and epoch."""
+        """Begin a segment that follows this state, which has at least job and epoch."""
         self._log.begin(version, [(CoordinatorRecordKind.BASE, json.dumps(state).encode(), ())])
 
     def since(self, version: int | None) -> Iterator[dict[str, Any] | RecordedCommand]:
-        """States and commands since a snapshot was cut; None: since the beginning.
-        LogDamagedError, OSError.
+        """Yield states and commands since a snapshot was cut; None: since the beginning.
+
+        Raises LogDamagedError or OSError.
         """
         for record in self._log.since(version):
             raw = json.loads(record.header)
@@ -59,17 +59,15 @@ class CoordinatorLog:
 
     @staticmethod
     def replay(coordinator: CoordinatorMachine, command: RecordedCommand) -> None:
-        """Carry out a recorded command; an unexpected error of it is logged, and replayed as it
-        happened.
-        """
+        """Run a recorded command again; an unexpected error that it raised before is logged."""
         replay(coordinator, [command], _log_failed_command)
 
     def retire(self, version: int) -> None:
-        """There is a snapshot of this version."""
+        """Remove segments from before this version: a complete snapshot of it exists."""
         self._log.retire(version)
 
     def clear(self) -> None:
-        """The job of before is over."""
+        """Remove all segments: the job has ended."""
         self._log.clear()
 
     def close(self) -> None:
@@ -77,8 +75,9 @@ class CoordinatorLog:
 
 
 def is_before(note: Mapping[str, Any] | RecordedCommand, manifest: Manifest) -> bool:
-    """Was it written before the snapshot was cut, at the same version? So it is when a move
-    ended with the cut.
+    """Return whether a record at the snapshot's version was written before the snapshot was cut.
+
+    This happens if a reshard ended with the snapshot.
     """
     return isinstance(note, RecordedCommand) or (
         note["version"] == manifest.version and note.get("index", manifest.index) < manifest.index
@@ -86,8 +85,8 @@ def is_before(note: Mapping[str, Any] | RecordedCommand, manifest: Manifest) -> 
 
 
 def check_nothing_more(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
-    """A log that cannot be gone on from, which goes to this version, must not hold updates that
-    no snapshot does.
+    """Raise InvalidRequestError if an unusable log, which ends at `version`, has newer updates than
+    every snapshot.
     """
     saved = manifest.version if manifest else 0
     if version > saved:
@@ -98,11 +97,9 @@ def check_nothing_more(version: int, manifest: Manifest | None, where: str, reme
 
 
 def report_unusable(problem: str, folder: Path, saved: int, reached: int) -> None:
-    """Log that the job continues from version `saved`, though the log, or that of shard 0,
-    reached another one.
+    """Log that the job continues from version `saved` although a log reached another version.
 
-    problem: empty where the coordinator's log holds nothing since that version, and shard 0's
-    own log does.
+    problem: empty if the coordinator's log has nothing since that version but shard 0's log has.
     """
     missing = f"{folder} holds nothing since version {saved}: files of it are missing"
     extra = {
@@ -114,7 +111,7 @@ def report_unusable(problem: str, folder: Path, saved: int, reached: int) -> Non
 
 
 def check_begins(note: Mapping[str, Any] | RecordedCommand, manifest: Manifest | None) -> None:
-    """The first segment that is read has to go on from the snapshot, or from nothing."""
+    """Raise LogUnfitError unless the first segment continues the snapshot, or an empty state."""
     if isinstance(note, RecordedCommand):
         raise LogUnfitError("it does not begin with a state")
     version = manifest.version if manifest else 0
@@ -125,9 +122,7 @@ def check_begins(note: Mapping[str, Any] | RecordedCommand, manifest: Manifest |
 
 
 def check_goes_on(note: Mapping[str, Any], coordinator: CoordinatorMachine) -> None:
-    """A segment has to begin where the commands before it have led; else some of them were not
-    written.
-    """
+    """Raise LogUnfitError unless a segment begins where the commands before it ended."""
     state = json.loads(json.dumps(coordinator.state()))
     if differing := [key for key in state if note.get(key) != state[key]]:
         raise LogUnfitError(

@@ -14,8 +14,8 @@ HEAD_BYTES = 4096
 def check_data_formats(data_dir: Path, resume: str | int) -> None:
     """Check all snapshots and logs before the server uses any of them.
 
-    Without this check a newer snapshot would count as damaged: the job would continue from an older one, and the
-    newest updates would be lost. With --resume never the server uses none of them.
+    Without this check a newer snapshot would count as damaged: the job would continue from an older
+    one, and the newest updates would be lost. With --resume never the server uses none of them.
 
     Raises:
         FormatError: Some file has a newer format.

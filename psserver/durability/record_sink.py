@@ -1,6 +1,4 @@
-"""Where records go before anybody learns what came of them: to the disk's log, to the standby,
-to both, or nowhere.
-"""
+"""Write records to the log on disk, to the standby, to both, or nowhere."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -13,8 +11,11 @@ from psserver.process.config import ServerConfig
 
 
 class RecordSource(IntEnum):
-    """What a record is about: the line itself, the shard (shard_log.py), or the job
-    (job_journal.py).
+    """What a record is about.
+
+    LINE: the replication stream itself.
+    SHARD: the shard (shard_log.py).
+    JOB: the job (coordinator_log.py).
     """
 
     LINE = 0
@@ -23,70 +24,66 @@ class RecordSource(IntEnum):
 
 
 class StandbyLink(Protocol):
-    """To a standby, if there is one now."""
+    """The connection to a standby, if there is one."""
 
     @property
     def open(self) -> bool: ...
 
     @property
     def term(self) -> int:
-        """Of this server as its shard's primary."""
+        """The term of this server as its shard's primary."""
         ...
 
     @property
     def address(self) -> str:
-        """Of the standby; empty where there is none."""
+        """The standby's address; empty without a standby."""
         ...
 
     @property
     def state(self) -> str:
-        """Of the standby, for people: none, loading or in sync."""
+        """The standby's state for the status: none, loading or in sync."""
         ...
 
     @property
     def behind(self) -> int:
-        """Records that are on their way to it."""
+        """Number of records that the standby has not acknowledged."""
         ...
 
     def send(
         self, source: RecordSource, kind: int, header: bytes, payload: Sequence[memoryview]
     ) -> tuple[int, int]:
-        """A record is on its way; what `settle` wants to know."""
+        """Queue a record. Return the position to pass to `settle`."""
         ...
 
     @property
     def last(self) -> tuple[int, int]:
-        """What `settle` wants to know of the newest record."""
+        """The position of the newest record, for `settle`."""
         ...
 
     def settle(self, sent: tuple[int, int]) -> None:
-        """Returns when what came of the record may be told; never, where this process is not
-        primary any more.
+        """Return when the record's results may become visible; never if this server is no longer
+        primary.
         """
         ...
 
     def drop(self, why: str) -> None:
-        """What the standby has is void: it is to load everything anew. Never returns where it is
-        to be primary.
-        """
+        """Make the standby load the whole state again. Never returns if it becomes primary."""
         ...
 
     def checksum(self, version: int, store: ParameterStore) -> None:
-        """The standby is to compare its numbers at this version. Called while nothing is
-        applied.
-        """
+        """Send a checksum of the arrays at this version. Called while nothing is applied."""
         ...
 
     def snapshot(self, manifest: str) -> None:
-        """There is a new snapshot of the job. Returns when the standby knows it. Called as
-        `send`.
-        """
+        """Tell the standby of a new snapshot; return when it knows. Called like `send`."""
         ...
 
 
 class RecordSink:
-    """One history. log: None where nothing is written down; line: None where there can be no
-    standby.
+    """Where one component's records go.
+
+    log: None if nothing is written to disk.
+    line: None if there can be no standby.
     """
 
     def __init__(
@@ -99,29 +96,31 @@ class RecordSink:
 
     @property
     def idle(self) -> bool:
-        """Nobody wants records now."""
+        """Whether records currently go nowhere."""
         return self._log is None and (self._line is None or not self._line.open)
 
     def checksum(self, version: int, store: ParameterStore) -> None:
-        """These are the numbers at this version."""
+        """Send the standby a checksum of the arrays at this version."""
         if self._line is not None:
             self._line.checksum(version, store)
 
     @property
     def nbytes(self) -> int:
-        """On the disk since the last snapshot was begun."""
+        """Bytes on disk since the last snapshot was begun."""
         return self._log.nbytes if self._log is not None else 0
 
     @property
     def broken(self) -> bool:
-        """Something since then could not be written."""
+        """Whether something since the last snapshot could not be written."""
         return self._log is not None and self._log.broken
 
     def append(
         self, kind: int, header: bytes, payload: Sequence[memoryview] = (), settled: bool = True
     ) -> None:
-        """Returns when it is written down, and (settled) when what comes of it may be told. On
-        its way to the standby meanwhile."""
+        """Write a record to disk, and send it to the standby at the same time.
+
+        settled: also wait until its results may become visible.
+        """
         sent = (
             self._line.send(self._source, kind, header, payload)
             if self._line is not None
@@ -133,33 +132,33 @@ class RecordSink:
             self._line.settle(sent)
 
     def settle(self) -> None:
-        """Returns when what came of all records so far may be told."""
+        """Return when the results of all records so far may become visible."""
         if self._line is not None:
             self._line.settle(self._line.last)
 
     def begin(self, version: int, records: Iterable[Raw]) -> None:
-        """A new segment on the disk. A standby needs none: it goes on."""
+        """Begin a segment on disk. The standby needs none."""
         if self._log is not None:
             self._log.begin(version, records)
 
     def since(self, version: int | None) -> Iterator[Record]:
-        """As BestEffortLog.since; FileNotFoundError where there is no log."""
+        """Yield records as BestEffortLog.since; raises FileNotFoundError without a log."""
         if self._log is None:
             raise FileNotFoundError("this server keeps no log")
         return self._log.since(version)
 
     def retire(self, version: int) -> None:
-        """There is a snapshot of this version."""
+        """Remove segments from before this version: a complete snapshot of it exists."""
         if self._log is not None:
             self._log.retire(version)
 
     def void(self, why: str) -> None:
-        """A standby cannot go on from the records that it has."""
+        """Make the standby load the whole state again."""
         if self._line is not None:
             self._line.drop(why)
 
     def clear(self) -> None:
-        """The history is over; `begin` comes next."""
+        """Remove all segments; `begin` comes next."""
         self.void("the job goes on from another state")
         if self._log is not None:
             self._log.clear()
@@ -172,8 +171,9 @@ class RecordSink:
 def disk_log(
     config: ServerConfig, name: str, on_failure: Callable[[str], None]
 ) -> BestEffortLog | None:
-    """Where a server with these settings writes things down; None: it does not. on_failure: told
-    what went wrong.
+    """Open the log that these settings ask for; None without one.
+
+    on_failure: called with the name of the errno.
     """
     if config.durability != "log" or config.data_dir is None:
         return None

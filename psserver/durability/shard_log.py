@@ -1,9 +1,9 @@
-"""What a shard writes down (--durability log) and what its standby is told: each push before it
-is reported, each entry before it is carried out.
+"""A shard's log and replication stream: pushes before they are reported, entries before they take
+effect.
 
-A segment begins with BASE, the machine as it stood (at a cut: with the snapshot's numbers;
-later: after a restart), and with the pushes that were staged then. So the snapshot of a version,
-the last segment that was begun at it, and all that come later are the shard.
+A segment begins with BASE, the machine's state (at a cut: that of the snapshot; later: that after
+a restart), and with the pushes staged then. So the snapshot of a version, the last segment begun
+at it, and all later segments together are the shard's state.
 """
 
 import json
@@ -34,7 +34,7 @@ from psserver.parameters.store import ParameterStore
 
 
 class ShardRecordKind(IntEnum):
-    """What a record is."""
+    """Type of a record."""
 
     BASE = 1
     MODEL = 2
@@ -43,8 +43,10 @@ class ShardRecordKind(IntEnum):
 
 
 class HeldNumbers(NamedTuple):
-    """In a move, the numbers of before it. reshard: the index of that entry; shards: how many
-    there were then.
+    """Identifies the partition from before a reshard that other shards may still read.
+
+    reshard: index of the Reshard entry.
+    shards: number of shards before it.
     """
 
     reshard: int
@@ -52,8 +54,11 @@ class HeldNumbers(NamedTuple):
 
 
 class SegmentBase(NamedTuple):
-    """How a segment begins: the machine's state, of how many shards, and what is held for others
-    to read.
+    """The state at the begin of a segment.
+
+    shards: number of shards.
+    state: the machine's state.
+    held: the partition from before a reshard that is kept for other shards.
     """
 
     shards: int
@@ -62,8 +67,9 @@ class SegmentBase(NamedTuple):
 
 
 class LoggedPush(NamedTuple):
-    """A push as it was written. payload: valid until the next record is read; empty where there
-    was a problem.
+    """A push as it was logged.
+
+    payload: valid until the next record is read; empty if the push had a problem.
     """
 
     staged: Staged
@@ -79,10 +85,10 @@ Logged = SegmentBase | ModelSpec | LoggedPush | Entry
 class ShardLog:
     """The log of one shard. Failures to write are not raised.
 
-    On shard 0 what it says of a push is a record of the coordinator, on the same line and behind
-    the push, and nobody learns of the push before; so nothing here waits for the standby. On the
-    others `push` does, and whoever reports. Entries come from the coordinator, which keeps them
-    until they are reported: they may be carried out at once.
+    On shard 0 a push is reported by a record of the coordinator, which follows the push in the same
+    replication stream; so nothing here waits for the standby. On other shards `push` and
+    `before_report` wait. Entries come from the coordinator, which keeps them until they are
+    reported: they may be applied at once.
     """
 
     def __init__(self, records: RecordSink, shard: int = 0) -> None:
@@ -91,18 +97,18 @@ class ShardLog:
 
     @property
     def nbytes(self) -> int:
-        """Written since the last snapshot was begun."""
+        """Bytes written since the last snapshot was begun."""
         return self._log.nbytes
 
     @property
     def broken(self) -> bool:
-        """Something since then could not be written."""
+        """Whether something since the last snapshot could not be written."""
         return self._log.broken
 
     def begin(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> None:
-        """A new segment, for what follows on this state."""
+        """Begin a segment that follows this state."""
         self._log.begin(base.state["version"], self._first(base, model, staged))
 
     def _first(
@@ -119,42 +125,43 @@ class ShardLog:
             self._log.append(*model_record(spec), settled=False)
 
     def push(self, staged: Staged, staging: Staging) -> None:
-        """To be called before anybody is told that the push is here."""
+        """Log a push, before it is reported."""
         if not self._log.idle:
             self._log.append(*push_record(staged, staging), settled=self._waits)
 
     def entry(self, entry: Entry) -> None:
-        """To be called before the entry is carried out."""
+        """Log an entry, before it is applied."""
         if not self._log.idle:
             self._log.append(
                 ShardRecordKind.ENTRY, entry_to_proto(entry).SerializeToString(), settled=False
             )
 
     def before_report(self) -> None:
-        """Returns when it may be told how far this shard is."""
+        """Return when the shard's progress may be reported."""
         if self._waits:
             self._log.settle()
 
     def applied(self, version: int, store: ParameterStore) -> None:
-        """These are the numbers at this version. To be called while nothing is applied."""
+        """Send the standby a checksum of the arrays at this version, while nothing is applied."""
         self._log.checksum(version, store)
 
     def moved(self) -> None:
-        """This shard's numbers are other ones now, and no record says which."""
+        """Make the standby load the whole state: no record describes a new partition."""
         self._log.void("the model has moved")
 
     def since(self, version: int | None) -> Iterator[Logged]:
-        """What was written since a snapshot was cut; None: since the beginning. LogDamagedError,
-        OSError.
+        """Yield what was logged since a snapshot was cut; None: since the beginning.
+
+        Raises LogDamagedError or OSError.
         """
         return map(logged, self._log.since(version))
 
     def retire(self, version: int) -> None:
-        """There is a snapshot of this version."""
+        """Remove segments from before this version: a complete snapshot of it exists."""
         self._log.retire(version)
 
     def clear(self) -> None:
-        """The log that this was about is void."""
+        """Remove all segments: the log that they are about is no longer followed."""
         self._log.clear()
 
     def close(self) -> None:
@@ -162,14 +169,12 @@ class ShardLog:
 
 
 def folder_of(data_dir: Path, shard: int) -> Path:
-    """Where a shard's log lies in a data directory."""
+    """Return the folder of a shard's log in a data directory."""
     return data_dir / f"log-shard-{shard}"
 
 
 def logged_version(folder: Path) -> int:
-    """Return the newest version in a shard's log on disk: 0 without a log, up to the damage in a
-    damaged one.
-    """
+    """Return the newest version in a shard's log on disk, up to any damage; 0 without a log."""
     version = 0
     with suppress(LogDamagedError, OSError, ValueError):
         log = WriteAheadLog(folder, "no")
@@ -211,7 +216,7 @@ def push_record(staged: Staged, staging: Staging) -> Raw:
 
 
 def logged(record: Record) -> Logged:
-    """A record, read again."""
+    """Parse a record."""
     match ShardRecordKind(record.kind):
         case ShardRecordKind.BASE:
             raw = json.loads(record.header)

@@ -1,9 +1,7 @@
-"""A shard made again after its process died: the snapshot's numbers, and on top of them what its
-log says.
+"""Restore a shard after a crash: load a snapshot, then replay the shard's log.
 
-A move to another number of shards is followed up to the Reshard. Then the shard holds what it
-held at that point, for the others to read, and makes its new part again: what its log says of
-that part is void, nothing of it has counted.
+A reshard is replayed up to the Reshard entry. The shard then has its previous partition, for the
+others to read, and builds its new one again: no update has changed that one yet.
 """
 
 from collections.abc import Callable, Collection
@@ -20,15 +18,15 @@ from psserver.durability.shard_state import LogUnfitError, ShardState
 from psserver.parameters.store import PartReader
 
 Open = Callable[[int], PartReader]
-"""The snapshot, as a shard of so many reads it."""
+"""Opens the snapshot for a given number of shards."""
 
 
 class ShardRecovery(ShardState):
-    """Reads a shard's log. Afterwards shards, machine, kept, model, store and frozen are what
-    they were.
+    """Replays a shard's log; afterwards the attributes of ShardState are those before the crash.
 
-    shards: how many there may be where the log ends; in a move that may be the number before it,
-    or the new one.
+    shards: allowed numbers of shards at the end of the log; in a reshard the number before it or
+        the
+        new one.
     """
 
     def __init__(
@@ -47,13 +45,11 @@ class ShardRecovery(ShardState):
 
     @property
     def _version(self) -> int:
-        """Where the log has to go on from."""
+        """The version at which the log must begin."""
         return self._manifest.version if self._manifest else 0
 
     def read(self, log: ShardLog) -> None:
-        """Carry out all that the log holds since the snapshot. LogUnfitError where it does not
-        go with it.
-        """
+        """Replay the log since the snapshot. Raises LogUnfitError if it does not match."""
         first = True
         try:
             for logged in log.since(self._manifest.version if self._manifest else None):
@@ -71,8 +67,10 @@ class ShardRecovery(ShardState):
             )
 
     def _is_before(self, logged: SegmentBase | ModelSpec | LoggedPush | Entry) -> bool:
-        """Was it written before the snapshot was cut, at the same version? So it is when a move
-        ended with the cut.
+        """Return whether a record at the snapshot's version was written before the snapshot was
+        cut.
+
+        This happens if a reshard ended with the snapshot.
         """
         if not isinstance(logged, SegmentBase):
             if self._skipped:
@@ -95,7 +93,7 @@ class ShardRecovery(ShardState):
             self.take(logged)
 
     def _check(self, base: SegmentBase, first: bool) -> None:
-        """A segment must go on where the one before it, or the snapshot, ended."""
+        """Check that a segment begins where the one before it, or the snapshot, ended."""
         state: dict[str, Any] = base.state
         if not first and base.shards != self.shards:
             raise LogUnfitError(
@@ -113,8 +111,11 @@ class ShardRecovery(ShardState):
             raise LogUnfitError(f"entries {self.machine.index + 1} to {state['index']} are missing")
 
     def _begin(self, base: SegmentBase) -> None:
-        """With the snapshot's numbers. In a move that goes on they are what is held; one that
-        ended with the snapshot is over, whatever was known when the segment was begun."""
+        """Load the snapshot's arrays.
+
+        In an unfinished reshard they are the previous partition. A reshard that ended with the
+        snapshot is over, even if the segment began before it ended.
+        """
         manifest, snapshot = self._manifest, self._snapshot
         if manifest is None or snapshot is None:
             if base.state["begun"]:

@@ -1,6 +1,4 @@
-"""A shard made of records: what its log holds, or what its primary sends, carried out on a
-state.
-"""
+"""A shard's state, built by applying the records of its log or of its primary."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,24 +19,28 @@ from psserver.parameters.store import ParameterStore
 
 
 class LogUnfitError(Exception):
-    """Records cannot be carried out on what is there; the text says why."""
+    """Records that do not continue the state; the text says why."""
 
 
 @dataclass(slots=True)
 class StagedNumbers:
-    """A staged push's numbers, and when they were complete (monotonic seconds)."""
+    """A staged push.
+
+    staging: its arrays.
+    since: when it was complete (monotonic seconds).
+    """
 
     staging: Staging
     since: float
 
 
 def apply(store: ParameterStore, entry: Apply, kept: Mapping[PushKey, StagedNumbers]) -> None:
-    """The numbers' part of an update."""
+    """Apply an update to the arrays."""
     store.apply(*_weighted(entry.contributions, kept))
 
 
 def measure(store: ParameterStore, entry: Measure, kept: Mapping[PushKey, StagedNumbers]) -> float:
-    """The sum of squares of this shard's part of the average."""
+    """Return the sum of squares of this shard's part of the average."""
     return store.square_norm(*_weighted(entry.contributions, kept))
 
 
@@ -56,8 +58,14 @@ def _weighted(
 
 
 class ShardState:
-    """shards, machine, kept, model, store, frozen are those of the shard, as far as the records
-    that were taken go.
+    """The state of a shard after the records applied so far.
+
+    shards: number of shards.
+    machine: the state machine.
+    kept: staged pushes.
+    model: the job's model; None if unknown.
+    store: the arrays; None without a model.
+    frozen: the partition from before a reshard, kept for other shards.
     """
 
     def __init__(self, shard: int, shards: int, team: ThreadTeam) -> None:
@@ -70,12 +78,12 @@ class ShardState:
         self._shard, self._team = shard, team
 
     def become(self, shards: int, state: Mapping[str, Any]) -> None:
-        """The machine's state, as one of so many; numbers and staged pushes come besides."""
+        """Set the machine's state and the number of shards; arrays and staged pushes follow."""
         self.shards = shards
         self.machine.recover(state)
 
     def take(self, logged: ModelSpec | LoggedPush | Entry) -> None:
-        """The next record. LogUnfitError where it does not go with those before."""
+        """Apply the next record. Raises LogUnfitError if it does not continue the state."""
         match logged:
             case ModelSpec():
                 self.know(logged)
@@ -86,7 +94,7 @@ class ShardState:
                     self._carry_out(entry)
 
     def know(self, model: ModelSpec) -> None:
-        """Before the first weights the model may change: its first worker may have died."""
+        """Set the model. It may change before the first weights, after a worker's crash."""
         if self.model is None or (
             not self.machine.begun and self.model.fingerprint() != model.fingerprint()
         ):
@@ -130,13 +138,13 @@ class ShardState:
                 self.store.release(staging)
 
     def hold(self, index: int, shards: int) -> None:
-        """The model moves to so many shards, from the Reshard of this index on."""
+        """Freeze the arrays at the Reshard entry `index`, for this number of shards."""
         self.frozen = FrozenShard(self.machine.epoch, index, self.shards, self.numbers)
         self.shards, self.store = shards, None
 
     @property
     def numbers(self) -> ParameterStore:
-        """Weights and all that goes with them. LogUnfitError where there is no model yet."""
+        """The arrays. Raises LogUnfitError if there is no model yet."""
         if self.store is None:
             raise LogUnfitError("it speaks of weights before there is a model")
         return self.store

@@ -1,6 +1,4 @@
-"""A server's snapshots: which one to start from, writing parts in the background, making a
-snapshot of the parts.
-"""
+"""Snapshots of a server: choose the one to resume, write parts in the background, commit them."""
 
 import contextlib
 import errno
@@ -37,9 +35,7 @@ from psserver.process.generation_file import (
 from psserver.process.metrics import ServerMetrics
 
 NICE = 10
-"""How far the writing thread steps back: to a tenth of what another one gets where all cores are
-busy.
-"""
+"""Niceness of the writing thread: it gets a tenth of another thread's share of a busy core."""
 
 log = logging.getLogger("psserver")
 
@@ -59,9 +55,17 @@ class RecoverableShard(Protocol):
 
 
 class SnapshotManager:
-    """Snapshots of one shard; on shard 0 of the whole job. Without a data directory there are none.
+    """Snapshots of one shard; on shard 0, of the whole job. Does nothing without a data directory.
 
-    on_part is called from the writing thread with what became of each part.
+    on_part: called from the writing thread with the result of each part.
+    newest_version: version of the newest snapshot.
+    newest_time: when it was written (seconds since the epoch).
+    problem: why the last snapshot failed; empty if it did not.
+    failures: number of failed snapshots of the job.
+    tells: whether failures are logged here; else the requester of the snapshot logs them.
+    kept: versions of the snapshots that are retained.
+    generation: number of this start of the job; -1 before the first.
+    resumed: progress of the job before this process, for the status.
     """
 
     def __init__(
@@ -93,10 +97,9 @@ class SnapshotManager:
     # ---- starting --------------------------------------------------------------------------------
 
     def next_generation(self, least: int = 0) -> None:
-        """Count this start of the job, durably, so that no worker's number is ever given twice.
-        SnapshotError.
+        """Count this start of the job durably, so that no worker number is used twice.
 
-        least: the smallest number that it may get.
+        least: smallest allowed number. Raises SnapshotError.
         """
         least = max(least, self.generation + 1, self._reserved + 1)
         if self._data_dir is None:
@@ -115,8 +118,10 @@ class SnapshotManager:
         self._uncounted = False
 
     def count_on(self, least: int = 0) -> None:
-        """next_generation in a job that runs, which does not stop for a disk: where that refuses
-        the number is written down with the next snapshot."""
+        """Count a start within a running job, which does not stop for a disk error.
+
+        After an error the number is written with the next snapshot.
+        """
         least = max(least, self.generation + 1, self._reserved + 1)
         try:
             self.next_generation(least)
@@ -128,9 +133,7 @@ class SnapshotManager:
             )
 
     def reserve_generation(self, number: int) -> None:
-        """Leave out this generation at the next start: the numbers of its workers have been
-        given out.
-        """
+        """Skip this generation at the next start: its worker numbers are in use."""
         if number <= max(self.generation, self._reserved):
             return
         self._reserved, self._uncounted = number, True
@@ -141,16 +144,18 @@ class SnapshotManager:
             )
 
     def _count_again(self) -> None:
-        """The disk works again."""
+        """Write a number that could not be written before."""
         if self._uncounted and self._data_dir is not None:
             with contextlib.suppress(OSError, GenerationDamagedError):
                 GenerationFile(self._data_dir).count_up(max(self.generation, self._reserved))
                 self._uncounted = False
 
     def check_place(self) -> None:
-        """Shard 0 begins no job where other shards have numbers and it was never started: that
-        is the data directory of one of them, and those of shard 0 lie elsewhere. MismatchError.
-        Snapshots that were copied here are no such."""
+        """Raise MismatchError if this data directory belongs to another shard than shard 0.
+
+        It then has files of other shards, but shard 0 was never started here. Copied snapshots are
+        allowed.
+        """
         if self._data_dir is None or self._snapshots is None:
             return
         if (self._data_dir / GENERATION).exists() or self._snapshots.versions():
@@ -167,8 +172,9 @@ class SnapshotManager:
             )
 
     def to_resume(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
-        """The snapshot to start from. SnapshotError where one was asked for, or lies there, and
-        none is valid.
+        """Return the snapshot to resume from.
+
+        Raises SnapshotError if a requested or existing snapshot is not valid.
         """
         if self._snapshots is None:
             return None
@@ -188,7 +194,7 @@ class SnapshotManager:
         return manifest
 
     def exactly(self, version: int) -> Manifest:
-        """The snapshot of this version. SnapshotError where it is not there or not sound."""
+        """Return the snapshot of this version. Raises SnapshotError if it is missing or damaged."""
         if self._snapshots is None:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
         if version not in self._snapshots.versions():
@@ -234,17 +240,18 @@ class SnapshotManager:
         return str(self._snapshots.path(version).resolve()) if self._snapshots else ""
 
     def named(self, manifest: Manifest | None, logged: bool = False) -> str:
-        """What a job goes on from, in words for people. logged: a log was read on top of it, or
-        alone.
+        """Describe the snapshot to resume from, for the log. logged: a log is replayed on top of
+        it.
         """
         if manifest is None:
             return f"the log in {self._data_dir}"
-        return f"the snapshot of version {manifest.version}{' with its log' if logged else ''} in {self._data_dir}"
+        log_text = " with its log" if logged else ""
+        return f"the snapshot of version {manifest.version}{log_text} in {self._data_dir}"
 
     def load_into(
         self, shard: RecoverableShard, epoch: int, manifest: Manifest, shards: int
     ) -> str:
-        """Put this shard's part, among so many, of a snapshot in place; empty, or what is wrong."""
+        """Load a snapshot into the shard; return an error text, or empty."""
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
         self.close()  # no part of the history that ends here may come among those of the next one
@@ -256,7 +263,7 @@ class SnapshotManager:
         return ""
 
     def _reader(self, manifest: Manifest, shards: int) -> SnapshotReader:
-        """A snapshot, as this shard, one of so many, reads it."""
+        """Return a reader of the snapshot for this shard of `shards`."""
         assert self._snapshots is not None
         plan = PartitionPlan(manifest.model, shards)
         return SnapshotReader(
@@ -270,10 +277,9 @@ class SnapshotManager:
         manifest: Manifest | None,
         shards: Collection[int],
     ) -> str:
-        """Make this shard what it was: a snapshot and its own log on top; empty, or why that
-        cannot be.
+        """Recover the shard from a snapshot plus its own log; return an error text, or empty.
 
-        shards: how many there may be where the log ends.
+        shards: allowed numbers of shards at the end of the log.
         """
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
@@ -289,7 +295,7 @@ class SnapshotManager:
         return ""
 
     def _found(self, manifest: Manifest) -> None:
-        """This shard goes on from there: its newest part is as old as that."""
+        """Note that this shard resumes from the snapshot."""
         self.newest_version = manifest.version
         own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
         self._metrics.snapshot_found(_written_at(manifest), own)
@@ -297,7 +303,7 @@ class SnapshotManager:
     # ---- writing ---------------------------------------------------------------------------------
 
     def cut(self, cut: Cut, store: ParameterStore) -> None:
-        """Copy the numbers now, write them in the background. Called while nothing is applied."""
+        """Copy the arrays now and write them in the background. Called while nothing is applied."""
         if self._writer is not None:
             self._writer.join()
         if self._snapshots is None:  # where others have a folder they must not wait for this part
@@ -333,9 +339,7 @@ class SnapshotManager:
         self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
     def _failed(self, error: Exception) -> None:
-        """Shard 0 logs it, with all that went wrong with this snapshot; a bug is logged where it
-        happened.
-        """
+        """Note a failure. Shard 0 logs it with the snapshot; an unexpected error is logged here."""
         foreseen = isinstance(error, SnapshotError)
         self.problem = str(error) if foreseen else f"a bug: {error!r}"
         cause = error.__cause__
@@ -347,14 +351,14 @@ class SnapshotManager:
             )
 
     def _tell_failed(self, version: int) -> None:
-        """The snapshot of this version was not made, because of self.problem."""
+        """Log that the snapshot of this version failed, because of self.problem."""
         if self.tells:
             extra = {"version": version, "problem": self.problem}
             log.error("snapshot failed; training goes on", extra=extra)
         self.failures += 1  # now those who wait for it go on
 
     def commit(self, cutting: SnapshotInProgress, job: str, model: ModelSpec) -> Manifest | None:
-        """All shards have written, or failed to: the manifest makes it a snapshot. None: it
+        """Write the manifest once all shards have written their parts, or failed to. None: it
         failed.
         """
         assert self._snapshots is not None
@@ -376,9 +380,7 @@ class SnapshotManager:
         return manifest
 
     def prune(self) -> None:
-        """Older snapshots go, and shards may let go of what they noted down before the newest
-        one.
-        """
+        """Remove older snapshots, so that shards can remove older log segments."""
         assert self._snapshots is not None
         try:
             self._snapshots.prune(self._keep)
@@ -401,16 +403,14 @@ class SnapshotManager:
         )
 
     def retain(self, versions: Sequence[int], job: str) -> None:
-        """The coordinator keeps these of its job; a server with a disk of its own has parts of
-        others to remove.
-        """
+        """Remove all parts but those of these versions, which the coordinator keeps."""
         if self._snapshots is not None and list(versions) != self.kept:
             self.kept = [*versions]
             with contextlib.suppress(SnapshotError):  # tried again after the next snapshot
                 self._snapshots.retain(versions, job)
 
     def listing(self) -> Iterator[dict[str, Any]]:
-        """The snapshots that are there, for status; empty on servers other than shard 0."""
+        """Yield the existing snapshots for the status; none on servers other than shard 0."""
         if self._snapshots is None:
             return
         for version in self._snapshots.versions():
@@ -427,13 +427,13 @@ class SnapshotManager:
             }
 
     def close(self) -> None:
-        """Wait for the part that is being written."""
+        """Wait until the current part is written."""
         if self._writer is not None:
             self._writer.join()
 
 
 def groups_of(store: ParameterStore | None) -> str:
-    """The hyper-parameters as they stand, as JSON; empty before there are any."""
+    """Return the current hyper-parameters as JSON; empty before there are any."""
     return groups_to_json(store.groups()) if store is not None else ""
 
 

@@ -1,6 +1,4 @@
-"""What travels from a primary to its standby: records of its logs, and between them what
-concerns the line.
-"""
+"""Records that a primary sends to its standby: log records, and records about the stream itself."""
 
 import json
 import zlib
@@ -24,10 +22,16 @@ from psserver.parameters.store import ParameterStore
 
 
 class StateRecordKind(IntEnum):
-    """HELLO begins a whole state: JSON about the primary. NUMBERS: one flat tensor of
-    Store.export, its key as header. OPTIMIZER: JSON, what goes with the numbers. LOADED ends the
-    state. CHECKSUM: JSON, of the numbers at a version. SNAPSHOT: the manifest of a new one. END:
-    the job is over."""
+    """Type of a record about the stream.
+
+    HELLO: begins a whole state; JSON about the primary.
+    NUMBERS: one flat tensor of ParameterStore.export; its key is the header.
+    OPTIMIZER: JSON; hyper-parameters, steps and scalars.
+    LOADED: ends the whole state.
+    CHECKSUM: JSON; checksum of the arrays at a version.
+    END: the job has ended.
+    SNAPSHOT: the manifest of a new snapshot.
+    """
 
     HELLO = 1
     NUMBERS = 2
@@ -39,8 +43,9 @@ class StateRecordKind(IntEnum):
 
 
 class StateRecord(NamedTuple):
-    """One record; payload: bytes in parts, each of which fits into a frame, or all in one where
-    it was received.
+    """One record.
+
+    payload: bytes in parts that each fit into a frame; one part after receiving.
     """
 
     source: RecordSource
@@ -56,7 +61,7 @@ class StateRecord(NamedTuple):
 def copied(
     source: RecordSource, kind: int, header: bytes, payload: Iterable[memoryview] = ()
 ) -> StateRecord:
-    """A record that outlives the memory it was made from."""
+    """Make a record that does not refer to the memory it was made from."""
     parts = [
         bytes(view[start : start + FRAME_BYTES])
         for view in payload
@@ -75,7 +80,7 @@ def shard_state(
     store: ParameterStore | None,
     staged: Iterable[tuple[Staged, Staging]],
 ) -> Iterator[StateRecord]:
-    """All of a shard. Everything is copied before this returns its last."""
+    """Yield all of a shard's state. Everything is copied before the last record is returned."""
     yield copied(RecordSource.SHARD, *base_record(base))
     if model is not None and store is not None:
         yield copied(RecordSource.SHARD, *model_record(model))
@@ -104,7 +109,7 @@ def _frames(view: memoryview) -> list[memoryview]:
 
 
 def frames(number: int, record: StateRecord) -> Iterator[pb.ReplicateResponse]:
-    """A record as it travels."""
+    """Yield the messages of a record."""
     nbytes = sum(len(part) for part in record.payload)
     first, *rest = record.payload or (b"",)
     yield pb.ReplicateResponse(
@@ -121,8 +126,9 @@ def frames(number: int, record: StateRecord) -> Iterator[pb.ReplicateResponse]:
 
 
 def received(messages: Iterable[pb.ReplicateResponse]) -> Iterator[tuple[int, StateRecord | None]]:
-    """Records with their numbers, as they come; None: a sign of life. PSError where they are not
-    what `frames` made.
+    """Yield received records with their numbers; None: a keepalive.
+
+    Raises PSError if the messages are not those that `frames` makes.
     """
     messages = iter(messages)
     for message in messages:
@@ -148,7 +154,7 @@ def received(messages: Iterable[pb.ReplicateResponse]) -> Iterator[tuple[int, St
 
 
 class ReceivedState:
-    """The numbers of a whole state, as Store.restore reads them."""
+    """The arrays of a received whole state (implements PartReader)."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, memoryview] = {}
@@ -156,7 +162,7 @@ class ReceivedState:
         self._scalars: Scalars = {}
 
     def add(self, record: StateRecord) -> None:
-        """NUMBERS or OPTIMIZER."""
+        """Add a NUMBERS or OPTIMIZER record."""
         if record.kind == StateRecordKind.NUMBERS:
             self._numbers[record.header.decode()] = memoryview(record.payload[0])
         else:
@@ -185,7 +191,7 @@ class ReceivedState:
 
 
 def checksum(store: ParameterStore) -> int:
-    """Of all numbers of a shard. Call it while nothing is applied."""
+    """Return a checksum of all arrays of a shard. Call it while nothing is applied."""
     total = 0
     for key, tensor in store.tensors():
         total = zlib.crc32(raw(tensor), zlib.crc32(key.encode(), total))
