@@ -194,7 +194,7 @@ def digests(results: Iterable[Named]) -> set[str]:
     }
 
 
-@pytest.mark.every(35)
+@pytest.mark.every(36)
 @pytest.mark.parametrize(("name", "workers"), list(product(OPTIMIZERS, [1, 2, 3])))
 def test_sync_is_plain_torch_with_the_same_bytes_on_any_number_of_shards(
     name: str, workers: int

@@ -415,6 +415,7 @@ def test_malloc(two: tuple[Program, Program]) -> None:
     assert [server.out.splitlines()[0] for server in two] == ["mapped False", "mapped True"]
 
 
+@pytest.mark.full
 @server_setting("log_level")
 def test_log_level(two: tuple[Program, Program]) -> None:
     assert ["listening" in server.err for server in two] == [True, False]

@@ -204,6 +204,7 @@ def test_threads(two: tuple[Program, Program]) -> None:
     assert [found(worker)["threads"] for worker in two] == [3, 1]
 
 
+@pytest.mark.full
 @worker_setting("malloc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_malloc(two: tuple[Program, Program]) -> None:

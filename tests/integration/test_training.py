@@ -71,6 +71,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
+@pytest.mark.full
 def test_three_nodes_train_a_module_and_leave_nothing() -> None:
     model, before, threads = Net(), children(), set(threading.enumerate())
 
@@ -94,6 +95,7 @@ def test_three_nodes_train_a_module_and_leave_nothing() -> None:
     assert left <= {"forgotten-clients"}, "that one stays, once it was needed"
 
 
+@pytest.mark.full
 def test_its_servers_take_nothing_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -381,6 +383,7 @@ def test_when_one_node_fails_the_others_stop(simulate: bool) -> None:
     assert children() == before
 
 
+@pytest.mark.full
 def test_a_gradient_that_ends_the_job_ends_all_nodes(caplog: pytest.LogCaptureFixture) -> None:
     """The servers are gone at once, and nobody waits for them as for some that come back."""
     began = time.monotonic()
@@ -409,6 +412,7 @@ DistributedTraining(servers=2).train_distributed(Net(), Says(at=0), nodes=2, bat
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_it_and_its_servers(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     with programs_in(tmp_path) as programs:

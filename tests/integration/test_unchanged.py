@@ -188,6 +188,7 @@ def test_after_an_error_everything_comes(cluster: Make, lanes: Any) -> None:
         assert all(np.array_equal(one.weights[name], job[name]) for name in SIZES)
 
 
+@pytest.mark.every(2)
 @LANES
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_after_every_push_a_workers_weights_are_the_jobs(
@@ -213,6 +214,7 @@ def test_after_every_push_a_workers_weights_are_the_jobs(
         worker.close()
 
 
+@pytest.mark.every(2)
 @LANES
 @pytest.mark.parametrize("shards", [1, 3])
 def test_workers_that_push_at_the_same_time_end_with_the_same_weights(

@@ -1,7 +1,7 @@
 """Servers as plain objects in one thread: their disk's operations come in the same order every
 time.
 
-All that writes, reads and decides is the product's: hub, engines, archives, logs, and the
+All that writes, reads and decides is the product's: service, engines, archives, logs, and the
 client. What is missing are processes, the network and time. So a whole job with its restarts
 takes some hundredths of a second, and a test can walk through all operations of it. What the
 links do between processes, `deliver` does.
@@ -174,7 +174,7 @@ class DirectServers:
         return self._at_work[-1]
 
     @property
-    def hub(self) -> CoordinatorService:
+    def service(self) -> CoordinatorService:
         """UnreachableError while nobody coordinates."""
         if (life := self.lives[0]) is None or life.service is None:
             raise UnreachableError("shard 0 is dead")

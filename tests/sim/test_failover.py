@@ -27,6 +27,7 @@ def test_no_history_loses_a_published_record_or_has_two_primaries() -> None:
     assert seen["rounds"] > 50 * SEEDS
 
 
+@pytest.mark.full
 def test_handovers_without_a_lock_lose_nothing_and_leave_one_primary() -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS):

@@ -120,6 +120,7 @@ def test_the_seeds_reach_what_they_should() -> None:
     assert seen["messages"] > 20_000
 
 
+@pytest.mark.full
 def test_histories_keep_every_invariant_when_departed_workers_are_forgotten_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -45,17 +45,17 @@ def names_of_a_running_job(data_dir: Path, lock: Path) -> Names:
 
 
 def _trained(first: Server, data_dir: Path, lock: Path) -> Names:
-    assert first.hub is not None
+    assert first.service is not None
     with counter(first.address) as client:
         client.next_batches(LoopSpec(0, size=8, batch_size=1))
         client.next_batches(StreamSpec(1, sources=1, batch_size=1))
         client.report(loss=0.5)
         assert client.push_pull(ONES).status == "applied"
         begun = _segment_keys(data_dir / "log-job", found.STATE_MAPS)
-        first.hub.snapshots.save(20.0)
-        until(lambda: first.hub and first.hub.status()["candidates"], "a candidate")
+        first.service.snapshot_scheduler.save(20.0)
+        until(lambda: first.service and first.service.status()["candidates"], "a candidate")
         until(lambda: _families_without_series(first) == set(), "a sample of each metric")
-        status = json.loads(json.dumps(first.hub.status()))
+        status = json.loads(json.dumps(first.service.status()))
         metrics = found.metrics(first._registry)
     ShardCountFile(2, data_dir).change(3)  # as after a reshard
     return Names(
