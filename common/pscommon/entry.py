@@ -1,8 +1,7 @@
-"""Entry points of the commands: each loads its code and runs it.
+"""Entry points of the commands.
 
-Until there is something to clean up, Ctrl-C ends the process at once, with 130 and without a
-word. An exception would come in the midst of an import, where libraries catch it, turn it into
-another or report it.
+Until `raise_on_ctrl_c`, Ctrl-C ends the process at once with 130. A KeyboardInterrupt during an
+import may be caught, converted or reported by a library.
 """
 
 import os
@@ -34,7 +33,7 @@ def ps_ctl() -> int:
 
 
 def raise_on_ctrl_c() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on: there is something to clean up."""
+    """Let Ctrl-C raise KeyboardInterrupt from now on, so that cleanup code runs."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -47,7 +46,7 @@ def _run(module: str) -> int:
 
 
 def _exit_on_ctrl_c() -> None:
-    """Not where Ctrl-C is ignored, as under nohup, or has another handler."""
+    """Let Ctrl-C end the process, unless it is ignored (nohup) or has another handler."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 

@@ -111,10 +111,7 @@ def test_a_module_that_is_not_there(
     assert (
         "--optimizers their_optimizers: there is no module their_optimizers. Try: " in program.err
     )
-    assert (
-        "'my_optimizers.py' is not the name of a module; give package.module, without .py"
-        in path.err
-    )
+    assert "'my_optimizers.py' is not a module name. Try: package.module, without .py" in path.err
 
 
 @pytest.mark.parametrize("standby", [False, True])

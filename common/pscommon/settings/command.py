@@ -1,9 +1,7 @@
-"""How settings reach a command: flag, then environment PS_<FLAG>, then the TOML file of
---config, then the default.
+"""Sources of settings: flag, environment variable PS_<FLAG>, TOML file of --config, default.
 
-One file may hold the settings of a whole cluster: keys at its top are for every command that has
-them, the tables [server], [worker] and [run] for that command alone. A key that no command has
-is an error, not a typo that sleeps.
+One file may hold the settings of a whole cluster: top-level keys apply to every command that has
+them, the tables [server], [worker] and [run] to that command. An unknown key is an error.
 """
 
 import difflib
@@ -22,9 +20,9 @@ from pscommon.core.errors import PSError
 from pscommon.core.exit_codes import ExitCode
 
 FILE = "pscommon.settings.command.file"
-"""Where a click context keeps the path of its file."""
+"""Key of the file's path in the meta dictionary of a click context."""
 
-# what a file may have besides text, as people call it
+# names of the TOML types in error messages
 WORDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -41,7 +39,13 @@ SOURCES = {
 
 
 class Setting(NamedTuple):
-    """One merged value; `source` is "flag", "environment", "file" or "default"."""
+    """One merged value.
+
+    Attributes:
+        key: name of the setting.
+        value: parsed value.
+        source: "flag", "environment", "file" or "default".
+    """
 
     key: str
     value: Any
@@ -49,19 +53,28 @@ class Setting(NamedTuple):
 
 
 class UnsettledValue(NamedTuple):
-    """In the place of a value on which tables disagree; `table`: where a file would settle it."""
+    """Placeholder for a value on which tables disagree.
+
+    Attributes:
+        table: table in which a file can set the value.
+    """
 
     table: str
 
 
 class Option(click.Option):
-    """A flag, its environment twin PS_<FLAG>, its key in the file; `also`: variables that are
-    asked after the twin.
+    """Setting with a flag, an environment variable PS_<FLAG> and a key in the file.
+
+    Attributes:
+        flag: the flag, with its hyphens.
+        section: section of --help.
+        variables: environment variables, in order of precedence.
     """
 
     def __init__(
         self, flag: str, *, section: str, also: Sequence[str] = (), **attributes: Any
     ) -> None:
+        """Make the option; `also` are additional environment variables."""
         self.flag = flag
         self.section = section
         self.variables = ("PS_" + flag.removeprefix("--").replace("-", "_").upper(), *also)
@@ -69,29 +82,28 @@ class Option(click.Option):
 
     @property
     def key(self) -> str:
-        """The option's name in code: the flag's words, joined by underscores."""
+        """Return the name in code: the words of the flag, joined by underscores."""
         return str(self.name)
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Blames the place where the value really came from."""
+        """Name the flag and the source of its value in error messages."""
         source = ctx.get_parameter_source(self.key) if ctx else None
         if source is ParameterSource.ENVIRONMENT:
-            return f"'{self.flag}' (environment {next(name for name in self.variables if os.environ.get(name))})"
+            variable = next(name for name in self.variables if os.environ.get(name))
+            return f"'{self.flag}' (environment {variable})"
         return f"'{self.flag}'" + (
             f" (file {ctx.meta[FILE]})" if ctx and source is ParameterSource.DEFAULT_MAP else ""
         )
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """What a file has becomes the flag's own text first, so that it means the same and is
-        refused alike.
-        """
+        """Parse a value; convert a value of the file to the text of the flag first."""
         if ctx.get_parameter_source(self.key) is ParameterSource.DEFAULT_MAP:
             value = self._text(ctx, value)
         return super().type_cast_value(ctx, value)
 
     def _text(self, ctx: click.Context, value: Any) -> str:
         if isinstance(value, UnsettledValue):
-            remedy = f"settle it in [{value.table}], or give {self.flag}"
+            remedy = f"set it in [{value.table}], or use {self.flag}"
             raise click.BadParameter(f"the tables disagree; {remedy}", ctx, self)
         besides = (bool,) if self.is_flag else getattr(self.type, "besides", ())
         if type(value) is list and list in besides and {type(part) for part in value} <= {str}:
@@ -99,15 +111,13 @@ class Option(click.Option):
         if type(value) is list or type(value) not in (str, *besides):
             fitting = " or ".join(["text in quotes", *(WORDS[kind] for kind in besides[-1:])])
             raise click.BadParameter(
-                f"{value!r} does not fit; the file must have {fitting} here", ctx, self
+                f"{value!r} has the wrong type; the file must have {fitting} here", ctx, self
             )
         return str(value)
 
 
 class SettingsCommand(click.Command):
-    """A command made of Options, with --config and --version besides. Its invoke() only returns
-    the parsed context.
-    """
+    """Command made of Options, --config and --version; invoke() returns the parsed context."""
 
     def __init__(
         self,
@@ -118,8 +128,14 @@ class SettingsCommand(click.Command):
         reads: Sequence[str],
         **rest: Any,
     ) -> None:
-        """`tables`: all that a file may have, with their options; `reads`: those for this
-        command, its own one last.
+        """Make the command.
+
+        Args:
+            name: name of the command.
+            options: its options.
+            tables: all tables of a file, with their options.
+            reads: tables that apply to this command, its own one last.
+            rest: arguments for click.Command.
         """
         self.options = tuple(options)
         self.tables = {
@@ -132,11 +148,11 @@ class SettingsCommand(click.Command):
         click.version_option(package_name="paramserver", message="%(prog)s %(version)s")(self)
 
     def invoke(self, ctx: click.Context) -> click.Context:
-        """The work starts outside of click, so a user's script never runs inside our context."""
+        """Return the context; the work starts outside of click and its context."""
         return ctx
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One block of help per section, in the order of declaration."""
+        """Write one block of help per section, in order of declaration."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -152,7 +168,7 @@ class SettingsCommand(click.Command):
 
 
 def sources(ctx: click.Context) -> list[Setting]:
-    """Every merged value of a parsed command and where it came from, in the order of --help."""
+    """Return the merged values of a parsed command with their sources, in order of --help."""
     options = [option for option in ctx.command.params if isinstance(option, Option)]
     return [
         Setting(
@@ -165,18 +181,17 @@ def sources(ctx: click.Context) -> list[Setting]:
 
 
 def given(ctx: click.Context) -> dict[str, Any]:
-    """The values that somebody chose: flag, environment or file, not the defaults."""
+    """Return the values from a flag, the environment or a file, without defaults."""
     return {setting.key: setting.value for setting in sources(ctx) if setting.source != "default"}
 
 
 def run_command(
     command: click.Command, start: Callable[[click.Context], int], args: Sequence[str] | None = None
 ) -> int:
-    """Parses, then calls `start` with the context; returns the exit code. A user's mistake is
-    one clear message.
+    """Parse the command line, call `start` with the context and return the exit code.
 
-    A PSError becomes one line and its exit code; its traceback follows only at --log-level
-    debug.
+    A usage error or a PSError gives one line on stderr and its exit code. A traceback is printed
+    only at --log-level debug.
     """
     name = command.name or "ps"
     ctx: Any = None
@@ -196,24 +211,22 @@ def run_command(
 
 
 def _open_standard_streams() -> None:
-    """Those that were closed (`2>&-`): else a file or socket of ours gets the number to which
-    libraries print.
+    """Open closed standard streams (`2>&-`) on /dev/null.
+
+    Otherwise a file or socket gets a number to which libraries print.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # it gets the lowest number that is free
+            # open() returns the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def print_error(name: str, error: PSError, debug: bool = False) -> None:
-    """The one line that an expected error gets on stderr; with its traceback before it when
-    debugging.
-    """
+    """Print an expected error as one line on stderr; with `debug` print its traceback first."""
     if debug:
         traceback.print_exception(error)
     hint = f"exit code {error.exit_code}; ps-ctl explain {error.reason}"
@@ -226,11 +239,20 @@ def pick(
     reads: Sequence[str],
     wanted: Collection[str],
 ) -> dict[str, Any]:
-    """The values of a file that are for one command; ValueError names every kind of mistake.
+    """Return the values of a file for one command.
 
-    Top-level keys come first, then the tables in the order of `reads`, the last of which is the
-    command's own. Where two others disagree and it does not settle that, the value is Unsettled:
-    the environment or a flag still may.
+    Tables override top-level keys; the last table of `reads`, the command's own, overrides the
+    others. If two other tables disagree, the value is an UnsettledValue, which the environment
+    or a flag can still override.
+
+    Args:
+        document: the parsed file.
+        tables: names of all tables, with their keys.
+        reads: tables that apply to the command.
+        wanted: keys of the command.
+
+    Raises:
+        ValueError: a table or key is unknown, or a key is given twice.
     """
     top = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
     inner = {key: value for key, value in document.items() if isinstance(value, Mapping)}
@@ -251,7 +273,7 @@ def pick(
 
 
 def _spelled(values: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, Any]:
-    """Keys with underscores instead of hyphens; refuses unknown and double ones."""
+    """Return the values by keys with underscores; refuse unknown and duplicate keys."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
@@ -286,10 +308,9 @@ def _read_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
         return
     ctx.meta[FILE] = path
     try:
-        document = tomllib.loads(
-            path.read_text(encoding="utf-8-sig")
-        )  # some editors begin with a mark
+        # some editors write a byte order mark
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         wanted = [option.key for option in command.options]
         ctx.default_map = pick(document, command.tables, command.reads, wanted)
-    except (ValueError, OSError) as error:  # TOML and UTF-8 errors are ValueErrors too
+    except (ValueError, OSError) as error:  # TOML and UTF-8 errors are ValueErrors
         raise click.UsageError(f"{path}: {error}", ctx) from error

@@ -1,4 +1,4 @@
-"""Variables of the environment that look like settings of ours and are none."""
+"""Warnings about environment variables PS_* that no command reads."""
 
 import difflib
 import re
@@ -17,16 +17,16 @@ OTHERS = frozenset(
         "PS_WORKER_ATTEMPT",
     }
 )
-"""That our commands read, or tell one another, and that are no option's twin."""
+"""Variables that the commands use and that belong to no option."""
 
-OF_A_SERVICE = re.compile(
+SERVICE_VARIABLE = re.compile(
     r"PS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-"""What Kubernetes gives to every container where there is a service called ps, or ps-something."""
+"""Variables that Kubernetes sets in every container for a service called ps or ps-NAME."""
 
 
 def unread(environ: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable that no command of ours reads, in the order of their names."""
+    """Yield a warning for each PS_ variable that no command reads, ordered by name."""
     twins = {
         variable
         for table in options.TABLES.values()
@@ -36,7 +36,7 @@ def unread(environ: Mapping[str, str]) -> Iterator[str]:
     words = {name.removeprefix("PS_"): name for name in twins | OTHERS}
     for name in sorted(environ):
         word = name.removeprefix("PS_")
-        if word == name or word in words or _is_of_a_service(name, environ[name]):
+        if word == name or word in words or _is_service_variable(name, environ[name]):
             continue
         close = difflib.get_close_matches(word, sorted(words), n=1)
         yield f"no setting is called {name}" + (
@@ -44,5 +44,5 @@ def unread(environ: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _is_of_a_service(name: str, value: str) -> bool:
-    return bool(OF_A_SERVICE.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
+def _is_service_variable(name: str, value: str) -> bool:
+    return bool(SERVICE_VARIABLE.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)

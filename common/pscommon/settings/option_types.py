@@ -1,4 +1,4 @@
-"""What options are made of: the kinds of their values, and the sections of --help."""
+"""Value types of options, and sections of --help."""
 
 from pscommon.settings import values
 from pscommon.settings.values import ValueType

@@ -1,6 +1,4 @@
-"""The options of every command, declared once: the commands, `ps-ctl config` and the check of
-files all read these.
-"""
+"""Options of all commands, declared once for the commands, `ps-ctl config` and file checks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -219,17 +217,17 @@ READS: Mapping[str, tuple[str, ...]] = {
 def command(
     table: str, name: str, arguments: Sequence[click.Parameter] = (), **rest: Any
 ) -> SettingsCommand:
-    """The click command with the options of TABLES[table]."""
+    """Return the click command with the options of TABLES[table]."""
     return SettingsCommand(
         name, TABLES[table], tables=TABLES, reads=READS[table], arguments=arguments, **rest
     )
 
 
 def merged(table: str, args: Sequence[str] = ()) -> list[Setting]:
-    """What the command of this table would get here and now, from these flags, the environment
-    and the file.
+    """Return the settings of a command from these flags, the environment and the file.
 
-    Errors: click.UsageError for whatever that command itself would refuse while parsing.
+    Raises:
+        click.UsageError: the command would refuse these settings.
     """
     with command(table, f"ps-{table}").make_context(f"ps-{table}", list(args)) as ctx:
         return sources(ctx)

@@ -1,4 +1,4 @@
-"""Options of ps-run alone."""
+"""Options that only ps-run has."""
 
 from pscommon.settings.command import Option
 from pscommon.settings.option_types import (

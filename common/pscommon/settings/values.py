@@ -1,6 +1,4 @@
-"""Kinds of values that flags, environment and files give as text: one parser each, ValueError
-with a plain sentence.
-"""
+"""Parsers of setting values from text; each raises ValueError with a message for the user."""
 
 import re
 from collections.abc import Callable
@@ -12,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 if TYPE_CHECKING:
-    ParamType = click.ParamType[
-        Any
-    ]  # older releases of click have it without the type of its values
+    ParamType = click.ParamType[Any]  # not generic in older releases of click
 else:
     ParamType = click.ParamType
 
@@ -41,16 +37,22 @@ LATE_GRADIENTS = ("return", "drop")
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 LONGEST_HOURS = 1000
-"""Bound on every time: it travels as milliseconds in 32 bits."""
+"""Upper bound of every time, which is transmitted as milliseconds in 32 bits."""
 
-MOST = 2**31 - 1
-"""Bound on what is counted: 32 bits on the wire."""
+MAX_COUNT = 2**31 - 1
+"""Upper bound of every count, which is transmitted in 32 bits."""
 
 LAST_VERSION = 2**63 - 1
 
 
 class ValueType(ParamType):
-    """A click type made of a parser. besides: types of TOML for text, the widest last."""
+    """Click type made of a parser.
+
+    Attributes:
+        name: placeholder in --help.
+        parse: parser of the text.
+        besides: TOML types accepted instead of text, the widest last.
+    """
 
     def __init__(self, name: str, parse: Callable[[str], Any], *besides: type) -> None:
         self.name = name
@@ -58,27 +60,25 @@ class ValueType(ParamType):
         self.besides = besides
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Called by click; fails with the parser's sentence."""
+        """Parse a value; called by click."""
         try:
             return self.parse(str(value).strip())
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """What --help shows after the flag."""
+        """Return the placeholder in --help."""
         return self.name
 
 
 class PathType(click.Path):
-    """A file or a folder. An empty name, such as an unset variable of a shell leaves, is not the
-    current folder.
-    """
+    """Path of a file or folder; refuses an empty path, as from an unset shell variable."""
 
     def __init__(self, **rest: Any) -> None:
         super().__init__(path_type=Path, **rest)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Called by click."""
+        """Check a value; called by click."""
         if value == "":
             self.fail(
                 f"the name of the {self.name} is empty; '.' is the current folder", param, ctx
@@ -88,8 +88,11 @@ class PathType(click.Path):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEvery:
-    """How often a snapshot is taken: exactly one of `seconds` (> 0) and `steps` (>= 1 versions)
-    is set.
+    """Snapshot interval; exactly one attribute is set.
+
+    Attributes:
+        seconds: time, above 0.
+        steps: number of versions, at least 1.
     """
 
     seconds: float | None = None
@@ -102,7 +105,7 @@ class SnapshotEvery:
 
 
 def snapshot_every(text: str) -> SnapshotEvery:
-    """'60s', '10m' or '500steps'."""
+    """Parse '60s', '10m' or '500steps'."""
     match = re.fullmatch(r"([0-9]+)\s*steps?", text)
     if match and match[1].strip("0"):
         return SnapshotEvery(steps=version(match[1]))
@@ -113,8 +116,11 @@ def snapshot_every(text: str) -> SnapshotEvery:
 
 @dataclass(frozen=True, slots=True)
 class OnWorkerLoss:
-    """What happens to the place of a worker that is lost: its mode, and for "wait" how many
-    seconds.
+    """Reaction to a lost worker.
+
+    Attributes:
+        mode: "shrink", "wait" or "abort".
+        seconds: time to wait; only for "wait".
     """
 
     mode: Literal["shrink", "wait", "abort"] = "shrink"
@@ -125,7 +131,7 @@ class OnWorkerLoss:
 
 
 def on_worker_loss(text: str) -> OnWorkerLoss:
-    """'shrink', 'abort' or 'wait:SECONDS'."""
+    """Parse 'shrink', 'abort' or 'wait:SECONDS'."""
     if text == "shrink" or text == "abort":
         return OnWorkerLoss("shrink" if text == "shrink" else "abort")
     mode, _, rest = text.partition(":")
@@ -135,7 +141,7 @@ def on_worker_loss(text: str) -> OnWorkerLoss:
 
 
 def utf8(text: str) -> str:
-    """Any text that a message can carry."""
+    """Check that a text can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -144,35 +150,35 @@ def utf8(text: str) -> str:
 
 
 def module(text: str) -> str:
-    """The dotted name of a Python module."""
+    """Check the dotted name of a Python module."""
     if text.endswith(".py") or not all(part.isidentifier() for part in text.split(".")):
-        raise ValueError(f"{text!r} is not the name of a module; give package.module, without .py")
+        raise ValueError(f"{text!r} is not a module name. Try: package.module, without .py")
     return text
 
 
 def count(text: str) -> int:
-    """How many, one at least."""
-    return _whole(text, 1, MOST)
+    """Parse a count of at least 1."""
+    return _integer(text, 1, MAX_COUNT)
 
 
 def count_or_none(text: str) -> int:
-    """How many; there may be none."""
-    return _whole(text, 0, MOST)
+    """Parse a count of at least 0."""
+    return _integer(text, 0, MAX_COUNT)
 
 
 def version(text: str) -> int:
-    """A number of updates."""
-    return _whole(text, 0, LAST_VERSION)
+    """Parse a version."""
+    return _integer(text, 0, LAST_VERSION)
 
 
-def _whole(text: str, least: int, most: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) <= most:
-        raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
+def _integer(text: str, lowest: int, highest: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not lowest <= int(text) <= highest:
+        raise ValueError(f"{text!r} is not a whole number from {lowest} to {highest}")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """A number above zero."""
+    """Parse a number above zero."""
     try:
         value = float(text)
     except ValueError:
@@ -183,14 +189,14 @@ def positive(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds, or one with a unit: '5', '0.5', '250ms', '10m'."""
+    """Parse a positive time; the default unit is seconds: '5', '0.5', '250ms', '10m'."""
     if _time(text) <= 0:
         raise ValueError(f"{text!r} is not a time above zero (5, 5s, 250ms, 10m)")
     return _time(text)
 
 
 def _time(text: str) -> float:
-    """In seconds; 0 for what is no time at all. ValueError for one that is too long."""
+    """Return the seconds; 0 for a text that is no time. Raise ValueError if it is too long."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)(ms|s|m|h)?", text)
     value = float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
     if value > LONGEST_HOURS * UNITS["h"]:
@@ -199,12 +205,12 @@ def _time(text: str) -> float:
 
 
 def _shortest(number: float) -> str:
-    """What is parsed again as the very same number: settings travel to other processes as text."""
+    """Return the shortest text that is parsed as the same number."""
     return repr(number).removesuffix(".0")
 
 
 def nbytes(text: str) -> int:
-    """A positive number of bytes, or one with a unit: '500MB', '2GiB'."""
+    """Parse a positive number of bytes: '500MB', '2GiB'."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kMGT]?)(i?)B?", text)
     value = (
         float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")
@@ -217,17 +223,17 @@ def nbytes(text: str) -> int:
 
 
 def listening(text: str) -> str:
-    """HOST:PORT to listen on; port 0 asks for a free one."""
+    """Check HOST:PORT to listen on; port 0 picks a free port."""
     return _address(text, lowest=0)
 
 
 def address(text: str) -> str:
-    """HOST:PORT to connect to."""
+    """Check HOST:PORT to connect to."""
     return _address(text, lowest=1)
 
 
 def addresses(text: str) -> str:
-    """One or more HOST:PORT, joined by commas."""
+    """Check one or more HOST:PORT, separated by commas."""
     parts = [address(part.strip()) for part in text.split(",") if part.strip()]
     if not parts:
         raise ValueError("no address")
@@ -248,7 +254,7 @@ def _address(text: str, lowest: int) -> str:
 
 
 def _is_ipv6(host: str) -> bool:
-    """In its brackets, and with a scope if need be: [fe80::1%eth0]."""
+    """Return whether this is an IPv6 address in brackets, also with a scope: [fe80::1%eth0]."""
     try:
         IPv6Address(host[1:-1])
     except ValueError:
@@ -257,14 +263,14 @@ def _is_ipv6(host: str) -> bool:
 
 
 def host_and_port(where: str) -> tuple[str, int]:
-    """Splits a checked address; the host keeps its brackets."""
+    """Split a checked address; the host keeps its brackets."""
     host, _, port = where.rpartition(":")
     return host, int(port)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """Shard `index` of `count`, counted from 0."""
+    """Index of a shard, from 0, and number of shards."""
 
     index: int
     count: int
@@ -274,7 +280,7 @@ class ShardIndex:
 
 
 def shard(text: str) -> ShardIndex:
-    """'I/N' with 0 <= I < N."""
+    """Parse 'I/N' with 0 <= I < N."""
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
     if not match:
         raise ValueError(f"{text!r} is not I/N, such as 0/2 for the first of two shards")
@@ -285,7 +291,7 @@ def shard(text: str) -> ShardIndex:
 
 
 def resume(text: str) -> str | int:
-    """'auto', 'never' or a snapshot's version."""
+    """Parse 'auto', 'never' or the version of a snapshot."""
     if text in ("auto", "never"):
         return text
     if re.fullmatch(r"[0-9]+", text):
@@ -294,14 +300,18 @@ def resume(text: str) -> str | int:
 
 
 def device(text: str) -> str:
-    """'auto', 'cpu', 'cuda' or 'cuda:K'."""
+    """Check 'auto', 'cpu', 'cuda' or 'cuda:K'."""
     if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
         return text
     raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:K")
 
 
 def check_policy(policy: str, staleness: int | None) -> None:
-    """ValueError unless the bound fits the policy: ssp needs one, the others have none."""
+    """Check that staleness is set if and only if the policy is ssp.
+
+    Raises:
+        ValueError: staleness is missing or not allowed.
+    """
     if policy == "ssp" and staleness is None:
         raise ValueError(
             "--policy ssp needs --staleness S, the number of steps that a worker may be ahead (0 "

@@ -1,4 +1,4 @@
-"""Imports of much code at once, as at the start of a command."""
+"""Fast import of large packages at the start of a command."""
 
 import gc
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ OURS = frozenset({"pscommon", "psproto", "psserver", "psworker"})
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """What is imported inside stays for good, so the collector need not look for garbage in it,
-    now or later.
+    """Import without garbage collection, and exclude the imported objects from it for good.
 
-    It would go through all that is there again and again while torch is loaded: a tenth of the
-    time that this takes. For the main program of a process of our own; a library must leave the
-    collector alone. InvalidRequestError where a package that we need is not there, or cannot be
-    loaded.
+    Collections take a tenth of the time that torch needs to load. Only for the main program of a
+    process: a library must not change the collector.
+
+    Raises:
+        InvalidRequestError: a required package is missing or cannot be loaded.
     """
-    on = gc.isenabled()
+    is_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
@@ -28,10 +28,10 @@ def quick_imports() -> Iterator[None]:
         if not package or package in OURS:
             raise
         raise InvalidRequestError(
-            f"{package} cannot be imported: {error}; install paramserver again, with what it "
-            f"needs (`ps-ctl doctor`)"
+            f"{package} cannot be imported: {error}. Try: reinstall paramserver with its "
+            f"dependencies, and run `ps-ctl doctor`"
         ) from error
     finally:
         gc.freeze()
-        if on:
+        if is_enabled:
             gc.enable()

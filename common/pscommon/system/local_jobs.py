@@ -1,4 +1,4 @@
-"""The jobs of this user on this machine: shard 0 of each announces its address in a small file.
+"""Registry of this user's jobs on this machine: shard 0 writes its address to a small file.
 
 The files lie in XDG_RUNTIME_DIR/paramserver if only this user can write to XDG_RUNTIME_DIR, else
 in /tmp/paramserver-UID. The folder has mode 0700 and belongs to the user; a folder that does
@@ -29,10 +29,11 @@ SUFFIX = ".json"
 class LocalJob:
     """A running job.
 
-    job: its name.
-    address: HOST:PORT of shard 0.
-    pid: process of shard 0.
-    process: name of that process (process_id); empty where the system has no such names.
+    Attributes:
+        job: name of the job.
+        address: HOST:PORT of shard 0.
+        pid: PID of shard 0.
+        process: process name of shard 0 (process_id); empty if unsupported.
     """
 
     job: str
@@ -45,7 +46,7 @@ class LocalJob:
 
 
 class JobAnnouncement:
-    """The file of one running shard 0. Raises OSError if the file cannot be written."""
+    """File of one running shard 0; the constructor raises OSError if it cannot be written."""
 
     def __init__(self, job: str, address: str) -> None:
         pid = os.getpid()
@@ -105,9 +106,7 @@ def only_local_job(missing: str, job: str = "") -> LocalJob:
 
 @contextmanager
 def _folder(make: bool) -> Iterator[int]:
-    """A descriptor of the folder, which is checked after it was opened: it cannot be exchanged
-    then.
-    """
+    """Yield a descriptor of the folder, checked after opening so that it cannot be exchanged."""
     path = _folder_path(os.environ)
     if make:
         with suppress(FileExistsError):
@@ -146,7 +145,7 @@ def _write(folder: int, name: str, content: bytes) -> None:
 
 
 def _running(folder: int) -> Iterator[LocalJob]:
-    """The jobs whose process runs. Files of processes that have ended are removed."""
+    """Yield the jobs whose process runs; remove the files of the others."""
     for name in os.listdir(folder):
         entry = _read(folder, name) if name.endswith(SUFFIX) and not name.startswith(".") else None
         if entry is None:
@@ -159,7 +158,7 @@ def _running(folder: int) -> Iterator[LocalJob]:
 
 
 def _read(folder: int, name: str) -> LocalJob | None:
-    """None for what is no file of ours."""
+    """Return the job of a file; None for a foreign or invalid file."""
     try:
         # NONBLOCK: opening a pipe must not wait for its writer
         number = os.open(
@@ -184,7 +183,7 @@ def _entry(raw: Any) -> LocalJob | None:
 
 
 def _answers_signals(pid: int) -> bool:
-    """Is there a process with this number? Where processes have no names, it may be a later one."""
+    """Return whether a process with this PID exists; without names it may be a later one."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

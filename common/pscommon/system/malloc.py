@@ -1,6 +1,4 @@
-"""Keeps glibc from giving memory back after every large buffer, which costs more than moving the
-bytes.
-"""
+"""Configuration of glibc's allocator for the reuse of large buffers."""
 
 import ctypes
 
@@ -10,12 +8,13 @@ OLD_LIMIT = 32 << 20
 
 
 def tune_malloc() -> bool:
-    """Frames of 1 MiB are then reused instead of mapped, faulted in and unmapped each time; up
-    to twice as fast.
+    """Let malloc reuse freed memory instead of returning it to the system.
 
-    For the main program of a process of our own, once, before it allocates much: the setting is
-    global, so a library must not touch it. False where the C library is not glibc; nothing is
-    changed then.
+    Frames of 1 MiB are then not mapped and unmapped each time: up to twice as fast. The setting
+    is global: only for the main program of a process, once, before it allocates much.
+
+    Returns:
+        False, without any change, if the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

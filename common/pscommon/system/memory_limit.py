@@ -1,4 +1,4 @@
-"""How much memory this process may use."""
+"""Memory limit of this process."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,7 @@ CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory
 
 
 def usable_memory(limits: tuple[Path, ...] = CGROUPS) -> int:
-    """Bytes: the machine's, or what its container may have if that is less. (Kernel
-    documentation, cgroup-v2.)
-    """
+    """Return the memory of the machine or the cgroup limit, whichever is less, in bytes."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(found for path in limits if (found := _limit(path)) is not None)])
 

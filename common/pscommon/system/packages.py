@@ -1,6 +1,4 @@
-"""Which versions of which distributions are installed. Looked up once: that reads and parses a
-file, for 2 ms each.
-"""
+"""Versions of installed distributions, cached because each look-up takes 2 ms."""
 
 import functools
 import importlib.metadata
@@ -8,7 +6,9 @@ import importlib.metadata
 
 @functools.cache
 def installed(name: str) -> str:
-    """The version of a distribution; importlib.metadata.PackageNotFoundError where there is
-    none.
+    """Return the version of a distribution.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed.
     """
     return importlib.metadata.version(name)

@@ -1,8 +1,7 @@
-"""Names for processes, by which another process can tell for certain that one of them has ended.
+"""Unique process names, by which another process can tell that a process has ended.
 
-A name holds the boot and the PID namespace of the system (only there does a PID mean the same
-process), the PID, and the process's start time, because PIDs are used again. Host names are no
-part of it: containers share and change them.
+A name contains the boot id, the PID namespace, the PID and the start time, because PIDs are
+reused. It contains no host name, since containers share and change host names.
 """
 
 import os
@@ -15,7 +14,13 @@ DEAD = ("Z", "X")
 
 
 class ProcessId(NamedTuple):
-    """One process. place: boot and PID namespace; started: clock ticks since the boot."""
+    """Parts of a process name.
+
+    Attributes:
+        place: boot id and PID namespace.
+        pid: process number.
+        started: start time in clock ticks since the boot.
+    """
 
     place: str
     pid: int
@@ -26,16 +31,14 @@ class ProcessId(NamedTuple):
 
 
 def process_id(pid: int | None = None) -> str:
-    """Return the name of a process that runs here; this one by default. Empty where the system
-    has no such names.
-    """
+    """Return the name of a running process, by default of this one; empty if unsupported."""
     number = os.getpid() if pid is None else pid
     here, stat = place(), _stat(number)
     return str(ProcessId(here, number, stat[1])) if here and stat else ""
 
 
 def runs_here(name: str) -> bool:
-    """Is there such a process, and can this one see it?"""
+    """Return whether this process runs and is visible from here."""
     process = _parsed(name)
     stat = _stat(process.pid) if process is not None and process.place == place() else None
     return (
@@ -47,7 +50,7 @@ def runs_here(name: str) -> bool:
 
 
 def has_ended(name: str) -> bool:
-    """Has a process ended that was seen to run here? False wherever that is not certain."""
+    """Return whether a process has certainly ended."""
     process = _parsed(name)
     if process is None or process.place != place():
         return False
@@ -61,15 +64,13 @@ def has_ended(name: str) -> bool:
 
 
 def place() -> str:
-    """Return where PIDs mean the same processes as here; empty where that cannot be told."""
+    """Return boot id and PID namespace of this process; empty if unknown."""
     return _place_of(os.getpid())
 
 
 @lru_cache(maxsize=1)
 def _place_of(pid: int) -> str:
-    """Of this process. Empty where PIDs cannot be compared: not Linux, or a /proc of another
-    namespace.
-    """
+    """Return the place; empty without a comparable PID: not Linux, or a foreign /proc."""
     try:
         if os.readlink(PROC / "self") != str(pid):
             return ""
@@ -94,13 +95,13 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 
 def _read_stat(pid: int) -> tuple[str, int]:
-    """State and start time. The command's name before them may hold spaces and brackets."""
+    """Return state and start time; the command name before them may contain brackets."""
     fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
 
 
 def _is_dead(pid: int, state: str) -> bool:
-    """A zombie counts as ended; a process of which only the main thread has ended does not."""
+    """Return whether it is a zombie; a process with other live threads is not."""
     if state not in DEAD:
         return False
     try:

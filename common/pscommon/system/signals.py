@@ -1,17 +1,16 @@
-"""Waiting that a signal always ends, and that leaves nothing in the midst of something.
+"""Waiting that signals can interrupt, and exceptions of signal handlers at safe points only.
 
-A signal handler runs in the main thread. The system may give the signal to any thread of the
-process, though, and then CPython does not wake a main thread that waits for a lock without a
-time limit: Ctrl-C would seem to do nothing. So the main thread waits in turns this short.
+A signal handler runs in the main thread. The system may deliver the signal to any thread, and
+CPython does not wake a main thread that waits for a lock without a timeout: Ctrl-C would have no
+effect. So the main thread waits in turns of TURN_SECONDS.
 
-What a handler raises (KeyboardInterrupt, the TimeoutError of an alarm, SystemExit) may come
-between any two instructions. In Condition.__enter__, say, the lock that was just taken stays
-taken for ever (bugs.python.org/issue29988); a call of gRPC that was just begun never ends, and
-whoever closes its channel waits for that. So where the main thread works with others' locks and
-calls, such exceptions are `deferred`.
+An exception of a handler (KeyboardInterrupt, TimeoutError of an alarm, SystemExit) may occur
+between any two instructions. In Condition.__enter__, a lock just acquired is never released
+(bugs.python.org/issue29988). A gRPC call just started never ends, and closing its channel
+blocks. `deferred` postpones such exceptions while the main thread uses shared locks and calls.
 """
 
-import _signal  # type: ignore[import-not-found]  # the module `signal` makes enums of all numbers, at 30 times the cost
+import _signal  # type: ignore[import-not-found]  # `signal` makes enums: 30 times slower
 import _thread
 import signal
 import threading
@@ -31,36 +30,35 @@ _NUMBERS = tuple(map(int, signal.valid_signals()))
 
 
 def wait(event: threading.Event) -> None:
-    """event.wait()."""
+    """Wait for an event."""
     while not event.wait(TURN_SECONDS):
         pass
 
 
 def join(thread: threading.Thread) -> None:
-    """thread.join()."""
+    """Wait for the end of a thread."""
     while thread.is_alive():
         thread.join(TURN_SECONDS)
 
 
 def settle(future: "Future[Any]") -> None:
-    """Until the future has a result or an exception, neither of which is raised here."""
+    """Wait until a future is done; never raise its exception."""
     while not future.done():
         with suppress(FutureTimeoutError):
             future.exception(TURN_SECONDS)
 
 
 class deferred:
-    """What a signal's handler raises in here calls `stop` with that exception, in another
-    thread, which has to make the main thread come out of here soon; there it is raised, whatever
-    else came of it. The second exception breaks in.
+    """Context in which an exception of a signal handler is postponed to the exit.
 
-    The handlers themselves are called as ever. Elsewhere than in the main thread nothing is
-    changed.
+    On the first exception, another thread calls `stop` with it; `stop` has to make the block end
+    soon. A second exception is raised at once. In threads other than the main thread the context
+    has no effect.
     """
 
     def __init__(self, stop: Callable[[BaseException], object]) -> None:
         self._stop = stop
-        self._held: BaseException | None = None
+        self._deferred_error: BaseException | None = None
         self._replaced: list[tuple[int, Handler, Handler]] = []
 
     def __enter__(self) -> None:
@@ -85,22 +83,20 @@ class deferred:
         try:
             self._restore()
         finally:
-            if self._held is not None:
-                raise self._held
+            if self._deferred_error is not None:
+                raise self._deferred_error
 
     def _handle(self, theirs: Handler, number: int, frame: FrameType | None) -> None:
         try:
             theirs(number, frame)
         except BaseException as error:
-            if self._held is not None or not self._replaced:
+            if self._deferred_error is not None or not self._replaced:
                 raise
-            self._held = error
+            self._deferred_error = error
             _thread.start_new_thread(self._stop, (error,))  # unlike Thread.start, takes no lock
 
     def _restore(self) -> None:
-        """Every handler, even when one that is back raises meanwhile. A handler may have set
-        another one.
-        """
+        """Restore every handler, even if a restored one raises; keep handlers set meanwhile."""
         try:
             while self._replaced:
                 number, theirs, ours = self._replaced[-1]

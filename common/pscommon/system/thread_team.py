@@ -1,9 +1,7 @@
-"""Several threads for one pass over much memory: one core alone does not use all of a machine's
-bandwidth.
+"""Threads for one pass over a large buffer, since one core cannot use the full memory bandwidth.
 
-The work is cut by whoever hands it out, on multiples of 64 bytes as the tape is cut into shards,
-so the bits do not depend on the number of threads. What it does has to let go of the GIL, as
-numpy and torch do.
+The caller splits the work at multiples of 64 bytes, like the flat buffer, so that results do not
+depend on the number of threads. The work has to release the GIL, as numpy and torch do.
 """
 
 import os
@@ -12,26 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 PART_BYTES = 2 << 20
-"""Less than this is not worth handing over to another thread."""
+"""Minimum size of a part; handing over smaller parts costs more than it saves."""
 
 PARTS_A_THREAD = 4
-"""More than one, because cores are not equally fast: one may have to wake up, or be another's
-for a while.
-"""
+"""More than one, because cores differ in speed: one may be asleep or busy."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ThreadTeam:
-    """The calling thread and `threads` - 1 others, which start when they are first needed and
-    end with the team.
-    """
+    """Team of the calling thread and `threads` - 1 others, which start at their first use."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -40,7 +34,7 @@ class ThreadTeam:
         )
 
     def parts(self, nbytes: int) -> int:
-        """Into how many parts a pass over so many bytes is best cut."""
+        """Return the number of parts for a pass over `nbytes` bytes."""
         return (
             max(1, min(self._threads * PARTS_A_THREAD, nbytes // PART_BYTES))
             if self._threads > 1
@@ -48,18 +42,17 @@ class ThreadTeam:
         )
 
     def map(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """What `work` makes of each item; every thread takes the next one when it is done with
-        one.
+        """Return the results of `work` for all items; threads take items one after another.
 
-        Ends when all have ended, and raises what one of them did. Any number of threads may call
-        it; an item's work must not.
+        Waits for all items, then raises the exception of one that failed. Thread-safe, but
+        `work` must not call it.
         """
         if self._others is None or len(items) < 2:
             return [work(item) for item in items]
         left, results = iter(range(len(items))), dict[int, R]()
 
         def take() -> None:
-            for index in left:  # advancing it is one step, which threads cannot share
+            for index in left:  # advancing an iterator is atomic under the GIL
                 results[index] = work(items[index])
 
         futures = [self._others.submit(take) for _ in range(min(self._threads, len(items)) - 1)]

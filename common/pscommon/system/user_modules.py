@@ -1,8 +1,6 @@
-"""Modules of the user's that an operator names on the command line. They are code of this
-machine, never of the wire.
+"""Import of user modules named on the command line; they are never received over the network.
 
-They are found as Python finds modules (installed packages, PYTHONPATH), and then in the current
-folder.
+Search order: Python's own (installed packages, PYTHONPATH), then the current folder.
 """
 
 import os
@@ -14,8 +12,10 @@ from pscommon.core.errors import InvalidRequestError
 
 
 def check_module(flag: str, module: str) -> None:
-    """Raise InvalidRequestError where there is no such module; imports nothing but its parent
-    packages.
+    """Check that a module exists; import only its parent packages.
+
+    Raises:
+        InvalidRequestError: there is no such module.
     """
     _search_current_folder()
     try:
@@ -28,14 +28,14 @@ def check_module(flag: str, module: str) -> None:
 
 
 def import_user_module(flag: str, module: str) -> None:
-    """Import it.
+    """Import a user module.
 
     Args:
-        flag: the flag that names it, for messages.
-        module: the module's name.
+        flag: flag that names it, for messages.
+        module: dotted name.
 
     Raises:
-        InvalidRequestError: it is not there, or importing it failed.
+        InvalidRequestError: it is missing, or its import failed.
     """
     _search_current_folder()
     try:
@@ -53,7 +53,7 @@ def _search_current_folder() -> None:
 
 
 def _refuse_missing(flag: str, module: str, error: Exception) -> None:
-    """Where the module itself, or its package, is missing: not something that it imports."""
+    """Raise if the module or its package is missing, not one of its own imports."""
     if (
         isinstance(error, ModuleNotFoundError)
         and error.name

@@ -198,7 +198,7 @@ def test_tables_that_disagree_are_settled_by_flag_or_environment(
 
     told = refusal("run", "--config", config)
     assert "'--log-level' (file " in told
-    assert "the tables disagree; settle it in [run], or give --log-level" in told
+    assert "the tables disagree; set it in [run], or use --log-level" in told
     assert parse("run", "--config", config, "--log-level", "info")["log_level"] == ("info", "flag")
     monkeypatch.setenv("PS_LOG_LEVEL", "warning")
     assert parse("run", "--config", config)["log_level"] == ("warning", "environment")
@@ -222,26 +222,26 @@ BAD_FILES = {
     "a wrong word": ("min_workers = 'many'", "cluster.toml): 'many' is not a whole number from 1"),
     "half a worker": (
         "min_workers = 2.9",
-        "2.9 does not fit; the file must have text in quotes or a whole number here",
+        "2.9 has the wrong type; the file must have text in quotes or a whole number here",
     ),
     "half a thread": ("threads = 1.5", "'--threads' (file "),
-    "true for a number": ("min_workers = true", "True does not fit"),
+    "true for a number": ("min_workers = true", "True has the wrong type"),
     "names in a list": (
         "job = ['a', 'b']",
-        "['a', 'b'] does not fit; the file must have text in quotes here",
+        "['a', 'b'] has the wrong type; the file must have text in quotes here",
     ),
-    "a name that is a number": ("job = 1.10", "1.1 does not fit"),
+    "a name that is a number": ("job = 1.10", "1.1 has the wrong type"),
     "a choice in a list": ("policy = ['sync']", "the file must have text in quotes here"),
     "a folder that is a number": ("data_dir = 5", "'--data-dir' (file "),
-    "folders in a list": ("data_dir = ['a']", "['a'] does not fit"),
-    "true for a file": ("port_file = true", "True does not fit"),
+    "folders in a list": ("data_dir = ['a']", "['a'] has the wrong type"),
+    "true for a file": ("port_file = true", "True has the wrong type"),
     "a number for a flag": (
         "exit_when_done = 7",
         "the file must have text in quotes or true or false here",
     ),
     "a day for a time": ("lease = 2026-01-01", "text in quotes or a number here"),
     "a time that is no number": ("lease = inf", "is not a time above zero"),
-    "a table in a table": ("[server]\nlease = {h = 1}", "{'h': 1} does not fit"),
+    "a table in a table": ("[server]\nlease = {h = 1}", "{'h': 1} has the wrong type"),
 }
 
 
@@ -259,7 +259,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_addresses_in_a_list_are_texts(tmp_path: Path) -> None:
-    assert "[1, 'a:1'] does not fit" in refusal(
+    assert "[1, 'a:1'] has the wrong type" in refusal(
         "worker", "--config", file(tmp_path, "ps = [1, 'a:1']")
     )
     assert "names an address twice" in refusal(
