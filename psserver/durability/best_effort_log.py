@@ -35,7 +35,7 @@ class BestEffortLog:
         try:
             self._log = WriteAheadLog(folder, fsync)
         except OSError as error:
-            remedy = "; start the server as the owner of these files, or give them to its user (chown -R)"
+            remedy = "; start the server as the owner of these files, or chown them to its user"
             why = f"{error.strerror}{remedy if isinstance(error, PermissionError) else ''}"
             raise SnapshotError(f"cannot read the log in {folder}: {why}") from error
         self._folder = folder

@@ -235,8 +235,6 @@ def test_a_log_of_another_user_is_told_and_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refused)
-        with pytest.raises(
-            SnapshotError, match="Permission denied; start the server as the user whose files"
-        ):
+        with pytest.raises(SnapshotError, match="Permission denied; start the server as the owner"):
             BestEffortLog(tmp_path / "log", "no", told.append)
     assert kinds(BestEffortLog(tmp_path / "log", "no", told.append)) == [1]
