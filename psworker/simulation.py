@@ -140,14 +140,11 @@ class SimulatedCluster:
                     engine.set_model(update.model)
                 engine.deliver(update.cursor.epoch, update.entries)
 
-    def lane(self, worker: int) -> "DirectTransport":
-        """For the worker that takes the `worker`-th turn."""
-        return DirectTransport(self, worker)
-
 
 class DirectTransport:
-    """A worker's requests as plain calls (psworker.transport.grpc.Lane). What has to wait hands
-    the turn on.
+    """A worker's requests as plain calls. A request that has to wait passes the turn on.
+
+    number: The worker's place in the order of turns.
     """
 
     direct = True

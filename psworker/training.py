@@ -175,11 +175,11 @@ class DistributedTraining:
 
     @contextlib.contextmanager
     def _simulated(self, nodes: int) -> Iterator["TrainingCluster"]:
-        from psworker.simulation import simulated
+        from psworker.simulation import DirectTransport, simulated
 
         cluster = simulated(self.servers, nodes, self.policy, self.staleness)
         yield TrainingCluster(
-            lambda node: Client(lane=cluster.lane(node), rank=node),
+            lambda node: Client(lane=DirectTransport(cluster, node), rank=node),
             cluster.turns.enter,
             cluster.turns.leave,
         )

@@ -1,16 +1,16 @@
-"""How long a script has made no call into this library. A machine: it is told the time.
+"""How long a script has made no call into this library, as a pure state machine.
 
-Only the script's own calls count: heartbeats come from another thread, and go on while the
-script hangs. A wait for others inside a call is no hang: meanwhile a server has a request. Time
-for which the whole process was stopped is not the script's, so a heartbeat that comes late
-counts as one.
+Only calls of the script count: heartbeats come from another thread and continue while the script
+hangs. A call that waits for other workers is no hang, because a server has a request. A process
+that was stopped as a whole did not hang either, so one interval counts at most
+MAX_COUNTED_SECONDS.
 """
 
-LONGEST_BEAT_SECONDS = 2.0
+MAX_COUNTED_SECONDS = 2.0
 
 
 class CallActivity:
-    """Tell it every heartbeat."""
+    """Measures the time since the script's last call; call `beat` with every heartbeat."""
 
     def __init__(self, now: float) -> None:
         self._last = now
@@ -20,9 +20,9 @@ class CallActivity:
     def beat(self, now: float, calls: int, waits: bool) -> float:
         """Return the seconds without a call.
 
-        calls: how many the script has made so far. waits: a server has a request of it.
+        calls: Number of calls that the script has made. waits: A server has a request of it.
         """
-        passed, self._last = min(now - self._last, LONGEST_BEAT_SECONDS), now
+        passed, self._last = min(now - self._last, MAX_COUNTED_SECONDS), now
         active, self._calls = waits or calls != self._calls, calls
         self._seconds = 0.0 if active else self._seconds + passed
         return self._seconds

@@ -1,15 +1,16 @@
-"""How a worker numbers its pushes, so that a push which is repeated counts once.
+"""Numbers of a worker's pushes, so that a repeated push counts once.
 
-A push that got no answer may have counted, on the servers that heard it. Calling again with the
-same gradient is then the same push under the same number; the servers say whether it had
-counted. Another gradient gets a new number: under the old one a server that holds the first
-would mix it with the second.
+A push without an answer may have counted on the servers that received it. A call with the same
+gradient repeats the push under its number, and the servers report whether it had counted. Another
+gradient gets a new number: under the old one a server could mix it with the first gradient.
 """
 
 
 class PushSequence:
-    """Numbers from 1. Call order: `open`, then `close` when the servers have decided or `fail`
-    when that is unknown.
+    """Numbers pushes from 1.
+
+    Call order: `open`, then `close` when the servers have decided, or `fail` when the outcome is
+    unknown.
     """
 
     def __init__(self) -> None:
@@ -18,13 +19,11 @@ class PushSequence:
 
     @property
     def in_doubt(self) -> bool:
-        """Did the last push end without an answer? Then `open` wants the digest of the next one."""
+        """The last push ended without an answer, so `open` needs the digest of the next push."""
         return self._unknown is not None
 
     def open(self, digest: bytes = b"") -> tuple[int, bool]:
-        """The number of the next push, and whether it repeats one that was in doubt (same
-        digest).
-        """
+        """Return the number of the next push, and whether it repeats the push in doubt."""
         if self._unknown is not None and self._unknown == digest:
             return self._last, True
         self._last += 1
@@ -32,11 +31,12 @@ class PushSequence:
         return self._last, False
 
     def close(self) -> None:
-        """The servers have decided on the push that was opened last."""
+        """Record that the servers have decided on the push that was opened last."""
         self._unknown = None
 
     def fail(self, digest: bytes) -> None:
-        """Nobody knows what became of the push that was opened last, whose content has this
-        digest.
+        """Record that the outcome of the push that was opened last is unknown.
+
+        digest: Of the content of that push.
         """
         self._unknown = digest

@@ -5,12 +5,15 @@ from pscommon.core.log_entries import BatchKey
 
 
 class ConsumedBatches:
-    """Batches that were handed to the script since its last push: the next one commits them.
+    """Batches that the script has received since its last push; the next push commits them.
 
-    samples: since the last step. following: how many more batches belong to that push
-    (--global-batch). lost: why that step must not count, because it uses gradients of a place
-    that this worker has lost. dealt: the script has begun with a loop. shared: the servers say
-    which batches make an update (--global-batch).
+    Attributes:
+        batches: Keys of the batches.
+        samples: Samples since the last step.
+        following: Number of batches still missing to the next push (--global-batch).
+        lost: Why the next step must not count: it uses gradients of a lost membership.
+        dealt: The script has begun a loop.
+        shared: The servers decide which batches make an update (--global-batch).
     """
 
     batches: tuple[BatchKey, ...]
@@ -24,14 +27,13 @@ class ConsumedBatches:
 
     @property
     def nothing(self) -> bool:
-        """Was nothing handed out to train on, in a script whose rounds go by the data that it is
-        dealt?
-        """
+        """The script trains on batches of a loop and has none in hand."""
         return self.dealt and not self.samples and self.lost is None
 
     def add(self, key: BatchKey, samples: int, following: int | None) -> None:
-        """following: None where each batch may be a push of its own. A batch without samples is
-        not trained on.
+        """Add a batch; one without samples is not trained on.
+
+        following: Batches that belong to the same push; None: each may be a push of its own.
         """
         self.batches = (*self.batches, key)
         self.samples += samples
@@ -51,15 +53,11 @@ class ConsumedBatches:
             )
 
     def begin(self) -> None:
-        """A loop begins: the end of an update at which the one before it was left needs no step
-        any more.
-        """
+        """Begin a loop: an update that the loop before it left open needs no step any more."""
         self._ended, self.dealt = False, True
 
     def lose(self, error: PSError) -> None:
-        """The batches so far went back to the pool; those that are still to come are this
-        worker's.
-        """
+        """Drop the batches in hand: with the membership they went back to the job."""
         self.batches, self.following, self._ended, self.lost = (), 0, False, error
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a script is among its loops: what it is in, may still begin, and has behind it."""
+"""The loops of a script: those that are open, that it may still begin, and that it has left."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -22,15 +22,16 @@ class LoopBatches(Protocol):
 
 
 class OpenLoops:
-    """The loops that a script is in (`open`) or has made and may still begin: by their numbers,
-    the first of these.
+    """The loops that a script is in or may still begin, by their numbers.
 
     `iter()` of a loader makes a loop, and the first `next()` begins it, perhaps inside a later
-    one: `rows = iter(job.batches(a))`, and `next(rows)` in a loop over b. But where two loops
-    that are in no other have begun since it was made, the script keeps it for later, and has
-    left what lies between.
+    loop: `rows = iter(job.batches(a))`, and `next(rows)` in a loop over b. Once two outermost
+    loops have begun after it was made, the script keeps the loop for later use, and `first` no
+    longer counts it.
 
-    count: how many the script has made.
+    Attributes:
+        open: The loops that the script is in, the outermost first.
+        count: Number of loops that the script has made.
     """
 
     def __init__(self) -> None:
@@ -46,34 +47,34 @@ class OpenLoops:
         return min([*self._made, *(leases.loop for leases in self.open)])
 
     def make(self, loop: int, iterator: object) -> None:
-        """The next one, whose number is `count`. It will not begin any more once the script
-        drops its iterator.
-        """
+        """Add a loop, whose number is `count`. It cannot begin once its iterator is deleted."""
         self._made[loop] = iterator
         self.count = loop + 1
 
     def discard(self, loop: int) -> None:
-        """One that was made will not begin."""
+        """Remove a loop that was made and will not begin."""
         self._made.pop(loop, None)
 
     def begin(self, leases: LoopBatches) -> None:
         self.discard(leases.loop)
-        if not self.open:  # it is in no other
+        if not self.open:
             for loop in [loop for loop in self._made if loop <= self._last]:
                 self.discard(loop)
             self._last = leases.loop
         self.open.append(leases)
 
     def passed(self, loop: int) -> None:
-        """This loop has ended: all its batches have counted. What lies in another one may come
-        again with that.
+        """Record that all batches of this loop have counted.
+
+        A loop inside another one is not recorded: it may run again together with the outer loop.
         """
         if self.open[0].loop == loop:
             self._passed.add(loop)
 
     def end(self, leases: LoopBatches, version: int) -> None:
-        """The script has left this loop, be it before its end. version: after its last push in
-        it; 0: it made none.
+        """Close a loop that the script has left, at its end or before.
+
+        version: After the last push in the loop; 0: there was no push.
         """
         self.open.remove(leases)
         # one that has ended is known by its number
@@ -81,6 +82,8 @@ class OpenLoops:
             self._behind = max(self._behind, version)
 
     def come_again(self, has_ended: Callable[[int], bool], version: int) -> bool:
-        """Are the servers, by the loops that have ended there and by their version, before
-        something that the script has behind it?"""
+        """Return whether the servers are at a point before something that the script has done.
+
+        has_ended: Whether a loop has ended on the servers. version: The servers' version.
+        """
         return version < self._behind or not all(map(has_ended, self._passed))

@@ -1,4 +1,4 @@
-"""Where the time of training goes."""
+"""The time of training steps by phase."""
 
 import time
 from collections.abc import Mapping
@@ -7,13 +7,20 @@ PHASES = ("data", "pull", "compute", "push", "wait", "apply")
 
 
 class StepStats:
-    """Where the time goes: seconds by phase, of the last step (`last`) and of all (`total`);
-    steps, samples; how many steps were stale or rejected. phase: what the worker does now; empty
-    before the first.
+    """Seconds by phase, and counts of steps.
 
-    data: waiting for the data loader; compute: the script's own work; push: gathering and
-    sending the gradient; wait: for other workers, or for a batch; apply: the servers' optimizer;
-    pull: receiving weights.
+    The phases are: data, waiting for the data loader; compute, the script's own work; push,
+    gathering and sending the gradient; wait, for other workers or for a batch; apply, the servers'
+    optimizer; pull, receiving weights.
+
+    Attributes:
+        last: Seconds of the last step by phase.
+        total: Seconds of all steps by phase.
+        steps: Number of finished steps.
+        samples: Samples of these steps.
+        stale: Steps that the policy found too old.
+        rejected: Steps that a server rejected.
+        phase: The current phase; empty before the first.
     """
 
     def __init__(self) -> None:
@@ -22,14 +29,14 @@ class StepStats:
         self.phase, self._since = "", 0.0  # the clock starts with the first phase
 
     def enter(self, phase: str) -> None:
-        """From now on, time counts for this phase."""
+        """Begin a phase: time counts for it from here on."""
         now = time.perf_counter()
         if self.phase:
             self._current[self.phase] += now - self._since
         self.phase, self._since = phase, now
 
     def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
-        """`exchange`: what the push is known to have spent on other phases than "push"."""
+        """Count a step. exchange: Seconds of the push that belong to other phases than "push"."""
         self.enter("compute")
         for phase in ("wait", "apply", "pull"):
             seconds = min(exchange.get(phase, 0.0), self._current["push"])
@@ -46,10 +53,10 @@ class StepStats:
 
     @property
     def step_seconds(self) -> float:
-        """Length of the last step; 0 before there is one."""
+        """Duration of the last step; 0 before the first."""
         return sum(self.last.values())
 
     @property
     def samples_per_second(self) -> float:
-        """Speed of the last step."""
+        """Samples per second of the last step."""
         return self._last_samples / self.step_seconds if self.step_seconds else 0.0

@@ -16,7 +16,7 @@ import psworker
 from pscommon.core.errors import InvalidRequestError, NotSavedError
 from pscommon.snapshot.atomic_files import AtomicFiles
 from psworker import Client, Job
-from psworker.simulation import simulated
+from psworker.simulation import DirectTransport, simulated
 from tests.support.cluster import Cluster
 from tests.support.workers import connected
 
@@ -94,7 +94,7 @@ def test_a_step_that_is_on_its_way_is_waited_for(cluster: Make, tmp_path: Path, 
 def test_in_a_simulation_it_works_alike(tmp_path: Path) -> None:
     simulated_servers = simulated(2, 1, "sync", None)
     simulated_servers.turns.enter(0)
-    with Job(Client(lane=simulated_servers.lane(0), rank=0)) as job:
+    with Job(Client(lane=DirectTransport(simulated_servers, 0), rank=0)) as job:
         model = trained(job)
         job.save(tmp_path / "model.safetensors")
         check_same(tmp_path / "model.safetensors", model)

@@ -10,7 +10,7 @@ import torch
 
 from psserver.process.config import ServerConfig
 from psworker import Client, Job, connect
-from psworker.simulation import SimulatedCluster
+from psworker.simulation import DirectTransport, SimulatedCluster
 from tests.support.workers import DEADLINE, together
 
 T = TypeVar("T")
@@ -29,7 +29,9 @@ def simulated(workers: int, script: Script[T], **settings: Any) -> list[T]:
     def run(rank: int) -> T:
         cluster.turns.enter(rank)
         try:
-            with Job(Client(lane=cluster.lane(rank), rank=rank), rank, torch.device("cpu")) as job:
+            with Job(
+                Client(lane=DirectTransport(cluster, rank), rank=rank), rank, torch.device("cpu")
+            ) as job:
                 return script(job)
         finally:
             cluster.turns.leave(rank)
