@@ -300,7 +300,7 @@ class OrderedFlow(LateFlow):
 
 @contextmanager
 def fake_gpu(quick: bool, tape: type[CudaBuffer] = CudaBuffer) -> Iterator[Order]:
-    """In here models of the CPU lie on CudaTapes, and torch.cuda has streams."""
+    """In here models of the CPU lie in CudaBuffers, and torch.cuda has streams."""
     order = Order(quick)
     zeros, names = torch.zeros, cycle(("gradients", "weights"))
 
@@ -323,6 +323,6 @@ def fake_gpu(quick: bool, tape: type[CudaBuffer] = CudaBuffer) -> Iterator[Order
         patch.setattr(torch.cuda, "stream", order.on)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(bridge, "_only_device", lambda tensors: torch.device("cuda"))
-        patch.setattr(bridge, "CudaTape", Watched)
+        patch.setattr(bridge, "CudaBuffer", Watched)
         with order:
             yield order

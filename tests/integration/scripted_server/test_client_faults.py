@@ -250,7 +250,7 @@ def test_fenced_push_and_everything_after_it(cluster: FakeCluster) -> None:
     with connect(cluster) as client:
         cluster.fenced.add(1)
         for call in (lambda: client.push(gradient()), client.pull, lambda: client.report(loss=1)):
-            with pytest.raises(FencedError, match="worker 1 is out"):
+            with pytest.raises(FencedError, match="worker 1 is no longer a member"):
                 call()
 
 

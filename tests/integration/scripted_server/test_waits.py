@@ -116,7 +116,7 @@ CALLS: dict[str, Callable[[Client], Any]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("reason", ["UNREACHABLE", "NOT_READY", "NOT_ATTACHED", "STOPPING"])
 @pytest.mark.parametrize("what", CALLS)
 def test_every_call_outlives_a_server_that_is_away_for_a_while(

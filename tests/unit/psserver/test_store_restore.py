@@ -139,7 +139,7 @@ def contents(export: dict[str, Tensor]) -> dict[str, bytes]:
     return {key: tensor.view(torch.uint8).numpy().tobytes() for key, tensor in export.items()}
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("name", "group"), VARIANTS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (1, 2)])
 def test_a_restored_job_goes_on_to_the_same_bytes(

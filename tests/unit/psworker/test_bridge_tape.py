@@ -171,7 +171,7 @@ def _two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.usefixtures("_two_memories")
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("step", [usual, accumulated, clipped])

@@ -58,7 +58,7 @@ def assert_same(found: Values, expected: Values) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "slow"])
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -67,7 +67,7 @@ def test_every_model_s_steps_are_in_order(make: Make, overlaps: bool, quick: boo
     assert_same(trained(make, usual, quick, overlaps=overlaps), plain(make, usual))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "whole"])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_every_kind_of_step_is_in_order(step: Step, overlaps: bool) -> None:

@@ -39,7 +39,7 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "piece_nbytes", lambda nbytes: 128)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
