@@ -1,6 +1,4 @@
-"""What a process shows to Prometheus and to probes: /metrics, /livez and /readyz on one small
-HTTP port.
-"""
+"""HTTP endpoint for Prometheus and health probes: /metrics, /livez and /readyz."""
 
 import contextlib
 import errno
@@ -21,8 +19,7 @@ from pscommon.core.errors import InvalidRequestError, TakenError
 
 Ready = Callable[[], tuple[bool, str]]
 
-# bounds of every histogram of durations: a call over loopback takes half a millisecond, a pull of a
-# large model seconds
+# buckets of every histogram of durations: from a loopback call to the pull of a large model
 SECONDS = (
     0.0005,
     0.001,
@@ -46,9 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry of its own (a test runs several servers in one process) with the process_* and
-    python_* metrics.
-    """
+    """Return a new registry with the process_* and python_* metrics."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -57,15 +52,21 @@ def new_registry() -> CollectorRegistry:
 
 
 class MetricsServer:
-    """Serves `registry` from the moment it is made until close().
-
-    bind is HOST:PORT, port 0 for a free one; `address` says which it became. `ready` is asked at
-    every /readyz and gives whether this process takes work, and why or why not in one line; it
-    must answer at once. Raises TakenError where the port is somebody else's, InvalidRequestError
-    where the address cannot be bound at all.
-    """
+    """HTTP server for one registry, from its construction until close()."""
 
     def __init__(self, bind: str, registry: CollectorRegistry, ready: Ready) -> None:
+        """Bind the port and start the server.
+
+        Args:
+            bind: HOST:PORT; port 0 picks a free port.
+            registry: metrics to serve.
+            ready: called at every /readyz, must not block; returns whether this process is ready,
+                and the reason in one line.
+
+        Raises:
+            TakenError: another process uses the port.
+            InvalidRequestError: the address cannot be bound.
+        """
         host, port = _split(bind)
         self._handler: type[_RequestHandler] = type("Handler", (_RequestHandler,), {})
         self.show(registry, ready)
@@ -73,25 +74,25 @@ class MetricsServer:
             self._server = _HttpServer(host, port, self._handler)
         except OSError as error:
             raise _cannot_bind(bind, error) from error
-        # a tenth of a second is how long close() may take
+        # close() takes at most 0.1 s
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="monitor", daemon=True
         )
         self._thread.start()
 
     def show(self, registry: CollectorRegistry, ready: Ready) -> None:
-        """From now on these, on the same port."""
+        """Replace registry and readiness; the port stays."""
         self._handler.registry, self._handler.ready = registry, staticmethod(ready)
 
     @property
     def address(self) -> str:
-        """HOST:PORT that is really bound."""
+        """Return the bound HOST:PORT."""
         host, port = self._server.server_address[:2]
         text = str(host)
         return f"[{text}]:{port}" if ":" in text else f"{text}:{port}"
 
     def close(self) -> None:
-        """Frees the port. Closing twice is harmless."""
+        """Release the port; idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -105,7 +106,7 @@ class _HttpServer(ThreadingHTTPServer):
         super().__init__((host, port), handler)
 
     def server_bind(self) -> None:
-        # not HTTPServer's: that asks the name service for this host's name, which can take seconds
+        # HTTPServer's method resolves the host name, which can take seconds
         TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:

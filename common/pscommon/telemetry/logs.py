@@ -1,8 +1,7 @@
-"""Logs: structlog and the standard library's logging through one handler to stderr, one event a
-line.
+"""Logs of structlog and the standard library through one handler, one event a line.
 
-Readable on a terminal, JSON when piped. Times are UTC, RFC 3339. A user's own logging and
-Python's warnings use the same handler.
+Text on a terminal, JSON otherwise; times are UTC, RFC 3339. The user's own logging and Python's
+warnings use the same handler.
 """
 
 import io
@@ -20,8 +19,8 @@ from pscommon.telemetry import strict_json
 
 Format = Literal["auto", "text", "json"]
 
-# Fields of the whole process. Context variables alone would not do: a new thread starts with an
-# empty context, and most of what servers do happens in threads that gRPC starts.
+# Fields of the process. Context variables do not suffice: threads of gRPC start with an empty
+# context.
 _fields: dict[str, Any] = {}
 
 _EXTRA = structlog.stdlib.ExtraAdder()
@@ -33,11 +32,14 @@ def set_up(
     stream: TextIO | io.TextIOBase | None = None,
     **fields: Any,
 ) -> None:
-    """Sends everything that is logged to `stream` (stderr); `fields` (shard=, rank=) go with
-    every event.
+    """Configure logging; a later call replaces the configuration.
 
-    May be called again: the last call counts. "auto" is text on a terminal and JSON elsewhere;
-    text is coloured on a terminal unless NO_COLOR is set, and elsewhere only if FORCE_COLOR is.
+    Args:
+        level: lowest level to log.
+        log_format: "text", "json" or "auto" (text on a terminal, JSON otherwise). Text has
+            colours on a terminal unless NO_COLOR is set, elsewhere if FORCE_COLOR is set.
+        stream: output; default stderr.
+        fields: fields of every event (shard=, rank=).
     """
     stream = stream or sys.stderr
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
@@ -58,12 +60,12 @@ def set_up(
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,  # so that loggers made before set_up follow it
+        cache_logger_on_first_use=False,  # reconfigures loggers made before set_up
     )
 
 
 def bind(**fields: Any) -> None:
-    """Adds fields to every event of this process from now on; None takes one away."""
+    """Add fields to every event of this process; None removes a field."""
     for name, value in fields.items():
         if value is None:
             _fields.pop(name, None)
@@ -73,13 +75,13 @@ def bind(**fields: Any) -> None:
 
 @contextmanager
 def bound(**fields: Any) -> Iterator[None]:
-    """Adds fields within this context only; they win over the process's own."""
+    """Add fields within this context; they override those of the process."""
     with structlog.contextvars.bound_contextvars(**fields):
         yield
 
 
 def _shared() -> list[Processor]:
-    """What happens to an event of either kind before it is rendered."""
+    """Return the processors of all events, from structlog and logging."""
     return [
         structlog.contextvars.merge_contextvars,
         _add_process_fields,
@@ -97,9 +99,7 @@ def _add_process_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDic
 
 
 def _add_extra(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """What logging calls extra= are fields here, but for what every event has: its text, its
-    time and so on.
-    """
+    """Add the values of `extra=` as fields; they do not override standard fields."""
     for name, value in _EXTRA(logger, method, {"_record": event["_record"]}).items():
         event.setdefault(name, value)
     return event

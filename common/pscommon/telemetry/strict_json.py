@@ -1,4 +1,4 @@
-"""JSON for people's tools: only what the standard has, so that any parser takes it."""
+"""JSON that conforms to the standard, so that every parser accepts it."""
 
 import json
 import math
@@ -9,9 +9,7 @@ from typing import Any
 def dumps(
     document: object, indent: int | None = None, default: Callable[[Any], Any] | None = None
 ) -> str:
-    """As json.dumps, but a number that is not finite becomes null, and every key of an object a
-    string.
-    """
+    """Return JSON like json.dumps; numbers that are not finite become null, keys strings."""
     return json.dumps(_strict(document), indent=indent, default=default, allow_nan=False)
 
 

@@ -1,22 +1,24 @@
-"""The gRPC settings of this system: one place, the same on both ends.
+"""gRPC channel settings for clients and servers.
 
-Those that matter, each tried (docs of gRPC core: channel arguments, keepalive); two more are in
-pscommon/__init__.py:
+Measured effects of settings that differ from the defaults (gRPC core documents channel arguments
+and keepalive); two more settings are in pscommon/__init__.py:
 
-- Without `http2.ping_timeout_ms` a stopped peer goes unnoticed for a minute; `keepalive_timeout_ms` does nothing.
-- A server with default settings cuts off clients that ping often, so it has to allow our interval.
-- SO_REUSEPORT is on by default and lets two servers share one port, each getting some of the clients.
-- The default wait before connecting again grows to two minutes; a restarted server must be found in a moment: with 1 s
-  workers pushed 1.8 s (the median) after a kill of a server, with a quarter 1.4 s.
-- `min_reconnect_backoff_ms` is how long one attempt to connect may take, 20 s by default: as long as that, a network
-  that comes back is not noticed, because the attempt that was made before hangs. It takes two round trips: over a
-  line of 2 Mbit/s whose queue is full it took 9 s to connect with 1 s for each attempt, 2 s with 2.5 s.
-- A name is looked up again after a failure to connect, but by default at most once in 30 s: a server that came back
-  under its name at another address was found after 24 s.
-- The answer to a ping queues behind the data on its way, a MB or two: with 2.2 s for it, a large push over 5 Mbit/s
-  never arrived, because its connection was taken for dead. So tensors have connections of their own, with more
-  patience; who vanishes is noticed by the others: heartbeats, and the reports of shards.
-- `keepalive_timeout_ms` becomes TCP's user timeout: packets that nobody confirms end any connection, slow or not.
+- `http2.ping_timeout_ms`: by default a stopped peer is detected only after a minute;
+  `keepalive_timeout_ms` has no effect on that.
+- `http2.min_ping_interval_without_data_ms`: by default a server disconnects clients with our
+  ping interval.
+- `so_reuseport`: by default two servers can share one port, and each gets some of the clients.
+- `max_reconnect_backoff_ms`: the default grows to two minutes. After the kill of a server, workers
+  pushed again after 1.8 s (median) with 1 s, after 1.4 s with 0.25 s.
+- `min_reconnect_backoff_ms` bounds one connection attempt, 20 s by default. An attempt that hangs
+  delays the detection of a recovered network. An attempt needs two round trips: over a full line
+  of 2 Mbit/s connecting took 9 s with 1 s per attempt, 2 s with 2.5 s.
+- `dns_min_time_between_resolutions_ms`: by default names are resolved at most once in 30 s; a
+  server with a new address was found after 24 s.
+- The answer to a ping queues behind 1 to 2 MB of data. With a timeout of 2.2 s a large push over
+  5 Mbit/s never arrived, since its connection was considered dead. So tensors use separate
+  connections with a longer timeout; heartbeats and shard reports detect lost peers.
+- `keepalive_timeout_ms` becomes TCP_USER_TIMEOUT: unacknowledged packets end any connection.
 """
 
 import os
@@ -29,20 +31,20 @@ FRAME_BYTES = 1 << 20
 """Payload of one data frame; 1 to 2 MiB is fastest."""
 
 MAX_MESSAGE = 64 << 20
-"""Bytes of the largest message either side takes: tensors travel in frames, but a job's whole
-state in one message. It takes about 200 bytes a tensor, 500 a loop that has ended and 400 a
-worker that has left, a manifest the same; so there is room for some 100 000 of each, and a
-stranger cannot make a server take more than this for one call."""
+"""Maximum size of a message in bytes. Tensors are sent in frames, but the state of a job in one
+message: about 200 bytes per tensor, 500 per ended loop, 400 per former worker. The limit allows
+some 100 000 of each, and bounds the memory for one call of an unknown peer.
+"""
 
 Option = tuple[str, int]
 
 _BOTH: tuple[Option, ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.max_receive_message_length", MAX_MESSAGE),
-    # error details hold the differences between two models: more than the default 8 KiB of metadata
+    # error details list the differences between two models: more than the default of 8 KiB
     ("grpc.max_metadata_size", 64 << 10),
     ("grpc.absolute_max_metadata_size", 128 << 10),
-    # a peer that is silent for a second is asked
+    # ping a peer after a second without data
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_200),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -50,11 +52,11 @@ _BOTH: tuple[Option, ...] = (
 )
 
 PROMPT: Option = ("grpc.http2.ping_timeout_ms", 2_200)
-"""For small messages: whoever vanishes is noticed within 3.2 s."""
+"""Ping timeout for small messages: a lost peer is detected within 3.2 s."""
 
 PATIENT: Option = ("grpc.http2.ping_timeout_ms", 10_000)
-"""For tensors, on lines of 2 Mbit/s and more; and for servers, which cannot know what a
-connection will be used for.
+"""Ping timeout for tensors over at least 2 Mbit/s, and for servers, which serve both kinds of
+connections.
 """
 
 CLIENT_OPTIONS: tuple[Option, ...] = (
@@ -65,9 +67,9 @@ CLIENT_OPTIONS: tuple[Option, ...] = (
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # the client repeats calls itself: it knows which of them are safe to repeat
     ("grpc.enable_retries", 0),
-    # the servers of a job are neighbours; a web proxy of the environment is not meant for them
+    # servers are in the local network: ignore the web proxy of the environment
     ("grpc.enable_http_proxy", 0),
-    # a TCP connection for each channel: two clients in one process do not wait for each other
+    # one TCP connection per channel: two clients in one process do not block each other
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -76,12 +78,11 @@ SERVER_OPTIONS: tuple[Option, ...] = (
     PATIENT,
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # sockets that connect and then say nothing are dropped
+    # drop connections without a handshake
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.http2.settings_timeout", 5_000),
-    # gRPC takes bytes in before a call asks for them, and its windows would grow to a whole push
-    # for each that waits for room: 64 of 4 MB held 610 MB instead of 160, for 3 % of the time of a
-    # push of 100 MB
+    # without BDP probes, flow control windows stay small. With probes each waiting push is buffered
+    # completely: 64 pushes of 4 MB took 610 MB instead of 160 MB; a push of 100 MB took 3 % less time
     ("grpc.http2.bdp_probe", 0),
 )
 
@@ -90,16 +91,19 @@ _users: set[int] = set()
 
 
 def open_channel(address: str, tensors: bool = False) -> grpc.Channel:
-    """A channel to "HOST:PORT", which connects when first used. InvalidRequestError in a fork of
-    one that had any.
+    """Return a channel to HOST:PORT, which connects at its first use.
 
-    tensors: for exchanges, which may take long on a slow line.
+    Args:
+        address: HOST:PORT.
+        tensors: use the longer ping timeout for transfers of tensors.
+
+    Raises:
+        InvalidRequestError: the process is a fork of one that used gRPC.
     """
     _users.add(os.getpid())
     if len(_users) > 1:
         raise InvalidRequestError(
-            "gRPC does not work in a process that was forked from one that used it; start this "
-            "process with "
+            "gRPC does not work in a fork of a process that used it. Try: start this process with "
             "multiprocessing's spawn or forkserver, or connect in the children only"
         )
     return grpc.insecure_channel(address, options=(*CLIENT_OPTIONS, PATIENT if tensors else PROMPT))

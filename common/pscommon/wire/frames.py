@@ -59,20 +59,18 @@ def decode_response(raw: bytes) -> Frame[pb.ExchangeResult]:
 
 
 def chunks(views: Iterable[memoryview], size: int = FRAME_BYTES) -> Iterator[bytes]:
-    """Data frames with all bytes of `views` in order, each but the last with `size` bytes; none
-    for no bytes.
-    """
+    """Yield data frames with the bytes of `views`; all frames but the last have `size` bytes."""
     parts: list[memoryview] = []
-    room = size
+    space = size
     for view in map(_flat, views):
         position = 0
         while position < view.nbytes:
-            part = view[position : position + room]
+            part = view[position : position + space]
             parts.append(part)
-            position, room = position + part.nbytes, room - part.nbytes
-            if not room:
+            position, space = position + part.nbytes, space - part.nbytes
+            if not space:
                 yield encode_data(*parts)
-                parts, room = [], size
+                parts, space = [], size
     if parts:
         yield encode_data(*parts)
 

@@ -61,7 +61,11 @@ def model_to_proto(spec: ModelSpec) -> mo.ModelSpec:
 
 
 def model_from_proto(message: mo.ModelSpec) -> ModelSpec:
-    """InvalidRequestError for a model that nobody can train."""
+    """Parse a model.
+
+    Raises:
+        InvalidRequestError: the model cannot be trained.
+    """
     if len(message.tensors) > MAX_TENSORS:
         why = f"it has {len(message.tensors)} tensors, above {MAX_TENSORS}"
         raise InvalidRequestError(

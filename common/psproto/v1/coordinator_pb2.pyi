@@ -177,7 +177,7 @@ class RegisterResponse(google.protobuf.message.Message):
         STATE_UPLOAD: RegisterResponse._State.ValueType  # 2
         """this worker uploads the initial weights to every shard, then registers again"""
         STATE_PENDING: RegisterResponse._State.ValueType  # 3
-        """somebody else is uploading; ask again"""
+        """another worker is uploading; ask again"""
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
     STATE_UNSPECIFIED: RegisterResponse.State.ValueType  # 0
@@ -186,7 +186,7 @@ class RegisterResponse(google.protobuf.message.Message):
     STATE_UPLOAD: RegisterResponse.State.ValueType  # 2
     """this worker uploads the initial weights to every shard, then registers again"""
     STATE_PENDING: RegisterResponse.State.ValueType  # 3
-    """somebody else is uploading; ask again"""
+    """another worker is uploading; ask again"""
 
     STATE_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
@@ -352,7 +352,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     stopping: builtins.bool
     """the job is ending: finish the step, then leave"""
     draining: builtins.bool
-    """somebody asked this worker to leave: finish the step, then leave"""
+    """an operator asked this worker to leave: finish the step, then leave"""
     policy: builtins.str
     """of the moment"""
     workers: builtins.int
@@ -361,7 +361,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     """this worker comes first among them; while the job waits for its workers: its rank is 0"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """of all shards, by index, as of now: the primaries, their terms, and their standbys (empty where there is none)"""
+        """current primaries, terms and standbys of all shards, by index; empty without a standby"""
 
     @property
     def terms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -1070,7 +1070,7 @@ class Report(google.protobuf.message.Message):
     log_bytes: builtins.int
     """of the shard's log since the last snapshot"""
     digest: builtins.int
-    """of all entries up to index, so that nobody goes on from another history"""
+    """digest of all entries up to index; detects a different history"""
     log_broken: builtins.bool
     """something since the last snapshot could not be written down"""
     moving: builtins.bool
@@ -1279,7 +1279,7 @@ class LinkShardResponse(google.protobuf.message.Message):
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
-    """whom a round waits for at the moment, for people"""
+    """workers that the round waits for, as text for people"""
     epoch: builtins.int
     """which start of the log the entries belong to; it changes when the job goes back to a snapshot"""
     base: builtins.int

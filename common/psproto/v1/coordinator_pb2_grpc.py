@@ -156,7 +156,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Leaves between steps. Nobody waits for this worker any more. Repeating it is harmless.
+        """Leaves the job between steps; rounds no longer wait for this worker. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,9 +242,9 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LinkShard(self, request_iterator, context):
-        """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-        The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
-        it is one of more, waits on its line until the job has so many.
+        """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
+        or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
+        the job's number of shards waits until a reshard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

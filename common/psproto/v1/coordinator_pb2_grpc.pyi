@@ -51,7 +51,7 @@ class CoordinatorServiceStub:
         psproto.v1.coordinator_pb2.LeaveRequest,
         psproto.v1.coordinator_pb2.LeaveResponse,
     ]
-    """Leaves between steps. Nobody waits for this worker any more. Repeating it is harmless."""
+    """Leaves the job between steps; rounds no longer wait for this worker. Idempotent."""
 
     NextBatch: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.NextBatchRequest,
@@ -127,9 +127,9 @@ class CoordinatorServiceStub:
         psproto.v1.coordinator_pb2.LinkShardRequest,
         psproto.v1.coordinator_pb2.LinkShardResponse,
     ]
-    """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-    The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
-    it is one of more, waits on its line until the job has so many.
+    """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
+    or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
+    the job's number of shards waits until a reshard.
     """
 
 class CoordinatorServiceAsyncStub:
@@ -165,7 +165,7 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.LeaveRequest,
         psproto.v1.coordinator_pb2.LeaveResponse,
     ]
-    """Leaves between steps. Nobody waits for this worker any more. Repeating it is harmless."""
+    """Leaves the job between steps; rounds no longer wait for this worker. Idempotent."""
 
     NextBatch: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.NextBatchRequest,
@@ -241,9 +241,9 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.LinkShardRequest,
         psproto.v1.coordinator_pb2.LinkShardResponse,
     ]
-    """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-    The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
-    it is one of more, waits on its line until the job has so many.
+    """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
+    or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
+    the job's number of shards waits until a reshard.
     """
 
 class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
@@ -289,7 +289,7 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.coordinator_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.LeaveResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.LeaveResponse]]:
-        """Leaves between steps. Nobody waits for this worker any more. Repeating it is harmless."""
+        """Leaves the job between steps; rounds no longer wait for this worker. Idempotent."""
 
     @abc.abstractmethod
     def NextBatch(
@@ -389,9 +389,9 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[psproto.v1.coordinator_pb2.LinkShardRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.coordinator_pb2.LinkShardResponse], collections.abc.AsyncIterator[psproto.v1.coordinator_pb2.LinkShardResponse]]:
-        """One per shard other than 0, open as long as the shard lives. Reports are whole, so any may be lost or repeated.
-        The coordinator answers with the log entries after the reported index. A shard that is not one of the job's, because
-        it is one of more, waits on its line until the job has so many.
+        """One stream per shard other than 0, open for the life of the shard. Each report is complete, so reports may be lost
+        or repeated. The coordinator answers with the log entries after the reported index. A shard whose index is beyond
+        the job's number of shards waits until a reshard.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -58,7 +58,7 @@ class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     OUTCOME_STALE: _Outcome.ValueType  # 4
     OUTCOME_REJECTED: _Outcome.ValueType  # 5
     OUTCOME_PENDING: _Outcome.ValueType  # 6
-    """not decided within wait_ms; waiting_for says whom it waits for"""
+    """not decided within wait_ms; see waiting_for"""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
 
@@ -70,7 +70,7 @@ OUTCOME_DUPLICATE: Outcome.ValueType  # 3
 OUTCOME_STALE: Outcome.ValueType  # 4
 OUTCOME_REJECTED: Outcome.ValueType  # 5
 OUTCOME_PENDING: Outcome.ValueType  # 6
-"""not decided within wait_ms; waiting_for says whom it waits for"""
+"""not decided within wait_ms; see waiting_for"""
 global___Outcome = Outcome
 
 @typing.final
@@ -103,9 +103,9 @@ class DescribeResponse(google.protobuf.message.Message):
     """empty until this server knows its coordinator (shard 0)"""
     version_text: builtins.str
     term: builtins.int
-    """of this server as its shard's primary; a standby answers NOT_PRIMARY"""
+    """term of this server as primary of its shard; a standby answers NOT_PRIMARY"""
     layout: builtins.int
-    """how often the job's number of shards has changed, as far as this server knows"""
+    """number of reshards of the job, as far as this server knows"""
     format: builtins.int
     """format of the messages that this server speaks; absent: 1"""
     @property
@@ -174,7 +174,7 @@ class AttachMemoryRequest(google.protobuf.message.Message):
     memory: builtins.int
     """number of this offer among those of the worker, from 1"""
     name: builtins.str
-    """file in /dev/shm, its size without the first page, and what that page holds"""
+    """file in /dev/shm, its size without the first page, and the content of that page"""
     nbytes: builtins.int
     token: builtins.bytes
     def __init__(
@@ -199,7 +199,7 @@ class AttachMemoryResponse(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     attached: builtins.bool
     reason: builtins.str
-    """why not, for people"""
+    """why the memory is not attached, as text for people"""
     def __init__(
         self,
         *,
@@ -220,7 +220,7 @@ class ExchangeRequest(google.protobuf.message.Message):
     offset: builtins.int
     """where in the push the data belongs; counts only in a push that began with an open header"""
     data: builtins.bytes
-    """raw little-endian bytes of the tape, in order; at most 2 MiB a frame"""
+    """raw little-endian bytes of the flat buffer, in order; at most 2 MiB a frame"""
     @property
     def header(self) -> global___PushPullHeader: ...
     def __init__(
@@ -263,7 +263,7 @@ class PushPullHeader(google.protobuf.message.Message):
     """0 with initial = true: the upload of initial weights; 0 otherwise: no push, pull only"""
     initial: builtins.bool
     has_data: builtins.bool
-    """false: the push was sent before, only wait for its outcome"""
+    """false: the push was sent before; only wait for its outcome"""
     base: builtins.int
     """the version that the gradient was computed from"""
     samples: builtins.int
@@ -275,17 +275,17 @@ class PushPullHeader(google.protobuf.message.Message):
     min_version: builtins.int
     """answer at least this version; a version that does not exist yet is waited for"""
     wait_ms: builtins.int
-    """how long the server may hold this call"""
+    """maximum time until the server answers"""
     memory: builtins.int
-    """the bytes of the push are in this memory of the worker, those of the pull are to be put there; 0: they travel"""
+    """number of the shared memory for the bytes of push and pull; 0: bytes are in the messages"""
     open: builtins.bool
     """the push is not complete yet: a closing header will come"""
     have: builtins.int
-    """version of the weights that the caller has, which it got from this shard: what has not changed since is not sent"""
+    """version of the weights that the caller got from this shard; unchanged tensors are not sent again"""
     term: builtins.int
-    """the highest term of this shard's primary that the caller knows of; a server of a lower one answers NOT_PRIMARY"""
+    """the highest term of this shard's primary that the caller knows; a server with a lower term answers NOT_PRIMARY"""
     shards: builtins.int
-    """for how many shards the tape is cut; where there are not so many, the answer is LAYOUT. 0: the caller does not know"""
+    """number of shards that the caller assumes; a different number gets LAYOUT. 0: unknown"""
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Batch]:
         """batches of the data ledger that this push uses up"""
@@ -333,7 +333,7 @@ class Batch(google.protobuf.message.Message):
     loop: builtins.int
     number: builtins.int
     count: builtins.int
-    """of a stream: the samples that were found there"""
+    """of a stream: number of samples read"""
     end: builtins.bool
     """of a stream: the source ends after these"""
     def __init__(
@@ -387,9 +387,9 @@ class ExchangeResult(google.protobuf.message.Message):
     TERM_FIELD_NUMBER: builtins.int
     outcome: global___Outcome.ValueType
     version: builtins.int
-    """version of the weights that follow, or of the shard where nothing was pulled"""
+    """version of the weights that follow; without a pull, of the shard"""
     staleness: builtins.int
-    """updates that were applied between `base` and this push"""
+    """number of updates between `base` and this push"""
     reason: builtins.str
     detail: builtins.str
     waiting_for: builtins.str
@@ -403,10 +403,10 @@ class ExchangeResult(google.protobuf.message.Message):
     pull_seconds: builtins.float
     """seconds it took to put the weights into shared memory"""
     term: builtins.int
-    """of this server as the shard's primary"""
+    """term of this server as primary of the shard"""
     @property
     def unchanged(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """trainable tensors (indices into the model) that have not changed since `have`: their bytes are not sent"""
+        """trainable tensors (indices into the model) unchanged since `have`; their bytes are not sent"""
 
     def __init__(
         self,

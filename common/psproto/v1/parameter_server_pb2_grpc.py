@@ -28,7 +28,7 @@ if _version_not_supported:
 class ParameterServerServiceStub(object):
     """What every shard serves to workers: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; people's text is never to be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
     """
 
     def __init__(self, channel):
@@ -67,22 +67,22 @@ class ParameterServerServiceStub(object):
 class ParameterServerServiceServicer(object):
     """What every shard serves to workers: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; people's text is never to be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
     """
 
     def Describe(self, request, context):
-        """Who this server is. Answers at once, in every state.
+        """Describes this server. Answers at once, in every state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Introduce(self, request, context):
-        """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
-        address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+        """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
+        gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
 
-        With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
-        which looks there too once nobody answers where it was.
+        With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
+        when the known one no longer answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,8 +102,7 @@ class ParameterServerServiceServicer(object):
         is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
         job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
         OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-        A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
-        before it is sent again.
+        A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,9 +116,9 @@ class ParameterServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AttachMemory(self, request, context):
-        """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
-        server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
-        grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
+        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
+        is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
+        attached = false. A later offer of the same worker replaces the earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,7 +163,7 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
 class ParameterServerService(object):
     """What every shard serves to workers: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; people's text is never to be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
     """
 
     @staticmethod

@@ -20,7 +20,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class ParameterServerServiceStub:
     """What every shard serves to workers: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; people's text is never to be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -28,17 +28,17 @@ class ParameterServerServiceStub:
         psproto.v1.parameter_server_pb2.DescribeRequest,
         psproto.v1.parameter_server_pb2.DescribeResponse,
     ]
-    """Who this server is. Answers at once, in every state."""
+    """Describes this server. Answers at once, in every state."""
 
     Introduce: grpc.UnaryUnaryMultiCallable[
         psproto.v1.parameter_server_pb2.IntroduceRequest,
         psproto.v1.parameter_server_pb2.IntroduceResponse,
     ]
-    """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
-    address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+    """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
+    gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
 
-    With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
-    which looks there too once nobody answers where it was.
+    With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
+    when the known one no longer answers.
     """
 
     Exchange: grpc.StreamStreamMultiCallable[
@@ -58,8 +58,7 @@ class ParameterServerServiceStub:
     is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
     job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
     OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-    A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
-    before it is sent again.
+    A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
     """
 
     ExchangeOnce: grpc.UnaryUnaryMultiCallable[
@@ -72,32 +71,32 @@ class ParameterServerServiceStub:
         psproto.v1.parameter_server_pb2.AttachMemoryRequest,
         psproto.v1.parameter_server_pb2.AttachMemoryResponse,
     ]
-    """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
-    server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
-    grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
+    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
+    is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
+    attached = false. A later offer of the same worker replaces the earlier one.
     """
 
 class ParameterServerServiceAsyncStub:
     """What every shard serves to workers: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; people's text is never to be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
     """
 
     Describe: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.parameter_server_pb2.DescribeRequest,
         psproto.v1.parameter_server_pb2.DescribeResponse,
     ]
-    """Who this server is. Answers at once, in every state."""
+    """Describes this server. Answers at once, in every state."""
 
     Introduce: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.parameter_server_pb2.IntroduceRequest,
         psproto.v1.parameter_server_pb2.IntroduceResponse,
     ]
-    """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
-    address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+    """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
+    gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
 
-    With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
-    which looks there too once nobody answers where it was.
+    With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
+    when the known one no longer answers.
     """
 
     Exchange: grpc.aio.StreamStreamMultiCallable[
@@ -117,8 +116,7 @@ class ParameterServerServiceAsyncStub:
     is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
     job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
     OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-    A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
-    before it is sent again.
+    A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
     """
 
     ExchangeOnce: grpc.aio.UnaryUnaryMultiCallable[
@@ -131,15 +129,15 @@ class ParameterServerServiceAsyncStub:
         psproto.v1.parameter_server_pb2.AttachMemoryRequest,
         psproto.v1.parameter_server_pb2.AttachMemoryResponse,
     ]
-    """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
-    server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
-    grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
+    """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
+    is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
+    attached = false. A later offer of the same worker replaces the earlier one.
     """
 
 class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
     """What every shard serves to workers: gradients in, weights out.
 
-    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; people's text is never to be parsed.
+    Errors carry google.rpc.ErrorInfo with domain "paramserver" and a reason; the text must not be parsed.
     """
 
     @abc.abstractmethod
@@ -148,7 +146,7 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.parameter_server_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.parameter_server_pb2.DescribeResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.DescribeResponse]]:
-        """Who this server is. Answers at once, in every state."""
+        """Describes this server. Answers at once, in every state."""
 
     @abc.abstractmethod
     def Introduce(
@@ -156,11 +154,11 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.parameter_server_pb2.IntroduceRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.parameter_server_pb2.IntroduceResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.IntroduceResponse]]:
-        """Tells a shard that was started without --join where shard 0 is. Repeating the same address is harmless; another
-        address than the one it follows gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH unless it is told its own.
+        """Gives the address of shard 0 to a shard started without --join. Idempotent. An address other than the known one
+        gets SHARD_MISMATCH. Shard 0 answers SHARD_MISMATCH to any address but its own.
 
-        With the job's name, from one of its workers: shard 0 may be there by now. Its primary has not heard of this shard,
-        which looks there too once nobody answers where it was.
+        With the job's name, from one of its workers: shard 0 may have moved to this address. The shard tries the address
+        when the known one no longer answers.
         """
 
     @abc.abstractmethod
@@ -182,8 +180,7 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         is still waiting is waited for again, so a client may repeat a push after any failure. A job id that is not this
         job's gets JOB_MISMATCH; a worker that was dropped gets FENCED. The call answers when the push is decided, or with
         OUTCOME_PENDING after `wait`: then the push is safe here and the client asks again, without the bytes.
-        A push for whose bytes there is no room now (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a time to wait
-        before it is sent again.
+        A push beyond the memory limit (--in-flight) gets RESOURCE_EXHAUSTED, IN_FLIGHT and a retry delay.
         """
 
     @abc.abstractmethod
@@ -200,9 +197,9 @@ class ParameterServerServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.parameter_server_pb2.AttachMemoryRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.parameter_server_pb2.AttachMemoryResponse, collections.abc.Awaitable[psproto.v1.parameter_server_pb2.AttachMemoryResponse]]:
-        """Offers memory of a worker on this host, in which its pushes and pulls take place from then on (header.memory). The
-        server proves that it is on the same host by reading the token in it. A server that cannot, or must not (--lanes
-        grpc), answers attached = false. Another offer of the same worker takes the place of the one before.
+        """Offers shared memory of a worker on this host for its pushes and pulls (header.memory). The server proves that it
+        is on the same host by reading the token. A server that cannot, or must not (--lanes grpc), answers
+        attached = false. A later offer of the same worker replaces the earlier one.
         """
 
 def add_ParameterServerServiceServicer_to_server(servicer: ParameterServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -24,19 +24,19 @@ class ReplicateRequest(google.protobuf.message.Message):
     RECEIVED_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
     shard: builtins.int
-    """the first message: who asks"""
+    """shard and number of shards of the standby; in the first message"""
     shards: builtins.int
     instance: builtins.str
     """new at every start of the process"""
     address: builtins.str
     term: builtins.int
-    """the highest term that it knows of"""
+    """the highest term that the standby knows"""
     problem: builtins.str
-    """why what it had, from this server or another, could not be gone on from; empty: it could, or there was nothing"""
+    """why the standby could not continue from its earlier state; empty: it could, or it had none"""
     job: builtins.str
-    """the only one that it may follow; empty: any"""
+    """the only job that the standby may follow; empty: any"""
     received: builtins.int
-    """then: all records up to this number are here"""
+    """in later messages: the standby has all records up to this number"""
     format: builtins.int
     """format of the messages and records that the standby speaks, in its first message; absent: 1"""
     def __init__(
@@ -70,13 +70,13 @@ class ReplicateResponse(google.protobuf.message.Message):
     DATA_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
     number: builtins.int
-    """of the record on this line, from 1; 0: a sign of life"""
+    """number of the record in this stream, from 1; 0: heartbeat"""
     source: builtins.int
-    """what is spoken of: psserver/shipped.py"""
+    """record type"""
     kind: builtins.int
     header: builtins.bytes
     nbytes: builtins.int
-    """bytes that belong to the record, in this message and those that follow"""
+    """bytes of the record, in this message and the following ones"""
     data: builtins.bytes
     format: builtins.int
     """format of the messages and records that the primary speaks; absent: 1"""
@@ -147,7 +147,7 @@ class PromoteResponse(google.protobuf.message.Message):
     term: builtins.int
     version: builtins.int
     note: builtins.str
-    """not empty: what people should know, that nobody could say whether something is missing, for instance"""
+    """text for the operator; for example, it is unknown whether updates are missing"""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class StandbyServiceStub(object):
-    """Between the primary of a shard and its standby, and for people who change which of them is primary.
+    """Replication from the primary of a shard to its standby, and failover by an operator.
     """
 
     def __init__(self, channel):
@@ -53,27 +53,27 @@ class StandbyServiceStub(object):
 
 
 class StandbyServiceServicer(object):
-    """Between the primary of a shard and its standby, and for people who change which of them is primary.
+    """Replication from the primary of a shard to its standby, and failover by an operator.
     """
 
     def Replicate(self, request_iterator, context):
-        """A standby asks its primary for everything: first the whole state, then each record, in order. It acknowledges what
-        it has received. A server that is not primary answers NOT_PRIMARY.
+        """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
+        acknowledges received records. A server that is not primary answers NOT_PRIMARY.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StepDown(self, request, context):
-        """To a primary: tell nobody anything more, and end, once this standby has all that was told. FAILED_PRECONDITION
-        (NOT_IN_SYNC) where it is behind: then nothing has changed.
+        """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
+        record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Promote(self, request, context):
-        """To a standby: be primary. Where the primary answers it steps down first.
+        """Asks a standby to become primary. A primary that answers steps down first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ def add_StandbyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StandbyService(object):
-    """Between the primary of a shard and its standby, and for people who change which of them is primary.
+    """Replication from the primary of a shard to its standby, and failover by an operator.
     """
 
     @staticmethod

@@ -18,58 +18,58 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class StandbyServiceStub:
-    """Between the primary of a shard and its standby, and for people who change which of them is primary."""
+    """Replication from the primary of a shard to its standby, and failover by an operator."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Replicate: grpc.StreamStreamMultiCallable[
         psproto.v1.standby_pb2.ReplicateRequest,
         psproto.v1.standby_pb2.ReplicateResponse,
     ]
-    """A standby asks its primary for everything: first the whole state, then each record, in order. It acknowledges what
-    it has received. A server that is not primary answers NOT_PRIMARY.
+    """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
+    acknowledges received records. A server that is not primary answers NOT_PRIMARY.
     """
 
     StepDown: grpc.UnaryUnaryMultiCallable[
         psproto.v1.standby_pb2.StepDownRequest,
         psproto.v1.standby_pb2.StepDownResponse,
     ]
-    """To a primary: tell nobody anything more, and end, once this standby has all that was told. FAILED_PRECONDITION
-    (NOT_IN_SYNC) where it is behind: then nothing has changed.
+    """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
+    record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
     """
 
     Promote: grpc.UnaryUnaryMultiCallable[
         psproto.v1.standby_pb2.PromoteRequest,
         psproto.v1.standby_pb2.PromoteResponse,
     ]
-    """To a standby: be primary. Where the primary answers it steps down first."""
+    """Asks a standby to become primary. A primary that answers steps down first."""
 
 class StandbyServiceAsyncStub:
-    """Between the primary of a shard and its standby, and for people who change which of them is primary."""
+    """Replication from the primary of a shard to its standby, and failover by an operator."""
 
     Replicate: grpc.aio.StreamStreamMultiCallable[
         psproto.v1.standby_pb2.ReplicateRequest,
         psproto.v1.standby_pb2.ReplicateResponse,
     ]
-    """A standby asks its primary for everything: first the whole state, then each record, in order. It acknowledges what
-    it has received. A server that is not primary answers NOT_PRIMARY.
+    """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
+    acknowledges received records. A server that is not primary answers NOT_PRIMARY.
     """
 
     StepDown: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.standby_pb2.StepDownRequest,
         psproto.v1.standby_pb2.StepDownResponse,
     ]
-    """To a primary: tell nobody anything more, and end, once this standby has all that was told. FAILED_PRECONDITION
-    (NOT_IN_SYNC) where it is behind: then nothing has changed.
+    """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
+    record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
     """
 
     Promote: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.standby_pb2.PromoteRequest,
         psproto.v1.standby_pb2.PromoteResponse,
     ]
-    """To a standby: be primary. Where the primary answers it steps down first."""
+    """Asks a standby to become primary. A primary that answers steps down first."""
 
 class StandbyServiceServicer(metaclass=abc.ABCMeta):
-    """Between the primary of a shard and its standby, and for people who change which of them is primary."""
+    """Replication from the primary of a shard to its standby, and failover by an operator."""
 
     @abc.abstractmethod
     def Replicate(
@@ -77,8 +77,8 @@ class StandbyServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[psproto.v1.standby_pb2.ReplicateRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[psproto.v1.standby_pb2.ReplicateResponse], collections.abc.AsyncIterator[psproto.v1.standby_pb2.ReplicateResponse]]:
-        """A standby asks its primary for everything: first the whole state, then each record, in order. It acknowledges what
-        it has received. A server that is not primary answers NOT_PRIMARY.
+        """Replicates the primary to the standby that calls: first the state, then each record in order. The standby
+        acknowledges received records. A server that is not primary answers NOT_PRIMARY.
         """
 
     @abc.abstractmethod
@@ -87,8 +87,8 @@ class StandbyServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.standby_pb2.StepDownRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.standby_pb2.StepDownResponse, collections.abc.Awaitable[psproto.v1.standby_pb2.StepDownResponse]]:
-        """To a primary: tell nobody anything more, and end, once this standby has all that was told. FAILED_PRECONDITION
-        (NOT_IN_SYNC) where it is behind: then nothing has changed.
+        """Asks a primary to hand over to this standby: it stops answering and exits once the standby has every acknowledged
+        record. If the standby is behind, the answer is FAILED_PRECONDITION (NOT_IN_SYNC), and nothing changes.
         """
 
     @abc.abstractmethod
@@ -97,6 +97,6 @@ class StandbyServiceServicer(metaclass=abc.ABCMeta):
         request: psproto.v1.standby_pb2.PromoteRequest,
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.standby_pb2.PromoteResponse, collections.abc.Awaitable[psproto.v1.standby_pb2.PromoteResponse]]:
-        """To a standby: be primary. Where the primary answers it steps down first."""
+        """Asks a standby to become primary. A primary that answers steps down first."""
 
 def add_StandbyServiceServicer_to_server(servicer: StandbyServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
