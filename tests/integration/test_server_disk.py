@@ -167,7 +167,7 @@ def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken logs are begun anew sooner."""
-    monkeypatch.setattr(psserver.core.commands.recorder, "MEND", 0.3)
+    monkeypatch.setattr(psserver.core.commands.recorder, "LOG_REPAIR_INTERVAL_SECONDS", 0.3)
 
 
 @pytest.fixture

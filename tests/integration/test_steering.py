@@ -122,9 +122,12 @@ def test_who_is_not_here_cannot_be_drained(cluster: Make, capsys: Output) -> Non
         for worker in (gone.worker, 999):
             assert ps_ctl(["--ps", address, "drain", str(worker)]) == 2
             error = capsys.readouterr().err
-            assert f"no worker {worker} is here to be drained; here are: {client.worker} " in error
+            assert (
+                f"worker {worker} cannot be drained: it is not a member. Members: {client.worker} "
+                in error
+            )
     assert ps_ctl(["--ps", address, "drain", "1"]) == 2
-    assert "here are: none" in capsys.readouterr().err
+    assert "Members: none" in capsys.readouterr().err
 
 
 # ---- policy --------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def prepared() -> Iterator[list[logging.LogRecord]]:
     handler.emit = said.append  # type: ignore[method-assign]
     hook = threading.excepthook
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(psserver.core.commands.recorder, "MEND", 0.0)
+        patch.setattr(psserver.core.commands.recorder, "LOG_REPAIR_INTERVAL_SECONDS", 0.0)
         # a server may die while its thread writes a snapshot
         patch.setattr(
             threading, "excepthook", lambda args: None if args.exc_type is Killed else hook(args)

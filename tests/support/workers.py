@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import psworker
 from pscommon.snapshot.weights_digest import weights_sha256
-from psserver.core.commands.recorder import SHORTEST_PAUSE
+from psserver.core.commands.recorder import MIN_PAUSE_SECONDS
 from psworker import Client, Job, OptimizerSpec
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 DEADLINE = 30.0
 POLL = 0.01
 
-OUTLIVED = 4 * SHORTEST_PAUSE
+OUTLIVED = 4 * MIN_PAUSE_SECONDS
 """A lease that heartbeats keep on a machine that stands still now and then: a server knows of
 its longer pauses.
 """

@@ -1,20 +1,24 @@
-"""What was asked of a coordinator, written down, so that one that died can be made again.
+"""The command journal: every request that changes the coordinator is recorded for replay.
 
-Theory of operation. A Coordinator depends on nothing but the requests that it gets and their
-order. So the recorder carries each request out, has it written before anybody learns what came
-of it, and after a crash carries the same requests out again on the state that the last snapshot
-holds. Reading its mind is all that may go by it: heartbeats (the values that one brings are a
-request of their own, at most one a second and worker), status, and the question whose lease has
-ended - the answer to that is a request again ("lose"), with its time. So may a request for data
-that is asked again and still has no answer, if it has changed nothing.
+Theory of operation. The coordinator depends only on its commands and their order (event
+sourcing; state machine replication). The recorder carries out each command and writes it to the
+journal before any reply leaves. After a crash, `replay` carries out the same commands on the
+state of the newest snapshot; a standby carries them out as they arrive.
 
-A snapshot's Cut is the last thing in a stretch of requests; the next stretch begins with the
-state at the cut.
+States: recording, replaying. Events: a request, a shard's report, a tick, the end of a replay.
 
-Requests that no correct process sends are refused before they become commands
-(core/request_checks.py). A command that raises an unexpected error all the same is recorded with
-what it has changed so far. The error depends on nothing but the command and the state, so a
-replay and a standby meet it at the same place, and go on from the same state.
+Invariants:
+
+- Everything that changes a decision is a command, with its time. Heartbeats, status and the check
+  for ended leases only read; an ended lease leads to the command "lose". Values that a heartbeat
+  reports are a command of their own, at most one a second and worker.
+- A repeated request for data that changes nothing and has no answer is not written.
+- A Cut is the last command of a segment of the journal. The next segment begins with the state at
+  the Cut.
+- Requests that no correct process sends are refused before they become commands
+  (request_checks.py). A command that raises an unexpected error is written all the same: the error
+  depends only on the command and the state, so a replay meets it at the same place.
+- The names of commands are on disk; `_PERFORM` maps them to methods.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,37 +40,38 @@ from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.workers.members import Member
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.3, 1.0
-"""Seconds between ticks from which on this process counts as having been stopped itself: a fifth
-of a lease, if that is no less and no more than these."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.3, 1.0
+"""A longer time between two ticks means that this process was stopped: a fifth of a lease, within
+these bounds.
+"""
 
 NO_DEATHS: Mapping[int, str] = MappingProxyType({})
 
-AGAIN = 1.0
-"""Seconds until the snapshot that ends a move is tried again."""
+RESHARD_SNAPSHOT_RETRY_SECONDS = 1.0
+"""Time until the snapshot that ends a reshard is tried again."""
 
-MEND = 10.0
-"""Seconds after a snapshot was begun until one is tried because a log is broken."""
+LOG_REPAIR_INTERVAL_SECONDS = 10.0
+"""Least time between two snapshots that are to replace a broken log."""
 
 HUNG = "--progress-timeout: its script made no call"
-"""How the reason begins why such a worker is lost."""
+"""Start of the reason for which a hanging worker is lost."""
 
 DEPARTED_KEPT, EVICTED_MOST = 100, 500
-"""Departed workers that stay known, and numbers of evicted ones; both may be more for a moment."""
+"""Departed workers that are kept, and evicted numbers; both may be exceeded for a moment."""
 
 NOT_WHOLE = "another server took over, and may lack the newest of what the workers were told"
-"""Why all workers have to come as new."""
+"""Why all workers have to join as new."""
 
 
 class RecordedCommand(NamedTuple):
-    """One request: a method of Coordinator or Cuts, the time, and its other arguments by name."""
+    """One request: its name on disk, the time, and its other arguments by name."""
 
     name: str
     now: float
     args: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready; `from_json` is the way back."""
+        """Return the command as JSON values for `from_json`."""
         return {
             "do": self.name,
             "now": self.now,
@@ -80,24 +85,24 @@ class RecordedCommand(NamedTuple):
 
 
 class CommandJournal(Protocol):
-    """Where commands are written."""
+    """The log that commands are written to."""
 
     def write(self, command: RecordedCommand) -> None:
-        """Keep it, before anybody learns what came of it."""
+        """Write a command; its reply leaves after this."""
 
     def rotate(self, coordinator: CoordinatorMachine) -> None:
-        """There is a cut: what is written from now on goes on from here."""
+        """Begin a segment with the state at a Cut."""
 
 
 class NoCommandJournal:
-    """Nothing is kept."""
+    """A journal for jobs without a log."""
 
     def write(self, command: RecordedCommand) -> None: ...
     def rotate(self, coordinator: CoordinatorMachine) -> None: ...
 
 
 class Recorder:
-    """Carries out commands on a coordinator, in the shell's lock."""
+    """Carries out commands on a coordinator; the caller holds the lock."""
 
     def __init__(
         self, coordinator: CoordinatorMachine, journal: CommandJournal | None = None
@@ -107,12 +112,12 @@ class Recorder:
         self._last_tick: float | None = None
 
     def do(self, name: str, now: float, **args: Any) -> Any:
-        """The answer of the coordinator; whatever is raised, the command is written.
+        """Carry out a command, write it, and return the coordinator's answer.
 
-        But not where a worker that waits for data has asked once more, for nothing: it asks
-        several times a second. And not where check_request refuses it, which changes nothing.
-        MemoryError depends on more than the command, so it is not written either: the caller has
-        to end this process.
+        A command that raises is written too, with three exceptions: requests that check_request
+        refuses, repeated requests for data that change nothing (a waiting worker repeats them
+        several times a second), and MemoryError. That depends on more than the command, so the
+        caller has to end this process.
         """
         check_request(self.coordinator, name, args)
         command, idle = RecordedCommand(name, now, args), False
@@ -135,9 +140,7 @@ class Recorder:
             self._cut_if_due(now)
 
     def report(self, report: ShardReport, now: float) -> None:
-        """A shard's word. One that holds no news is not worth a line: it moves nothing but what
-        is forgotten.
-        """
+        """Process a shard's report. One without news is not written: it decides nothing."""
         if (
             report.epoch == self.coordinator.epoch
             and report.shard not in self.coordinator.followers
@@ -170,9 +173,7 @@ class Recorder:
             self.coordinator.reached(report)
 
     def _end_move(self, now: float) -> None:
-        """Once all shards hold their new parts: with the snapshot that is written now, or at
-        once without any.
-        """
+        """End a reshard once all shards have their parts: with a snapshot, or at once without."""
         move = self.coordinator.move
         if move is not None and move.complete:
             if move.keeps:
@@ -181,16 +182,17 @@ class Recorder:
                 self.do("settle", now)
 
     def tick(self, now: float, deaths: Mapping[int, str] = NO_DEATHS) -> list[Member]:
-        """Time passes: ends leases, starts snapshots that are due. Returns the workers that are
-        silent for too long.
+        """End leases and start snapshots that are due. Return the lost and missing workers.
 
-        deaths: workers whose processes have ended, with the proof; their leases end now.
+        Args:
+            now: The time.
+            deaths: Workers whose processes have ended, with the proof; their leases end now.
         """
         for worker, proof in deaths.items():
             self.coordinator.membership.mark_dead(worker, proof)
         gap, self._last_tick = now - (self._last_tick or now), now
         membership = self.coordinator.membership
-        if gap > min(max(membership.lease / 5, SHORTEST_PAUSE), LONGEST_PAUSE):
+        if gap > min(max(membership.lease / 5, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS):
             membership.extend_leases(gap)
         late = self._late(now)
         for member, name, reason in late:
@@ -203,14 +205,14 @@ class Recorder:
         ):
             self.do("forget_departed", now, keep=DEPARTED_KEPT)
         self._cut_if_due(now)
-        if self.coordinator.cuts.age(now) >= AGAIN:
+        if self.coordinator.cuts.age(now) >= RESHARD_SNAPSHOT_RETRY_SECONDS:
             self._end_move(now)
         return [member for member, name, _ in late if name != "back"]
 
     def _late(self, now: float) -> list[tuple[Member, str, str]]:
         membership, on_loss = self.coordinator.membership, self.coordinator.rules.on_loss
         if self.coordinator.failure is not None:
-            return []  # those who are here are to hear of that, not that they are out
+            return []  # members are to learn of the failure, not that they are fenced
         expired = membership.with_ended_lease(now)
         late = [
             (m, "back", "")
@@ -231,7 +233,7 @@ class Recorder:
                     (
                         member,
                         "lose",
-                        f"{reason}, and nobody took its place within {on_loss.seconds:g} s",
+                        f"{reason}, and no worker took its place within {on_loss.seconds:g} s",
                     )
                 )
         stuck = [member for member in membership.over_progress_timeout() if member not in expired]
@@ -240,27 +242,25 @@ class Recorder:
         ]
 
     def cut(self, now: float) -> None:
-        """Snapshot the version that stands, unless one is being written."""
+        """Start a snapshot of the current version, unless one is being written."""
         before = self.coordinator.cuts.cutting
         self.do("cut", now)
         if self.coordinator.cuts.cutting is not before:
             self._turn_page(now)
 
     def mend(self, now: float) -> None:
-        """Something could not be written down: a cut is where all logs begin anew, if the disk
-        lets them.
-        """
+        """Start a snapshot because a log is broken: all logs begin a segment at a Cut."""
         coordinator = self.coordinator
         if (
             coordinator.begun
             and not (coordinator.cuts.busy or coordinator.move)
-            and coordinator.cuts.age(now) >= MEND
+            and coordinator.cuts.age(now) >= LOG_REPAIR_INTERVAL_SECONDS
         ):
             self.cut(now)
 
     def _turn_page(self, now: float) -> None:
         self.journal.rotate(self.coordinator)
-        self.do("advance", now)  # what had to wait for the cut
+        self.do("advance", now)  # updates that waited for the Cut
 
     def _cut_if_due(self, now: float) -> None:
         coordinator = self.coordinator
@@ -274,12 +274,14 @@ class Recorder:
     def recovered(
         self, now: float, generation: int, whole: bool = True, resumes: bool = False
     ) -> None:
-        """All that was written has been done again: time goes on from here, and a snapshot under
-        way is given up.
+        """Continue after a replay. A snapshot in progress is abandoned.
 
-        whole: nobody knows more than was written. Otherwise no worker can go on where it stands:
-        it may have been dealt batches, or be told by one shard that a push has counted which the
-        others still wait for. All come as new. resumes: another run may begin.
+        Args:
+            now: The time.
+            generation: Number of this start of the servers.
+            whole: No process knows more than the journal. Otherwise all workers are removed and
+                join as new: one may have batches, or a reply to a push, that the journal lacks.
+            resumes: Another run may begin.
         """
         for member in self.coordinator.membership.current() if not whole else ():
             self.do("leave", now, worker=member.worker, reason=NOT_WHOLE)
@@ -291,10 +293,15 @@ def replay(
     commands: Iterable[RecordedCommand],
     failed: Callable[[RecordedCommand, Exception], None] | None = None,
 ) -> int:
-    """Do everything again; returns how many commands there were.
+    """Carry out recorded commands. Return their number.
 
-    failed: told of each command that raised an unexpected error, as it did when it was recorded.
-    Raises ValueError for a command that this release does not know.
+    Args:
+        coordinator: The coordinator at the start of the journal.
+        commands: The commands.
+        failed: Called for each command that raises an unexpected error, as it did when recorded.
+
+    Raises:
+        ValueError: This release does not know a command.
     """
     count = 0
     for command in commands:
@@ -304,7 +311,7 @@ def replay(
         try:
             perform(coordinator, command)
         except PSError:
-            continue  # it failed the first time, too
+            continue  # it failed when it was recorded, too
         except MemoryError:
             raise
         except Exception as error:
@@ -321,7 +328,7 @@ def perform(coordinator: CoordinatorMachine, command: RecordedCommand) -> Any:
 Action = Callable[[CoordinatorMachine, float, Mapping[str, Any]], Any]
 
 
-# by the names that stand in logs on disk
+# by the names in logs on disk
 _PERFORM: Mapping[str, Action] = {
     "join": lambda c, now, args: c.join(**args, now=now),
     "register": lambda c, now, args: c.register(**args, now=now),

@@ -1,8 +1,19 @@
-"""The data ledger: all loops of the job, who is leased which data, and what has counted.
+"""The data ledger: the loops of the job, the leases of their batches, and committed batches.
 
-sync deals a whole draw at a time, one batch to every registered worker in worker order, when the
-first of them asks: so who gets what is a pure function of the sequence and the membership, not of
-who asks first. async and ssp deal to whoever asks, so faster workers take more.
+Theory of operation. Each worker asks for batches of its current loop. A batch is free, leased or
+committed (loop.py); the ledger moves batches between these states.
+
+Events: a worker opens a loop, asks for batches, returns them, pushes, goes on to a later loop,
+or departs; a push is applied or rejected.
+
+Invariants:
+
+- A batch is leased to at most one worker at a time, and committed in the decision that counts
+  the push which used it.
+- Under sync the first request deals a whole draw: one batch to every registered worker, in worker
+  order. The assignment is a function of the sequence and the membership, not of the order of
+  requests. Under async and ssp each request is served by itself, so faster workers get more.
+- A loop that all workers have left ends, and a worker that reaches it later gets no batches.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +27,15 @@ from psserver.core.data.stream_loop import StreamLoop
 
 
 class DataLedger:
-    """Loops by number. A push's batches are committed in the decision that counts it.
+    """All loops of the job.
 
-    What a push or a worker costs here does not grow with the loops that are over: a script may
-    have one for each epoch. extendable: the job was resumed, and no worker has come to its last
-    loop since: the first one may raise its epochs. origin: what the job was resumed from, in
-    words for messages.
+    The cost of a request does not grow with ended loops: a script may have one for each epoch.
+
+    Attributes:
+        loops: Loops by number.
+        extendable: Whether the first worker to reach the last loop may raise its epochs: the job
+            was resumed, and no worker has reached that loop since.
+        origin: What the job was resumed from, for messages.
     """
 
     def __init__(self) -> None:
@@ -30,14 +44,13 @@ class DataLedger:
         self.loops: dict[int, MapLoop | StreamLoop] = {}
         self._resumed: frozenset[int] = frozenset()  # the loops that were there then
         self._last = -1  # the highest number of a loop
-        self._live: dict[
-            int, MapLoop | StreamLoop
-        ] = {}  # but for those that were closed when a worker last came to a loop
-        self._whereabouts: dict[int, int] = {}
+        # without the loops that were closed when a worker last reached a loop
+        self._live: dict[int, MapLoop | StreamLoop] = {}
+        self._first_open_loops: dict[int, int] = {}
 
     @property
     def open_loop(self) -> int:
-        """Number of the first loop with data that has not counted, or that nobody has come to."""
+        """Number of the first loop that has uncommitted batches or that no worker has reached."""
         number = 0
         while (loop := self.loops.get(number)) and (loop.ended or loop.done):
             number += 1
@@ -45,24 +58,32 @@ class DataLedger:
 
     @property
     def known_loops(self) -> int:
-        """The number after the highest one of a loop. Scripts may leave out numbers."""
+        """One more than the highest number of a loop. Scripts may skip numbers."""
         return self._last + 1
 
     @property
     def open_loops(self) -> list[int]:
-        """Numbers of the loops with data that has not counted."""
+        """Numbers of the loops with uncommitted batches."""
         return [number for number, loop in self._live.items() if not (loop.ended or loop.done)]
 
     def live(self) -> Iterable[MapLoop | StreamLoop]:
-        """Return the loops in which something may still count."""
+        """Return the loops in which a batch may still be committed."""
         return self._live.values()
 
     def open(
         self, worker: int, spec: Spec, first_open: int | None = None, workers: Iterable[int] = ()
     ) -> MapLoop | StreamLoop:
-        """The loop that a worker is at; MismatchError if the job knows it as another.
-        first_open: it has left those before this one; None: those before the loop that it is at.
-        workers: all that are registered."""
+        """Return the loop that a worker has reached.
+
+        Args:
+            worker: The worker.
+            spec: Its description of the loop.
+            first_open: The first loop that the worker has not left; None: this one.
+            workers: All registered workers.
+
+        Raises:
+            MismatchError: The job has another loop of this number.
+        """
         if spec.loop not in self.loops:
             self._add(spec)
         loop = self.loops[spec.loop]
@@ -71,7 +92,7 @@ class DataLedger:
             self._extend(loop, spec, is_last)
         self.extendable = self.extendable and not is_last
         here = spec.loop if first_open is None else min(first_open, spec.loop)
-        if self._whereabouts.get(worker) != here:
+        if self._first_open_loops.get(worker) != here:
             self._come(worker, here)
             self._end_left(workers)
         return loop
@@ -86,67 +107,64 @@ class DataLedger:
             reason = why_not_extended(
                 spec, loop.spec, is_last, self.extendable, not loop.can_renumber
             )
-        if reason or not possible:  # never by `origin`: a replay does not know it
+        if reason or not possible:  # must not depend on `origin`, which a replay lacks
             raise loop_mismatch(spec, loop.spec, self.origin if resumed else "", reason)
         loop.extend(spec)
         self._live[spec.loop] = loop
 
     def place(self, worker: int, loop: int) -> tuple[Any, ...]:
-        """The first loop that the worker is still in, and what is dealt of this one."""
-        return self._whereabouts.get(worker), self.loops[
+        """Return the first loop that the worker has not left, and what is dealt of this one."""
+        return self._first_open_loops.get(worker), self.loops[
             loop
         ].dealt() if loop in self.loops else None
 
     def _add(self, spec: Spec) -> MapLoop | StreamLoop:
-        here = self._whereabouts
+        here = self._first_open_loops
         loop = StreamLoop(spec, here) if isinstance(spec, StreamSpec) else MapLoop(spec, here)
         self.loops[spec.loop] = self._live[spec.loop] = loop
         self._last = max(self._last, spec.loop)
         return loop
 
     def _come(self, worker: int, loop: int) -> None:
-        self._whereabouts[worker] = loop
+        self._first_open_loops[worker] = loop
         for number, earlier in self._live.items():
             if number < loop:
                 earlier.leave(worker)
 
     def _end_left(self, workers: Iterable[int]) -> None:
-        """Loops that all of these have left, broken off perhaps, are over: whoever comes to them
-        later finds nothing there, instead of training alone on what the others did not want."""
-        first = min((self._whereabouts.get(worker, 0) for worker in workers), default=0)
+        """End loops that all workers have left. A later worker then does not train on them alone."""
+        first = min((self._first_open_loops.get(worker, 0) for worker in workers), default=0)
         for number, loop in self._live.items():
             if number < first:
                 loop.end()
         self._live = {number: loop for number, loop in self._live.items() if not loop.closed}
 
     def commit(self, worker: int, batches: Iterable[BatchKey]) -> None:
-        """The push that used these counts."""
+        """Commit the batches of a push that counts."""
         for loop, batch in self._known(batches):
             loop.commit(worker, batch.number)
         for loop in self._live.values():
             loop.settle(worker)
 
     def drop(self, worker: int, batches: Iterable[BatchKey]) -> None:
-        """The push that used these will never count, and they are not to be dealt again."""
+        """Commit the batches of a push that will not count; they are not dealt again."""
         for loop, batch in self._known(batches):
             loop.drop(worker, [batch.number])
 
     def use_up(self, worker: int, batches: Iterable[BatchKey]) -> None:
-        """The worker has only evaluated these: no push will count them, and a loop of which all
-        is done is over.
-        """
+        """Commit batches that a worker only evaluated, and end a loop that is then done."""
         for loop, batch in self._known(batches):
             loop.drop(worker, [batch.number])
             if loop.done:
                 loop.end()
 
     def put_back(self, worker: int, batches: Iterable[BatchKey]) -> None:
-        """The worker will not push these; they are free again."""
+        """Free batches that a worker will not push."""
         for loop, batch in self._known(batches):
             loop.give_back(worker, [batch.number])
 
     def _known(self, batches: Iterable[BatchKey]) -> list[tuple[MapLoop | StreamLoop, BatchKey]]:
-        """With their loops; where a stream was found to end is noted."""
+        """Return the batches with their loops, and note ends of streams."""
         known = [(self.loops[batch.loop], batch) for batch in batches if batch.loop in self.loops]
         for loop, batch in known:
             if batch.end and isinstance(loop, StreamLoop):
@@ -154,40 +172,36 @@ class DataLedger:
         return known
 
     def give_back(self, worker: int) -> None:
-        """The worker is out of the job."""
-        self._whereabouts.pop(worker, None)
+        """Free all batches of a departed worker."""
+        self._first_open_loops.pop(worker, None)
         for loop in self._live.values():
             loop.lose(worker)
 
     def transfer(self, old: int, new: int) -> None:
-        """Worker `new` takes the place of `old`, which is dead: it gets what `old` was leased
-        and did not commit.
-        """
+        """Give the leases of a dead worker to the one that replaces it."""
         for loop in self._live.values():
             loop.transfer(old, new)
 
     def state(self) -> list[dict[str, Any]]:
-        """All of it, JSON-ready."""
+        """Return all loops as JSON values for `restore` and `recover`."""
         return [loop.state() for loop in self.loops.values()]
 
     def restore(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """What has counted, with leases void: the job goes back to a snapshot, and all its
-        workers are out.
-        """
-        self._whereabouts, self.loops, self._live, self._last = {}, {}, {}, -1
+        """Load the committed batches of a snapshot; leases are void."""
+        self._first_open_loops, self.loops, self._live, self._last = {}, {}, {}, -1
         for state in states:
             self._again(state).restore(state)
         self.resumes()
 
     def recover(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Be exactly the ledger whose state this is."""
-        self._whereabouts = {worker: s["spec"]["loop"] for s in states for worker in s["here"]}
+        """Load a complete state, leases included."""
+        self._first_open_loops = {worker: s["spec"]["loop"] for s in states for worker in s["here"]}
         self.loops, self._live, self._last = {}, {}, -1
         for state in states:
             self._again(state).recover(state)
 
     def resumes(self) -> None:
-        """The job goes on from here with workers yet to come."""
+        """Note that the job is resumed: its last loop may get more epochs."""
         self._resumed, self.extendable = frozenset(self.loops), bool(self.loops)
 
     def _again(self, state: Mapping[str, Any]) -> MapLoop | StreamLoop:

@@ -1,16 +1,29 @@
-"""The coordinator: the one place that decides. It runs on shard 0 and writes the job's log.
+"""The coordinator: it runs on shard 0, decides, and writes the job's log.
 
-Theory of operation. Workers join (a lease), register (the model; the first one uploads the
-weights), push to all shards and leave. Shards report, whole, what they have staged. A push that
-every shard holds is ready; `advance` asks the policy which ready pushes make the next update and
-appends an Apply. All else that can happen to a push is an entry, too: Reject (a shard found NaN,
-or it is too old) and Evict (its worker left, or its lease ended). The batches that a push used
-are committed with its Apply, so data and weights never disagree.
+Theory of operation. One process orders all decisions; every shard carries them out in that order
+(a replicated state machine with a single leader). A gradient counts on all shards or on none,
+because an Apply is written only after every shard has reported the push (the voting phase of a
+two-phase commit).
 
-Nothing here waits. A request that cannot be answered yet gets None, and is asked again when
-something has changed. No clock either: `now` is an argument. Requests may be repeated. And
-nothing here depends on anything but the requests and their order, so that a coordinator which
-died is made again by making its requests again (core/recorder.py).
+States of a job: no weights, weights but fewer than --min-workers workers, training, resharding,
+failed. States of a worker: see workers/members.py.
+
+Events: workers join, register, push, ask for data, and leave. Shards report what they have
+staged. Leases end. An operator changes the policy or the number of shards, or asks for a
+snapshot.
+
+Decisions are log entries: Begin, Apply, Reject, Evict, Measure, Cut, Reshard. `advance` asks the
+policy which ready pushes make the next update (update_rounds.py). resharding.py has the change
+of the number of shards.
+
+Invariants:
+
+- The batches of a push are committed with its Apply, so data and weights always agree.
+- A request never blocks. One that cannot be answered yet gets None, and the caller repeats it
+  after a change.
+- Requests may be repeated without effect.
+- The state depends only on the commands and their order. Time is an argument of each command. A
+  coordinator is therefore recovered by replaying its commands (commands/recorder.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,11 +49,13 @@ from psserver.core.workers.step_timer import StepTimer
 
 @dataclass(frozen=True, slots=True)
 class BatchesReply:
-    """Answer to a request for data: numbers to compute on; or none: come back with nothing in
-    hand; or the end.
+    """Answer to a request for data.
 
-    following: for each number, how many more that come after it belong to the same push
-    (--global-batch); empty: each batch may be a push of its own.
+    Attributes:
+        numbers: Batches to compute on; empty: the worker asks again when it has no batch left.
+        end: Whether the loop has no more data.
+        following: For each number, how many later batches belong to the same push
+            (--global-batch). Empty: each batch may be a push of its own.
     """
 
     numbers: tuple[int, ...] = ()
@@ -49,7 +64,7 @@ class BatchesReply:
 
 
 class CoordinatorMachine(Resharding):
-    """The machine; see the module's text, and Updates for the arguments."""
+    """The machine; the text of the module describes it, UpdateRounds the arguments."""
 
     def __init__(
         self, shards: int, rules: JobRules, generation: int = 0, epoch: int | None = None
@@ -63,12 +78,14 @@ class CoordinatorMachine(Resharding):
     def join(
         self, now: float, rank: int | None, host: str, pid: int, device: str, attempt: int = 0
     ) -> Member:
-        """A place for a worker; it counts in no round before it has registered."""
+        """Add a worker. No round waits for it before it has registered."""
         return self.membership.join(now, rank, host, pid, device, attempt)
 
     def member(self, worker: int, now: float) -> Member:
-        """The worker that sent a request, which renews its lease. FencedError if the job went on
-        without it.
+        """Return the worker of a request and renew its lease.
+
+        Raises:
+            FencedError: The worker is not a member any more.
         """
         member = self.membership.members.get(worker)
         if member is None or not member.is_current:
@@ -79,9 +96,7 @@ class CoordinatorMachine(Resharding):
         return member
 
     def alive(self, ago: Mapping[int, float], now: float) -> None:
-        """Bytes of these workers have moved so many seconds ago, which renews their leases from
-        then.
-        """
+        """Renew leases from the last transfer; `ago` has the seconds since then by worker."""
         for worker in ago.keys() & self.membership.members.keys():
             member = self.membership.members[worker]
             member.last_moved = max(member.last_moved, now - ago[worker])
@@ -89,7 +104,11 @@ class CoordinatorMachine(Resharding):
     def register(
         self, worker: int, spec: ModelSpec, now: float
     ) -> Literal["ready", "upload", "pending"]:
-        """State the model. MismatchError lists the differences to the job's."""
+        """Register a worker with its model.
+
+        Raises:
+            MismatchError: The model is not the job's; the message lists the differences.
+        """
         member = self.member(worker, now)
         if self.model is None:
             self.model, self._uploader = spec, worker
@@ -145,40 +164,38 @@ class CoordinatorMachine(Resharding):
         )
 
     def leave(self, worker: int, reason: str, now: float) -> None:
-        """The worker is done (reason empty) or gives up. Nobody waits for it any more; repeating
-        this is harmless.
-        """
+        """Remove a worker that is done (empty reason) or gives up."""
         member = self.membership.members.get(worker)
         if member is not None and member.is_current:
             self.remove(member, WorkerState.LEFT, reason, now)
 
     def drain(self, worker: int, now: float) -> None:
-        """Ask a worker to leave at its next step boundary."""
+        """Ask a worker to leave after its current step."""
         member = self.membership.members.get(worker)
         if member is None or not member.is_current:
             here = ", ".join(str(m.worker) for m in self.membership.current()) or "none"
-            raise InvalidRequestError(f"no worker {worker} is here to be drained; here are: {here}")
+            raise InvalidRequestError(
+                f"worker {worker} cannot be drained: it is not a member. Members: {here}"
+            )
         member.draining = True
 
     def missing(self, worker: int, now: float) -> None:
-        """A worker's lease has ended, and its place is kept for a while."""
+        """Note that a lease has ended and the worker's place is kept for a while."""
         self.membership.members[worker].missing_since = now
 
     def back(self, worker: int, now: float) -> None:
-        """A missing worker was heard of again."""
+        """Note that a missing worker has shown a sign of life."""
         self.membership.members[worker].missing_since = None
 
     def lose(self, worker: int, reason: str, now: float) -> None:
-        """A worker's lease has ended, for good."""
+        """Remove a worker whose lease has ended."""
         member = self.membership.members[worker]
         if member.is_registered and self.rules.on_loss.mode == "abort":
             self.fail(TooFewWorkersError(f"{member} was lost: {reason} (--on-worker-loss abort)"))
         self.remove(member, WorkerState.LOST, reason, now)
 
     def set_policy(self, row: Policy, now: float) -> None:
-        """Another policy from the next update on; everybody starts level, whatever the old one
-        let happen.
-        """
+        """Change the policy from the next update on. All registered workers get one clock."""
         self.policy = row
         highest = max((member.clock for member in self.membership.registered()), default=0)
         for member in self.membership.registered():
@@ -186,10 +203,9 @@ class CoordinatorMachine(Resharding):
         self.advance(now)
 
     def go_by(self, rules: JobRules, now: float) -> None:
-        """The operator's settings from now on. A policy that a command set stays, unless they
-        name another one now.
+        """Use the operator's settings after a restart of the servers, and clear a failure.
 
-        Why the job had to end is over, too: who starts its servers again wants it to go on.
+        A policy that a command set stays unless the settings name another one than before.
         """
         before, self.rules, self.failure = self.rules, rules, None
         self.membership.lease, self.cuts.every = rules.lease, rules.every
@@ -211,17 +227,21 @@ class CoordinatorMachine(Resharding):
         now: float,
         first_open: int | None = None,
     ) -> BatchesReply | None:
-        """Data for a worker that has got `received` batches of this loop so far; an answer that
-        was lost is repeated.
+        """Lease batches to a worker; None: none yet.
 
-        idle: it has nothing in hand, and sits out of rounds until there is a batch or the end.
-        first_open: it has left all loops before this one, and none since; None: the loop that it
-        asks for.
+        Args:
+            worker: The worker.
+            spec: The loop.
+            received: Batches of the loop that it has; a lost answer is repeated.
+            count: Most batches of an answer.
+            idle: The worker has no batch. It leaves the rounds until there is one or the end.
+            now: The time.
+            first_open: The first loop that the worker has not left; None: this one.
         """
         member = self.member(worker, now)
         if not self.all_here():
             return None
-        self._resumed = False  # this worker was here before the servers' process was started again
+        self._resumed = False  # this worker was a member before the restart of the servers
         units = self.units(spec)
         loop = self.ledger.open(
             worker, spec, first_open, [member.worker for member in self.membership.registered()]
@@ -233,8 +253,8 @@ class CoordinatorMachine(Resharding):
         loop.units = units
         at_once = (
             self.policy.barrier and not self.policy.backup
-        )  # who is left behind must not hoard
-        # who waits in an earlier loop does not come to this one before that has ended
+        )  # backup workers must not collect batches
+        # workers that wait in an earlier loop come to this one only after its end
         there = [
             m.worker
             for m in self.membership.registered()
@@ -253,7 +273,7 @@ class CoordinatorMachine(Resharding):
             return BatchesReply(tuple(numbers), following=tuple(loop.following(worker, numbers)))
         if loop.holds(
             worker
-        ):  # a rest that is too small for its script to push, or that it pushes after the loop
+        ):  # the script keeps a rest that is too small to push, or pushes it after the loop
             return _end(member)
         member.waiting = spec.loop
         if member.state is WorkerState.ACTIVE:
@@ -264,9 +284,7 @@ class CoordinatorMachine(Resharding):
         return _end(member) if loop.ended else None
 
     def waits(self, worker: int, spec: Spec) -> tuple[Any, ...] | None:
-        """What a request for data of this loop can change, where its worker has asked before and
-        waits; else None.
-        """
+        """Return all state that a repeated request for data can change; None for a first one."""
         member = self.membership.members.get(worker)
         if member is None or (self.started and member.waiting != spec.loop):
             return None
@@ -280,13 +298,13 @@ class CoordinatorMachine(Resharding):
         )
 
     def units(self, spec: Spec) -> int | None:
-        """How many batches make an update; None: one of each worker."""
+        """Return the number of batches of an update; None: one of each worker."""
         return units_of(self.rules.global_batch, spec) if self.policy.barrier else None
 
     def return_batches(
         self, worker: int, batches: Iterable[BatchKey], now: float, used: bool = False
     ) -> None:
-        """These will not be pushed. Other workers may have them, unless they were used."""
+        """Return batches that will not be pushed; used ones are committed, others are free."""
         self.member(worker, now)
         if not used:
             self.ledger.put_back(worker, batches)
@@ -296,21 +314,19 @@ class CoordinatorMachine(Resharding):
         self.advance(now)
 
     def report_metrics(self, worker: int, metrics: dict[str, float], now: float) -> None:
-        """Take values without a history. Only logs of earlier releases have this command."""
+        """Store values without a history. Only logs of earlier releases have this command."""
         member = self.member(worker, now)
         for name, value in metrics.items():
             self.reported.take_latest(member, name, value)
 
     def follows(self, shard: int, now: float) -> None:
-        """A shard follows the log of this epoch."""
+        """Note that a shard follows the current log."""
         self.followers.add(shard)
 
     # ---- snapshots -------------------------------------------------------------------------------
 
     def cut(self, now: float) -> bool:
-        """Snapshot the version that stands, unless one is being written. True: there is a Cut in
-        the log.
-        """
+        """Append a Cut of the current version. Return False while another snapshot is written."""
         if not self.begun or self.cuts.busy or (self.move is not None and not self.move.complete):
             return False
         self.log.append(Cut(self.log.next, self.version))
@@ -320,9 +336,7 @@ class CoordinatorMachine(Resharding):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Everything that was decided, as JSON. What shards and workers say about themselves is
-        not in it.
-        """
+        """Return all decisions as JSON values. Reports of shards and workers are not included."""
         return {
             "epoch": self.epoch,
             "shards": self.shards,
@@ -352,9 +366,7 @@ class CoordinatorMachine(Resharding):
         }
 
     def whole(self) -> dict[str, Any]:
-        """As `state`, at any moment: with the entries that some shard may still need. With the
-        model, for `become`.
-        """
+        """Return `state` with the entries that some shard may need, for `become`."""
         return self.state() | {
             "begun": self.begun,
             "uploader": self._uploader,
@@ -364,11 +376,11 @@ class CoordinatorMachine(Resharding):
 
     @property
     def expected(self) -> int:
-        """How many workers would come back if the job went back to a snapshot now."""
+        """Number of workers that would join again after a rollback."""
         return len(self.membership.registered()) if self.started else self.min_workers
 
     def policy_args(self) -> tuple[str, int | None, int | None, int]:
-        """What `policy` made the row of."""
+        """Return the arguments of `policy` for the current row."""
         row = self.policy
         return row.name, row.bound if row.name == "ssp" else None, row.max_staleness, row.backup
 
@@ -379,17 +391,20 @@ class CoordinatorMachine(Resharding):
         now: float,
         before: "CoordinatorMachine | None" = None,
     ) -> None:
-        """Go on from a snapshot, with workers yet to come: what they had not pushed then is
-        dealt anew.
+        """Continue from a snapshot. All workers join as new, and uncommitted batches are free.
 
-        before: who led the job just now, under what policy, with how many workers: more than
-        these will not come back. None: it was not running; the policy that it had stays, unless
-        the settings name another than they did then.
+        Args:
+            state: The coordinator's state in the snapshot.
+            model: The model.
+            now: The time.
+            before: The coordinator before a rollback: its policy stays, and no more workers than
+                its own are expected. None: the job was not running; the snapshot's policy stays
+                unless the settings name another one than then.
         """
         self._take_numbers(state, model)
         self._resumed = True
         expected = before.expected if before is not None else self.min_workers
-        # where all had left, as at the end of a run, those to come are new
+        # where all workers had left, as at the end of a run, a new run begins
         self.min_workers = max(1, min(self.min_workers, state["registered"] or expected, expected))
         if before is not None:
             self.policy = before.policy
@@ -403,8 +418,14 @@ class CoordinatorMachine(Resharding):
     def become(
         self, whole: Mapping[str, Any], model: ModelSpec | None, now: float, snapshot: int = 0
     ) -> None:
-        """Be the coordinator that this is all of. snapshot: the index where the newest was cut;
-        it has ended a move of before."""
+        """Load the state of `whole`.
+
+        Args:
+            whole: The state.
+            model: The model.
+            now: The time.
+            snapshot: Index of the newest snapshot's Cut; a reshard before it is complete.
+        """
         self._take_numbers(whole, model)
         self._lay_out(whole["shards"], whole["layout_index"])
         self.move = ReshardPhase.from_state(whole["move"]) if whole["move"] else None
@@ -424,15 +445,15 @@ class CoordinatorMachine(Resharding):
         self.cuts.recover(whole["last_cut"], whole["cut"], now)
 
     def recovered(self, now: float, generation: int, resumes: bool = False) -> None:
-        """This is a new process: all leases run from now, and nobody writes the snapshot that
-        was under way.
+        """Continue in a new process after a replay. Leases begin now; a snapshot is abandoned.
 
-        resumes: the next worker may be the first one of another run, and bring what a resumed
-        job may change.
+        The log may lack its newest commands, and with them workers that joined: their numbers
+        are not given again. If all workers had left, the next ones wait for --min-workers.
 
-        The log may lack its newest lines, and with them workers that joined: their numbers are
-        not given again. Where all had left, those to come are new, and the first of them wait
-        for the others.
+        Args:
+            now: The time.
+            generation: Number of this start of the servers.
+            resumes: The next worker may begin another run, and change what a resumed job allows.
         """
         self.membership.begin_generation(generation)
         if resumes:
@@ -459,6 +480,6 @@ class CoordinatorMachine(Resharding):
 
 
 def _end(member: Member) -> BatchesReply:
-    """There is no more data for this worker, whether or not it has had any."""
+    """Return the end of the loop and note that the worker was told."""
     member.ended = True
     return BatchesReply(end=True)

@@ -1,8 +1,23 @@
-"""What becomes of pushes: which make the next update, which are refused, and whose worker is
-out.
+"""Update rounds: which pushes make the next update, and which are refused.
 
-The half of the coordinator (see its module's text) that writes the job's log. It knows workers
-by the membership alone.
+Theory of operation. This is the part of the coordinator (coordinator.py) that appends entries.
+
+States of a push: reported by some shards, ready (reported by all), decided. A decision is an
+Apply, a Reject, or the Evict of its worker.
+
+Events: a report of a shard, a departure of a worker, a change of policy, a finished snapshot.
+After each event `advance` appends every update that the policy allows.
+
+Invariants:
+
+- Only ready pushes are applied. A worker's pushes are decided in their order; a push makes the
+  undecided ones before it stale.
+- A push is forgotten in the step that decides it, so no later step can count it again.
+- A snapshot that is due at a version comes before the next update.
+- No update is appended during a reshard, before --min-workers have registered, or after a failure.
+
+The rounds are bulk-synchronous (Valiant, 1990), stale-synchronous (Ho et al., 2013) or
+asynchronous: policy.py has the rules and the papers.
 """
 
 from collections.abc import Iterable
@@ -35,12 +50,18 @@ from psserver.core.workers.membership import Membership
 
 
 class UpdateRounds:
-    """The machine of updates.
+    """The machine; the text of the module describes it.
 
-    shards: how many there are; generation: how often this job's servers were started before, so
-    that no worker's number is ever given twice; epoch: names this log, so that no other is taken
-    for it. failure: why the job has to end. move: to another number of shards, which is under
-    way; layout_index: of the last entry that began one.
+    Attributes:
+        shards: Number of shards.
+        epoch: Id of this log; reports on another log are ignored.
+        version: Number of updates.
+        failure: Why the job has to end.
+        move: The reshard in progress.
+        layout_index: Index of the newest Reshard.
+
+    The argument `generation` counts the starts of the job's servers: no worker number is given
+    twice.
     """
 
     def __init__(
@@ -70,9 +91,7 @@ class UpdateRounds:
         self._uploader: int | None = None
 
     def report(self, report: ShardReport, now: float) -> None:
-        """What a shard holds and how far it is. What is said about an earlier start of the log
-        is void.
-        """
+        """Process a shard's report. A report on another log is ignored."""
         if report.epoch != self.epoch:
             return
         self.reached(report)
@@ -83,9 +102,7 @@ class UpdateRounds:
         self.advance(now)
 
     def reached(self, report: ShardReport) -> None:
-        """How far a shard is: all that a report without news says. Nothing is decided by it,
-        only forgotten.
-        """
+        """Note how far a shard is, and drop entries that every shard has carried out."""
         if report.epoch == self.epoch:
             self.log.reached(report.shard, report.index)
 
@@ -96,14 +113,14 @@ class UpdateRounds:
         return [staged for staged in report.staged if self._is_news(report.shard, staged)]
 
     def has_measured(self, report: ShardReport) -> bool:
-        """Does a shard report what it was asked to measure?"""
+        """Return whether a report has a new answer to the current Measure."""
         measurement = self.pending.measurement
         if measurement is None or report.epoch != self.epoch or not self._is_of_layout(report):
             return False
         return measurement.is_answered_by(report)
 
     def _is_of_layout(self, report: ShardReport) -> bool:
-        """Is what the shard has staged cut for the shards of now?"""
+        """Return whether a report's pushes have the current partition."""
         return report.shard < self.shards and report.index >= self.layout_index
 
     def _is_news(self, shard: int, staged: Staged) -> bool:
@@ -127,19 +144,17 @@ class UpdateRounds:
             self.advance(now)
 
     def shard_lost(self, shard: int) -> None:
-        """A shard's process is new and holds nothing. Once there are weights, all go back to a
-        snapshot instead.
-        """
+        """Drop what a shard had reported: its process is new and there are no weights yet."""
         self.pending.shard_lost(shard)
 
     @property
     def uploader(self) -> Member | None:
-        """Who has to upload the initial weights."""
+        """The worker that uploads the initial weights."""
         return self.membership.members.get(self._uploader or 0)
 
     @property
     def ready_workers(self) -> set[int]:
-        """Workers with a push that all shards hold and that is not decided."""
+        """Workers with an undecided push that all shards have."""
         return {key.worker for key in self.pending.ready}
 
     def _staged(self, report: ShardReport, staged: Staged, now: float) -> None:
@@ -150,7 +165,7 @@ class UpdateRounds:
         if key.seq <= member.seq and not (key.seq == 0 and not self.begun):
             return None
         if staged.problem and self.move is not None:
-            return None  # it says so again
+            return None  # the shard reports it again
         if staged.problem:
             reason, _, detail = staged.problem.partition(": ")
             return self._bad(staged, reason, f"{member}: {detail}", now)
@@ -160,19 +175,18 @@ class UpdateRounds:
         return None
 
     def _fence_stranger(self, worker: int, index: int) -> None:
-        """A push of a worker that is out (since before a restart, say): the shards must let go
-        of it.
+        """Evict the unknown worker of a reported push, so that the shards drop the push.
 
-        index: of the newest entry that the shard has carried out. One that has carried out all
-        of them and holds the push has forgotten this worker.
+        Args:
+            worker: The worker.
+            index: Number of entries that the shard has carried out. A shard that has carried out
+                all of them and still has the push has forgotten the earlier Evict.
         """
         if worker not in self.evicted or index >= self.log.index:
             self._evict(worker, "it is not a worker of this job any more")
 
     def forget_departed(self, keep: int, now: float) -> None:
-        """Forget all but the newest `keep` members that are out. A push of a forgotten one
-        evicts it again.
-        """
+        """Forget all but the newest departed members. A push of a forgotten one evicts it again."""
         self.membership.forget_departed(keep)
         self.evicted &= self.membership.members.keys()
 
@@ -181,10 +195,9 @@ class UpdateRounds:
         self.log.append(Evict(self.log.next, worker, reason))
 
     def advance(self, now: float) -> None:
-        """Append all updates that can be decided now; a snapshot that is due at this version
-        comes first.
+        """Append all updates that can be decided now.
 
-        Nothing counts any more in a job that has failed: its workers are about to hear why.
+        A snapshot that is due at this version comes first. A failed job gets no update.
         """
         self._begin_if_uploaded(now)
         if not self.begun or self.move is not None or not self.all_here():
@@ -207,15 +220,16 @@ class UpdateRounds:
             self.cuts.started(0, now)
 
     def all_here(self) -> bool:
-        """The first round waits for --min-workers; later ones go by who is alive."""
+        """Return whether training has started: the first round waits for --min-workers."""
         self.started = self.started or (
             self.begun and len(self.membership.registered()) >= self.min_workers
         )
         return self.started
 
     def _oldest_ready(self) -> dict[int, PushKey]:
-        """Each active worker's oldest push that all shards hold, in order of arrival. A push
-        ends a wait for data.
+        """Return each active worker's oldest ready push, in order of arrival.
+
+        An idle worker with a ready push becomes active.
         """
         oldest: dict[int, PushKey] = {}
         for key in self.pending.ready:
@@ -229,13 +243,13 @@ class UpdateRounds:
         return oldest
 
     def _reject_unfit(self, now: float) -> None:
-        """What is too old, too large or given up is answered at once."""
+        """Reject pushes that are too old, too large or superseded."""
         for key in self.pending.given_up():
             self._reject(key, "STALE", GIVEN_UP)
         limit = 0 if self.policy.backup else self.policy.max_staleness
         for key, staged in list(self.pending.ready.items()):
             if key not in self.pending.ready:
-                continue  # it went with one that was refused just now
+                continue  # its worker was evicted for an earlier push
             behind = self.version - staged.base
             if limit is not None and behind > limit:
                 self._reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
@@ -249,7 +263,7 @@ class UpdateRounds:
                     )
 
     def _apply(self, keys: Iterable[PushKey], now: float) -> bool:
-        """Append the update of these pushes. False: the shards have to measure it first."""
+        """Append the update of these pushes. Return False if the shards measure it first."""
         pushes = [self.pending.ready[key] for key in keys]
         contributions = tuple(
             Contribution(p.key, p.samples, p.base, self._scale(p.key)) for p in pushes
@@ -261,9 +275,7 @@ class UpdateRounds:
         self.version += 1
         self.pending.measurement = None
         self.log.append(Apply(self.log.next, self.version, clipped))
-        for (
-            push
-        ) in pushes:  # decided, whatever the counting below leads to: nothing may apply them again
+        for push in pushes:  # before the counting below, which may append further updates
             self._forget(push.key)
         for push, contribution in zip(pushes, contributions, strict=True):
             self._count(push, bad=contribution.scale < 1.0 or bool(push.mended), now=now)
@@ -271,9 +283,7 @@ class UpdateRounds:
         return True
 
     def _clipped(self, contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...] | None:
-        """The same, scaled so that their average keeps to the clip norm; None: its norm is not
-        known yet.
-        """
+        """Return the contributions scaled to the clip norm; None: the norm is not known yet."""
         clip_norm = self.model.optimizer.clip_norm if self.model is not None else None
         if clip_norm is None:
             return contributions
@@ -284,7 +294,7 @@ class UpdateRounds:
         return tuple(each._replace(scale=each.scale * factor) for each in contributions)
 
     def _square_norm(self, contributions: tuple[Contribution, ...]) -> float | None:
-        """Of their average; None: the shards were asked for it."""
+        """Return the squared norm of the average; None: a Measure was appended."""
         first = contributions[0]
         if len(contributions) == 1 and self.pending.is_measured(first.key):
             return self.pending.square_norm(first.key) * first.scale**2
@@ -297,7 +307,7 @@ class UpdateRounds:
         return self.pending.measurement.square_norm(self.shards)
 
     def _scale(self, key: PushKey) -> float:
-        """1, or what brings a gradient that is too long down to max_norm."""
+        """Return the factor that limits a gradient's norm to max_norm, at most 1."""
         if not self.rules.max_norm or self.rules.bad_gradients != "clip":
             return 1.0
         return min(1.0, self.rules.max_norm / max(self.pending.norm(key), 1e-300))
@@ -314,7 +324,7 @@ class UpdateRounds:
         self.end_loops()
 
     def _bad(self, push: Staged, reason: str, detail: str, now: float) -> None:
-        """A gradient that would do harm: named, counted, and its data not dealt again."""
+        """Reject a bad gradient, and commit its batches so that they are not dealt again."""
         member = self.membership.members[push.key.worker]
         self._reject(push.key, reason, detail)
         if push.key.seq == 0:
@@ -325,7 +335,7 @@ class UpdateRounds:
         return self._judge(member, True, detail, now)
 
     def _judge(self, member: Member, bad: bool, detail: str, now: float) -> None:
-        """Several bad gradients in a row: the worker is the problem."""
+        """Quarantine a worker after several bad gradients in a row."""
         member.bad = member.bad + 1 if bad else 0
         limit = self.rules.quarantine_after
         if limit is not None and member.bad >= limit and member.is_current:
@@ -333,7 +343,7 @@ class UpdateRounds:
             self.remove(member, WorkerState.LOST, text, now)
 
     def _drop(self, push: Staged | None) -> None:
-        """The data of a push that is not going to count is not dealt again."""
+        """Commit the batches of a push that will not count, so that they are not dealt again."""
         if push is not None:
             self.ledger.drop(push.key.worker, push.batches)
             self.end_loops()
@@ -349,7 +359,7 @@ class UpdateRounds:
         self.pending.forget(key)
 
     def entries_after(self, index: int) -> list[Entry]:
-        """The part of the log that a shard which is at `index` needs."""
+        """Return the entries that a shard needs after `index`."""
         return self.log.after(index)
 
     def remove(self, member: Member, state: WorkerState, reason: str, now: float) -> None:
@@ -368,11 +378,10 @@ class UpdateRounds:
             self.membership.activate(member)
 
     def end_loops(self) -> None:
-        """A loop ends for all at once, when every batch has counted; a holder may die, so others
-        wait till then.
+        """End loops of which every batch has counted, and activate the workers that waited.
 
-        Who sat out because it had no part in an update (--global-batch) is back for the next
-        one.
+        A loop ends for all workers at once: until then a lost worker's batches may be dealt
+        again. A worker without a part in an update (--global-batch) is active for the next one.
         """
         for number in {m.waiting for m in self.membership.current() if m.waiting is not None}:
             loop = self.ledger.loops[number]

@@ -1,10 +1,23 @@
-"""One shard's side of the log: what is staged, which entries to carry out next, how each push
-ended.
+"""One shard's side of the log: staged pushes, entries to carry out, outcomes of pushes.
 
-The shell asks `offer` before it keeps a push, hands entries as they come to `accept` and carries
-out what that returns, in order, calling `done` after each. Entries may come twice, late or out
-of order; only the next one by number is ever carried out, and an entry is acted on once. A push
-is answered from `outcome`, now or whenever it is asked for again.
+Theory of operation. The log is a replicated state machine (Schneider, 1990): every shard carries
+out the same entries in the same order, so all shards reach the same state.
+
+States of a push on a shard: unknown, staged, applied, stale, rejected. States of the shard: it
+follows no log, it has no weights (before Begin), it has weights, it waits for its part of the
+model (between a Reshard and `moved`).
+
+Events: a complete push arrives (`offer`), entries arrive (`accept`), an entry was carried out
+(`done`). The caller keeps the bytes of a push that `offer` accepts, and carries out the entries
+that `accept` returns, in order, with `done` after each.
+
+Invariants:
+
+- Entries may arrive twice, late or out of order. Each is carried out once, in the order of their
+  numbers.
+- An Apply counts only pushes that this shard has staged; anything else is a LogInvariantError.
+- `outcome` answers for a push as often as it is asked: while it is among the newest
+  OUTCOMES_PER_WORKER pushes of its worker with its own result, later as applied.
 """
 
 from collections import OrderedDict
@@ -28,29 +41,31 @@ from pscommon.core.log_entries import (
     Staged,
 )
 
-REMEMBERED = 16
-"""Outcomes kept per worker, for answers lost on the way; a worker has far fewer pushes in
-flight.
-"""
+OUTCOMES_PER_WORKER = 16
+"""Outcomes kept per worker, for answers that are lost. A worker has far fewer pushes in flight."""
 
 EVICTED_KEPT = 1000
-"""Evicted workers whose pushes a shard answers by itself, the newest ones."""
+"""Newest evicted workers whose pushes a shard answers without the coordinator."""
 
 GIVEN_UP = "its worker has gone on to another push"
-"""Why a push will never count that some shard may lack."""
+"""Detail of a push that will never count, and that some shard may lack."""
 
 NO_LOG = -1
 """Epoch of a shard that does not follow any log yet."""
 
 
 class LogInvariantError(Exception):
-    """The log asks for what cannot be: a bug of this system, never a user's mistake."""
+    """An entry cannot be carried out: a bug of this system, never a mistake of a user."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushOutcome:
-    """How a push ended here: status applied, stale or rejected; version after it; staleness:
-    updates since its base.
+    """How a push ended on this shard.
+
+    Attributes:
+        status: applied, stale or rejected.
+        version: Version of the weights after it.
+        staleness: Updates since the version that it was computed from.
     """
 
     status: str
@@ -61,10 +76,17 @@ class PushOutcome:
 
 
 class ShardMachine:
-    """The machine. version: applied updates; index: log entries carried out, and their digest.
+    """The machine; the text of the module describes it.
 
-    moving: the model was dealt to another number of shards, and this one does not hold its new
-    part yet. measured: the answer to the newest Measure, until its pushes count or are void.
+    Attributes:
+        epoch: Id of the log that it follows.
+        version: Number of applied updates.
+        index: Number of entries carried out.
+        digest: Digest of these entries.
+        begun: Whether it has weights.
+        moving: Whether it waits for its part of the model after a Reshard.
+        staged: Pushes that are not decided.
+        measured: Answer to the newest Measure, until its pushes count or are void.
     """
 
     def __init__(self, shard: int) -> None:
@@ -77,18 +99,18 @@ class ShardMachine:
         self.moving = False
         self.staged: dict[PushKey, Staged] = {}
         self.measured: Measured | None = None
-        self._handed = 0  # last entry that accept() gave out
+        self._handed = 0  # last entry that accept() returned
         self._early: dict[int, Entry] = {}
         self._outcomes: dict[int, OrderedDict[int, PushOutcome]] = {}
         self._evicted: dict[int, str] = {}
 
     def restore(self, epoch: int, version: int, index: int) -> None:
-        """Go on from a snapshot; the log starts anew after `index`."""
+        """Continue from a snapshot; the log begins after `index`."""
         self.version, self.begun = version, True
         self.follow(epoch, index)
 
     def state(self) -> dict[str, Any]:
-        """What its log begins with, JSON-ready: all but the pushes that are staged."""
+        """Return all but the staged pushes as JSON values for `recover`."""
         return {
             "epoch": self.epoch,
             "index": self.index,
@@ -111,9 +133,7 @@ class ShardMachine:
         }
 
     def recover(self, state: Mapping[str, Any]) -> None:
-        """Be the machine whose state this is; what its log holds besides comes through `offer`
-        and `accept`.
-        """
+        """Load a `state`. The caller then replays the log through `offer` and `accept`."""
         self.epoch, self.index, self._handed = state["epoch"], state["index"], state["index"]
         self.version, self.begun, self.digest = state["version"], state["begun"], state["digest"]
         self.moving = state["moving"]
@@ -125,15 +145,15 @@ class ShardMachine:
         }
 
     def adopt(self, state: Mapping[str, Any]) -> None:
-        """Join the others in a move: know what one of them knows, and hold nothing yet."""
+        """Join a reshard as a new shard: take over a peer's state, without pushes or weights."""
         self.recover({**state, "moving": True})
 
     def moved(self) -> None:
-        """Its new part is here."""
+        """Note that the shard has its new part of the model."""
         self.moving = False
 
     def follow(self, epoch: int, base: int) -> None:
-        """This is the log to follow, kept from `base` on."""
+        """Follow a log whose entries begin after `base`."""
         if epoch != self.epoch:
             self._early.clear()
             self.measured = None
@@ -142,11 +162,10 @@ class ShardMachine:
             self.index = self._handed = max(base, self._handed)
 
     def offer(self, push: Staged) -> bool:
-        """A push has come, whole. True: it is new, keep its bytes; False: it was here before, or
-        its worker is out.
+        """Stage a complete push. Return False if it is known or its worker is evicted.
 
-        Initial weights (seq 0) that come once there are weights are a late copy: no entry would
-        ever let go of them. Nothing is taken in a move: it may be of the layout before.
+        Initial weights (seq 0) are refused once there are weights, because no entry would ever
+        remove them. During a reshard every push is refused: it may have the earlier partition.
         """
         key = push.key
         is_late_upload = self.begun and key.seq == 0
@@ -156,7 +175,7 @@ class ShardMachine:
         return True
 
     def outcome(self, key: PushKey) -> PushOutcome | None:
-        """How a push ended; None while that is open."""
+        """Return how a push ended; None while it is undecided."""
         if key.worker in self._evicted:
             return PushOutcome(
                 "rejected", self.version, reason="FENCED", detail=self._evicted[key.worker]
@@ -166,19 +185,21 @@ class ShardMachine:
             return known[key.seq]
         if not known or key.seq > next(reversed(known)):
             return None
-        if key.seq == 0 or (len(known) == REMEMBERED and key.seq < min(known)):
+        if key.seq == 0 or (len(known) == OUTCOMES_PER_WORKER and key.seq < min(known)):
             return PushOutcome("applied", self.version, detail="long ago")
         return PushOutcome("stale", self.version, reason="STALE", detail=GIVEN_UP)
 
     def knows(self, key: PushKey) -> bool:
-        """Is the push staged, or decided? Of initial weights, once there are any, it makes no
-        difference whose.
+        """Return whether the push is staged or decided.
+
+        Once there are weights, initial weights of any worker count as decided.
         """
         return key in self.staged or (self.begun and key.seq == 0) or self.outcome(key) is not None
 
     def answers(self, key: PushKey | None, version: int) -> bool:
-        """Can it be told how the push ended (None: there is none), and is `version` here if it
-        was not rejected?
+        """Return whether the push is decided (None: no push) and the shard has `version`.
+
+        A stale or rejected push needs no version.
         """
         outcome = self.outcome(key) if key is not None else None
         if outcome is not None and outcome.status != "applied":
@@ -187,9 +208,7 @@ class ShardMachine:
         return decided and self.begun and self.version >= version
 
     def accept(self, epoch: int, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries that are to be carried out now, in order; the rest is kept, known already
-        or void.
-        """
+        """Return the entries to carry out now, in order. Later ones are kept, others ignored."""
         for entry in entries:
             if epoch == self.epoch and entry.index > self._handed:
                 self._early[entry.index] = entry
@@ -200,9 +219,7 @@ class ShardMachine:
         return ready
 
     def done(self, entry: Entry, square_norm: float = 0.0) -> None:
-        """The shell has carried this entry out. square_norm: what it measured, where the entry
-        is a Measure.
-        """
+        """Note that an entry was carried out. square_norm: the result of a Measure."""
         if entry.index != self.index + 1:
             raise LogInvariantError(
                 f"shard {self.shard}: entry {entry.index} done after {self.index}"
@@ -240,7 +257,7 @@ class ShardMachine:
         self._outcomes.pop(entry.worker, None)
 
     def missing(self, entry: Entry) -> list[PushKey]:
-        """Pushes that an entry counts and this shard does not hold; anything in it is a bug."""
+        """Return the pushes that an entry counts and this shard lacks; there must be none."""
         if not isinstance(entry, Apply | Measure):
             return []
         return [c.key for c in entry.contributions if c.key not in self.staged]
@@ -270,18 +287,18 @@ class ShardMachine:
         self._drop_given_up()
 
     def _drop_given_up(self) -> None:
-        """Of what a worker pushed before one that is decided now, no entry will ever speak."""
+        """Drop staged pushes that are older than a decided push of their worker."""
         for key in [key for key in self.staged if self.outcome(key) is not None]:
             del self.staged[key]
 
     def _ended(self, key: PushKey, outcome: PushOutcome) -> None:
         known = self._outcomes.setdefault(key.worker, OrderedDict())
         known[key.seq] = outcome
-        if len(known) > REMEMBERED:
+        if len(known) > OUTCOMES_PER_WORKER:
             known.popitem(last=False)
 
     def report(self) -> ShardReport:
-        """Everything that the coordinator needs to know, whole."""
+        """Return the complete report to the coordinator."""
         return ShardReport(
             self.shard,
             self.epoch,

@@ -12,7 +12,7 @@ from pscommon.core.log_entries import (
     Reject,
     Staged,
 )
-from psserver.core.shard.state_machine import REMEMBERED, LogInvariantError, ShardMachine
+from psserver.core.shard.state_machine import OUTCOMES_PER_WORKER, LogInvariantError, ShardMachine
 
 
 def staged(worker: int, seq: int, base: int = 0) -> Staged:
@@ -77,7 +77,7 @@ def test_initial_weights_that_come_late_are_not_kept() -> None:
 
 def test_outcomes_that_are_long_ago_still_count_as_known() -> None:
     shard = begun()
-    for number in range(1, REMEMBERED + 3):
+    for number in range(1, OUTCOMES_PER_WORKER + 3):
         shard.offer(staged(1, number))
         carry_out(shard, apply(number + 1, number, staged(1, number)))
 
