@@ -57,18 +57,18 @@ class BatchClient:
         """As long as the job makes progress, at most wait_timeout after that; not for a worker
         that is to leave.
         """
-        patience, seen = (
-            self._connection.patience(f"the wait for data of loop {loop.loop}"),
+        retry, seen = (
+            self._connection.new_retry(f"the wait for data of loop {loop.loop}"),
             self._model.version,
         )
         while True:
-            answer = self._ask(loop, count, patience.left(SLICE_SECONDS), idle=True)
+            answer = self._ask(loop, count, retry.next_wait_seconds(SLICE_SECONDS), idle=True)
             if answer.numbers or answer.end or self._connection.drain.asked:
                 return answer
             if answer.version > seen:
                 seen = answer.version
-                patience.progress()
-            patience.waited(answer.waiting_for)
+                retry.restart()
+            retry.handle_wait(answer.waiting_for)
 
     def _ask(
         self, loop: Spec, count: int, wait: float = 0.0, idle: bool = False

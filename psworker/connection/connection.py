@@ -122,11 +122,11 @@ class Connection:
             )
 
     def call(self, what: str, call: Callable[[], T]) -> T:
-        """The answer to a request of the coordinator, which is repeated while nobody answers."""
-        return self.patience(what).ask(call)
+        """Return the coordinator's answer to a request, repeated while no server answers."""
+        return self.new_retry(what).ask(call)
 
-    def patience(self, what: str) -> RetryDeadline:
-        """For a request that may have to wait."""
+    def new_retry(self, what: str) -> RetryDeadline:
+        """Return the retry state of a new request. what: Names the request in logs and errors."""
         self.check()
         return RetryDeadline(
             what, self.lane.clock, self._watched(self.place.check, self.drain.check)

@@ -1,5 +1,5 @@
-"""How long one request may go on: repeating it while nobody answers, waiting while somebody else
-is late.
+"""How long one request may last: it is repeated while no server answers, and waits for workers
+that are late.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pscommon.core.errors import UnreachableError, WaitTimeoutError
 from psworker.core.clock import Clock
 from psworker.session.drain import DrainedError
 
-LOG_SECONDS = 8.0  # nobody waits for 10 without a line that says for whom
+LOG_SECONDS = 8.0  # a wait of 10 s is never without a log line that names its cause
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.25
 # once the job is known to end, servers that do not answer are not coming back
 LAST_SECONDS = 2.0
@@ -24,9 +24,10 @@ log = logging.getLogger("psworker")
 
 
 class PendingRequests:
-    """Requests that are with a server now. The heartbeat thread logs those that take long.
+    """Requests that a server has now. The heartbeat thread logs those that take long.
 
-    calls: how many there have been, with other calls of the script (`touch`).
+    Attributes:
+        calls: Number of requests so far, and of other calls of the script (`touch`).
     """
 
     def __init__(self) -> None:
@@ -36,9 +37,7 @@ class PendingRequests:
         self._saying = threading.Lock()
 
     def are_news(self, now: float, what: str) -> bool:
-        """That such a request fails: not if it was said within LOG_SECONDS, of one that is made
-        again by now.
-        """
+        """Return whether to log that this request fails: not again within LOG_SECONDS."""
         with self._saying:
             self._said = {
                 each: then for each, then in self._said.items() if now - then < LOG_SECONDS
@@ -47,33 +46,38 @@ class PendingRequests:
 
     @property
     def any(self) -> bool:
-        """Is there one?"""
+        """A server has a request."""
         return bool(self._open)
 
     def touch(self) -> None:
-        """The script has made a call, be it without a request."""
+        """Count a call of the script that makes no request."""
         self.calls += 1
 
-    def begin(self, patience: "RetryDeadline") -> None:
+    def begin(self, retry: "RetryDeadline") -> None:
         self.calls += 1
-        self._open.add(patience)
+        self._open.add(retry)
 
-    def end(self, patience: "RetryDeadline") -> None:
+    def end(self, retry: "RetryDeadline") -> None:
         """Harmless to repeat."""
-        self._open.discard(patience)
+        self._open.discard(retry)
 
     def remind(self, now: float) -> None:
-        for patience in list(self._open):
-            patience.remind(now)
+        for retry in list(self._open):
+            retry.remind(now)
 
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds: connect, of continuous silence of a server; wait, for what others have to do.
+    """Time limits of a request.
 
-    check is called before every repetition and raises if there is no point in going on; hurry
-    says that the job ends. deadline: by the clock, when check will raise. unanswered: called
-    before check where a server did not answer.
+    Attributes:
+        connect: Seconds for which a server may be silent without a break.
+        wait: Seconds to wait for other workers.
+        check: Called before each repetition; raises where a repetition is useless.
+        unanswered: Called before `check` where a server did not answer.
+        hurry: Returns whether the job ends.
+        deadline: Returns the clock's time at which `check` will raise.
+        waits: The requests that a server has.
     """
 
     connect: float
@@ -86,7 +90,7 @@ class TimeLimits:
 
 
 class WaitLogger:
-    """Logs what is waited for, every LOG_SECONDS, not before the first are over."""
+    """Logs the cause of a wait every LOG_SECONDS, and not before LOG_SECONDS have passed."""
 
     def __init__(self, now: float) -> None:
         self._next = now + LOG_SECONDS
@@ -96,14 +100,15 @@ class WaitLogger:
             self.tell(now, text)
 
     def tell(self, now: float, text: str) -> None:
-        """At once."""
+        """Log at once."""
         log.info(text)
         self._next = now + LOG_SECONDS
 
 
 class RetryDeadline:
-    """For one request, named by `what`: "push 7 to shard 1 at HOST:PORT". Tell it every failure
-    and every answer.
+    """Decides how long one request is repeated, from each failure and each answer.
+
+    what: Names the request in logs and errors: "push 7 to shard 1 at HOST:PORT".
     """
 
     def __init__(self, what: str, clock: Clock, limits: TimeLimits) -> None:
@@ -121,65 +126,66 @@ class RetryDeadline:
         )
 
     def ask(self, call: Callable[[], T]) -> T:
-        """The answer of `call`, which is repeated while nobody answers."""
+        """Return the answer of `call`, repeated while no server answers."""
         while True:
             try:
                 answer = self.once(call)
             except WaitTimeoutError as error:
-                self.waited(str(error))
+                self.handle_wait(str(error))
             except UnreachableError as error:
-                self.failed(error)
+                self.handle_failure(error)
             else:
                 self._heard = self._clock.now()
                 return answer
 
     def once(self, call: Callable[[], T]) -> T:
-        """The answer of `call`, or its error."""
-        self.asked()
+        """Return the answer of `call`, or raise its error."""
+        self.begin_attempt()
         try:
             return call()
         finally:
-            self.answered()
+            self.end_attempt()
 
-    def asked(self) -> None:
-        """A server has the request now. Call `answered` when it comes back, with or without an
-        answer.
-        """
+    def begin_attempt(self) -> None:
+        """Record that a server has the request. Call `end_attempt` when the call has ended."""
         self._asked, self._frames = self._clock.now(), 0
         self._limits.waits.begin(self)
 
-    def moved(self) -> None:
-        """One more frame of this attempt. A server that takes or gives more than it ever did is
-        not silent.
+    def record_frame(self) -> None:
+        """Count a frame of this attempt: a server that moves more frames than in any attempt
+        before is not silent.
         """
         self._frames += 1
         if self._frames > self._furthest:
             self._furthest, self._heard = self._frames, self._clock.now()
 
-    def answered(self) -> None:
-        """Harmless to repeat."""
+    def end_attempt(self) -> None:
+        """Record that the attempt has ended. May be called again."""
         self._limits.waits.end(self)
 
     def remind(self, now: float) -> None:
-        """The server still has it."""
+        """Log that the server still has the request, if it is time."""
         silent = f"{self._what}: no answer for {now - self._asked:.0f} s"
         self._announcer.say(now, f"{self._what} waits for {self._whom}" if self._whom else silent)
 
-    def left(self, slice_seconds: float) -> float:
-        """How long the attempt that is now made may wait for others: at most a slice, and half a
-        server's silence.
+    def next_wait_seconds(self, slice_seconds: float) -> float:
+        """Return how many seconds the next attempt may wait for other workers.
+
+        At most `slice_seconds`, and half of the time for which a server may be silent.
         """
         self._asked = self._clock.now()
         left = min(self._started + self._limits.wait, self._limits.deadline()) - self._asked
         self._slice = max(0.0, min(slice_seconds, self._limits.connect / 2, left))
         return self._slice
 
-    def failed(self, error: UnreachableError) -> None:
-        """No answer. Returns after a pause when the request may be repeated, else raises
-        UnreachableError; DrainedError where no server is to answer any more."""
+    def handle_failure(self, error: UnreachableError) -> None:
+        """Return after a pause when a request without an answer may be repeated.
+
+        Raises UnreachableError after too long a silence, DrainedError where the job has ended.
+        """
         if error.reason == "NOT_READY":  # it does answer: this is a wait, not silence
             self._clock.sleep(FIRST_PAUSE)
-            return self.waited(f"a server that is not ready: {error}")
+            return self.handle_wait(f"a server that is not ready: {error}")
         self._limits.unanswered()
         self._limits.check()
         now = self._clock.now()
@@ -200,9 +206,10 @@ class RetryDeadline:
         self._pause *= 2
         return self._limits.check()
 
-    def waited(self, whom: str) -> None:
-        """An answer: not yet. Returns when the request may be repeated, else raises
-        WaitTimeoutError naming `whom`.
+    def handle_wait(self, whom: str) -> None:
+        """Return when a request that has to wait may be repeated, else raise WaitTimeoutError.
+
+        whom: What the request waits for, as the answer names it.
         """
         self._limits.check()
         now = self._heard = self._clock.now()
@@ -219,9 +226,7 @@ class RetryDeadline:
         ):  # a server that does not wait is not to be flooded
             self._clock.sleep(FIRST_PAUSE)
 
-    def progress(self) -> None:
-        """What is waited for has come nearer, or begins only now: wait and silence count from
-        now.
-        """
+    def restart(self) -> None:
+        """Count wait and silence from now: the request has made progress, or begins only now."""
         self._whom = ""
         self._started = self._heard = self._clock.now()

@@ -328,7 +328,7 @@ class ModelExchange:
             watch(given_up)
             return exchanges.parts(header, limits, given_up, sent)
 
-        patience: RetryDeadline | None = None
+        retry: RetryDeadline | None = None
         while True:
             self._offer()
             self.tapes.take_in(move)
@@ -336,11 +336,9 @@ class ModelExchange:
             try:
                 return move, self._carried(move, header, parts)
             except LayoutError as error:
-                patience = patience or self._connection.patience(
-                    "the move to another number of servers"
-                )
+                retry = retry or self._connection.new_retry("the move to another number of servers")
                 self._relocate(error)
-                patience.waited(f"servers that do not all know of it yet: {error}")
+                retry.handle_wait(f"servers that do not all know of it yet: {error}")
             move = replace(move, plan=self.plan)
             sent = SentBefore.CALL if sent is SentBefore.NEVER else sent
 
@@ -362,7 +360,7 @@ class ModelExchange:
         connection, tapes = self._connection, self.tapes
         if connection.place.worker and tapes.is_to_be_offered:
             offer = partial(tapes.offer, connection.lane, connection.place, connection.call_seconds)
-            connection.patience("offering shared memory").once(offer)
+            connection.new_retry("offering shared memory").once(offer)
 
     def _addressed(self, header: ps.PushPullHeader) -> ps.PushPullHeader:
         place = self._connection.place
@@ -416,7 +414,7 @@ class ModelExchange:
     def _register(self) -> co.RegisterResponse:
         """The answer, once there is something to do."""
         connection = self._connection
-        patience = connection.patience("registering the model")
+        retry = connection.new_retry("registering the model")
         request = co.RegisterRequest(
             job=connection.place.job,
             worker=connection.place.worker,
@@ -424,8 +422,8 @@ class ModelExchange:
             observe=self._observes,
         )
         while True:
-            request.wait_ms = round(patience.left(SLICE_SECONDS) * 1000)
-            answer = patience.ask(
+            request.wait_ms = round(retry.next_wait_seconds(SLICE_SECONDS) * 1000)
+            answer = retry.ask(
                 lambda: connection.lane.register(
                     request, request.wait_ms / 1000 + connection.call_seconds
                 )
@@ -440,4 +438,4 @@ class ModelExchange:
                 return answer
             if answer.state != co.RegisterResponse.STATE_PENDING:
                 raise PSError(f"shard 0 answered to Register with state {answer.state}")
-            patience.waited(answer.waiting_for)
+            retry.handle_wait(answer.waiting_for)

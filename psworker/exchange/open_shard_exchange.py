@@ -106,7 +106,7 @@ class OpenShardExchange(ShardExchange):
         self._attempts += 1
         self._header.open, self._header.wait_ms = True, round(wait * 1000)
         frames = self.opening.frames(self._header)
-        self._patience.answered()  # it waits for the script: see `expected`
+        self._retry.end_attempt()  # it waits for the script: see `expected`
         try:
             return self._lane.exchange(
                 self._shard,
@@ -118,27 +118,27 @@ class OpenShardExchange(ShardExchange):
                 frames,
             )
         finally:
-            self._patience.progress()  # the script has computed all this while: that was no silence
+            self._retry.restart()  # the script has computed all this while: that was no silence
 
     def expected(self) -> None:
         """The push is being closed, so it is the server's turn."""
-        self._patience.asked()
+        self._retry.begin_attempt()
 
     def over(self) -> None:
         """Nobody expects anything of it any more."""
-        self._patience.answered()
+        self._retry.end_attempt()
 
     def _wait_for_close(self) -> None:
         """Takes over what the push has become."""
-        self._patience.answered()
+        self._retry.end_attempt()
         self.opening.closed.wait()
-        self._patience.asked()
+        self._retry.begin_attempt()
         if self.opening.header is None:
             raise PSError("the push was given up")
         self._send, self._complete = self.opening.views, True
         self._header.MergeFrom(self.opening.header)
         self._header.open = False
-        self._patience.progress()
+        self._retry.restart()
 
 
 class ShardDownload(AnswerReceiver):

@@ -87,8 +87,8 @@ class ShardExchange:
             view.nbytes for view in (*send, *receiver.views(ps.ExchangeResult(pulled=True)))
         )
         self._silence = limits.connect / 2
-        self._patience = RetryDeadline(self._what(), lane.clock, limits)
-        receiver.moved = self._patience.moved
+        self._retry = RetryDeadline(self._what(), lane.clock, limits)
+        receiver.moved = self._retry.record_frame
         self._started = self._ended = lane.clock.now()
         self._pull_seconds = 0.0
         self._attempts = 0
@@ -125,25 +125,25 @@ class ShardExchange:
     def step(self, slice_seconds: float) -> bool:
         """One attempt, in which the server may hold the call for so long. True: finished."""
         try:
-            answer = self._asked(self._patience.left(slice_seconds))
+            answer = self._asked(self._retry.next_wait_seconds(slice_seconds))
         except (WaitTimeoutError, InFlightError) as error:
-            self._patience.waited(str(error))
+            self._retry.handle_wait(str(error))
         except UnreachableError as error:
             # it may have died with what it held: send everything again, it knows what has counted
             self._header.has_data = self._pushes
             if error.reason == "NOT_ATTACHED":
                 self._header.memory, self.lost_memory = 0, True
-            self._patience.failed(error)
+            self._retry.handle_failure(error)
         else:
             return self._take(answer)
         return False
 
     def _asked(self, wait: float) -> ExchangeAnswer:
-        self._patience.asked()
+        self._retry.begin_attempt()
         try:
             return self._attempt(wait)
         finally:
-            self._patience.answered()
+            self._retry.end_attempt()
 
     def _attempt(self, wait: float) -> ExchangeAnswer:
         self._attempts += self._pushes
@@ -157,7 +157,7 @@ class ShardExchange:
         result = answer.result
         if result.outcome == ps.OUTCOME_PENDING:
             self._header.has_data, self._was_pending = False, self._pushes
-            self._patience.waited(result.waiting_for)
+            self._retry.handle_wait(result.waiting_for)
             return False
         if result.outcome not in STATUS:
             raise PSError(

@@ -29,7 +29,7 @@ class Time:
 
 def fail_for_ever(patience: RetryDeadline, error: UnreachableError = SILENT) -> None:
     while True:
-        patience.failed(error)
+        patience.handle_failure(error)
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_a_request_that_is_made_anew_again_and_again_does_not_say_each_time_that
     caplog.set_level(logging.INFO)
     limits = TimeLimits(connect=60, wait=60)
     for _ in range(200):
-        RetryDeadline("push 7", time.clock(), limits).failed(SILENT)
-    RetryDeadline("push 8", time.clock(), limits).failed(SILENT)
+        RetryDeadline("push 7", time.clock(), limits).handle_failure(SILENT)
+    RetryDeadline("push 8", time.clock(), limits).handle_failure(SILENT)
 
     assert time.now == pytest.approx(110.05)
     assert [record.getMessage()[:6] for record in caplog.records] == ["push 7", "push 7", "push 8"]
@@ -68,29 +68,29 @@ def test_an_answer_ends_the_silence(time: Time) -> None:
     patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
     for _ in range(5):
         time.now += 9
-        patience.failed(SILENT)
-        patience.waited("worker 2")
+        patience.handle_failure(SILENT)
+        patience.handle_wait("worker 2")
     assert patience.ask(lambda: 3) == 3
     time.now += 9
-    patience.failed(SILENT)
+    patience.handle_failure(SILENT)
 
 
 def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> None:
     """However long that takes: on a slow line, or for a large model."""
     patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
-    patience.asked()
+    patience.begin_attempt()
     for _ in range(5):
         time.now += 9
-        patience.moved()
+        patience.record_frame()
     time.now += 9
-    patience.failed(SILENT)
+    patience.handle_failure(SILENT)
 
     def take_as_much_and_die() -> None:
-        patience.asked()
+        patience.begin_attempt()
         for _ in range(5):
             time.now += 1
-            patience.moved()
-        patience.failed(SILENT)
+            patience.record_frame()
+        patience.handle_failure(SILENT)
 
     with pytest.raises(UnreachableError, match=r"tried for 1. s"):
         take_as_much_and_die()
@@ -99,15 +99,15 @@ def test_a_server_that_takes_more_than_it_ever_did_is_not_silent(time: Time) -> 
 def test_wait_counts_from_the_start_or_the_last_progress(time: Time) -> None:
     patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=60))
     time.now += 59
-    patience.waited("worker 2")
-    patience.progress()
+    patience.handle_wait("worker 2")
+    patience.restart()
     time.now += 59
-    patience.waited("worker 2")
-    assert patience.left(5) == 1
+    patience.handle_wait("worker 2")
+    assert patience.next_wait_seconds(5) == 1
     time.now += 1
-    assert patience.left(5) == 0
+    assert patience.next_wait_seconds(5) == 0
     with pytest.raises(WaitTimeoutError, match="push 7 waited 60 s for worker 2"):
-        patience.waited("worker 2")
+        patience.handle_wait("worker 2")
 
 
 def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> None:
@@ -122,7 +122,10 @@ def test_a_server_that_is_not_ready_answers_and_so_is_waited_for(time: Time) -> 
 
 
 def test_nobody_is_to_hold_a_request_for_longer_than_silence_is_borne(time: Time) -> None:
-    assert RetryDeadline("push 7", time.clock(), TimeLimits(connect=2, wait=60)).left(5) == 1
+    assert (
+        RetryDeadline("push 7", time.clock(), TimeLimits(connect=2, wait=60)).next_wait_seconds(5)
+        == 1
+    )
 
 
 def test_ask_repeats_silence_and_lateness(time: Time) -> None:
@@ -144,20 +147,20 @@ def test_waiting_is_logged_before_ten_seconds_are_over(
     with caplog.at_level(logging.INFO, "psworker"):
         for _ in range(31):
             time.now += 1
-            patience.waited("worker 2")
+            patience.handle_wait("worker 2")
 
     assert caplog.messages == ["push 7 waits for worker 2"] * 3
 
 
 def test_server_that_does_not_wait_is_not_flooded(time: Time) -> None:
     patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000))
-    patience.left(5)
-    patience.waited("worker 2")
-    patience.left(5)
+    patience.next_wait_seconds(5)
+    patience.handle_wait("worker 2")
+    patience.next_wait_seconds(5)
     time.now += 5
-    patience.waited("worker 2")
-    patience.left(0)
-    patience.waited("worker 2")
+    patience.handle_wait("worker 2")
+    patience.next_wait_seconds(0)
+    patience.handle_wait("worker 2")
 
     assert time.pauses == [0.05]
 
@@ -167,7 +170,10 @@ def test_no_point_in_going_on(time: Time) -> None:
         raise FencedError("worker 3 is out")
 
     patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=10, wait=1000, check=check))
-    for go_on in (lambda: patience.waited("worker 2"), lambda: patience.failed(SILENT)):
+    for go_on in (
+        lambda: patience.handle_wait("worker 2"),
+        lambda: patience.handle_failure(SILENT),
+    ):
         with pytest.raises(FencedError):
             go_on()
 
@@ -187,9 +193,9 @@ def test_pauses_end_where_the_wait_has_to(time: Time) -> None:
     patience = RetryDeadline(
         "push 7", time.clock(), TimeLimits(connect=60, wait=1000, deadline=lambda: 103.0)
     )
-    assert patience.left(5) == 3
+    assert patience.next_wait_seconds(5) == 3
     time.now += 4
-    assert patience.left(5) == 0
+    assert patience.next_wait_seconds(5) == 0
 
 
 def test_people_are_reminded_of_a_request_that_a_server_sits_on(
@@ -203,11 +209,11 @@ def test_people_are_reminded_of_a_request_that_a_server_sits_on(
         time.clock(),
         TimeLimits(connect=60, wait=1000, waits=waits),
     )
-    patience.asked()
+    patience.begin_attempt()
     for _ in range(25):
         time.now += 1
         waits.remind(time.now)
-    patience.answered()
+    patience.end_attempt()
     time.now += 30
     waits.remind(time.now)
 
@@ -242,11 +248,11 @@ def test_a_server_that_falls_silent_is_news_and_said_at_once(
     """Once for each silence; the next lines have time."""
     caplog.set_level(logging.INFO, "psworker")
     patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
-    patience.failed(SILENT)
-    patience.failed(SILENT)
+    patience.handle_failure(SILENT)
+    patience.handle_failure(SILENT)
     time.now += 8
-    patience.waited("worker 2")
-    patience.failed(SILENT)
+    patience.handle_wait("worker 2")
+    patience.handle_failure(SILENT)
 
     text = "push 7: trying again for 60 s: shard 1 at a:1 does not answer"
     assert caplog.messages == [text, "push 7 waits for worker 2", text]
@@ -259,12 +265,12 @@ def test_a_reminder_names_whom_the_last_answer_named(
     caplog.set_level(logging.INFO, "psworker")
     patience = RetryDeadline("push 7", time.clock(), TimeLimits(connect=60, wait=1000))
     time.now += 5
-    patience.waited("worker 2")
-    patience.asked()
+    patience.handle_wait("worker 2")
+    patience.begin_attempt()
     time.now += 3
     patience.remind(time.now)
-    patience.failed(SILENT)
-    patience.asked()
+    patience.handle_failure(SILENT)
+    patience.begin_attempt()
     time.now += 8
     patience.remind(time.now)
 
