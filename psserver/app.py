@@ -1,4 +1,4 @@
-"""One server process: everything is made, started and stopped here, in this order."""
+"""One server process: creates, starts and stops everything, in this order."""
 
 import logging
 import os
@@ -47,9 +47,9 @@ from psserver.process.metrics import ServerMetrics
 from psserver.process.port_file import PortFile
 from psserver.process.rpc_metrics import RpcTimer
 from psserver.process.shard_count_file import ShardCountFile
-from psserver.replication.lease_directory import begun, lease_of
+from psserver.replication.lease_directory import begin_primary, lease_of
 from psserver.replication.primary import PrimaryReplicator
-from psserver.replication.servicer import StandbyServicer, of_this_shard
+from psserver.replication.servicer import StandbyServicer, standby_check
 from psserver.replication.standby import Standby
 from psserver.replication.standby_state import Promotion, settings
 from psserver.shard.coordinator_link import CoordinatorLink
@@ -57,21 +57,21 @@ from psserver.shard.engine import ShardEngine
 from psserver.shard.peer_servicer import PeerServicer
 from psserver.transfer.servicer import DataPlaneServicer
 
-CALLS = 1024
-"""Calls that one server answers at a time (one that waits for a round holds a thread); more get
-RESOURCE_EXHAUSTED.
+MAX_CONCURRENT_CALLS = 1024
+"""Concurrent calls of one server; more are refused with RESOURCE_EXHAUSTED. A call that waits for
+a round occupies a thread.
 """
 
-DRAIN = 8.0
-"""Seconds that a shard told to end waits for the coordinator's last snapshot; containers give
-ten.
+LAST_SNAPSHOT_TIMEOUT_SECONDS = 8.0
+"""Time that a stopping shard waits for the coordinator's last snapshot; containers grant ten
+seconds.
 """
 
-PORT = 2.0
-"""Seconds that a port takes to be free after its server has ended."""
+PORT_RELEASE_SECONDS = 2.0
+"""Time until a port is free after its server has ended."""
 
-STILL = 5.0
-"""Seconds in which a moment must come in which everything can be copied for a standby."""
+STATE_COPY_TIMEOUT_SECONDS = 5.0
+"""Time within which a consistent copy for a standby must succeed."""
 
 SERVICES = (
     parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServerService"].full_name,
@@ -84,10 +84,13 @@ log = logging.getLogger("psserver")
 
 
 class Server:
-    """A running shard. Raises TakenError, SnapshotError and others of PSError's tree where it
-    cannot start.
+    """A running shard.
 
-    inherited: what this process has as a standby that is primary now.
+    Args:
+        promotion: The state of a standby that is primary now; None otherwise.
+
+    Raises:
+        TakenError, SnapshotError, PSError: The server cannot start.
     """
 
     def __init__(self, config: ServerConfig, promotion: Promotion | None = None) -> None:
@@ -113,10 +116,10 @@ class Server:
         )
         layout = (
             self._make_layout()
-        )  # before there is a port: a second attempt without this disk would find it taken
-        patience = PORT if self._promotion is not None else 0.0
+        )  # before the port is bound: a second attempt without this disk needs it
+        patience = PORT_RELEASE_SECONDS if self._promotion is not None else 0.0
         self._grpc, self.address = listen(
-            config.bind, CALLS, [RpcTimer(self.metrics.rpc).wrap], patience
+            config.bind, MAX_CONCURRENT_CALLS, [RpcTimer(self.metrics.rpc).wrap], patience
         )
         self._resources.callback(lambda: self._grpc.stop(grace=None))
         self.replicator = self._make_replicator()
@@ -145,7 +148,7 @@ class Server:
             self._resources.callback(self.monitor.close)
 
     def _make_layout(self) -> ShardCountFile:
-        """Shard 0 knows best; the others learn it from there."""
+        """Return the number of shards: shard 0 decides, the others learn it from shard 0."""
         config, standby_state = (
             self.config,
             self._promotion.standby_state if self._promotion is not None else None,
@@ -158,7 +161,7 @@ class Server:
         layout = ShardCountFile(config.shards, config.data_dir)
         if (
             standby_state is not None and standby_state.coordinator is not None
-        ):  # which decided, and so knows before the shard does
+        ):  # the coordinator decides, so it knows before its shard
             layout.take_over(standby_state.hello["layout"], standby_state.coordinator.shards)
         return layout
 
@@ -173,7 +176,7 @@ class Server:
         if job:
             name.note(
                 job
-            )  # one that is made up stays, also where shard 0 dies before there is a snapshot
+            )  # a generated name is stored at once: shard 0 may die before the first snapshot
         coordinator = config.join or hello.get("coordinator", "")
         identity = ServerIdentity(
             config.shard, layout.shards, address, coordinator, job, bound, name
@@ -188,7 +191,7 @@ class Server:
         primary_record = (
             self._promotion.primary_record
             if self._promotion is not None
-            else begun(config, lease, config.advertise or self.address)
+            else begin_primary(config, lease, config.advertise or self.address)
         )
         machine = ReplicationMachine(
             primary_record, lease, config.shipping == "sync", time.monotonic()
@@ -198,14 +201,14 @@ class Server:
         return replicator
 
     def _whole(self, begin: Callable[[Iterable[StateRecord]], None]) -> None:
-        """Everything that a standby has to know, at one moment."""
+        """Pass the complete state to `begin`, copied at one moment, for a new standby."""
         with ExitStack() as stack:
             first, job = (
                 stack.enter_context(self.service.paused())
                 if self.service is not None
                 else ({}, None)
             )
-            shard = stack.enter_context(self.engine.export_state(STILL))
+            shard = stack.enter_context(self.engine.export_state(STATE_COPY_TIMEOUT_SECONDS))
             identity, replicator = self.identity, self.replicator
             hello = about(
                 StateRecordKind.HELLO,
@@ -228,11 +231,13 @@ class Server:
             )
 
     def _deposed(self, why: str) -> Never:
-        """Not primary any more: nothing more may leave this process. why: empty where that was
-        planned.
+        """End this process, because it is not primary any more. Nothing more may leave it.
+
+        Args:
+            why: The reason; empty if it was planned.
         """
         if why:
-            log.error("this server has to end", extra={"problem": why})
+            log.error("this server must end", extra={"problem": why})
         else:
             log.warning("another server is primary of this shard now, as planned")
         self._port_file.remove()
@@ -247,12 +252,12 @@ class Server:
         return log
 
     def _end(self) -> None:
-        """No call is under way any more: whatever was answered is written down."""
+        """Close the log; no call is in progress any more."""
         if self.service is not None:
             self.service.end()
 
     def _about(self) -> dict[str, str]:
-        """What this shard is part of, as far as it knows."""
+        """Return the labels of ps_shard_info, as far as this shard knows them."""
         identity = self.identity
         policy = (
             self.service.policy
@@ -262,7 +267,7 @@ class Server:
         return {"shards": str(identity.shards), "job": identity.job, "policy": policy}
 
     def _make_monitor(self, bind: str) -> MetricsServer:
-        """A standby that is primary now goes on where it was watched."""
+        """Return the metrics endpoint; a promoted standby keeps its own."""
         monitor = self._promotion.monitor if self._promotion is not None else None
         if monitor is None:
             return MetricsServer(bind, self._registry, self.ready)
@@ -304,9 +309,9 @@ class Server:
         add_ShardServiceServicer_to_server(PeerServicer(self.engine, self.identity), self._grpc)
         if self.service is not None:
             add_CoordinatorServiceServicer_to_server(ControlPlaneServicer(self.service), self._grpc)
-        checked = of_this_shard(self.identity)
+        check = standby_check(self.identity)
         add_StandbyServiceServicer_to_server(
-            StandbyServicer(self.replicator, None, checked), self._grpc
+            StandbyServicer(self.replicator, None, check), self._grpc
         )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -315,11 +320,11 @@ class Server:
 
     @property
     def _services(self) -> tuple[str, ...]:
-        """Ours; only shard 0 coordinates."""
+        """Names of the gRPC services; only shard 0 has the coordinator's."""
         return SERVICES if self.service is not None else SERVICES[:-1]
 
     def start(self) -> None:
-        """Resume if told to, then answer calls."""
+        """Continue or begin the job, then answer calls."""
         if self.service is not None:
             self.service.start(promotion=self._promotion)
         else:
@@ -333,7 +338,7 @@ class Server:
         self._announce()
         policy = (
             {} if self.service is None else {"policy": self.service.policy}
-        )  # shard 0 knows it, whatever flags say
+        )  # only shard 0 knows the current policy
         log.info(
             "listening", extra={"address": self.address, "shards": self.identity.shards, **policy}
         )
@@ -350,7 +355,7 @@ class Server:
             self._resources.callback(announcement.remove)
 
     def ready(self) -> tuple[bool, str]:
-        """For /readyz: can workers train here?"""
+        """Answer /readyz: whether workers can train."""
         if self.service is not None:
             waiting = self.service.waiting_for if not self.service.begun else ""
             return (
@@ -364,7 +369,7 @@ class Server:
 
     @property
     def ended(self) -> threading.Event:
-        """Set when the job is over, as far as this server goes."""
+        """Set once this server may end."""
         return self.service.stopped if self.service is not None else self.coordinator_link.ended  # type: ignore[union-attr]
 
     @property
@@ -379,14 +384,14 @@ class Server:
 
     @property
     def not_saved(self) -> str:
-        """Why the final weights are not on the disk, where they should be; empty on other
-        servers than shard 0.
+        """Why the final weights are not saved; empty if they are, and on other servers than shard
+        0.
         """
         return self.service.not_saved if self.service is not None else ""
 
     @property
     def job_is_over(self) -> bool:
-        """As far as this server goes: no other one is to take its place."""
+        """Whether the job is over for this server, so that no other server has to replace it."""
         return (
             self.service.is_over
             if self.service is not None
@@ -394,16 +399,19 @@ class Server:
         )
 
     def stop(self, reason: str) -> None:
-        """Begin to end, as told by a signal: shard 0 with a last snapshot, others once it has
-        their part of that. The job is not over: whoever is left waits for this server to come
-        back, or goes on with its standby."""
+        """Begin to stop on a signal: shard 0 with a last snapshot, others once their part of it
+        is written.
+
+        The job is not over: the other processes wait for this server to return, or continue with
+        its standby.
+        """
         if self.service is not None:
             self.service.stop(reason, over=False)
         elif self.coordinator_link is not None:
-            self.coordinator_link.leave(DRAIN)
+            self.coordinator_link.leave(LAST_SNAPSHOT_TIMEOUT_SECONDS)
 
     def close(self) -> None:
-        """Answer everyone who waits, finish writing, free everything. Repeating it is harmless."""
+        """Answer all waiting calls, finish writing, free everything. Repeating it is harmless."""
         self._health.enter_graceful_shutdown()
         self.engine.stop("its process ends")
         if self.coordinator_link is not None:
@@ -417,15 +425,13 @@ class Server:
 
 
 def run(config: ServerConfig) -> int:
-    """Body of the ps-server command. Returns its exit code; PSErrors before anything runs are
-    raised.
-    """
+    """Run ps-server and return its exit code. Errors before the start are raised as PSError."""
     shared_memory.sweep()
     if config.malloc == "tuned":
         tune_malloc()
     torch.set_num_threads(
         1
-    )  # the engine has a team; torch's would be one for each thread that answers a call
+    )  # the engine has its own threads; torch would start some for every calling thread
     if config.standby_of is None:
         return serve(Server(config))
     standby = Standby(config, lease_of(config))
@@ -439,8 +445,11 @@ def run(config: ServerConfig) -> int:
 
 
 def successor(config: ServerConfig, address: str, promotion: Promotion) -> Server:
-    """The primary that a standby becomes, at the standby's address. Its predecessor may still
-    hold their data, or the disk be broken: nobody else has what is here, so it goes on without."""
+    """Return the primary that a standby becomes, at the standby's address.
+
+    If its data directory is still locked or cannot be used, it continues without: no other
+    process has its state.
+    """
     config = replace(config, bind=address, standby_of=None)
     try:
         return Server(config, promotion)
@@ -448,26 +457,30 @@ def successor(config: ServerConfig, address: str, promotion: Promotion) -> Serve
         if config.data_dir is None:
             raise
         why = (
-            "whose holder still lives" if isinstance(error, TakenError) else "which cannot be used"
+            "which another process still holds"
+            if isinstance(error, TakenError)
+            else "which cannot be used"
         )
-        then = "then start a standby of this server, and promote it: that one writes there again"
-        log.error(f"going on without --data-dir, {why}", extra={"problem": f"{error}; {then}"})
+        then = "Try: start a standby of this server with that directory, and promote it"
+        log.error(f"continuing without --data-dir, {why}", extra={"problem": f"{error}. {then}"})
     server = Server(
         replace(config, data_dir=None, snapshot_every=None, durability="snapshot"), promotion
     )
     if server.service is not None:
-        server.service.lost_data_dir = f"this server went on without {config.data_dir}, {why}"
+        server.service.lost_data_dir = f"this server continued without {config.data_dir}, {why}"
     return server
 
 
 def serve(server: Server, signals: "_StopSignals | None" = None) -> int:
-    """Until the job ends; the exit code. signals: that this process has had as a standby, and
-    will have.
+    """Serve until the job ends; return the exit code.
+
+    Args:
+        signals: The signal handlers that this process installed as a standby.
     """
     signals = signals or _StopSignals(server.stop)
     try:
         server.start()
-        signals.tell(server.stop)
+        signals.set_stop(server.stop)
         interruptible.wait(server.ended)
     finally:
         server.close()
@@ -475,15 +488,15 @@ def serve(server: Server, signals: "_StopSignals | None" = None) -> int:
 
 
 class _StopSignals:
-    """The first one ends the server in order, a second one at once."""
+    """Stops the server at the first signal, and kills the process at the second."""
 
     def __init__(self, stop: Callable[[str], None]) -> None:
         self._stop, self._number = stop, 0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._first)
 
-    def tell(self, stop: Callable[[str], None]) -> None:
-        """Of one that comes, and of one that came before."""
+    def set_stop(self, stop: Callable[[str], None]) -> None:
+        """Set the function that stops the server; call it if a signal has already arrived."""
         self._stop = stop
         if self._number:
             stop(signal.Signals(self._number).name)
@@ -497,7 +510,5 @@ class _StopSignals:
         ).start()
 
     def exit_code(self, over: bool) -> int:
-        """0 where the job is over for this server; else that of the signal, so that whoever
-        started it can tell.
-        """
+        """Return 0 if the job is over for this server, otherwise the code of the signal."""
         return 128 + self._number if self._number and not over else int(ExitCode.DONE)

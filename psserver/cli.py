@@ -1,4 +1,4 @@
-"""ps-server: serve one shard of the parameters."""
+"""The command ps-server."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ Examples:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run ps-server and return its exit code."""
+    """Run ps-server; return the exit code."""
     return run_command(COMMAND, start, args)
 
 

@@ -1,8 +1,8 @@
-"""python -m psserver.preload: a ps-server that loads all it needs ahead, and hears later which
-one it is to be.
+"""python -m psserver.preload: a ps-server that imports its modules in advance and gets its
+arguments later.
 
-It waits for one line on stdin: the command line as a JSON list. Where stdin ends before that,
-nobody needed it.
+It reads one line from stdin: the command line as a JSON list. If stdin ends before that, it
+exits.
 """
 
 import json
@@ -16,15 +16,15 @@ from psserver import cli
 
 
 def main() -> int:
-    """Returns the server's exit code."""
+    """Wait for the command line, run the server, and return its exit code."""
     with quick_imports():
         import_module("psserver.app")
     line = sys.stdin.buffer.readline()
     if not line:
         return ExitCode.DONE
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, sys.stdin.fileno())
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, sys.stdin.fileno())
+    os.close(null)
     return cli.main(json.loads(line))
 
 

@@ -105,7 +105,7 @@ class CommandExecutor:
         self, coordinator: CoordinatorMachine, epoch: int, entries: Sequence[Entry]
     ) -> None:
         if entries:
-            self._refusals.look(entries, time.monotonic())
+            self._refusals.update(entries, time.monotonic())
             try:
                 self._engine.deliver(epoch, entries)
             except Exception as bug:

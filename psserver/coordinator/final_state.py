@@ -71,7 +71,7 @@ def save_final_state(
         try:
             write_whole(Path(path), text)
         except OSError as error:
-            log.warning("ps-run cannot be told what is not saved", extra={"problem": str(error)})
+            log.warning("cannot write what is not saved for ps-run", extra={"problem": str(error)})
     return text
 
 

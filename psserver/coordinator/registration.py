@@ -10,7 +10,7 @@ from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
 from psserver.core.job.admission import check_room, push_nbytes
-from psserver.monitoring.wait_notices import tell_adopted
+from psserver.monitoring.wait_notices import log_changed_hyper_parameters
 from psserver.shard.engine import ShardEngine
 
 
@@ -45,7 +45,7 @@ def register(
             check_names(spec)
         before = coordinator.model
         state: str = recorder.do("register", now, worker=worker, spec=spec)
-        tell_adopted(before, coordinator.model)
+        log_changed_hyper_parameters(before, coordinator.model)
         return None if state == "pending" else state
 
     answer = executor.until(ask, seconds)

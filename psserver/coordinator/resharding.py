@@ -140,9 +140,7 @@ class ReshardRequests:
         try:
             layout.change(shards)
         except OSError as error:
-            raise SnapshotError(
-                f"cannot note down that there are {shards} servers: {error}"
-            ) from error
+            raise SnapshotError(f"cannot store the number of servers: {error}") from error
         recorder.do("reshard", now, shards=shards, keeps=self._snapshots.enabled)
         self._moved.clear()
         self._registry.form(coordinator.members)

@@ -468,10 +468,10 @@ class CoordinatorService:
             self._broken(bug)
 
     def tick(self) -> None:
-        self._first_workers.look(self._coordinator)
+        self._first_workers.update(self._coordinator)
         if alive := self.engine.transfer_stats.take_active_workers():
             self.alive(alive)
-        self._worker_monitor.lost(
+        self._worker_monitor.log_lost(
             self._executor.step(
                 lambda r, now: r.tick(
                     now, self.worker_exits.among(r.coordinator.membership.current_workers())
@@ -481,9 +481,9 @@ class CoordinatorService:
         with self._executor.changed:
             now, coordinator = time.monotonic(), self._coordinator
             found = health(coordinator, now)
-            self.progress.look(coordinator, now)
+            self.progress.update(coordinator, now)
             waits = self.registry.missing or (coordinator.membership.current() and self.waiting_for)
-        self._worker_monitor.look(coordinator, found, waits or "", now)
+        self._worker_monitor.update(coordinator, found, waits or "", now)
         self.snapshot_scheduler.advance()
         self.reshard_requests.advance()
         self.registry[0].stats = statistics(self.engine, self._standby_link)

@@ -1,4 +1,4 @@
-"""The time in which the first workers have to come."""
+"""The time within which the first workers must join."""
 
 import time
 from collections.abc import Callable
@@ -8,23 +8,28 @@ from psserver.core.job.coordinator import CoordinatorMachine
 
 
 class FirstWorkers:
-    """Lasts while somebody is here and --min-workers are not. seconds: --join-timeout; whom: who
-    is waited for.
+    """Measures the wait for --min-workers: it starts with the first registered worker.
+
+    Args:
+        seconds: --join-timeout.
+        missing: Returns what the job waits for, in words.
     """
 
-    def __init__(self, seconds: float, whom: Callable[[], str]) -> None:
-        self._seconds, self._whom = seconds, whom
+    def __init__(self, seconds: float, missing: Callable[[], str]) -> None:
+        self._seconds, self._missing = seconds, missing
         self._since: float | None = None
 
-    def look(self, coordinator: CoordinatorMachine) -> None:
-        gathering = (
+    def update(self, coordinator: CoordinatorMachine) -> None:
+        is_waiting = (
             coordinator.begun and not coordinator.started and coordinator.membership.registered()
         )
-        self._since = (self._since or time.monotonic()) if gathering else None
+        self._since = (self._since or time.monotonic()) if is_waiting else None
 
     def check(self) -> None:
-        """TooFewWorkersError for those who came, if the others did not within join_timeout of
-        the first one.
+        """Check that the wait is not too long.
+
+        Raises:
+            TooFewWorkersError: The other workers did not join within --join-timeout.
         """
         if self._since is not None and (waited := time.monotonic() - self._since) > self._seconds:
-            raise TooFewWorkersError(f"after {waited:.0f} s: {self._whom()}")
+            raise TooFewWorkersError(f"after {waited:.0f} s: {self._missing()}")

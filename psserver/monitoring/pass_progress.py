@@ -1,4 +1,4 @@
-"""How far the current pass over the data is, and when it will have ended."""
+"""Progress of the current pass over the data, and the remaining time."""
 
 from collections import deque
 from typing import Any
@@ -12,9 +12,10 @@ SAMPLE_SECONDS = 0.5
 
 
 class PassProgress:
-    """The current pass is the one whose batches counted last: a loop that only tests counts none.
+    """The current pass belongs to the loop whose batches counted last; a loop for evaluation
+    counts none.
 
-    To be called while the coordinator does not change.
+    The caller guarantees that the coordinator does not change.
     """
 
     def __init__(self) -> None:
@@ -23,8 +24,8 @@ class PassProgress:
         self._counted: dict[int, int] = {}
         self._samples: deque[tuple[float, int]] = deque()
 
-    def look(self, coordinator: CoordinatorMachine, now: float) -> None:
-        """Note what has counted. To be called several times a second."""
+    def update(self, coordinator: CoordinatorMachine, now: float) -> None:
+        """Record what has counted. Called several times a second."""
         if coordinator is not self._coordinator:  # the job went back to a snapshot
             self._coordinator, self._loop, self._counted = coordinator, None, {}
             self._samples.clear()
@@ -44,12 +45,13 @@ class PassProgress:
                 self._samples.popleft()
 
     def describe(self, coordinator: CoordinatorMachine, now: float) -> dict[str, Any]:
-        """Return the key `progress` of the status.
+        """Return the key `progress` of the status:
 
-        loop: number of the loop; pass, passes: which of how many, from 1 (passes: null for one
-        pass a loop). percent, remaining_seconds: of the pass; null for a stream, and while
-        nothing counts. samples_per_second: of all workers. loss: the last reported value of this
-        name.
+        loop: number of the loop
+        pass, passes: which pass of how many, from 1 (passes: null for one pass per loop)
+        percent, remaining_seconds: of the pass; null for a stream and while nothing counts
+        samples_per_second: of all workers
+        loss: the last reported value of this name
         """
         _, loss = coordinator.reported.latest.get("loss", (0, None))
         speed = sum(member.samples_per_second for member in coordinator.membership.registered())
@@ -85,5 +87,5 @@ class PassProgress:
 
 
 def _counted(loop: LoopLedger) -> int:
-    """Batches that a step has counted, without those that were thrown away."""
+    """Return the number of batches that counted, without dropped ones."""
     return loop.committed - loop.dropped

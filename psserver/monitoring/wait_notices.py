@@ -1,6 +1,4 @@
-"""What shard 0 tells people of those whom the job waits for, and of those whose gradients it
-refuses.
-"""
+"""Log lines about what the job waits for, and about refused pushes."""
 
 import logging
 import math
@@ -12,49 +10,56 @@ from pscommon.core.model_spec import ModelSpec
 from psserver.core.data.resume_rules import hyper_parameter_changes
 from psserver.core.job.coordinator import CoordinatorMachine
 
-NOTICE = 8.0
-"""Seconds after which a wait is worth a line, and then another one: nobody waits for 10 without."""
+NOTICE_INTERVAL_SECONDS = 8.0
+"""Time after which a wait is logged, and then logged again."""
 
-OFTEN = 1.0
-"""Seconds at least between two lines about pushes that are refused."""
+REFUSAL_INTERVAL_SECONDS = 1.0
+"""Shortest time between two log lines about refused pushes."""
 
 log = logging.getLogger("psserver")
 
 
 class WaitNotice:
-    """Says whom a step waits for, once that has taken NOTICE seconds, and again and again while
-    it does.
-    """
+    """Logs what a step waits for, at every interval while it waits."""
 
     def __init__(self, now: float) -> None:
         self._step = (0, 0)
-        self._since = self._said = now
+        self._since = self._logged_at = now
 
-    def look(self, coordinator: CoordinatorMachine, whom: str, now: float) -> None:
-        """whom: in words, as of now; empty when nobody waits."""
+    def update(self, coordinator: CoordinatorMachine, missing: str, now: float) -> None:
+        """Log a long wait.
+
+        Args:
+            missing: What the job waits for, in words; empty if it waits for nothing.
+        """
         step = (coordinator.epoch, coordinator.version + 1)
-        if not whom or step != self._step:
-            self._step, self._since, self._said = step, now, now
-        elif now - self._said >= NOTICE:
-            self._said = now
+        if not missing or step != self._step:
+            self._step, self._since, self._logged_at = step, now, now
+        elif now - self._logged_at >= NOTICE_INTERVAL_SECONDS:
+            self._logged_at = now
             log.info(
                 "waiting",
-                extra={"step": step[1], "waiting_for": whom, "seconds": round(now - self._since)},
+                extra={
+                    "step": step[1],
+                    "waiting_for": missing,
+                    "seconds": round(now - self._since),
+                },
             )
 
 
 class RefusalNotice:
-    """Says whose push is refused, and why, and who is put into quarantine. Stale pushes are no
-    news: a policy's price.
+    """Logs refused pushes and quarantined workers. Stale pushes are normal under a policy and not
+    logged.
 
-    unsaid: refused pushes since the last line about one.
+    Attributes:
+        unsaid (in the log): pushes refused since the last line about one.
     """
 
     def __init__(self) -> None:
-        self._said, self._unsaid = -math.inf, 0
+        self._logged_at, self._skipped = -math.inf, 0
 
-    def look(self, entries: Iterable[Entry], now: float) -> None:
-        """At what is new in the job's log."""
+    def update(self, entries: Iterable[Entry], now: float) -> None:
+        """Log what is new in the job's log."""
         for entry in entries:
             match entry:
                 case Reject() if entry.reason != "STALE":
@@ -66,8 +71,8 @@ class RefusalNotice:
                     )
 
     def _refused(self, entry: Reject, now: float) -> None:
-        if now - self._said < OFTEN:
-            self._unsaid += 1
+        if now - self._logged_at < REFUSAL_INTERVAL_SECONDS:
+            self._skipped += 1
             return
         extra = {
             "worker": entry.key.worker,
@@ -75,12 +80,12 @@ class RefusalNotice:
             "reason": entry.reason,
             "detail": entry.detail,
         }
-        log.warning("a push is refused", extra={**extra, "unsaid": self._unsaid})
-        self._said, self._unsaid = now, 0
+        log.warning("a push is refused", extra={**extra, "unsaid": self._skipped})
+        self._logged_at, self._skipped = now, 0
 
 
-def tell_adopted(before: ModelSpec | None, after: ModelSpec | None) -> None:
-    """The first worker of a resumed job has brought other hyper-parameters."""
+def log_changed_hyper_parameters(before: ModelSpec | None, after: ModelSpec | None) -> None:
+    """Log that the first worker of a resumed job has other hyper-parameters."""
     changes = hyper_parameter_changes(before.optimizer, after.optimizer) if before and after else ""
     if changes and after:
         log.info(

@@ -1,6 +1,4 @@
-"""What the coordinator tells people about its workers: lines in the log, and numbers for
-Prometheus.
-"""
+"""What the coordinator reports about its workers: log lines and metrics."""
 
 import logging
 import math
@@ -14,63 +12,70 @@ from psserver.core.workers.members import Member
 from psserver.monitoring.wait_notices import WaitNotice
 from psserver.process.metrics import ServerMetrics
 
-SURE = 1.0
-"""Seconds that a worker has been slow, or not, before that is worth a line."""
+CONFIRM_SECONDS = 1.0
+"""A worker must be slow, or fast again, for this long before it is logged."""
 
 LATE = (WorkerHealth.SLOW, WorkerHealth.HANGING)
 
-QUIET = 10.0
-"""Seconds at least between two lines about one worker's pace."""
+LOG_INTERVAL_SECONDS = 10.0
+"""Shortest time between two log lines about one worker's speed."""
 
 log = logging.getLogger("psserver")
 
 
 def health(coordinator: CoordinatorMachine, now: float) -> dict[int, WorkerCondition]:
-    """How everybody who is here fares. Called with the coordinator at rest."""
+    """Return the condition of every member. The caller guarantees that the coordinator does not
+    change.
+    """
     return conditions(coordinator.membership, {member.worker for member in late(coordinator)}, now)
 
 
 class WorkerMonitor:
-    """Looks at the workers at every tick. seconds: for which a lost one's place is kept
-    (--on-worker-loss).
+    """Observes the workers at every tick.
+
+    Args:
+        seconds: How long the place of a lost worker is kept (--on-worker-loss).
     """
 
     def __init__(self, metrics: ServerMetrics, seconds: float) -> None:
-        self._metrics, self._kept_for = metrics, seconds
-        self._slow: set[int] = set()  # those of whom people know that they are
-        self._since: dict[int, float] = {}  # that what people know is wrong
-        self._told: dict[int, float] = {}
-        self._steps: dict[int, int] = {}  # that they had when this last looked
+        self._metrics, self._keep_seconds = metrics, seconds
+        self._slow: set[int] = set()  # workers that were logged as slow
+        self._since: dict[int, float] = {}  # since when the logged state is wrong
+        self._logged_at: dict[int, float] = {}
+        self._steps: dict[int, int] = {}  # at the last tick
         self._notice = WaitNotice(time.monotonic())
 
-    def lost(self, members: Iterable[Member]) -> None:
-        """Their leases have ended."""
+    def log_lost(self, members: Iterable[Member]) -> None:
+        """Log the workers whose leases have ended."""
         for member in members:
             if member.is_current:
-                extra = {"worker": member.worker, "seconds": self._kept_for}
+                extra = {"worker": member.worker, "seconds": self._keep_seconds}
                 log.warning("worker is silent; its place is kept", extra=extra)
             else:
                 log.warning("worker lost", extra={"worker": member.worker, "reason": member.reason})
                 self._metrics.gone(member.worker)
 
-    def look(
+    def update(
         self,
         coordinator: CoordinatorMachine,
         found: Mapping[int, WorkerCondition],
-        whom: str,
+        missing: str,
         now: float,
     ) -> None:
-        """At everybody who is here: a line for each who has become slow, and one when it is so
-        no longer.
+        """Log every worker that becomes slow or recovers, and update the metrics.
 
-        whom: all wait for these, in words; empty: nobody does.
+        Args:
+            found: Conditions of the members.
+            missing: What all wait for, in words; empty if nothing.
         """
-        self._notice.look(coordinator, whom, now)
+        self._notice.update(coordinator, missing, now)
         membership = coordinator.membership
         self._metrics.workers(membership.counts())
         self._metrics.backup_workers(coordinator.policy.backup)
-        for gone in (self._steps.keys() | self._since.keys() | self._told.keys()) - found.keys():
-            self._forget(gone)
+        for departed in (
+            self._steps.keys() | self._since.keys() | self._logged_at.keys()
+        ) - found.keys():
+            self._forget(departed)
         for worker, condition in found.items():
             member = membership.members[worker]
             if member.is_registered:
@@ -78,21 +83,24 @@ class WorkerMonitor:
                     worker, member.clock, pushed=member.steps > self._steps.get(worker, 0)
                 )
                 self._steps[worker] = member.steps
-            if condition.health is not WorkerHealth.SILENT and self._is_news(
+            if condition.health is not WorkerHealth.SILENT and self._is_confirmed_change(
                 worker, condition, now
             ):
-                self._tell(member, condition, now)
+                self._log_change(member, condition, now)
 
-    def _is_news(self, worker: int, condition: WorkerCondition, now: float) -> bool:
+    def _is_confirmed_change(self, worker: int, condition: WorkerCondition, now: float) -> bool:
         if (condition.health in LATE) == (worker in self._slow):
             self._since.pop(worker, None)
             return False
         since = self._since.setdefault(worker, now)
-        return now - since >= SURE and now - self._told.get(worker, -math.inf) >= QUIET
+        return (
+            now - since >= CONFIRM_SECONDS
+            and now - self._logged_at.get(worker, -math.inf) >= LOG_INTERVAL_SECONDS
+        )
 
-    def _tell(self, member: Member, condition: WorkerCondition, now: float) -> None:
+    def _log_change(self, member: Member, condition: WorkerCondition, now: float) -> None:
         self._slow ^= {member.worker}
-        self._told[member.worker] = now
+        self._logged_at[member.worker] = now
         hangs = condition.health is WorkerHealth.HANGING
         line = (
             "worker makes no call"
@@ -116,7 +124,7 @@ class WorkerMonitor:
         self._steps.pop(worker, None)
         self._slow.discard(worker)
         self._since.pop(worker, None)
-        self._told.pop(worker, None)
+        self._logged_at.pop(worker, None)
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What one server is told: every setting checked once, at the edge, before anything is opened."""
+"""The settings of one server, checked once before anything is opened."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -30,14 +30,16 @@ from psserver.core.job.snapshot_schedule import SnapshotInterval
 
 FIRST_PORT = 50051
 LAST_PORT = 65535
-SHRINK = OnWorkerLoss()
-EVERYWHERE = ("0.0.0.0", "[::]")
+DROP_LOST_WORKERS = OnWorkerLoss()
+ALL_INTERFACES = ("0.0.0.0", "[::]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The settings of one server, named like its flags. InvalidRequestError (exit 2) for what
-    does not fit together.
+    """The settings of one server, named like its flags.
+
+    Raises:
+        InvalidRequestError: The settings do not fit together (exit code 2).
     """
 
     shard: int = 0
@@ -48,98 +50,87 @@ class ServerConfig:
     shard.
     """
     advertise: str | None = None
-    """HOST:PORT that others are told to connect to; None: what is bound."""
+    """HOST:PORT that others connect to; None: the bound address."""
     join: str | None = None
-    """HOST:PORT of shard 0, for all other shards; None: a worker that lists all servers tells them.
+    """HOST:PORT of shard 0, for all other shards; None: a worker that lists all servers sends it.
 
-    Shard 0 ignores it, so that all servers can share one file."""
-    join_timeout: float = 300.0
-    """Seconds that a server waits for the other shards, and its first workers for --min-workers,
-    before giving up.
+    Shard 0 ignores it, so that all servers can share one file.
     """
+    join_timeout: float = 300.0
+    """Seconds to wait for the other shards, and for --min-workers after the first worker."""
     policy: str = "sync"
     staleness: int | None = None
-    """Steps that a worker may be ahead of the slowest one: ssp needs it, the other policies have
-    none.
-    """
+    """Steps that a worker may be ahead of the slowest one; required for ssp, unused otherwise."""
     max_staleness: int | None = None
-    """Refuse gradients that were computed more than so many versions ago; None: any age."""
+    """Refuse gradients computed more than this number of versions ago; None: never."""
     min_workers: int = 1
-    """The first round waits for so many workers."""
+    """Workers required before training starts."""
     lease: float = 5.0
-    """Seconds without a sign of life after which a worker is dropped."""
+    """Seconds without a heartbeat after which a worker is dropped."""
     progress_timeout: float | None = None
     """Seconds without a call of a worker's script after which it is dropped; None: never."""
-    on_worker_loss: OnWorkerLoss = SHRINK
-    """What happens to the place of a worker that is lost."""
+    on_worker_loss: OnWorkerLoss = DROP_LOST_WORKERS
+    """Whether a lost worker is dropped, awaited, or ends the job."""
     backup_workers: int = 0
-    """sync: so many of the slowest need not be waited for in a round."""
+    """sync: number of slowest workers that a round does not wait for."""
     late_gradients: LateGradients = "return"
-    """What becomes of the data of a gradient that came after its round had closed without it."""
+    """What becomes of the batches of a gradient that arrives after its round."""
     global_batch: int | None = None
     """sync: samples of one update; None: one batch of each worker."""
     bad_gradients: BadGradients = "abort"
-    """What happens to gradients with NaN or Inf, or with a norm above max_norm."""
+    """How gradients with NaN, Inf or a norm above max_norm are handled."""
     max_norm: float | None = None
     quarantine_after: int | None = None
-    """So many bad gradients in a row, and the worker is out; None: never."""
+    """Number of consecutive bad gradients after which a worker is removed; None: never."""
     job: str | None = None
-    """The job's name; None: shard 0 makes one up."""
+    """Name of the job; None: shard 0 generates one."""
     optimizers: str | None = None
-    """Module that registers optimizers of the user's; None: there are none."""
+    """Module that registers the user's optimizers; None: there are none."""
     exit_when_done: bool = False
-    """Stop once every worker that took part has left, done."""
+    """Stop once every worker has left and is done."""
     data_dir: Path | None = None
-    """Where snapshots live, shared by all shards; None: no snapshots."""
+    """Directory for snapshots and logs, shared by all shards; None: nothing is stored."""
     snapshot_every: SnapshotEvery | None = None
-    """None becomes 60 s where there is a data_dir."""
+    """None becomes 60 s if there is a data_dir."""
     snapshot_keep: int = 3
     durability: Durability = "snapshot"
-    """log: each update is written down before it is acknowledged."""
+    """log: each update is written to the log before it is acknowledged."""
     log_fsync: LogFsync = "everysec"
     standby_of: str | None = None
-    """HOST:PORT of this shard's primary, whose standby this server is until it takes over; None:
-    it is primary.
-    """
-    failover_lock: Path | None = None
-    """Folder that says who is primary of each shard; without it only an operator makes a standby
+    """HOST:PORT of this shard's primary; this server is its standby. None: this server is
     primary.
     """
+    failover_lock: Path | None = None
+    """Directory with the primary lease of each shard; None: only an operator promotes a standby."""
     shipping: Shipping = "sync"
-    """sync: nothing is acknowledged before the standby has it; async: it may be behind."""
+    """sync: nothing is acknowledged before the standby has it; async: the standby may be behind."""
     resume: Literal["auto", "never"] | int = "auto"
-    """auto: from the newest valid snapshot if there is one; a number: from that version or not
-    at all.
-    """
+    """auto: the newest valid snapshot, if any; a number: exactly that version."""
     save: Path | None = None
-    """Shard 0 writes the newest weights there as it ends, as one safetensors file; None:
-    nothing.
-    """
+    """File for the final weights (safetensors), written by shard 0 at its end; None: none."""
     metrics_bind: str | None = None
     """HOST:PORT of /metrics, /livez and /readyz; None: off."""
     port_file: Path | None = None
-    """The bound port is written here."""
+    """File for the bound port."""
     lanes: Lanes = "auto"
-    """grpc: no shared memory; shm: no push over the network (pulls of observers may)."""
+    """grpc: no shared memory; shm: no push over the network (observers may pull)."""
     in_flight: int = 0
-    """Bytes of pushes and pulls that this server holds at a time; 0 becomes half of the memory."""
+    """Bytes of pushes and pulls held at a time; 0 becomes half of the memory."""
     malloc: Malloc = "tuned"
     threads: int | None = None
-    """How many work on one update of a large model; None becomes the cores, 4 at most: then
-    memory is the limit.
+    """Threads for one update of a large model; None becomes the number of cores, at most 4
+    (memory-bound).
     """
     log_level: str = "info"
     log_format: Format = "auto"
 
     def __post_init__(self) -> None:
-        """Fills in the defaults that depend on other settings, then checks what belongs
-        together.
-        """
+        """Fill in the defaults that depend on other settings, then check the combination."""
         if not self.bind:
             if FIRST_PORT + self.shard > LAST_PORT:
                 raise InvalidRequestError(
-                    f"--shard {self.shard}/{self.shards} needs --bind HOST:PORT: ports end at "
-                    f"{LAST_PORT}"
+                    f"--shard {self.shard}/{self.shards} has no default port: the last port is "
+                    f"{LAST_PORT}. Try: `--bind HOST:PORT`"
                 )
             object.__setattr__(self, "bind", f"127.0.0.1:{FIRST_PORT + self.shard}")
         if self.shard == 0 and self.save is not None and (problem := why_no_file(self.save)):
@@ -188,19 +179,19 @@ class ServerConfig:
             check_policy(self.policy, self.staleness)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from error
-        if host_and_port(self.bind)[0] in EVERYWHERE and not self.advertise:
+        if host_and_port(self.bind)[0] in ALL_INTERFACES and not self.advertise:
             raise InvalidRequestError(
-                f"--bind {self.bind} listens everywhere: say with --advertise HOST:PORT where "
-                f"others reach it"
+                f"--bind {self.bind} listens on all interfaces: other processes need one address. "
+                f"Try: `--advertise HOST:PORT`"
             )
         self._check_sync()
         if self.port_file is not None and not self.port_file.resolve().parent.is_dir():
             raise InvalidRequestError(
-                f"--port-file {self.port_file}: there is no folder {self.port_file.parent}"
+                f"--port-file {self.port_file}: the folder {self.port_file.parent} does not exist"
             )
         if not self.data_dir and self.durability == "log":
             raise InvalidRequestError(
-                "--durability log needs --data-dir: that is where the log lies"
+                "--durability log needs a directory for the log. Try: `--data-dir DIR`"
             )
         if not self.data_dir and self.snapshot_every is not None:
             raise InvalidRequestError(f"--snapshot-every {self.snapshot_every} needs --data-dir")
@@ -223,7 +214,11 @@ class ServerConfig:
             )
 
     def row(self, name: str, staleness: int | None, max_staleness: int | None) -> Policy:
-        """Of this policy in a job with these settings. InvalidRequestError where there is none."""
+        """Return this policy with the other settings of the job.
+
+        Raises:
+            InvalidRequestError: There is no such policy.
+        """
         backup = self.backup_workers if name == "sync" or staleness == 0 else 0
         try:
             return policy(name, staleness, max_staleness, backup)
@@ -231,7 +226,7 @@ class ServerConfig:
             raise InvalidRequestError(str(error)) from error
 
     def rules(self) -> JobRules:
-        """What the coordinator goes by."""
+        """Return the coordinator's settings."""
         every = self.snapshot_every
         return JobRules(
             self.row(self.policy, self.staleness, self.max_staleness),
@@ -249,16 +244,20 @@ class ServerConfig:
 
     @property
     def fitness(self) -> GradientRules:
-        """What shards look at in gradients; shard 0 tells the others."""
+        """Which properties of gradients shards check; shard 0 sends it to the others."""
         return GradientRules(self.bad_gradients == "clip", self.max_norm is not None)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "ServerConfig":
-        """From the parsed command line, where shard and shards are one value."""
-        place: ShardIndex = settings["shard"]
+        """Create it from the parsed command line, where shard and shards are one value."""
+        shard_index: ShardIndex = settings["shard"]
         chosen = {
             field.name: settings[field.name] for field in fields(cls) if field.name in settings
         }
-        chosen |= {"shard": place.index, "shards": place.count, "bind": settings["bind"] or ""}
+        chosen |= {
+            "shard": shard_index.index,
+            "shards": shard_index.count,
+            "bind": settings["bind"] or "",
+        }
         chosen |= {"in_flight": settings["in_flight"] or 0}
         return cls(**chosen)

@@ -1,5 +1,5 @@
-"""Messages that are none of ours: refused with a reason and one line in the log. gRPC itself
-logs a traceback.
+"""Messages that cannot be decoded: refused with a reason and one log line, where gRPC logs a
+traceback.
 """
 
 import logging
@@ -21,14 +21,15 @@ log = logging.getLogger("psserver")
 
 
 class Undecodable(NamedTuple):
-    """Stands for a message that could not be read."""
+    """Replaces a message that could not be decoded."""
 
     problem: str
 
 
 def guarded(method: str, handler: Any) -> Any:
-    """Return a handler that answers an undecodable request with INVALID_REQUEST, and ends a
-    stream that brings one.
+    """Return a handler that refuses undecodable messages.
+
+    A unary request is answered with INVALID_REQUEST; a stream is ended.
     """
     streaming = handler.request_streaming, handler.response_streaming
     if handler.request_deserializer is None or streaming not in _MAKERS:

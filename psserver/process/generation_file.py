@@ -1,10 +1,9 @@
-"""How often the servers of a job were started, kept on the disk so that no worker number is
-given twice.
+"""The number of starts of a job's servers, on disk so that no worker number is given twice.
 
-The file holds two slots of SLOT_BYTES, each `NUMBER CRC32` padded with spaces. A start
-overwrites the slot that does not hold the newest number, in place: that needs no space on the
-disk, and a torn write leaves the other slot. Earlier versions wrote the number alone; it is
-read, and replaced by two slots.
+The file holds two slots of SLOT_BYTES, each `NUMBER CRC32` padded with spaces. A start overwrites
+the slot that does not hold the newest number, in place: that needs no disk space, and a torn
+write leaves the other slot. Earlier versions wrote the number alone; it is read, and replaced by
+two slots.
 """
 
 import os
@@ -14,13 +13,13 @@ from pathlib import Path
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
 
 GENERATION = "generation"
-"""Name of the file: there is one wherever a shard 0 was."""
+"""Name of the file; every data directory of a shard 0 has one."""
 
 SLOT_BYTES = 4096
 """A block of usual disks: writing one slot cannot damage the other."""
 
-ABOVE_ALL = 100_000
-"""More starts than any job has had, for the operator of a damaged file."""
+SAFE_START_NUMBER = 100_000
+"""More starts than any job has had; for repairing a damaged file."""
 
 
 class GenerationDamagedError(Exception):
@@ -51,7 +50,7 @@ class GenerationFile:
             raw = self.path.read_bytes()
         except FileNotFoundError:
             return self._create(least)
-        if raw.strip().isdigit():  # as earlier versions wrote it, or the operator of a damaged file
+        if raw.strip().isdigit():  # written by earlier versions, or by an operator
             return self._create(max(least, int(raw) + 1))
         numbers = [_number_in(raw[:SLOT_BYTES]), _number_in(raw[SLOT_BYTES:])]
         known = [number for number in numbers if number is not None]
@@ -59,7 +58,7 @@ class GenerationFile:
             raise GenerationDamagedError(
                 f"{self.path} is damaged: it counts the starts of this job, and holds no valid "
                 f"number. "
-                f"Try: echo {ABOVE_ALL} > {self.path} (any number above the number of starts so "
+                f"Try: echo {SAFE_START_NUMBER} > {self.path} (any number above the number of starts so "
                 f"far)"
             )
         newest = max(known)
@@ -79,7 +78,7 @@ class GenerationFile:
 
 
 def remedy_for(error: OSError, path: Path) -> str:
-    """What to do about a disk that refuses the file."""
+    """Return the error and a remedy for a disk that refuses the file."""
     return f"{os.strerror(error.errno or 0)}. Try: free {2 * SLOT_BYTES} bytes in {path.parent}, and check its mode"
 
 
@@ -89,7 +88,7 @@ def _slot(number: int) -> bytes:
 
 
 def _number_in(slot: bytes) -> int | None:
-    """The number of a slot, None where it is damaged."""
+    """Return the number of a slot; None if it is damaged."""
     words = slot.split()
     if len(slot) != SLOT_BYTES or len(words) != 2 or not words[0].isdigit():
         return None

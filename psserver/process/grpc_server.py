@@ -1,4 +1,4 @@
-"""A server's socket, and what its calls have in common."""
+"""A server's socket, and what its calls share."""
 
 import threading
 import time
@@ -12,16 +12,24 @@ from pscommon.wire.channel import SERVER_OPTIONS
 from psserver.process.decoding import guarded
 from psserver.process.rpc_metrics import Wrap, WrappedHandlers
 
-PAUSE = 0.05
+RETRY_PAUSE_SECONDS = 0.05
 
 
 def listen(
     bind: str, calls: int, wraps: Sequence[Wrap] = (), patience: float = 0.0
 ) -> tuple[grpc.Server, str]:
-    """A gRPC server that has its port, not started yet, and its HOST:PORT.
+    """Create a gRPC server that has its port and is not started yet.
 
-    calls: that it answers at a time. wraps: for the handler of each method.
-    patience: seconds that whoever has the port may take to let go of it. TakenError.
+    Args:
+        calls: Concurrent calls.
+        wraps: Wrappers for the handler of each method.
+        patience: Seconds to wait for a port that another process still holds.
+
+    Returns:
+        The server and its HOST:PORT.
+
+    Raises:
+        TakenError: The port or the address is not available.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -36,18 +44,17 @@ def listen(
         except RuntimeError as error:
             if time.monotonic() >= deadline:
                 raise TakenError(
-                    f"cannot listen on {bind}: another process has the port, or the address is "
-                    f"not this "
-                    "machine's; choose another --bind (port 0 picks a free one)"
+                    f"cannot listen on {bind}: another process has the port, or the address "
+                    f"belongs to another machine. Try: another `--bind` (port 0 picks a free port)"
                 ) from error
-        time.sleep(PAUSE)
+        time.sleep(RETRY_PAUSE_SECONDS)
 
 
 def when_ended(context: grpc.ServicerContext, action: Callable[[], object]) -> None:
-    """Once this call has ended: the action, in a thread of its own.
+    """Run the action in a new thread once this call has ended.
 
-    gRPC would have it in the one thread that serves the socket: if that waited for a lock,
-    nobody would be heard any more, not even whom the lock's holder waits for.
+    gRPC would run it in the one thread that serves the socket. If the action waited for a lock
+    there, no message would be received, not even the one that the lock's owner waits for.
     """
     context.add_callback(
         lambda: threading.Thread(target=action, name="ended-call", daemon=True).start()

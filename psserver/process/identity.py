@@ -1,4 +1,4 @@
-"""Who this server is, and whom it has been told of."""
+"""Facts about this server and its job, as far as it knows them."""
 
 import threading
 import uuid
@@ -9,13 +9,20 @@ from psserver.process.job_id_file import JobIdFile
 
 
 class ServerIdentity:
-    """One server process. job and coordinator are empty until they are known; instance differs
-    at every start.
+    """Facts about one server process.
 
-    shards: of the job, as far as this server knows; layout: how often that has changed. policy:
-    its name, empty until shard 0 has told it to another one. bound: the only job that this
-    server may follow, by its command line, by its data directory (name), or because it has
-    followed it; empty: any.
+    Attributes:
+        shards: Number of shards of the job, as far as this server knows.
+        layout: How often that number has changed.
+        instance: Differs at every start of the process.
+        job: Name of the job; empty until it is known.
+        bound: The only job that this server may follow; empty: any. It comes from the command
+            line, from the data directory, or from the first job that it followed.
+        policy: Name of the policy; empty until shard 0 has sent it.
+        coordinator: Address of shard 0; empty until it is known.
+        term: This server's term as the shard's primary.
+        standbys: Addresses of the standbys by shard; empty where there is none.
+        hint: A possible address of shard 0, from a worker of the job or from the former primary.
     """
 
     def __init__(
@@ -38,22 +45,25 @@ class ServerIdentity:
         self._name = name or JobIdFile(None)
         self.policy = ""
         self.coordinator = address if shard == 0 else coordinator
-        self.term = 1  # as the shard's primary
-        self.standbys: Sequence[str] = ()  # by shard, empty where there is none
-        # where shard 0 may be besides, as a worker of the job says, or said who was primary here
-        # before
+        self.term = 1
+        self.standbys: Sequence[str] = ()
         self.hint = ""
         self._addresses = [address if index == shard else "" for index in range(shards)]
         self._changed = threading.Condition()
 
     @property
     def addresses(self) -> list[str]:
-        """Of all shards, as far as they are known."""
+        """Addresses of all shards, as far as they are known."""
         with self._changed:
             return list(self._addresses)
 
     def check_job(self, job: str) -> None:
-        """MismatchError for a request to another job."""
+        """Check that a request is for this server's job.
+
+        Raises:
+            MismatchError: It is for another job.
+            UnreachableError: This server does not know its job yet.
+        """
         if not self.job:
             raise UnreachableError(
                 f"shard {self.shard} has not heard from the coordinator yet", "NOT_READY"
@@ -62,13 +72,17 @@ class ServerIdentity:
             raise MismatchError(f"this server's job is {self.job}, not {job}", "JOB_MISMATCH")
 
     def check_term(self, term: int) -> None:
-        """UnreachableError where the caller knows of a later primary of this shard."""
+        """Check that the caller knows no later primary of this shard.
+
+        Raises:
+            UnreachableError: It does.
+        """
         if term > self.term:
             text = f"shard {self.shard} has a primary of term {term}; this server was one in term {self.term}"
             raise UnreachableError(text, "NOT_PRIMARY")
 
     def learn(self, job: str, addresses: Sequence[str], layout: int) -> None:
-        """What the coordinator says."""
+        """Record what the coordinator sends."""
         with self._changed:
             self.job, self._addresses, self.shards, self.layout = (
                 job,
@@ -80,13 +94,18 @@ class ServerIdentity:
         self._name.note(job)
 
     def find(self, coordinator: str) -> None:
-        """Shard 0 was found here: it has another primary now."""
+        """Record the address of shard 0's new primary."""
         with self._changed:
             self.coordinator = coordinator
 
     def introduce(self, coordinator: str, job: str = "") -> None:
-        """A worker, one of this job if it names it, says where shard 0 is. MismatchError from a
-        stranger if this server follows another one."""
+        """Record the address of shard 0 that a worker sends.
+
+        A worker of this job names it; then the address is only a hint.
+
+        Raises:
+            MismatchError: This server follows another coordinator.
+        """
         with self._changed:
             if job and job in (self.job, self.bound):
                 self.hint = coordinator
@@ -101,7 +120,7 @@ class ServerIdentity:
             self._changed.notify_all()
 
     def wait_for_coordinator(self, seconds: float) -> str:
-        """The address of shard 0, or empty if nobody has told it within `seconds`."""
+        """Return the address of shard 0; empty if it is unknown after `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self.coordinator, seconds)
             return self.coordinator

@@ -1,6 +1,4 @@
-"""The name of the job whose data lie in a data directory: what is not of that job may not touch
-them.
-"""
+"""The name of the job that owns a data directory: another job must not touch it."""
 
 import logging
 import re
@@ -10,19 +8,21 @@ from pathlib import Path
 from pscommon.core.errors import MismatchError, SnapshotError
 from pscommon.snapshot.atomic_files import AtomicFiles, publish
 
-MADE_UP = re.compile("job-[0-9a-f]{8}")
+GENERATED_NAME = re.compile("job-[0-9a-f]{8}")
 
 log = logging.getLogger("psserver")
 
 
 def made_up() -> str:
-    """A name for a job that nobody has named."""
+    """Return a name for a job without one."""
     return f"job-{secrets.token_hex(4)}"
 
 
 class JobIdFile:
-    """noted: the name that lies in the data directory; empty where there is none yet, or no data
-    directory.
+    """The file with the name of the job.
+
+    Attributes:
+        noted: The name in the file; empty without a file or a data directory.
     """
 
     def __init__(self, data_dir: Path | None) -> None:
@@ -38,23 +38,22 @@ class JobIdFile:
             ) from error
 
     def check(self, job: str) -> None:
-        """MismatchError where the data are of a job of another name; one that was made up gives
-        way.
+        """Check that the data belong to this job. A generated name gives way to any other.
+
+        Raises:
+            MismatchError: The data belong to a job of another name.
         """
-        if self.noted not in ("", job) and not MADE_UP.fullmatch(self.noted):
+        if self.noted not in ("", job) and not GENERATED_NAME.fullmatch(self.noted):
             assert self._path is not None
             raise MismatchError(
-                f"the data in {self._path.parent} are of job {self.noted}, not {job}: give --job "
-                f"{self.noted}, or "
-                "another --data-dir; --resume never begins a new job there, and keeps the old "
-                "one's snapshots aside",
+                f"data directory {self._path.parent} belongs to job {self.noted}, not {job}. "
+                f"Try: `--job {self.noted}`, another `--data-dir`, or `--resume never` to start "
+                f"over (existing snapshots are moved aside)",
                 "JOB_MISMATCH",
             )
 
     def note(self, job: str) -> None:
-        """The data are of this job from now on. Where that cannot be written down the job goes
-        on all the same.
-        """
+        """Write the job's name. If the disk refuses, the job continues nevertheless."""
         if job == self.noted:
             return
         self.noted = job
@@ -64,4 +63,4 @@ class JobIdFile:
                 files.write(temporary, job.encode())
                 publish(files, temporary, self._path)
             except OSError as error:
-                log.error("cannot note down the job's name", extra={"problem": str(error)})
+                log.error("cannot store the job's name", extra={"problem": str(error)})

@@ -1,6 +1,4 @@
-"""What one shard counts for Prometheus; the names are promised to dashboards and alerts
-(deploy/).
-"""
+"""The Prometheus metrics of one shard; dashboards and alerts depend on the names (deploy/)."""
 
 import platform
 import threading
@@ -13,11 +11,11 @@ from prometheus_client.registry import Collector
 from pscommon.system.packages import installed
 from pscommon.telemetry.http import SECONDS, new_registry
 
-MAX_WORKERS = 256  # series per worker-labelled metric; whoever comes after shares the label "other"
+MAX_WORKERS = 256  # series per worker-labelled metric; later workers share the label "other"
 OTHER = "other"
 OUTCOMES = ("applied", "duplicate", "stale", "rejected")
 WORKER_STATES = ("joined", "active", "idle", "lost", "left", "past")
-# errno names, and "incomplete": another shard's part did not come
+# errno names, and "incomplete": another shard's part is missing
 SNAPSHOT_FAILURES = ("ENOSPC", "EDQUOT", "EIO", "EACCES", "EROFS", "incomplete", OTHER)
 
 _VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -25,8 +23,8 @@ _PUSHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 
 
 def standby_metrics(shard: int, version: Callable[[], int]) -> CollectorRegistry:
-    """What a standby shows: its process, and how far it is; nothing that would count as the
-    shard's own.
+    """Return the metrics of a standby: its process and its version, nothing that belongs to the
+    primary.
     """
     registry = new_registry()
     about = "Updates in the weights of the shard's standby"
@@ -37,10 +35,11 @@ def standby_metrics(shard: int, version: Callable[[], int]) -> CollectorRegistry
 
 
 class ServerMetrics:
-    """All metrics of one shard in `registry`. Every method is cheap and thread-safe; every
-    series has a shard label.
+    """All metrics of one shard in `registry`. Every method is cheap and thread-safe; every series
+    has a shard label.
 
-    about: asked with every scrape for what else ps_shard_info says of this shard.
+    Attributes:
+        about: Returns the labels of ps_shard_info beside the shard; called at every scrape.
     """
 
     def __init__(self, registry: CollectorRegistry, *, shard: int) -> None:
@@ -54,40 +53,38 @@ class ServerMetrics:
         self._durability()
 
     def version(self, version: int) -> None:
-        """Number of updates in this shard's weights."""
+        """Set the number of updates in this shard's weights."""
         self._version.set(version)
 
     def model(self, parameters: int, nbytes: int) -> None:
-        """Size of this shard's part of the model, in numbers and in bytes."""
+        """Set the size of this shard's part of the model, in numbers and in bytes."""
         self._parameters.set(parameters)
         self._parameter_bytes.set(nbytes)
 
     def pushed(self, outcome: str, staleness: int | None = None) -> None:
-        """One push was decided: one of OUTCOMES, and its staleness in versions where it has one."""
+        """Count a decided push: one of OUTCOMES, and its staleness in versions if it has one."""
         self._outcomes[outcome].inc()
         if staleness is not None:
             self._staleness.observe(staleness)
 
     def applied(self, seconds: float, contributors: int) -> None:
-        """One update of the weights took `seconds` and summed the pushes of `contributors`
-        workers.
-        """
+        """Count an update of the weights: its duration and the number of workers in it."""
         self._apply.observe(seconds)
         self._contributors.observe(contributors)
 
     def waited(self, seconds: float) -> None:
-        """One push was staged here for `seconds` until it was decided."""
+        """Record the seconds from the staging of a push to its decision."""
         self._barrier.observe(seconds)
 
     def moved(self, received: int = 0, sent: int = 0) -> None:
-        """Bytes of gradients that came and of weights that went."""
+        """Count bytes of received gradients and of sent weights."""
         if received:
             self._received.inc(received)
         if sent:
             self._sent.inc(sent)
 
     def rpc(self, method: str, code: str, seconds: float) -> None:
-        """One call ended: its short name and its canonical status code (see
+        """Count a finished call: its short name and its canonical status code (see
         psserver.process.rpc_metrics).
         """
         if (method, code) not in self._calls:
@@ -100,17 +97,20 @@ class ServerMetrics:
         duration.observe(seconds)
 
     def backup_workers(self, count: int) -> None:
-        """So many a round need not wait for, under the policy of the moment."""
+        """Set the number of workers that a round does not wait for under the current policy."""
         self._backup.set(count)
 
     def workers(self, counts: Mapping[str, int]) -> None:
-        """The membership by state; a state that is not named counts none."""
+        """Set the number of members by state; a missing state counts zero."""
         for state in dict.fromkeys((*WORKER_STATES, *counts)):
             self._workers.labels(self._shard, state).set(counts.get(state, 0))
 
     def worker(self, worker: int | str, clock: int, pushed: bool) -> None:
-        """Its clock is `clock`; pushed: one of its pushes counted just now. "other" shows
-        whoever of them was last.
+        """Set a worker's clock.
+
+        Args:
+            pushed: One of its pushes has counted since the last call. The label "other" shows the
+                worker that was last.
         """
         with self._lock:
             label = self._label(str(worker))
@@ -120,12 +120,12 @@ class ServerMetrics:
                 self._pushed.add(label)
 
     def gone(self, worker: int | str) -> None:
-        """`worker` has left or is lost: its series end. An unknown one is ignored."""
+        """End the series of a worker that has left or is lost; ignore an unknown worker."""
         with self._lock:
             self._forget(str(worker))
 
     def snapshot(self, seconds: float, nbytes: int) -> None:
-        """This shard's part of a snapshot of `nbytes` is complete on disk; its age counts from
+        """Record that this shard's part of a snapshot is complete on disk; its age counts from
         now.
         """
         self._snapshot_seconds.observe(seconds)
@@ -133,41 +133,37 @@ class ServerMetrics:
         self._snapshot_success.set_to_current_time()
 
     def snapshot_found(self, at: float, nbytes: int) -> None:
-        """This shard goes on from a snapshot of this time, in which its part has so many bytes;
-        0: it has none.
-        """
+        """Set the time and size of the snapshot that this shard continues from; 0: there is none."""
         self._snapshot_bytes.set(nbytes)
         self._snapshot_success.set(at)
 
     def snapshot_failed(self, reason: str) -> None:
-        """One of SNAPSHOT_FAILURES, such as an errno's name; any other reason counts as "other"."""
+        """Count a failed snapshot: one of SNAPSHOT_FAILURES, such as an errno's name, or "other"."""
         known = reason if reason in SNAPSHOT_FAILURES else OTHER
         self._snapshot_failures.labels(self._shard, known).inc()
 
     def log_failed(self, reason: str) -> None:
-        """The log could not be written; reason as for `snapshot_failed`."""
+        """Count a failed write to the log; reason as for `snapshot_failed`."""
         known = reason if reason in SNAPSHOT_FAILURES else OTHER
         self._log_failures.labels(self._shard, known).inc()
 
     def updates_lost(self, count: int) -> None:
-        """The job went back to a snapshot, and so many updates are gone."""
+        """Count the updates that a rollback to a snapshot lost."""
         if count:
             self._lost.inc(count)
             self._lost_at.set_to_current_time()
 
     def standby(self, in_sync: bool, behind: int) -> None:
-        """Has this shard a standby that could take over, and how many records are on their way
-        to it?
-        """
+        """Set whether a standby could take over, and the number of records in flight to it."""
         self._standby_in_sync.set(in_sync)
         self._standby_behind.set(behind)
 
     def standby_diverged(self) -> None:
-        """The standby could not go on from what it had, because it was wrong."""
+        """Count a standby whose state differed from the primary's."""
         self._standby_divergences.inc()
 
     def standby_lost(self) -> None:
-        """It is silent, or its line is cut."""
+        """Count a standby that is silent or disconnected."""
         self._standby_losses.inc()
 
     def _label(self, worker: str) -> str:
@@ -176,7 +172,7 @@ class ServerMetrics:
         if len(self._known) == MAX_WORKERS:
             self._others.add(worker)
             return OTHER
-        self._forget(worker)  # it may have been among the others before there was room
+        self._forget(worker)  # it may share the label "other" until now
         self._known.add(worker)
         return worker
 
@@ -229,7 +225,7 @@ class ServerMetrics:
             "ps_staleness_versions", "Updates between a push and its weights", _VERSIONS
         )
         self._pushes = self._counter("ps_pushes_total", "Pushes by what became of them", "outcome")
-        # all from zero on, so that a rate sees the first one
+        # from zero, so that a rate includes the first event
         self._outcomes = {
             outcome: self._pushes.labels(self._shard, outcome) for outcome in OUTCOMES
         }
@@ -242,7 +238,7 @@ class ServerMetrics:
         self._rpcs = self._counter("ps_rpc_requests_total", "Calls that ended", "method", "code")
         self._calls: dict[
             tuple[str, str], tuple[Counter, Histogram]
-        ] = {}  # looking series up costs more than a count
+        ] = {}  # looking up a series costs more than counting
         labels = ("shard", "method")
         self._rpc_seconds = Histogram(
             "ps_rpc_duration_seconds",
@@ -262,7 +258,7 @@ class ServerMetrics:
             "ps_worker_last_push_timestamp_seconds", "When it counted", "worker"
         )
         self._pushed: set[str] = set()  # series of these have a time of the last push
-        self._lock = threading.Lock()  # over the sets and the series that they name
+        self._lock = threading.Lock()  # guards the sets and their series
         self._known: set[str] = set()
         self._others: set[str] = set()
 
@@ -291,8 +287,7 @@ class ServerMetrics:
             "ps_updates_lost_total", "Updates lost when the job went back to a snapshot"
         )
         self._lost = lost.labels(self._shard)
-        # a counter of the same height in a process that was started again, or in a standby's, shows
-        # no increase
+        # an equal counter in a restarted process, or in a standby, shows no increase
         lost_at = self._gauge(
             "ps_updates_lost_timestamp_seconds", "When updates were last lost; 0: never"
         )
@@ -303,9 +298,7 @@ class ServerMetrics:
             "ps_standby_behind_records", "Records that the standby does not have yet"
         )
         self._standby_behind = behind.labels(self._shard)
-        diverged = self._counter(
-            "ps_standby_divergences_total", "Standbys that were not what their primary was"
-        )
+        diverged = self._counter("ps_standby_divergences_total", "Standby checksum mismatches")
         self._standby_divergences = diverged.labels(self._shard)
         losses = self._counter("ps_standby_losses_total", "Standbys that were lost")
         self._standby_losses = losses.labels(self._shard)
@@ -323,7 +316,7 @@ class ServerMetrics:
 
 
 class _ShardInfo(Collector):
-    """ps_shard_info, as it is at the moment."""
+    """ps_shard_info with its current labels."""
 
     def __init__(self, labels: Callable[[], Mapping[str, str]]) -> None:
         self._labels = labels

@@ -1,4 +1,4 @@
-"""The file in which a server says at which port it listens (--port-file)."""
+"""The file into which a server writes its port (--port-file)."""
 
 import logging
 import threading
@@ -12,21 +12,28 @@ log = logging.getLogger("psserver")
 
 
 class PortFile:
-    """path: None where nobody wants to know."""
+    """Writes and removes the file; does nothing without a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def write(self, address: str, inherited: bool) -> None:
-        """InvalidRequestError where that fails; but what a standby has that takes over
-        (inherited) nobody else has. A pipe may never find a reader: nobody waits for it."""
+        """Write the port. A pipe is written by a thread: it may never be read.
+
+        Args:
+            inherited: A promoted standby writes it: an error is logged, because its state exists
+                nowhere else.
+
+        Raises:
+            InvalidRequestError: The file cannot be written.
+        """
         path, text = self._path, address.rpartition(":")[2] + "\n"
         if path is None:
             return
         try:
             if is_special(path):
                 threading.Thread(
-                    target=_tell_reader, args=(path, text), name="port-file", daemon=True
+                    target=_write_pipe, args=(path, text), name="port-file", daemon=True
                 ).start()
             else:
                 write_whole(path, text)
@@ -34,15 +41,15 @@ class PortFile:
             problem = f"--port-file {path} cannot be written: {error.strerror}"
             if not inherited:
                 raise InvalidRequestError(problem) from error
-            log.error("going on without a port file", extra={"problem": problem})
+            log.error("continuing without a port file", extra={"problem": problem})
 
     def remove(self) -> None:
-        """Where it has to stay, this process ends all the same."""
+        """Remove the file; ignore errors, because this process ends."""
         if self._path is not None:
             with suppress(OSError):
                 remove_whole(self._path)
 
 
-def _tell_reader(pipe: Path, text: str) -> None:
-    with suppress(OSError):  # one that has hung up does not need it
+def _write_pipe(pipe: Path, text: str) -> None:
+    with suppress(OSError):  # the reader may have closed the pipe
         write_whole(pipe, text)

@@ -1,4 +1,4 @@
-"""Wraps the handlers of a gRPC server, whatever their service, and times every call."""
+"""Wraps the handlers of a gRPC server and times every call."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,9 @@ _KINDS = {
 
 
 class WrappedHandlers(grpc.ServerInterceptor):
-    """Applies functions to the handler of each method, the innermost first, once for each
-    handler.
+    """Applies functions to the handler of each method, the innermost first, once per handler.
 
-    Methods that no service has are not wrapped: their names are the caller's choice, and there
-    is no end of them.
+    Unknown methods are not wrapped: callers could create any number of names.
     """
 
     def __init__(self, wraps: Sequence[Wrap]) -> None:
@@ -46,8 +44,8 @@ class WrappedHandlers(grpc.ServerInterceptor):
 
 
 class RpcTimer:
-    """Calls `record` at the end of each call; a stream ends with its last response or when its
-    client gives up.
+    """Calls `record` at the end of each call; a stream ends with its last response or a
+    cancellation.
     """
 
     def __init__(self, record: Record) -> None:
@@ -79,9 +77,7 @@ class RpcTimer:
         self, method: str, context: Any
     ) -> Iterator[None]:  # a ServicerContext; the stubs lack its code()
         begin = time.perf_counter()
-        unnamed = (
-            grpc.StatusCode.UNKNOWN
-        )  # what gRPC makes of an exception that nobody turned into a status
+        unnamed = grpc.StatusCode.UNKNOWN  # what gRPC answers after an exception without a status
         try:
             yield
             unnamed = grpc.StatusCode.OK

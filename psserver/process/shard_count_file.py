@@ -1,5 +1,5 @@
-"""How many shards the job has, over all restarts: servers are started again with the command
-line of before a move.
+"""The number of shards of the job, on disk: servers restart with command lines from before a
+reshard.
 """
 
 import json
@@ -15,10 +15,13 @@ log = logging.getLogger("psserver")
 
 
 class ShardCountFile:
-    """Kept by shard 0 in its data directory, where there is one.
+    """Stored by shard 0 in its data directory, if there is one.
 
-    shards: of the job now. given: of the command line. changes: how often the number has
-    changed. past: the numbers that it had before, and that command lines may still say.
+    Attributes:
+        shards: Current number.
+        given: Number on the command line.
+        changes: How often the number has changed.
+        past: Earlier numbers, which command lines may still contain.
     """
 
     def __init__(self, given: int, data_dir: Path | None) -> None:
@@ -30,16 +33,14 @@ class ShardCountFile:
             self._read(self._path)
 
     def _read(self, path: Path) -> None:
-        """What was noted down counts for who is started as before; another number is what
-        somebody wants now.
-        """
+        """Read the file. It counts only if the number on the command line is one of its numbers."""
         try:
             noted = json.loads(path.read_text())
             if self.given in (int(noted["shards"]), *noted["past"]):
                 self._take(noted)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SnapshotError(
-                f"{path} cannot be read: cannot tell how many servers the job had: {error}. "
+                f"{path} cannot be read: the number of servers is unknown: {error}. "
                 f"Try: rm {path}, and start as many servers as the newest snapshot has parts"
             ) from error
 
@@ -49,17 +50,17 @@ class ShardCountFile:
 
     @property
     def noted(self) -> dict[str, Any]:
-        """All but the command line, JSON-ready."""
+        """All values but the one from the command line, for JSON."""
         return {"shards": self.shards, "past": sorted(self.past), "changes": self.changes}
 
     def forget(self) -> None:
-        """A job begins that has no past."""
+        """Remove the file: a job begins without earlier state."""
         self.shards, self.past, self.changes = self.given, set(), 0
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     def change(self, shards: int) -> None:
-        """The job has so many shards from now on. On the disk before this returns; OSError."""
+        """Set the number of shards; it is on the disk when this returns. Raises OSError."""
         if shards != self.shards:
             new = self._changed(shards)
             self._write(new)
@@ -70,10 +71,9 @@ class ShardCountFile:
         return {"shards": shards, "past": sorted(past), "changes": self.changes + 1}
 
     def take_over(self, noted: Mapping[str, Any], shards: int) -> None:
-        """Go on with what another process had noted; since then the job may have come to have so
-        many shards.
+        """Continue with the values of another process, then set the number of shards.
 
-        Where that cannot be written down the job goes on all the same: nobody else has it.
+        If the disk refuses, the job continues nevertheless: no other process has its state.
         """
         self._take(noted)
         if shards != self.shards:
@@ -81,7 +81,7 @@ class ShardCountFile:
         try:
             self._write(self.noted)
         except OSError as error:
-            log.error("cannot note down how many servers there are", extra={"problem": str(error)})
+            log.error("cannot store the number of servers", extra={"problem": str(error)})
 
     def _write(self, noted: Mapping[str, Any]) -> None:
         if self._path is None:

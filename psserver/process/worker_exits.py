@@ -1,5 +1,5 @@
-"""Workers whose processes have ended: found in this system's process table, or reported by who
-waited for them.
+"""Worker processes that have ended: found in this system's process table, or reported by their
+parent process.
 """
 
 import threading
@@ -11,10 +11,10 @@ FOUND = "its process has ended"
 
 
 class WorkerExits:
-    """Proofs of death, by worker. Thread-safe.
+    """Processes known to have ended, by worker. Thread-safe.
 
-    A process is looked up only after it was seen here: then its absence is a proof, however
-    alike two systems are.
+    A process is looked up only after it was seen here: then its absence is a proof, even if two
+    systems look alike.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class WorkerExits:
         self._reported: dict[int, str] = {}
 
     def learn(self, worker: int, name: str) -> None:
-        """Take note of a worker's process, which names itself (`pscommon.system.process_id`)."""
+        """Record the name of a worker's process (`pscommon.system.process_id`)."""
         with self._lock:
             if not name or self._names.get(worker) == name:
                 return
@@ -33,10 +33,10 @@ class WorkerExits:
                 self._local.add(worker)
 
     def report(self, name: str, reason: str) -> list[int]:
-        """Take note that a process has ended, as the process that started it says.
+        """Record that a process has ended, as reported by the process that started it.
 
         Returns:
-            The workers that it was.
+            Its workers.
         """
         with self._lock:
             workers = [worker for worker, known in self._names.items() if known == name]
@@ -44,7 +44,7 @@ class WorkerExits:
             return workers
 
     def at(self, place: str) -> dict[int, str]:
-        """Return the processes of workers at another place, for a server there to watch."""
+        """Return the processes of workers in another PID namespace, for a server there to watch."""
         with self._lock:
             others = self._names.keys() - self._local if place else ()
             return {
@@ -54,14 +54,15 @@ class WorkerExits:
             }
 
     def found(self, workers: Iterable[int]) -> None:
-        """Take note that the processes of these workers have ended, as a server at their place
+        """Record that the processes of these workers have ended, as a server in their namespace
         has seen.
         """
         with self._lock:
             self._reported.update(dict.fromkeys(workers, FOUND))
 
     def among(self, workers: Iterable[int]) -> dict[int, str]:
-        """Return the proof for each of these workers whose process has ended; others are forgotten.
+        """Return the proof for each of these workers whose process has ended; forget all other
+        workers.
 
         Reads one small file of /proc for each local worker (about 20 us).
         """

@@ -1,6 +1,4 @@
-"""A lock in the file system: who is primary of a shard, for servers on one host or with a common
-folder.
-"""
+"""The primary lease as files in a directory that primary and standby share."""
 
 import contextlib
 import json
@@ -19,23 +17,24 @@ from psserver.core.shard.failover import acquire_primary_record
 from psserver.core.shard.primary_lease import LeaseStore, PrimaryRecord
 from psserver.process.config import ServerConfig
 
-GONE = "standby-is-gone"
-"""A file with which an operator says that the standby which may take over will not. The term
-stays, and grows: a server that began again with the first one would be refused by all who know
-of later ones."""
+STANDBY_GONE_FILE = "standby-is-gone"
+"""File with which an operator confirms that the standby that may take over is permanently lost.
 
-ANSWERS = 3.0
-"""Seconds that the holder of a tenure gets to say that it still is primary; one that is stopped
-says nothing.
+The term stays and grows: a server that restarted with term 1 would be refused by all that know a
+later term.
 """
+
+ANSWER_TIMEOUT_SECONDS = 3.0
+"""Time for the current primary to answer; a stopped process does not answer."""
 
 
 class LeaseDirectory:
-    """One file for each tenure, numbered; the last one counts (core/shard/primary_lease.py: LeaseStore).
+    """One numbered file per record; the highest number counts (core/shard/primary_lease.py:
+    LeaseStore).
 
-    A swap links a complete file to the next number, which fails where somebody else did; so
-    nobody ever waits for a lock whose holder was stopped. The folder is made; all may raise
-    OSError.
+    A swap links a complete file to the next number, which fails if another process did so first.
+    So no process waits for a lock whose owner was stopped. The folder is created. All methods may
+    raise OSError.
     """
 
     def __init__(self, folder: Path, shard: int) -> None:
@@ -44,7 +43,7 @@ class LeaseDirectory:
 
     def read(self) -> PrimaryRecord | None:
         while number := self._newest():
-            with contextlib.suppress(FileNotFoundError):  # a newer one is there by now
+            with contextlib.suppress(FileNotFoundError):  # a newer record has replaced it
                 return self._read(number)
         return None
 
@@ -53,7 +52,7 @@ class LeaseDirectory:
         try:
             found = self._read(number) if number else None
         except FileNotFoundError:
-            return False  # a newer one is there by now
+            return False  # a newer record has replaced it
         if found != old:
             return False
         temporary = self._folder / f"{uuid.uuid4().hex}.tmp"
@@ -67,25 +66,24 @@ class LeaseDirectory:
             return False
         finally:
             temporary.unlink(missing_ok=True)
-        # one who thought for long may have made a number again that was removed since: the last one
-        # counts
+        # a slow process may have created a number again that was removed since: the highest counts
         won = self._newest() == number + 1
         (self._path(number) if won else self._path(number + 1)).unlink(missing_ok=True)
         return won
 
-    def let_go(self) -> None:
-        """Nobody is in sync, if an operator says so."""
-        said, found = self._folder / GONE, self.read()
-        if said.exists():
+    def confirm_standby_gone(self) -> None:
+        """Mark the standby as not in sync if an operator has confirmed its loss."""
+        marker, found = self._folder / STANDBY_GONE_FILE, self.read()
+        if marker.exists():
             if found is not None:
                 self.swap(found, replace(found, in_sync=""))
-            said.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:09d}.json"
 
     def _newest(self) -> int:
-        """0: there is none."""
+        """Return the highest number; 0 without a file."""
         return max((int(path.stem) for path in self._folder.glob("*.json")), default=0)
 
     def _read(self, number: int) -> PrimaryRecord:
@@ -97,8 +95,9 @@ class LeaseDirectory:
 
 
 def _write(path: Path, text: str) -> None:
-    """On the disk when this returns: after a power cut, a tenure that nobody can read would keep
-    all servers away.
+    """Write a file that is on the disk when this returns.
+
+    After a power cut, an unreadable record would keep all servers away.
     """
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -107,7 +106,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def lease_of(config: ServerConfig) -> LeaseDirectory | None:
-    """The lock that a server goes by. TakenError where it cannot be used."""
+    """Return the lease directory of a server; None without --failover-lock.
+
+    Raises:
+        TakenError: The directory cannot be used.
+    """
     if config.failover_lock is None:
         return None
     try:
@@ -118,14 +121,18 @@ def lease_of(config: ServerConfig) -> LeaseDirectory | None:
         ) from error
 
 
-def begun(config: ServerConfig, lease: LeaseDirectory | None, address: str) -> PrimaryRecord:
-    """What a server that was started as primary, here, is primary by. TakenError where it must
-    not be.
+def begin_primary(
+    config: ServerConfig, lease: LeaseDirectory | None, address: str
+) -> PrimaryRecord:
+    """Return the record by which a server that was started as primary is primary.
+
+    Raises:
+        TakenError: The server must not be primary, or the lease cannot be used.
     """
     try:
         _check_holder(config, lease, address)
         if lease is not None:
-            lease.let_go()
+            lease.confirm_standby_gone()
         tenure = acquire_primary_record(lease, address)
     except (OSError, ValueError, TypeError) as error:
         raise TakenError(
@@ -133,30 +140,27 @@ def begun(config: ServerConfig, lease: LeaseDirectory | None, address: str) -> P
         ) from error
     if tenure is None:
         raise TakenError(
-            f"shard {config.shard} has a standby that is in sync and may be primary by now: start "
-            f"this server with "
-            f"--standby-of and its address; if it is gone for good, say so with touch "
-            f"{config.failover_lock}/shard-{config.shard}/{GONE}; if it is of another job, give "
-            f"each job a "
-            "--failover-lock of its own"
+            f"cannot start as primary of shard {config.shard}: its standby was in sync and may have "
+            f"taken over. Try: start this server with `--standby-of HOST:PORT` of the standby; if "
+            f"the standby is permanently lost: `touch "
+            f"{config.failover_lock}/shard-{config.shard}/{STANDBY_GONE_FILE}`; if it belongs to "
+            f"another job: give each job its own `--failover-lock`"
         )
     return tenure
 
 
 def _check_holder(config: ServerConfig, lease: LeaseStore | None, address: str) -> None:
-    """One that was started again, by whoever watches it, is not to take the place of the standby
-    that took over.
-    """
+    """Check that no standby has taken over from a server that was restarted as primary."""
     found = lease.read() if lease is not None else None
     if found is None or found.holder == address:
         return
     with open_channel(found.holder) as channel:
         try:
             stub = ParameterServerServiceStub(channel)
-            answer = stub.Describe(DescribeRequest(), timeout=ANSWERS)
+            answer = stub.Describe(DescribeRequest(), timeout=ANSWER_TIMEOUT_SECONDS)
         except grpc.RpcError as failure:
             if failure.code() is grpc.StatusCode.UNAVAILABLE:
-                return  # nobody is there
+                return  # no server answers there
         else:
             if (answer.shard, answer.shards) != (
                 config.shard,
@@ -164,9 +168,8 @@ def _check_holder(config: ServerConfig, lease: LeaseStore | None, address: str) 
             ) or answer.term < found.term:
                 return
     raise TakenError(
-        f"{found.holder} is primary of shard {config.shard}, in term {found.term}: start this "
-        f"server with "
-        f"--standby-of {found.holder}; if that is of another job, give each job a --failover-lock "
-        f"of its own",
+        f"cannot start as primary of shard {config.shard}: {found.holder} is primary in term "
+        f"{found.term}. Try: start this server with `--standby-of {found.holder}`; if that server "
+        f"belongs to another job: give each job its own `--failover-lock`",
         "DEPOSED",
     )

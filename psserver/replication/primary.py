@@ -1,5 +1,5 @@
-"""The primary's end of the link to its standby: the machine (core/shard/replication.py), a queue
-of records, and the threads that wait.
+"""Replication on the primary: the state machine (core/shard/replication.py), a queue, and waiting
+threads.
 """
 
 import logging
@@ -24,34 +24,39 @@ from psserver.durability.state_records import (
 from psserver.parameters.store import ParameterStore
 from psserver.process.metrics import ServerMetrics
 
-TICK = 0.1
-BEAT = 0.5
-"""Seconds between two words to the standby when nothing happens."""
+TICK_SECONDS = 0.1
+HEARTBEAT_INTERVAL_SECONDS = 0.5
+"""Time between two messages to the standby when nothing happens."""
 
-GOODBYE = 1.0
-"""Seconds that a standby gets to hear that the job is over."""
+END_TIMEOUT_SECONDS = 1.0
+"""Time for the standby to receive the end of the job."""
 
-EVERY = 100
-"""Versions between two comparisons of the standby's numbers with the primary's."""
+CHECKSUM_EVERY_VERSIONS = 100
+"""Versions between two comparisons of the standby's checksum with the primary's."""
 
-ROOM = 256 << 20
-"""Bytes on their way to a standby from which on whoever has more for it waits."""
+MAX_QUEUED_BYTES = 256 << 20
+"""Bytes in flight to a standby above which senders wait."""
 
 T = TypeVar("T")
 
 log = logging.getLogger("psserver")
 
 Whole = Callable[[Callable[[Iterable[StateRecord]], None]], None]
-"""Calls what it is given with the whole state, while nothing changes."""
+"""Calls its argument with the complete state, while nothing changes."""
 
 
 class PrimaryReplicator:
-    """records.Line. whole: where the state of this server comes from. deposed: called at the end
-    of being primary, with the reason (empty: as planned); it ends the process, and never
-    returns.
+    """Sends records to the standby (durability.record_sink.StandbyLink).
 
-    Threads: `_changed` guards the machine and the queue. Whoever waits in `settle` may hold
-    locks of the engine or the desk; nothing that is done here under `_changed` needs those.
+    Args:
+        deposed: Called when this server stops being primary, with the reason (empty: planned). It
+            ends the process and never returns.
+
+    Attributes:
+        whole: Copies the state of this server for a new standby.
+
+    Threads: `_changed` guards the machine and the queue. A thread that waits in `settle` may hold
+    locks of the engine or the executor; no code under `_changed` takes those.
     """
 
     def __init__(
@@ -59,12 +64,12 @@ class PrimaryReplicator:
     ) -> None:
         self.whole: Whole = lambda begin: None
         self._address = ""
-        self._why = ""  # there is no standby
+        self._why = ""  # why there is no standby
         self._machine, self._metrics = machine, metrics
         self._deposed = deposed
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, StateRecord]] = deque()
-        self._queued = 0  # bytes in there, but for those of the whole state: nobody waits for these
+        self._queued = 0  # bytes in the queue, without the initial state: no sender waits for that
         self._state_end = 0
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick_forever, name="shipping", daemon=True)
@@ -73,12 +78,17 @@ class PrimaryReplicator:
         self._ticker.start()
 
     def close(self, over: bool) -> None:
-        """This process ends. over: and the job with it, so that nobody is to take over."""
+        """Stop replication.
+
+        Args:
+            over: The job ends as well, so the standby must not take over.
+        """
         if over:
             with self._changed:
                 _, last = self._put(about(StateRecordKind.END))
                 self._changed.wait_for(
-                    lambda: not self.open or self._machine.last_acknowledged >= last, GOODBYE
+                    lambda: not self.open or self._machine.last_acknowledged >= last,
+                    END_TIMEOUT_SECONDS,
                 )
                 self._lose(self._machine.link_id)
         self._ended.set()
@@ -86,10 +96,10 @@ class PrimaryReplicator:
             self._ticker.join()
 
     def end(self) -> Never:
-        """A standby has taken this one's place, as planned."""
+        """End this process: a standby has taken over as planned."""
         self._deposed("")
 
-    # ---- what everybody sees ---------------------------------------------------------------------
+    # ---- state --------------------------------------------------------------------
 
     @property
     def term(self) -> int:
@@ -101,7 +111,7 @@ class PrimaryReplicator:
 
     @property
     def address(self) -> str:
-        """Of the standby; empty where there is none."""
+        """Address of the standby; empty without one."""
         return self._address if self.open else ""
 
     @property
@@ -112,7 +122,7 @@ class PrimaryReplicator:
 
     @property
     def behind(self) -> int:
-        """Records that the standby does not have yet."""
+        """Number of records that the standby does not have yet."""
         return self._machine.unacknowledged if self.open else 0
 
     # ---- records ---------------------------------------------------------------------------------
@@ -124,7 +134,7 @@ class PrimaryReplicator:
             return self._machine.link_id, self._machine.append()
         record = copied(source, kind, header, payload)
         with self._changed:
-            self._changed.wait_for(lambda: not self.open or self._queued < ROOM)
+            self._changed.wait_for(lambda: not self.open or self._queued < MAX_QUEUED_BYTES)
             return self._put(record)
 
     @property
@@ -144,15 +154,18 @@ class PrimaryReplicator:
         with self._changed:
             while not self._may_tell(*sent):
                 self._check()
-                self._changed.wait(TICK)
+                self._changed.wait(TICK_SECONDS)
         self._check()
 
-    def _may_tell(self, line: int, number: int) -> bool:
-        return self._guarded(lambda: self._machine.can_reply(line, number, time.monotonic()), False)
+    def _may_tell(self, link_id: int, number: int) -> bool:
+        return self._guarded(
+            lambda: self._machine.can_reply(link_id, number, time.monotonic()), False
+        )
 
     def _check(self) -> None:
-        """Whoever has handed over may find out that it is not primary any more before it is
-        told: that was planned.
+        """End the process if it is no longer primary.
+
+        After a planned handover a waiting thread may notice this before StepDown is answered.
         """
         if self._machine.deposed_reason:
             self._deposed(
@@ -160,12 +173,12 @@ class PrimaryReplicator:
             )
 
     def _guarded(self, action: Callable[[], T], otherwise: T) -> T:
-        """A lock that cannot be read or written is as good as lost."""
+        """Run an action; treat a lease that cannot be read or written as lost."""
         try:
             return action()
         except (OSError, ValueError, TypeError) as error:
             self._machine.deposed_reason = (
-                f"the failover lock cannot be used any more; this server resigns: {error}"
+                f"the failover lock cannot be used, so this server is no longer primary: {error}"
             )
             return otherwise
 
@@ -173,16 +186,16 @@ class PrimaryReplicator:
         with self._changed:
             while (
                 self._machine.is_handing_over
-            ):  # what comes after this is in no record: nobody is to learn of it
+            ):  # later changes are in no record and must not be visible
                 self._check()
-                self._changed.wait(TICK)
+                self._changed.wait(TICK_SECONDS)
             if self.open:
-                log.info("the standby is to load everything anew", extra={"why": why})
+                log.info("the standby has to load the state again", extra={"why": why})
                 self._why = f", for {why}"
                 self._lose(self._machine.link_id)
 
     def checksum(self, version: int, store: ParameterStore) -> None:
-        if self.open and version % EVERY == 0:
+        if self.open and version % CHECKSUM_EVERY_VERSIONS == 0:
             record = about(StateRecordKind.CHECKSUM, version=version, checksum=checksum(store))
             with self._changed:
                 self._put(record)
@@ -190,35 +203,45 @@ class PrimaryReplicator:
     def snapshot(self, manifest: str) -> None:
         self.settle(self.send(RecordSource.LINE, StateRecordKind.SNAPSHOT, manifest.encode()))
 
-    # ---- the line --------------------------------------------------------------------------------
+    # ---- connection -------------------------------------------------------------------------------
 
-    def replicate(self, line: int, alive: Callable[[], bool]) -> Iterator[pb.ReplicateResponse]:
-        """All that a standby is to know, from now on, until its line is cut or silent."""
+    def replicate(self, link_id: int, alive: Callable[[], bool]) -> Iterator[pb.ReplicateResponse]:
+        """Yield all records for a standby until its connection ends or is silent."""
         beat = 0.0
-        while alive() and self._lives(line):
+        while alive() and self._is_current(link_id):
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or not self._lives(line), BEAT)
-                number, record = self._queue[0] if self._queue and self._lives(line) else (0, None)
+                self._changed.wait_for(
+                    lambda: self._queue or not self._is_current(link_id), HEARTBEAT_INTERVAL_SECONDS
+                )
+                number, record = (
+                    self._queue[0] if self._queue and self._is_current(link_id) else (0, None)
+                )
             if record is not None:
                 yield from frames(number, record)
-                self._sent(line, number, record)
-            elif time.monotonic() - beat >= BEAT / 2:
+                self._sent(link_id, number, record)
+            elif time.monotonic() - beat >= HEARTBEAT_INTERVAL_SECONDS / 2:
                 beat = time.monotonic()
                 yield pb.ReplicateResponse()
 
-    def _lives(self, line: int) -> bool:
-        return self._machine.link_id == line and self.open
+    def _is_current(self, link_id: int) -> bool:
+        return self._machine.link_id == link_id and self.open
 
-    def _sent(self, line: int, number: int, record: StateRecord) -> None:
+    def _sent(self, link_id: int, number: int, record: StateRecord) -> None:
         with self._changed:
-            if self._machine.link_id == line and self._queue:
+            if self._machine.link_id == link_id and self._queue:
                 self._queue.popleft()
                 self._queued -= record.nbytes if number > self._state_end else 0
                 self._changed.notify_all()
 
     def attach(self, hello: pb.ReplicateRequest) -> int:
-        """A standby is there, and gets the whole state; the number of its line. NOT_PRIMARY,
-        SHARD_TAKEN.
+        """Send the complete state to a standby that connects.
+
+        Returns:
+            The id of the connection.
+
+        Raises:
+            UnreachableError: This server is not primary any more (NOT_PRIMARY).
+            MismatchError: The shard has another standby (SHARD_TAKEN).
         """
         machine = self._machine
         if hello.term > machine.term:
@@ -226,53 +249,53 @@ class PrimaryReplicator:
                 f"this server is of term {machine.term}, not {hello.term}", "NOT_PRIMARY"
             )
         with self._changed:
-            self._make_way(hello)
-        line = 0
+            self._end_connection(hello)
+        link_id = 0
 
         def begin(records: Iterable[StateRecord]) -> None:
-            nonlocal line
-            line = self._begin(hello, records)
+            nonlocal link_id
+            link_id = self._begin(hello, records)
 
         self.whole(begin)
         log.info("a standby loads", extra={"standby": hello.address, "term": machine.term})
         if hello.problem:
             log.error(
-                "the standby had to load anew",
+                "the standby has to load the state again because it differs",
                 extra={"standby": hello.address, "problem": hello.problem},
             )
             self._metrics.standby_diverged()
-        return line
+        return link_id
 
-    def _make_way(self, hello: pb.ReplicateRequest) -> None:
-        """There is no line any more, if this standby may have one."""
+    def _end_connection(self, hello: pb.ReplicateRequest) -> None:
+        """End the current connection, if this standby may replace it."""
         machine = self._machine
         if self.open and machine.standby_id != hello.instance:
             raise MismatchError(f"this shard has a standby at {self._address}", "SHARD_TAKEN")
         if machine.is_handing_over:
             raise UnreachableError("this server hands over to its standby", "NOT_PRIMARY")
-        self._lose(machine.link_id)  # it is here again: its line was cut
+        self._lose(machine.link_id)  # the standby reconnects: its previous connection ended
         self._check()
 
     def _begin(self, hello: pb.ReplicateRequest, records: Iterable[StateRecord]) -> int:
         machine = self._machine
         state = list(records)
         with self._changed:
-            self._make_way(
+            self._end_connection(
                 hello
-            )  # another one may have been quicker while this one waited for its state
-            line = machine.attach(hello.instance, time.monotonic())
+            )  # another standby may have connected while the state was copied
+            link_id = machine.attach(hello.instance, time.monotonic())
             self._address, self._why = hello.address, ""
             for record in state:
                 self._put(record)
             machine.end_state_transfer()
             self._state_end, self._queued = machine.last_sent, 0
-        return line
+        return link_id
 
-    def acknowledged(self, line: int, number: int) -> None:
+    def acknowledged(self, link_id: int, number: int) -> None:
         machine = self._machine
         with self._changed:
             before = machine.phase
-            self._guarded(lambda: machine.acknowledge(line, number, time.monotonic()), None)
+            self._guarded(lambda: machine.acknowledge(link_id, number, time.monotonic()), None)
             self._check()
             if machine.phase is ReplicationPhase.IN_SYNC and before is not ReplicationPhase.IN_SYNC:
                 log.info(
@@ -280,22 +303,22 @@ class PrimaryReplicator:
                 )
             self._changed.notify_all()
 
-    def lost(self, line: int) -> None:
-        """A line is cut."""
+    def lost(self, link_id: int) -> None:
+        """Record the end of a connection."""
         with self._changed:
-            if line == self._machine.link_id and not self._ended.is_set():
-                self._lose(line)
+            if link_id == self._machine.link_id and not self._ended.is_set():
+                self._lose(link_id)
 
-    def _lose(self, line: int) -> None:
-        had = self.open
-        self._guarded(lambda: self._machine.drop_link(line), None)
-        self._cleared(had)
+    def _lose(self, link_id: int) -> None:
+        had_standby = self.open
+        self._guarded(lambda: self._machine.drop_link(link_id), None)
+        self._cleared(had_standby)
 
-    def _cleared(self, had: bool) -> None:
+    def _cleared(self, had_standby: bool) -> None:
         self._check()
-        if had and not self.open:
+        if had_standby and not self.open:
             log.warning(
-                "the standby is lost; going on without it", extra={"standby": self._address}
+                "the standby is lost; continuing without it", extra={"standby": self._address}
             )
             self._metrics.standby_lost()
             self._address = ""
@@ -304,8 +327,12 @@ class PrimaryReplicator:
         self._changed.notify_all()
 
     def step_down(self, instance: str, seconds: float) -> None:
-        """Returns once the standby has all that was told, and nothing more ever will be.
-        MismatchError: not in sync.
+        """Hand over to the standby: return once it has every acknowledged record.
+
+        Nothing more is acknowledged afterwards.
+
+        Raises:
+            MismatchError: The standby is not in sync.
         """
         machine = self._machine
         with self._changed:
@@ -317,12 +344,12 @@ class PrimaryReplicator:
                     "NOT_IN_SYNC",
                 )
             if not self._changed.wait_for(lambda: machine.is_handover_complete, seconds):
-                self._deposed("the standby did not acknowledge what was on its way to it")
+                self._deposed("the standby did not acknowledge the records in flight")
 
     def _tick_forever(self) -> None:
-        while not self._ended.wait(TICK):
+        while not self._ended.wait(TICK_SECONDS):
             with self._changed:
-                had = self.open
+                had_standby = self.open
                 self._guarded(lambda: self._machine.tick(time.monotonic()), None)
-                self._cleared(had)
+                self._cleared(had_standby)
             self._metrics.standby(self.state == "in sync", self.behind)

@@ -1,5 +1,6 @@
-"""Requests between primaries and standbys (proto/psproto/v1/standby.proto), and what a standby
-says to all others.
+"""The gRPC servicer of primaries and standbys (proto/psproto/v1/standby.proto).
+
+It also refuses all other requests to a standby.
 """
 
 import contextlib
@@ -19,22 +20,26 @@ from psserver.process.grpc_server import when_ended
 from psserver.process.identity import ServerIdentity
 from psserver.replication.primary import PrimaryReplicator
 
-STEP_DOWN = 3.0
-"""Seconds that the standby gets for what is on its way to it."""
+STEP_DOWN_SECONDS = 3.0
+"""Time for the standby to acknowledge the records that are in flight."""
 
 
 class StandbyServicer(StandbyServiceServicer):
-    """shipper: of a primary, else None. promote: of a standby. checked: MismatchError for who is
-    of another shard.
+    """Answers a standby's requests on a primary, and promotion requests on a standby.
+
+    Args:
+        replicator: The primary's replicator; None on a standby.
+        promote: Promotes a standby; None on a primary.
+        check: Raises MismatchError for a standby of another shard or job.
     """
 
     def __init__(
         self,
         replicator: PrimaryReplicator | None,
         promote: Callable[[float], pb.PromoteResponse] | None = None,
-        checked: Callable[[pb.ReplicateRequest], None] = lambda hello: None,
+        check: Callable[[pb.ReplicateRequest], None] = lambda hello: None,
     ) -> None:
-        self._replicator, self._promote, self._checked = replicator, promote, checked
+        self._replicator, self._promote, self._check = replicator, promote, check
 
     def Replicate(
         self, requests: Iterator[pb.ReplicateRequest], context: grpc.ServicerContext
@@ -44,27 +49,27 @@ class StandbyServicer(StandbyServiceServicer):
             if hello is None:
                 return
             check_wire_format(hello.format, "the standby", "its primary")
-            self._checked(hello)
-            line = replicator.attach(hello)
-            when_ended(context, lambda: replicator.lost(line))
+            self._check(hello)
+            link_id = replicator.attach(hello)
+            when_ended(context, lambda: replicator.lost(link_id))
             listener = threading.Thread(
-                target=_listen, args=(replicator, line, requests), name="acks", daemon=True
+                target=_listen, args=(replicator, link_id, requests), name="acks", daemon=True
             )
             listener.start()
             try:
-                yield from replicator.replicate(line, context.is_active)
+                yield from replicator.replicate(link_id, context.is_active)
             finally:
-                replicator.lost(line)
+                replicator.lost(link_id)
 
     def StepDown(
         self, request: pb.StepDownRequest, context: grpc.ServicerContext
     ) -> pb.StepDownResponse:
         with answering(context):
             replicator = self._primary()
-            replicator.step_down(request.instance, STEP_DOWN)
+            replicator.step_down(request.instance, STEP_DOWN_SECONDS)
             if not context.add_callback(
                 replicator.end
-            ):  # whoever asked has hung up, and may be primary all the same
+            ):  # the caller has disconnected, and may be primary nevertheless
                 replicator.end()
             return pb.StepDownResponse()
 
@@ -83,11 +88,11 @@ class StandbyServicer(StandbyServiceServicer):
 
 
 def _listen(
-    replicator: PrimaryReplicator, line: int, requests: Iterator[pb.ReplicateRequest]
+    replicator: PrimaryReplicator, link_id: int, requests: Iterator[pb.ReplicateRequest]
 ) -> None:
     with contextlib.suppress(grpc.RpcError):  # the standby went away
         for request in requests:
-            replicator.acknowledged(line, request.received)
+            replicator.acknowledged(link_id, request.received)
 
 
 def not_primary(primary: str) -> UnreachableError:
@@ -96,7 +101,11 @@ def not_primary(primary: str) -> UnreachableError:
 
 
 class NotPrimary(grpc.GenericRpcHandler):
-    """Every method that a standby does not have: it says who does. primary: its address."""
+    """Refuses every method that a standby does not have, and names the primary.
+
+    Args:
+        primary: Returns the primary's address.
+    """
 
     def __init__(self, primary: Callable[[], str]) -> None:
         self._primary = primary
@@ -109,9 +118,11 @@ class NotPrimary(grpc.GenericRpcHandler):
         return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-def of_this_shard(identity: ServerIdentity) -> Callable[[pb.ReplicateRequest], None]:
-    """Checks a standby's first word: is it of this shard and job? Once the model has moved,
-    command lines may still say how many there were."""
+def standby_check(identity: ServerIdentity) -> Callable[[pb.ReplicateRequest], None]:
+    """Return a check that a standby belongs to this shard and job.
+
+    After a reshard, command lines may still contain an earlier number of shards.
+    """
 
     def check(hello: pb.ReplicateRequest) -> None:
         if hello.job:

@@ -1,4 +1,4 @@
-"""A server's life as a standby: it follows its shard's primary, until it is one itself."""
+"""A server as a standby: it follows its shard's primary until it becomes primary itself."""
 
 import json
 import logging
@@ -31,27 +31,27 @@ from psserver.process.metrics import standby_metrics
 from psserver.replication.servicer import NotPrimary, StandbyServicer
 from psserver.replication.standby_state import Promotion, StandbyState
 
-TICK = 0.1
-BEAT = 0.5
-"""Seconds between acknowledgements when nothing comes."""
+TICK_SECONDS = 0.1
+ACKNOWLEDGE_INTERVAL_SECONDS = 0.5
+"""Time between acknowledgements while no record comes."""
 
-NOTICE = 8.0
-"""Seconds between lines for people about a primary that does not answer."""
+NOTICE_INTERVAL_SECONDS = 8.0
+"""Time between log lines about a primary that does not answer."""
 
-CALLS = 64
-"""Calls at a time: most are of workers that look for the primary."""
+MAX_CONCURRENT_CALLS = 64
+"""Concurrent calls: most come from workers that look for the primary."""
 
-STEP_DOWN = 5.0
-"""Seconds that a primary gets to hand over."""
+STEP_DOWN_SECONDS = 5.0
+"""Time for a primary to hand over."""
 
 log = logging.getLogger("psserver")
 
 
 class Standby:
-    """Serves nothing but Promote until it is primary. `run` is its whole life.
+    """Serves only Promote until it is primary. `run` is its whole life.
 
-    Threads: the one of `run` follows; the ticker ends a line that is silent; a call of Promote
-    decides and waits.
+    Threads: the thread of `run` follows the primary; the ticker cancels a silent connection; a
+    call of Promote decides and waits.
     """
 
     def __init__(self, config: ServerConfig, lease: LeaseStore | None) -> None:
@@ -62,22 +62,22 @@ class Standby:
         assert config.standby_of is not None
         self._job = (
             config.job or JobIdFile(config.data_dir).noted
-        )  # the only one that it may follow; empty: any
+        )  # the only job that it may follow; empty: any
         self.primary = config.standby_of
         self._lease = lease
         self._team = ThreadTeam(config.threads or 1)
         self._standby_state: StandbyState | None = None
-        self._news = threading.Condition()
-        self._received = self._said = 0
+        self._progress = threading.Condition()
+        self._received = self._acknowledged = 0
         self._busy = False
-        self._problem = ""  # that the primary is to hear of
-        self._why = ""  # there is no line, or the whole state has not come over it
+        self._problem = ""  # reported to the primary
+        self._why = ""  # why the state is not loaded
         self._call: Any = None
         self._promoted: PrimaryRecord | None = None
-        self._at_rest = threading.Event()  # nobody follows any more
+        self._stopped_following = threading.Event()
         self._promoting = threading.Lock()
-        self._told = time.monotonic()
-        self._grpc, self.address = listen(config.bind, CALLS)
+        self._noticed_at = time.monotonic()
+        self._grpc, self.address = listen(config.bind, MAX_CONCURRENT_CALLS)
         self.advertised = config.advertise or self.address
         self._failover = FailoverMachine(self.name, self.advertised, lease, time.monotonic())
         add_StandbyServiceServicer_to_server(StandbyServicer(None, self.promote), self._grpc)
@@ -89,11 +89,11 @@ class Standby:
             else None
         )
 
-    # ---- its life --------------------------------------------------------------------------------
+    # ---- following -------------------------------------------------------------------------------
 
     def run(self) -> Promotion | None:
-        """Returns when it is primary; None: when the job is over, or this process was told to
-        end (`stop`).
+        """Follow the primary; return the promotion, or None if the job is over or `stop` was
+        called.
         """
         self._grpc.start()
         log.info("listening", extra={"address": self.address, "standby_of": self.primary})
@@ -105,9 +105,9 @@ class Standby:
         finally:
             with (
                 self._promoting
-            ):  # who asks now is told that this one ends; who asked before is waited for
+            ):  # later calls of Promote are refused; an earlier one finishes first
                 self.ended.set()
-            self._at_rest.set()
+            self._stopped_following.set()
             ticker.join()
             self._grpc.stop(grace=2.0).wait()
             if self.monitor is not None and self._promoted is None:
@@ -116,7 +116,7 @@ class Standby:
             return None
         if not self._failover.has_state:
             raise PSError(
-                "the last record before this standby became primary could not be carried out"
+                "cannot become primary: the last record of the former primary could not be applied"
             )
         self._wait_for_silence()
         log.warning(
@@ -128,55 +128,57 @@ class Standby:
         )
 
     def stop(self, reason: str) -> None:
-        """End, without being primary; but where its primary hands over just now, as one, for
-        nobody else is.
+        """End without becoming primary.
+
+        If the primary hands over at this moment, this standby becomes primary nevertheless: no
+        other server is.
         """
         with self._promoting:
             self.ended.set()
-        self._hang_up()
+        self._cancel_call()
 
     @property
     def version(self) -> int:
-        """Number of updates in the weights that it has."""
+        """Number of updates in the replicated weights."""
         return self._standby_state.version if self._standby_state is not None else 0
 
     def ready(self) -> tuple[bool, str]:
-        """For /readyz: could it take over?"""
+        """Answer /readyz: whether this standby could take over."""
         if self._failover.has_state:
             return True, f"standby of {self.primary}, version {self.version}"
         return (
             False,
-            self._problem or f"the whole state of {self.primary} is not here yet{self._because}",
+            self._problem or f"the whole state of {self.primary} is not here yet{self._why_suffix}",
         )
 
     @property
-    def _because(self) -> str:
+    def _why_suffix(self) -> str:
         return f" ({self._why})" if self._why else ""
 
     def _wait_for_silence(self) -> None:
-        """async: until the other one cannot believe any more that it is primary."""
+        """Under asynchronous replication: wait until the former primary's lease has ended."""
         time.sleep(self._failover.reply_delay_seconds)
 
     def _follow(self) -> None:
-        """One line, from connecting to its end; then, where that is due, an attempt to be
-        primary.
+        """Follow one connection until it ends; then take over if the primary has been silent long
+        enough.
         """
         try:
-            self._find()
+            self._find_primary()
             with open_channel(self.primary, tensors=True) as channel:
-                self._call = StandbyServiceStub(channel).Replicate(self._words())
+                self._call = StandbyServiceStub(channel).Replicate(self._requests())
                 if self.ended.is_set() or self._promoted is not None:
-                    self._hang_up()  # who did so just now had only the line of before
-                for number, record in received(self._heard(self._call)):
+                    self._cancel_call()  # a concurrent cancel saw only the previous call
+                for number, record in received(self._observed(self._call)):
                     if record is not None:
                         self._acknowledge(number)
-                        self._busy = True  # nobody listens now: that is no silence of the primary
-                        self._take(record)
+                        self._busy = True  # not reading: this is not the primary's silence
+                        self._apply(record)
                     self._busy = False
         except grpc.RpcError as failure:
             error = error_from(failure, f"the primary at {self.primary}")
-            # however a line ends, what came over it is whole
-            self._bear(
+            # every record that has arrived is complete, however the connection ends
+            self._handle_end(
                 error
                 if isinstance(error, MismatchError)
                 else UnreachableError(str(error), error.reason)
@@ -190,44 +192,44 @@ class Standby:
             KeyError,
             TypeError,
         ) as unfit:
-            self._bear(unfit)
+            self._handle_end(unfit)
         self._acknowledge(0)
         self._busy = False
         if self._promoted is None and self._failover.is_takeover_due(time.monotonic()):
-            self._try()
-        self.ended.wait(TICK)
+            self._try_take_over()
+        self.ended.wait(TICK_SECONDS)
 
-    def _heard(self, call: Iterator[pb.ReplicateResponse]) -> Iterator[pb.ReplicateResponse]:
+    def _observed(self, call: Iterator[pb.ReplicateResponse]) -> Iterator[pb.ReplicateResponse]:
         for message in call:
             check_wire_format(message.format, f"the primary at {self.primary}", "this standby")
             self._failover.note_contact(time.monotonic())
             yield message
 
     def _acknowledge(self, number: int) -> None:
-        with self._news:
+        with self._progress:
             self._received = number
-            self._news.notify_all()
+            self._progress.notify_all()
 
-    def _find(self) -> None:
-        """Who is primary now, where the lock says that; else it is whom this standby was started
-        for.
+    def _find_primary(self) -> None:
+        """Read the primary's address from the lease; without one it is the address of --standby-
+        of.
         """
         primary_record = self._lease.read() if self._lease is not None else None
         if primary_record is not None and primary_record.holder != self.advertised:
             self.primary = primary_record.holder
 
-    def _take(self, record: StateRecord) -> None:
+    def _apply(self, record: StateRecord) -> None:
         if (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.HELLO):
             self._begin(json.loads(record.header))
         elif (record.source, record.kind) == (RecordSource.LINE, StateRecordKind.END):
-            log.info("its primary has ended for good")
+            log.info("the primary has ended with the job")
             self.ended.set()
         elif self._standby_state is not None:
             self._standby_state.take(record)
             if self._standby_state.loaded and not self._failover.has_state:
                 self._failover.has_state, self._problem, self._why = True, "", ""
                 log.info(
-                    "has the whole state of its primary",
+                    "the primary's state is loaded",
                     extra={"version": self._standby_state.version},
                 )
 
@@ -241,44 +243,50 @@ class Standby:
         self._standby_state = StandbyState(self.config, self._team, hello)
 
     @property
-    def _borne(self) -> tuple[str, ...]:
-        """What may become better. Where another job has its primary's address, nobody else may
-        have what is here.
+    def _retried_reasons(self) -> tuple[str, ...]:
+        """Reasons of refusals that are retried.
+
+        If another job now uses the primary's address, a loaded state may exist nowhere else.
         """
         return ("SHARD_TAKEN", "JOB_MISMATCH") if self._failover.has_state else ("SHARD_TAKEN",)
 
-    def _bear(self, error: Exception) -> None:
-        """The line has ended. What cannot become better ends this process, and so does silence
-        where nothing is here that the job could go on with; the rest is tried again."""
+    def _handle_end(self, error: Exception) -> None:
+        """Handle the end of a connection.
+
+        Permanent refusals end this process; so does a long silence if no state is loaded.
+        Everything else is retried.
+        """
         self._why = str(error)
         unfit = not isinstance(error, (UnreachableError, MismatchError))
         if unfit:
             self._failover.has_state = False
         if self.ended.is_set() or self._promoted is not None:
             return
-        if isinstance(error, MismatchError) and error.reason not in self._borne:
+        if isinstance(error, MismatchError) and error.reason not in self._retried_reasons:
             self.failure = error
             self.ended.set()
         elif unfit:
             self._problem = str(error)
-            log.error("loading everything anew", extra={"problem": self._problem})
+            log.error("loading the primary's state again", extra={"problem": self._problem})
         elif (
             not self._failover.has_state
             and self._failover.silence_seconds(time.monotonic()) >= self.config.join_timeout
         ):
             self.failure = UnreachableError(
-                f"the primary at {self.primary}: nothing for too long: {error}"
+                f"the primary at {self.primary}: silent for too long: {error}"
             )
             self.ended.set()
-        elif time.monotonic() - self._told >= NOTICE:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._noticed_at >= NOTICE_INTERVAL_SECONDS:
+            self._noticed_at = time.monotonic()
             log.info(
                 "waiting",
                 extra={"waiting_for": f"the primary at {self.primary}", "problem": str(error)},
             )
 
-    def _words(self) -> Iterator[pb.ReplicateRequest]:
-        """Who asks; then how far it is, whenever that has changed, and at every beat."""
+    def _requests(self) -> Iterator[pb.ReplicateRequest]:
+        """Yield the request for replication, then acknowledgements: at every change and at every
+        interval.
+        """
         config = self.config
         yield pb.ReplicateRequest(
             shard=config.shard,
@@ -291,28 +299,30 @@ class Standby:
             format=spoken_format(),
         )
         while not self.ended.is_set() and self._promoted is None:
-            with self._news:
-                self._news.wait_for(lambda: self._received != self._said, BEAT)
-                self._said = self._received
-            yield pb.ReplicateRequest(received=self._said)
+            with self._progress:
+                self._progress.wait_for(
+                    lambda: self._received != self._acknowledged, ACKNOWLEDGE_INTERVAL_SECONDS
+                )
+                self._acknowledged = self._received
+            yield pb.ReplicateRequest(received=self._acknowledged)
 
     def _tick_forever(self) -> None:
-        """A line that is silent is ended from here, because who reads it waits."""
-        while not self.ended.wait(TICK):
+        """Cancel a silent connection: the thread that reads it is blocked."""
+        while not self.ended.wait(TICK_SECONDS):
             if self._busy:
                 self._failover.note_contact(time.monotonic())
             elif self._failover.is_takeover_due(time.monotonic()):
-                self._hang_up()
+                self._cancel_call()
 
-    def _hang_up(self) -> None:
+    def _cancel_call(self) -> None:
         call = self._call
         if isinstance(call, grpc.Call):
             call.cancel()
 
-    # ---- being primary ---------------------------------------------------------------------------
+    # ---- becoming primary --------------------------------------------------------------------------
 
-    def _try(self) -> None:
-        """Silence has lasted: be primary, if the lock allows it."""
+    def _try_take_over(self) -> None:
+        """Become primary after the silence, if the lease allows it."""
         with self._promoting:
             silent = self._failover.silence_seconds(time.monotonic())
             try:
@@ -320,47 +330,47 @@ class Standby:
             except (OSError, ValueError) as error:
                 log.error("the failover lock cannot be used", extra={"problem": str(error)})
             if self._promoted is None:
-                self._failover.has_state = False  # the primary went on alone: what is here is old
+                self._failover.has_state = False  # the primary continued alone: this state is old
                 log.warning(
-                    "the primary is silent, and had gone on without this standby",
+                    "failover refused: this standby was not in sync with the unreachable primary",
                     extra={"seconds": silent},
                 )
 
     def promote(self, seconds: float) -> pb.PromoteResponse:
-        """Somebody wants this one to be primary. MismatchError or UnreachableError: why not, and
-        what to do.
+        """Become primary on request.
+
+        Raises:
+            MismatchError: This standby is not in sync.
+            UnreachableError: This standby stops.
         """
         with self._promoting:
             if self._promoted is None:
                 if self.ended.is_set():
                     raise UnreachableError("this standby ends", "STOPPING")
-                note = self._agreed()
+                note = self._ask_to_step_down()
                 primary_record = self._failover.take_over()
                 if primary_record is None:
                     raise MismatchError(
-                        f"the failover lock says that {self.primary} may have gone on without "
-                        f"this standby, and have "
-                        "told others what is not here: start that server again, or all from a "
-                        "snapshot",
+                        f"cannot promote this standby: {self.primary} may have continued without "
+                        f"it. Try: restart that server, or all servers from a snapshot",
                         "NOT_IN_SYNC",
                     )
                 self._promoted = primary_record
             else:
                 note = ""
-        self._hang_up()
-        self._at_rest.wait(seconds)
+        self._cancel_call()
+        self._stopped_following.wait(seconds)
         assert self._standby_state is not None
         return pb.PromoteResponse(
             term=self._promoted.term, version=self._standby_state.version, note=note
         )
 
-    def _agreed(self) -> str:
-        """The primary has stepped down, or does not answer; then what people should know."""
+    def _ask_to_step_down(self) -> str:
+        """Ask the primary to step down; return a note for the operator if it does not answer."""
         if not self._failover.has_state or self._standby_state is None:
             raise MismatchError(
-                f"this standby has not loaded the state of {self.primary}{self._because}: wait "
-                f"until ps-ctl status "
-                "shows it in sync",
+                f"this standby has not loaded the state of {self.primary}{self._why_suffix}. "
+                f"Try: wait until `ps-ctl status` shows it in sync",
                 "NOT_IN_SYNC",
             )
         try:
@@ -369,7 +379,7 @@ class Standby:
                 translated(f"the primary at {self.primary}"),
             ):
                 StandbyServiceStub(channel).StepDown(
-                    pb.StepDownRequest(instance=self.name), timeout=STEP_DOWN
+                    pb.StepDownRequest(instance=self.name), timeout=STEP_DOWN_SECONDS
                 )
             self._failover.is_handover_complete = True
         except UnreachableError as silence:

@@ -1,6 +1,4 @@
-"""What a standby holds: the shard, and of shard 0 the coordinator, as far as its primary's
-records go.
-"""
+"""What a standby has replicated: the shard, and for shard 0 the coordinator."""
 
 import json
 from typing import Any, NamedTuple
@@ -25,14 +23,16 @@ from psserver.process.config import ServerConfig
 
 
 class DivergedError(PSError):
-    """The numbers here are not the primary's."""
+    """The replicated weights differ from the primary's."""
 
 
 class StandbyState:
-    """Made of one whole state and what comes after it. hello: what the primary says of itself
-    and the job.
+    """Built from one complete state and the records after it.
 
-    coordinator: of shard 0, else None. loaded: the whole state is here.
+    Attributes:
+        hello: The primary's first record: facts about itself and the job.
+        coordinator: The coordinator's machine on shard 0; None on other shards.
+        loaded: The complete state has arrived.
     """
 
     def __init__(self, config: ServerConfig, team: ThreadTeam, hello: dict[str, Any]) -> None:
@@ -45,8 +45,11 @@ class StandbyState:
         check_settings(config, hello)
 
     def take(self, record: StateRecord) -> None:
-        """The next record. DivergedError, LogUnfitError, and what damaged records raise: load
-        everything anew.
+        """Apply the next record.
+
+        Raises:
+            DivergedError, LogUnfitError: The state must be loaded again; so for errors of damaged
+                records.
         """
         match record.source:
             case RecordSource.LINE:
@@ -87,7 +90,7 @@ class StandbyState:
         mine = self.checksum()
         if (version, checksum) != (self.version, mine):
             raise DivergedError(
-                f"the numbers here, at version {self.version}, are not the primary's at {version}: "
+                f"the weights at version {self.version} differ from the primary's at version {version}: "
                 f"checksums {mine:08x} and {checksum:08x}"
             )
 
@@ -100,7 +103,7 @@ class StandbyState:
 
     @property
     def snapshots(self) -> tuple[Manifest | None, Manifest | None]:
-        """The one that the log of now goes on from, and the newest one."""
+        """The snapshot that the current log continues from, and the newest one."""
         first, newest = self.hello["snapshots"]
         return Manifest.from_json(first) if first else None, Manifest.from_json(
             newest
@@ -108,11 +111,12 @@ class StandbyState:
 
 
 class Promotion(NamedTuple):
-    """What a standby that is primary from now on has: its tenure, and what it has of its
-    predecessor.
+    """What a standby has when it becomes primary.
 
-    whole: that is all that the predecessor has told anybody. monitor: what probes and Prometheus
-    know it by, if any.
+    Attributes:
+        primary_record: The record by which it is primary.
+        whole: The replicated state holds everything that the former primary has acknowledged.
+        monitor: The metrics endpoint, which keeps its port; None without one.
     """
 
     primary_record: PrimaryRecord
@@ -122,21 +126,25 @@ class Promotion(NamedTuple):
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:
-    """What a primary and its standby must have in common, JSON-ready. Shard 0 decides; it tells
-    the others.
+    """Return the settings that a primary and its standby must share, for JSON. Shard 0 decides
+    for all.
     """
     return dict(json.loads(json.dumps(config.rules().as_json()))) if config.shard == 0 else {}
 
 
 def check_settings(config: ServerConfig, hello: dict[str, Any]) -> None:
-    """MismatchError that names what differs."""
+    """Compare the settings with the primary's.
+
+    Raises:
+        MismatchError: Names the settings that differ.
+    """
     check_same_optimizers("its primary", hello.get("optimizers", ""), "this standby")
     mine, theirs = settings(config), hello["settings"]
     differing = [key for key in mine if mine[key] != theirs.get(key)]
     if differing:
-        text = "; ".join(f"{key} (here {mine[key]}, there {theirs.get(key)})" for key in differing)
+        text = "; ".join(f"{key} ({mine[key]}, primary: {theirs.get(key)})" for key in differing)
         raise MismatchError(
-            f"this standby was started with other settings than its primary: {text}",
+            f"the settings of this standby differ from its primary's: {text}",
             "SHARD_MISMATCH",
         )
 

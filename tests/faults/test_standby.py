@@ -122,7 +122,7 @@ def test_a_disk_that_refuses_keeps_nobody_from_taking_over(tmp_path: Path, refus
             (data / GENERATION).mkdir(parents=True)
         goes_on(job, time.monotonic())
         told = (
-            "going on without --data-dir, which cannot be used"
+            "continuing without --data-dir, which cannot be used"
             if whole
             else "could not be counted; the job goes on"
         )

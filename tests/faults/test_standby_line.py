@@ -42,7 +42,7 @@ def test_the_primary_goes_on_alone_and_the_standby_never_takes_over(
     Healed, it loads anew and is in sync.
     """
     monkeypatch.setattr(
-        Standby, "_find", lambda standby: None
+        Standby, "_find_primary", lambda standby: None
     )  # else the lock leads it past the line
     server = cluster(policy="async", failover_lock=tmp_path).servers[0]
     lease = LeaseDirectory(tmp_path, 0)
@@ -78,7 +78,7 @@ def serve_at_the_line(arguments: Sequence[str], log: Path) -> None:
     """Body of a server's process: a standby does not leave its line for the address that the
     lock gives.
     """
-    Standby._find = lambda standby: None  # type: ignore[method-assign]
+    Standby._find_primary = lambda standby: None  # type: ignore[method-assign]
     serve(arguments, log)
 
 

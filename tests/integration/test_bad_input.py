@@ -82,7 +82,7 @@ def test_a_port_file_where_there_is_no_folder(
 ) -> None:
     assert server_command.main(["--port-file", str(tmp_path / "none" / "port")]) == 2
 
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_port_file_that_cannot_be_written(tmp_path: Path, programs: Programs) -> None:

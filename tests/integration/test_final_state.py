@@ -188,7 +188,7 @@ def test_a_standby_that_took_over_without_the_data_directory_has_not_saved(clust
     servers = cluster(1)
     hub = servers.servers[0].service
     assert hub is not None
-    hub.lost_data_dir = "this server went on without /data, whose holder still lives"
+    hub.lost_data_dir = "this server continued without /data, which another process still holds"
 
     assert ended(servers) == hub.lost_data_dir
 
@@ -223,7 +223,7 @@ def test_a_file_for_ps_run_that_cannot_be_written_costs_nothing_else(
     monkeypatch.setenv(NOT_SAVED_FILE, str(tmp_path / "missing" / "file"))
 
     assert ended(cluster(1, save=tmp_path / "f")) == ""
-    assert "ps-run cannot be told what is not saved" in caplog.messages
+    assert "cannot write what is not saved for ps-run" in caplog.messages
 
 
 @pytest.mark.usefixtures("no_snapshots")

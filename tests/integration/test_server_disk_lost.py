@@ -55,7 +55,7 @@ def test_a_log_without_its_end_is_not_gone_on_from(
     assert (
         "cannot be used" in caplog.text
         or "rolling back" in caplog.text
-        or "begins anew" in caplog.text
+        or "begins again" in caplog.text
     )
     with counter(servers.address) as client:
         assert version_of(client) == (2 if saved else 0)

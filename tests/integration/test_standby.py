@@ -21,7 +21,7 @@ from psproto.v1.standby_pb2_grpc import StandbyServiceStub
 from psserver.core.shard import replication
 from psserver.parameters.frozen_shard import FrozenShard
 from psserver.replication.lease_directory import LeaseDirectory
-from psserver.replication.primary import EVERY
+from psserver.replication.primary import CHECKSUM_EVERY_VERSIONS
 from psworker import Client, OptimizerSpec
 from psworker.connection.discovery import describe
 from tests.support.cluster import Cluster
@@ -173,14 +173,15 @@ def test_numbers_that_differ_are_found_and_loaded_anew(
         assert store is not None
         next(iter(store.tensors()))[1][0] += 1.0
 
-        count(client, EVERY - 3)
+        count(client, CHECKSUM_EVERY_VERSIONS - 3)
 
         until(lambda: mirror(following) is not wrong, "another state")
         following.in_sync()
         assert same(following)
         assert Metrics(server.monitor.address)("ps_standby_divergences_total") == 1
         assert any(
-            "are not the primary's at 100" in str(getattr(r, "problem", "")) for r in caplog.records
+            "differ from the primary's at version 100" in str(getattr(r, "problem", ""))
+            for r in caplog.records
         )
 
 
@@ -210,14 +211,14 @@ def test_one_that_has_nothing_does_not_wait_for_ever(cluster: Make) -> None:
         server, standby_of=f"127.0.0.1:{free_ports(1)[0]}", join_timeout=0.5
     ) as following:
         until(lambda: following.ended, "its end")
-        assert "nothing for too long" in str(following.standby.failure)
+        assert "silent for too long" in str(following.standby.failure)
 
 
 def test_other_settings_than_the_primary_are_refused_by_name(cluster: Make) -> None:
     server = cluster(policy="async").servers[0]
     with Following(server, policy="sync") as following:
         until(lambda: following.ended, "its end")
-        assert "other settings than its primary: policy (here" in str(following.standby.failure)
+        assert "differ from its primary's: policy (" in str(following.standby.failure)
 
 
 def test_there_is_one_standby(cluster: Make) -> None:
@@ -225,7 +226,7 @@ def test_there_is_one_standby(cluster: Make) -> None:
     with Following(server) as first:
         first.in_sync()
         with Following(server) as second:
-            until(lambda: second.standby._told, "a try")
+            until(lambda: second.standby._noticed_at, "a try")
             assert server.replicator.address == first.standby.address
             first.standby.stop("")
             until(lambda: server.replicator.address == second.standby.address, "the second one")
@@ -258,7 +259,7 @@ def test_one_that_cannot_load_says_why(cluster: Make) -> None:
             until(lambda: "the job is being resharded" in following.standby.ready()[1], "a reason")
             with pytest.raises(
                 MismatchError,
-                match=r"has not loaded.*the job is being resharded.*: wait until ps-ctl",
+                match=r"has not loaded.*the job is being resharded.*wait until `ps-ctl",
             ):
                 following.standby.promote(1.0)
 
@@ -276,7 +277,7 @@ def test_one_that_ends_is_not_promoted_and_one_that_is_promoted_does_not_end(
 
     with Following(server) as following, ThreadPoolExecutor(2) as pool:
         following.in_sync()
-        monkeypatch.setattr(following.standby, "_agreed", agreed)
+        monkeypatch.setattr(following.standby, "_ask_to_step_down", agreed)
         monkeypatch.setattr(following.standby._failover, "take_over", lambda: None)
         promoting = pool.submit(following.standby.promote, 1.0)
         asked.wait(10)
@@ -304,7 +305,9 @@ def test_one_that_is_told_to_end_while_it_connects_ends(
     server = cluster().servers[0]
     monkeypatch.setattr(replication, "STANDBY_TIMEOUT_SECONDS", 60.0)
     following = Following(server)
-    monkeypatch.setattr(following.standby, "_find", lambda: following.standby.stop("SIGTERM"))
+    monkeypatch.setattr(
+        following.standby, "_find_primary", lambda: following.standby.stop("SIGTERM")
+    )
     with following:
         until(lambda: following.ended, "its end")
 
@@ -315,10 +318,10 @@ def test_one_that_the_lock_keeps_back_says_who_has_more(
     server = cluster().servers[0]
     with Following(server) as following:
         following.in_sync()
-        monkeypatch.setattr(following.standby, "_agreed", lambda: "nobody answers")
+        monkeypatch.setattr(following.standby, "_ask_to_step_down", lambda: "nobody answers")
         monkeypatch.setattr(following.standby._failover, "take_over", lambda: None)
         with pytest.raises(
-            MismatchError, match=f"{server.address} may have gone on.*start that server again"
+            MismatchError, match=f"{server.address} may have continued.*restart that server"
         ):
             following.standby.promote(1.0)
 

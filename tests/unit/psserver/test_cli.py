@@ -116,7 +116,7 @@ def test_a_shard_may_be_told_later_where_shard_0_is() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shard out of range": ({"shard": 2, "shards": 2}, "--shard 2/2"),
     "negative shard": ({"shard": -1}, "--shard -1/1"),
-    "a shard that has no port": ({"shard": 20000, "shards": 30000}, "needs --bind HOST:PORT"),
+    "a shard that has no port": ({"shard": 20000, "shards": 30000}, "--bind HOST:PORT"),
     "ssp without a bound": ({"policy": "ssp"}, "ssp needs --staleness"),
     "sync with a bound": ({"policy": "sync", "staleness": 1}, "sync has no bound"),
     "async with a bound": ({"policy": "async", "staleness": 0}, "async has no bound"),

@@ -13,7 +13,7 @@ from psserver.app import Server
 from psserver.process.config import ServerConfig
 from psserver.process.identity import ServerIdentity
 from psserver.process.job_id_file import JobIdFile
-from psserver.replication.servicer import of_this_shard
+from psserver.replication.servicer import standby_check
 from psserver.replication.standby import Standby
 from psserver.shard.coordinator_link import CoordinatorLink
 
@@ -44,7 +44,7 @@ def test_a_disk_that_refuses_the_name_does_not_stop_the_job(
     name = JobIdFile(tmp_path / "missing")
     name.note("otter")
     assert name.noted == "otter"
-    assert "cannot note down the job's name" in caplog.text
+    assert "cannot store the job's name" in caplog.text
 
 
 def server(data_dir: Path | None, **settings: Any) -> str:
@@ -74,9 +74,7 @@ def test_shard_0_takes_over_no_data_of_another_job(tmp_path: Path) -> None:
     """Unless it is told not to go on from them."""
     server(tmp_path, job="otter")
 
-    with pytest.raises(
-        MismatchError, match=r"of job otter, not stoat: give --job otter, or another --data-dir"
-    ) as error:
+    with pytest.raises(MismatchError, match="belongs to job otter, not stoat") as error:
         server(tmp_path, job="stoat")
     assert error.value.reason == "JOB_MISMATCH"
     assert server(tmp_path) == "otter"
@@ -128,11 +126,11 @@ def test_a_standby_is_bound_too(tmp_path: Path) -> None:
         ({"job": "stoat"}, "stoat"),
     ):
         standby = Standby(ServerConfig(**{**config, **settings}), None)
-        assert next(standby._words()).job == bound
+        assert next(standby._requests()).job == bound
 
 
 def test_a_primary_refuses_the_standby_of_another_job() -> None:
-    check = of_this_shard(ServerIdentity(0, 1, "here:1", job="otter"))
+    check = standby_check(ServerIdentity(0, 1, "here:1", job="otter"))
     check(pb.ReplicateRequest(shard=0, shards=1))
     check(pb.ReplicateRequest(shard=0, shards=1, job="otter"))
     with pytest.raises(MismatchError, match="stoat") as caught:
@@ -141,7 +139,7 @@ def test_a_primary_refuses_the_standby_of_another_job() -> None:
 
 
 def test_a_primary_that_knows_no_job_yet_lets_a_bound_standby_ask_again() -> None:
-    check = of_this_shard(ServerIdentity(1, 2, "here:1"))
+    check = standby_check(ServerIdentity(1, 2, "here:1"))
     check(pb.ReplicateRequest(shard=1, shards=2))
     with pytest.raises(UnreachableError, match="has not heard from the coordinator"):
         check(pb.ReplicateRequest(shard=1, shards=2, job="otter"))
@@ -152,5 +150,5 @@ def test_a_standby_that_has_all_of_its_job_bears_that_another_one_has_its_addres
     for loaded in (True, False):
         standby = Standby(config, None)
         standby._failover.has_state = loaded
-        standby._bear(MismatchError("this server's job is stoat, not otter", "JOB_MISMATCH"))
+        standby._handle_end(MismatchError("this server's job is stoat, not otter", "JOB_MISMATCH"))
         assert (standby.failure is None) is loaded

@@ -110,7 +110,7 @@ def test_who_takes_over_and_cannot_note_it_down_goes_on(
     layout.take_over({"shards": 3, "past": [2], "changes": 1}, 3)
 
     assert (layout.shards, layout.past, layout.changes) == (3, {2}, 1)
-    assert "cannot note down" in caplog.text
+    assert "cannot store" in caplog.text
 
 
 def test_without_a_data_directory_it_lasts_as_long_as_the_process() -> None:
@@ -126,5 +126,5 @@ def test_without_a_data_directory_it_lasts_as_long_as_the_process() -> None:
 def test_a_file_that_says_nothing_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "layout").write_text(text)
 
-    with pytest.raises(SnapshotError, match="how many servers"):
+    with pytest.raises(SnapshotError, match="number of servers is unknown"):
         ShardCountFile(2, tmp_path)

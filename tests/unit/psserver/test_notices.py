@@ -30,7 +30,7 @@ def test_a_wait_is_said_before_ten_seconds_and_again(
     caplog.set_level(logging.INFO, "psserver")
     notice = WaitNotice(100.0)
     for second in range(101, 121):
-        notice.look(coordinator, WHOM, second)
+        notice.update(coordinator, WHOM, second)
 
     assert seconds_of(caplog) == [(1, 8), (1, 16)]
     assert caplog.records[0].__dict__["waiting_for"] == WHOM
@@ -44,9 +44,9 @@ def test_another_step_or_nobody_begins_anew(
     notice = WaitNotice(100.0)
     for second in range(101, 121):
         coordinator.version = second // 7
-        notice.look(coordinator, WHOM, second)
+        notice.update(coordinator, WHOM, second)
     for second in range(121, 141):
-        notice.look(coordinator, "" if second % 5 else WHOM, second)
+        notice.update(coordinator, "" if second % 5 else WHOM, second)
 
     assert seconds_of(caplog) == []
 
@@ -57,14 +57,14 @@ def test_a_push_that_is_refused_is_named_once_a_second_and_a_quarantine_always(
     notice = RefusalNotice()
 
     def refused(seq: int, now: float, reason: str = "NON_FINITE") -> None:
-        notice.look([Reject(seq, PushKey(7, seq), reason, "worker 7: tensor w")], now)
+        notice.update([Reject(seq, PushKey(7, seq), reason, "worker 7: tensor w")], now)
 
     refused(1, 10.0)
     refused(2, 10.5)
     refused(3, 10.6)
     refused(4, 10.7, "STALE")
     refused(5, 11.1)
-    notice.look(
+    notice.update(
         [Evict(6, 7, f"{QUARANTINED} after 3 bad gradients"), Evict(7, 8, "it left the job")], 11.2
     )
 

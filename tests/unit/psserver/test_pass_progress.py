@@ -19,10 +19,10 @@ class Training:
         self.coordinator = CoordinatorMachine(1, JobRules(policy("async")))
         self.progress = PassProgress()
         self.now = 1000.0
-        self.look()
+        self.update()
 
-    def look(self) -> None:
-        self.progress.look(self.coordinator, self.now)
+    def update(self) -> None:
+        self.progress.update(self.coordinator, self.now)
 
     def count(self, spec: Spec, batches: int, seconds: float = 1.0) -> None:
         """Each batch takes this long."""
@@ -31,12 +31,12 @@ class Training:
             (number,) = loop.take(1, loop.committed, 1, [1])
             loop.commit(1, number)
             self.now += seconds
-            self.look()
+            self.update()
 
     def wait(self, seconds: float) -> None:
         for _ in range(round(seconds)):
             self.now += 1.0
-            self.look()
+            self.update()
 
     @property
     def told(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_loop_that_only_tests_is_not_the_current_one(training: Training) -> No
     loop = training.coordinator.ledger.open(1, test, first_open=0)
     assert loop.take(1, 0, 1, [1])
     loop.drop(1)
-    training.look()
+    training.update()
 
     assert training.line[0] == 0
 
@@ -121,6 +121,6 @@ def test_after_a_rollback_it_begins_again(training: Training) -> None:
 
 def test_an_empty_data_set(training: Training) -> None:
     training.coordinator.ledger.open(1, LoopSpec(0, size=0, batch_size=10))
-    training.look()
+    training.update()
 
     assert training.line[3] is None

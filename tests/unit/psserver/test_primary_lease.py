@@ -14,7 +14,7 @@ import pytest
 from pscommon.core.errors import TakenError
 from psserver.core.shard.primary_lease import PrimaryRecord
 from psserver.process.config import ServerConfig
-from psserver.replication.lease_directory import LeaseDirectory, begun, lease_of
+from psserver.replication.lease_directory import LeaseDirectory, begin_primary, lease_of
 from tests.support.ports import free_ports
 
 FIRST = PrimaryRecord(1, "a")
@@ -141,11 +141,11 @@ def test_who_is_started_as_primary_waits_for_no_standby(
 
     if term is None:
         with pytest.raises(
-            TakenError, match=r"start this server with --standby-of .*a --failover-lock of its own"
+            TakenError, match=r"start this server with `--standby-of .*its own `--failover-lock`"
         ):
-            begun(config, lease_of(config), "here:1")
+            begin_primary(config, lease_of(config), "here:1")
     else:
-        assert begun(config, lease_of(config), "here:1") == PrimaryRecord(term, "here:1")
+        assert begin_primary(config, lease_of(config), "here:1") == PrimaryRecord(term, "here:1")
 
 
 def test_an_operator_may_say_that_the_standby_is_gone_as_the_error_does(tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_an_operator_may_say_that_the_standby_is_gone_as_the_error_does(tmp_path
     lease, (dead,) = LeaseDirectory(tmp_path, 0), free_ports(1)
     lease.swap(None, PrimaryRecord(3, f"127.0.0.1:{dead}", "s"))
     with pytest.raises(TakenError) as refused:
-        begun(config, lease_of(config), "here:1")
-    found = re.search(r"say so with touch (\S+);", str(refused.value))
+        begin_primary(config, lease_of(config), "here:1")
+    found = re.search(r"`touch (\S+)`", str(refused.value))
     assert found is not None
 
     Path(found[1]).touch()
 
-    assert begun(config, lease_of(config), "here:1") == PrimaryRecord(4, "here:1")
+    assert begin_primary(config, lease_of(config), "here:1") == PrimaryRecord(4, "here:1")
     lease.swap(PrimaryRecord(4, "here:1"), PrimaryRecord(4, "here:1", "t"))
     with pytest.raises(TakenError):
-        begun(config, lease_of(config), "here:1")
+        begin_primary(config, lease_of(config), "here:1")

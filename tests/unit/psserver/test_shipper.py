@@ -328,7 +328,7 @@ def test_a_standby_that_loads_much_holds_nobody_up(
     lease: BrokenLease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes after the whole state waits for room, the state itself takes none."""
-    monkeypatch.setattr(shipper_module, "ROOM", 100)
+    monkeypatch.setattr(shipper_module, "MAX_QUEUED_BYTES", 100)
     machine = ReplicationMachine(FIRST, lease, True, time.monotonic())
     primary = PrimaryReplicator(machine, ServerMetrics(CollectorRegistry(), shard=0), deposed)
     state = [StateRecord(RecordSource.LINE, StateRecordKind.NUMBERS, b"x", [bytes(80)])] * 3

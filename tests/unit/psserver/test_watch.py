@@ -11,7 +11,7 @@ from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
 from psserver.core.workers.health import WorkerCondition, WorkerHealth
 from psserver.core.workers.members import WorkerState
-from psserver.monitoring.worker_monitor import QUIET, SURE, WorkerMonitor
+from psserver.monitoring.worker_monitor import CONFIRM_SECONDS, LOG_INTERVAL_SECONDS, WorkerMonitor
 from psserver.process.metrics import ServerMetrics
 
 Log = pytest.LogCaptureFixture
@@ -44,7 +44,7 @@ class Scene:
                 member.worker: conditions[look % len(conditions)]
                 for member in self.membership.current()
             }
-            self.watch.look(self.coordinator, found, "", self.now)
+            self.watch.update(self.coordinator, found, "", self.now)
             self.now += 0.2
 
 
@@ -81,7 +81,7 @@ def test_a_moment_is_not_worth_a_line(scene: Scene, caplog: Log) -> None:
     scene.pass_by(60.0, SLOW, SLOW, SLOW, LIVE)
     assert caplog.messages == []
 
-    scene.pass_by(SURE + 0.4, SLOW)
+    scene.pass_by(CONFIRM_SECONDS + 0.4, SLOW)
 
     assert caplog.messages == ["worker is slow"]
 
@@ -90,7 +90,7 @@ def test_who_goes_back_and_forth_gets_a_line_every_ten_seconds(scene: Scene, cap
     changing = [SLOW] * 10 + [LIVE] * 10
     scene.pass_by(120.0, *changing)
 
-    assert 2 <= len(caplog.messages) <= 120.0 / QUIET
+    assert 2 <= len(caplog.messages) <= 120.0 / LOG_INTERVAL_SECONDS
     assert caplog.messages[:2] == ["worker is slow", "worker is slow no longer"]
 
 
