@@ -12,12 +12,10 @@ from pscommon.core.limits import MAX_REASON_CHARACTERS
 from pscommon.core.log_entries import BatchKey, ShardReport
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
-from psserver.coordinator.data_shares import DataShares
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.final_state import save_final_state
 from psserver.coordinator.heartbeats import Heartbeats
 from psserver.coordinator.job_history import JobHistory
-from psserver.coordinator.registration import register
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.server_registry import (
     DeliveryCursor,
@@ -27,6 +25,7 @@ from psserver.coordinator.server_registry import (
 )
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.coordinator.status import JobView, describe, statistics
+from psserver.coordinator.worker_requests import DataShares, register
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.data.data_ledger import DataLedger
 from psserver.core.job.admission import check_switch, is_full

@@ -3,10 +3,6 @@
 It decides nothing (proto/psproto/v1/coordinator.proto).
 """
 
-import contextlib
-import json
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,30 +16,23 @@ from pscommon.optim.specs import check_numbers, validate
 from pscommon.telemetry import strict_json
 from pscommon.wire.messages import (
     batches_from_proto,
-    entry_to_proto,
     history_row_to_proto,
     loop_from_proto,
     model_from_proto,
     model_to_proto,
-    report_from_proto,
 )
 from pscommon.wire.status import answering
 from psproto.v1 import coordinator_pb2 as pb
 from psproto.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from psserver.coordinator.heartbeats import ReceivedValue
-from psserver.coordinator.server_registry import DeliveryCursor, ServerEntry
 from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.shard_stream import follow_shard
 from psserver.core.commands.request_checks import wait_seconds
-from psserver.core.job.catch_up import CatchUp
-from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.shard.state_machine import NO_LOG
 from psserver.durability.snapshots import groups_of
 from psserver.process.grpc_server import when_ended
 
 STATES = {"ready": pb.RegisterResponse.STATE_READY, "upload": pb.RegisterResponse.STATE_UPLOAD}
-UPDATE_INTERVAL_SECONDS = 1.0
-MAX_SILENCE_SECONDS = 2.5
-"""A shard that sends nothing for this long has lost its connection."""
 
 Context = (
     grpc.ServicerContext | None
@@ -279,164 +268,15 @@ class ControlPlaneServicer(CoordinatorServiceServicer):
             server, connection = self._service.connect_shard(
                 first.shard, first.shards, first.address, first.instance, followed, term
             )
-            # at once, not at the next check of _follow: the shard's next process may connect now
+            # at once, not at the next check of follow_shard: the shard's next process may connect now
             when_ended(context, lambda: self._service.disconnect_shard(server, connection))
             try:
-                yield from self._follow(server, connection, first, requests, context)
+                yield from follow_shard(self._service, server, connection, first, requests, context)
             finally:
                 self._service.disconnect_shard(server, connection)
-
-    def _follow(
-        self,
-        server: ServerEntry,
-        connection: int,
-        first: pb.LinkShardRequest,
-        requests: Iterator[pb.LinkShardRequest],
-        context: grpc.ServicerContext,
-    ) -> Iterator[pb.LinkShardResponse]:
-        """Send a shard its updates, while another thread reads its messages."""
-        listener = _ShardListener(self._service, server, connection, requests)
-        listener.handle(first)
-        listener.start()
-        cursor, model = DeliveryCursor(first.report.epoch, first.report.index), ""
-        while (
-            context.is_active()
-            and listener.is_alive()
-            and listener.silent < MAX_SILENCE_SECONDS
-            and server.connection == connection
-        ):
-            response, cursor, model = self._next_response(server, cursor, model)
-            if (spoken := spoken_format()) is not None:
-                response.format = spoken
-            yield response
-            if response.stop:
-                return
-            self._service.wait_for_update(server, cursor, UPDATE_INTERVAL_SECONDS)
-
-    def _next_response(
-        self, server: ServerEntry, cursor: DeliveryCursor, model: str
-    ) -> tuple[pb.LinkShardResponse, DeliveryCursor, str]:
-        """Return the next response, the cursor after it, and the fingerprint of the model that
-        the shard then has.
-        """
-        service, update = self._service, self._service.next_update(server, cursor)
-        over, durable = (
-            service.is_over and service.stopped.is_set(),
-            service.config.durability == "log",
-        )
-        if update is None:
-            stop = server.is_leaving or over
-            registry = (
-                service.registry
-            )  # a candidate needs them: a standby may be disconnected when the reshard starts
-            waits = pb.LinkShardResponse(
-                job=service.job, stop=stop, waiting_for="ps-ctl reshard", standbys=registry.standbys
-            )
-            waits.term, waits.durable = registry[0].term, durable
-            return waits, cursor, model
-        response = pb.LinkShardResponse(
-            job=service.job,
-            addresses=update.registry.addresses,
-            waiting_for=service.waiting_for,
-            stop=over,
-            epoch=update.cursor.epoch,
-            base=update.base,
-            entries=[entry_to_proto(entry) for entry in update.entries],
-            snapshots=update.snapshots,
-            term=service.registry[0].term,
-            standbys=update.registry.standbys,
-            shards=update.registry.shards,
-            layout=update.registry.layout,
-            move=update.move,
-            policy=service.policy,
-            mends=service.config.fitness.mends,
-            norms=service.config.fitness.norms,
-            durable=durable,
-            processes=service.worker_exits.at(server.place),
-        )
-        response.recover, response.begin = (
-            update.catch_up is CatchUp.RECOVER,
-            update.catch_up is CatchUp.BEGIN,
-        )
-        if update.snapshot is not None and update.catch_up in (
-            CatchUp.RECOVER,
-            CatchUp.RESTORE,
-        ):
-            response.restore.version, response.restore.index = (
-                update.snapshot.version,
-                update.snapshot.index,
-            )
-            response.restore.manifest_json = update.snapshot.as_json()
-        if update.catch_up in (CatchUp.BEGIN, CatchUp.ADOPT):
-            model = ""  # the shard discards its model
-        if update.model is not None and update.model.fingerprint() != model:
-            model = update.model.fingerprint()
-            response.model.CopyFrom(model_to_proto(update.model))
-        return response, update.cursor, model
 
 
 def _received_values(values: Iterable[pb.ReportedValue]) -> list[ReceivedValue]:
     return [
         ReceivedValue(value.name, value.value, value.version, value.age_seconds) for value in values
     ]
-
-
-class _ShardListener(threading.Thread):
-    """Reads the messages of one shard until its stream ends."""
-
-    def __init__(
-        self,
-        service: CoordinatorService,
-        server: ServerEntry,
-        connection: int,
-        requests: Iterator[pb.LinkShardRequest],
-    ) -> None:
-        super().__init__(name=f"listen-to-shard-{server.shard}", daemon=True)
-        self._service = service
-        self._server, self._connection = server, connection
-        self._requests = requests
-        self._waiting_since: float | None = None
-
-    @property
-    def silent(self) -> float:
-        """Seconds that this thread has waited for a message; a shard sends one every second.
-
-        Handling a message does not count: a report can trigger a long update in this thread.
-        """
-        since = self._waiting_since
-        return time.monotonic() - since if since is not None else 0.0
-
-    def run(self) -> None:
-        # RpcError: the shard's process ended; its next stream starts over
-        with contextlib.suppress(grpc.RpcError):
-            for request in self._requests:
-                self.handle(request)
-
-    def handle(self, request: pb.LinkShardRequest) -> None:
-        """Handle one message of the shard."""
-        self._waiting_since = None
-        self._carry_out(request)
-        self._waiting_since = time.monotonic()
-
-    def _carry_out(self, request: pb.LinkShardRequest) -> None:
-        service, shard = self._service, self._server.shard
-        self._server.place = request.place
-        if request.ended:
-            service.worker_exits.found(request.ended)
-        if request.alive:
-            service.alive(request.alive)
-        if request.stats_json:
-            self._server.stats = json.loads(request.stats_json)
-        if request.HasField("restored"):
-            service.restored(
-                self._server, self._connection, request.restored.version, request.restored.problem
-            )
-        if request.HasField("snapshot_part"):
-            part = request.snapshot_part
-            named = (part.version, part.index, part.file, part.nbytes, part.sha256, part.problem)
-            service.snapshot_part(shard, PartReport(*named))
-        if request.HasField("moved"):
-            service.reshard_requests.moved(shard, request.moved.nbytes, request.moved.problem)
-        if request.HasField("report"):
-            self._server.standby = request.standby
-            service.report(report_from_proto(shard, request.report), self._server, self._connection)

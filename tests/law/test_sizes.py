@@ -11,7 +11,6 @@ LONGER = {
     "psserver/app.py",
     "psserver/coordinator/job_history.py",
     "psserver/coordinator/service.py",
-    "psserver/coordinator/servicer.py",
     "psserver/core/job/coordinator.py",
     "psserver/durability/snapshots.py",
     "psserver/parameters/store.py",

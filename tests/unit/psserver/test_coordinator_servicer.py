@@ -16,7 +16,8 @@ from psserver.coordinator.server_registry import (
     ServerEntry,
     ShardUpdate,
 )
-from psserver.coordinator.servicer import MAX_SILENCE_SECONDS, ControlPlaneServicer, _ShardListener
+from psserver.coordinator.servicer import ControlPlaneServicer
+from psserver.coordinator.shard_stream import MAX_SILENCE_SECONDS, ShardListener
 from psserver.core.job.catch_up import CatchUp
 from psserver.core.job.settings import GradientRules
 from psserver.process.worker_exits import WorkerExits
@@ -127,10 +128,10 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     """
     clock, found = SimpleNamespace(now=10.0), []
     monkeypatch.setattr(
-        "psserver.coordinator.servicer.time", SimpleNamespace(monotonic=lambda: clock.now)
+        "psserver.coordinator.shard_stream.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
     service: Any = Mock()
-    listener = _ShardListener(service, ServerEntry(1), 1, iter([]))
+    listener = ShardListener(service, ServerEntry(1), 1, iter([]))
 
     def update(*args: object) -> None:
         clock.now += 2 * MAX_SILENCE_SECONDS

@@ -1,7 +1,8 @@
-"""Registration of a worker's model on shard 0."""
+"""Workers' requests that wait for the coordinator's machine or read it: registration, data shares."""
 
 import time
 
+from pscommon.core.data_stream import Spec
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import ModelSpec
 from pscommon.snapshot.tensor_file import RESERVED
@@ -9,6 +10,7 @@ from pscommon.system.memory_limit import usable_memory
 from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
+from psserver.core.commands.worker_share import worker_share
 from psserver.core.job.admission import check_room, push_nbytes
 from psserver.monitoring.wait_notices import log_changed_hyper_parameters
 from psserver.shard.engine import ShardEngine
@@ -65,4 +67,19 @@ def check_names(spec: ModelSpec) -> None:
             f"cannot register the model: a tensor is named {RESERVED}, which safetensors files "
             f"reserve. "
             "Try: rename this parameter or buffer"
+        )
+
+
+class DataShares:
+    """Reads the coordinator's machine through the executor; it changes nothing, so nothing is
+    recorded.
+    """
+
+    def __init__(self, executor: CommandExecutor) -> None:
+        self._executor = executor
+
+    def of(self, worker: int, spec: Spec) -> int:
+        """Return the number of batches that the worker can expect (see worker_share)."""
+        return self._executor.step(
+            lambda recorder, now: worker_share(recorder.coordinator, worker, spec), quiet=True
         )
