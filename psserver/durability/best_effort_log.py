@@ -40,11 +40,11 @@ class BestEffortLog:
             raise SnapshotError(f"cannot read the log in {folder}: {why}") from error
         self._folder = folder
         self._on_failure = on_failure
-        self._told = 0  # errno of the trouble that lasts, which is told once; 0: none
+        self._logged_errno = 0  # errno of the lasting failure, logged once; 0: none
         self.whole = self.broken = False
-        self._mended: int | None = None  # the version from which on all is there again
-        self._cleared = False
-        self._closed = False
+        self._writable_since: int | None = None  # version from which on everything is on disk again
+        self._is_cleared = False
+        self._is_closed = False
 
     @property
     def nbytes(self) -> int:
@@ -58,32 +58,32 @@ class BestEffortLog:
         try:
             self._log.append(kind, header, payload)
         except OSError as error:
-            self._failed(error)
+            self._handle_failure(error)
 
     def begin(self, version: int, records: Iterable[Raw]) -> None:
         """Begin a segment, from which on the log is whole. Does nothing after `close`."""
-        if self._closed:
+        if self._is_closed:
             return
         try:
             number = sum(name.startswith(f"{version:012d}-") for name in self._log.segments())
             self._log.begin(segment(version, number), records)
         except OSError as error:
-            self._failed(error)
+            self._handle_failure(error)
         else:
-            self._told = 0
-            if self.broken and self._mended is None:
+            self._logged_errno = 0
+            if self.broken and self._writable_since is None:
                 log.info("the log can be written again", extra={"folder": str(self._folder)})
-                self._mended = version
-            self.whole, self.broken = True, self.broken and not self._cleared
-            self._cleared = False
+                self._writable_since = version
+            self.whole, self.broken = True, self.broken and not self._is_cleared
+            self._is_cleared = False
 
-    def _failed(self, error: OSError) -> None:
-        self.whole, self.broken, self._mended = False, True, None
+    def _handle_failure(self, error: OSError) -> None:
+        self.whole, self.broken, self._writable_since = False, True, None
         self._on_failure(errno.errorcode.get(error.errno or 0, "other"))
-        with suppress(OSError):  # made for a segment that could not be written
+        with suppress(OSError):  # left empty by a segment that could not be written
             self._folder.rmdir()
-        if self._told != (error.errno or -1):
-            self._told = error.errno or -1
+        if self._logged_errno != (error.errno or -1):
+            self._logged_errno = error.errno or -1
             text = "the log cannot be written; training goes on without it until the next snapshot"
             log.error(text, extra={"folder": str(self._folder), "problem": str(error)})
 
@@ -100,9 +100,9 @@ class BestEffortLog:
             at_version = [name for name in names if name.startswith(f"{version:012d}-")]
             names = names[max(0, len(at_version) - 1) :]
         for name in names:
-            yield from self._some(name)
+            yield from self._read_segment(name)
 
-    def _some(self, name: str) -> Iterator[Record]:
+    def _read_segment(self, name: str) -> Iterator[Record]:
         """Yield a segment's records. It never is empty: records are on disk before it gets its
         name.
         """
@@ -111,12 +111,12 @@ class BestEffortLog:
             empty = False
             yield record
         if empty:
-            raise LogDamagedError(self._folder / name, 0, "there is no whole record in it")
+            raise LogDamagedError(self._folder / name, 0, "it has no complete record")
 
     def retire(self, version: int) -> None:
         """Remove segments from before this version: a complete snapshot of it exists."""
-        if self._mended is not None and version >= self._mended:
-            self.broken, self._mended = False, None
+        if self._writable_since is not None and version >= self._writable_since:
+            self.broken, self._writable_since = False, None
         try:
             self._log.retire(segment(version, 0))
         except OSError as error:
@@ -124,16 +124,16 @@ class BestEffortLog:
 
     def clear(self) -> None:
         """Remove all segments; `begin` comes next."""
-        self.whole, self._cleared = False, True
+        self.whole, self._is_cleared = False, True
         try:
             self._log.clear()
         except OSError as error:
-            self._failed(error)
-            self._cleared = False
+            self._handle_failure(error)
+            self._is_cleared = False
 
     def close(self) -> None:
-        self.whole, self._closed = False, True
+        self.whole, self._is_closed = False, True
         try:
             self._log.close()
         except OSError as error:
-            self._failed(error)
+            self._handle_failure(error)

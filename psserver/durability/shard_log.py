@@ -92,7 +92,7 @@ class ShardLog:
     """
 
     def __init__(self, records: RecordSink, shard: int = 0) -> None:
-        self._waits = shard > 0
+        self._waits_for_standby = shard > 0
         self._log = records
 
     @property
@@ -109,9 +109,9 @@ class ShardLog:
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> None:
         """Begin a segment that follows this state."""
-        self._log.begin(base.state["version"], self._first(base, model, staged))
+        self._log.begin(base.state["version"], self._first_records(base, model, staged))
 
-    def _first(
+    def _first_records(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> Iterator[Raw]:
         yield base_record(base)
@@ -127,7 +127,7 @@ class ShardLog:
     def push(self, staged: Staged, staging: Staging) -> None:
         """Log a push, before it is reported."""
         if not self._log.idle:
-            self._log.append(*push_record(staged, staging), settled=self._waits)
+            self._log.append(*push_record(staged, staging), settled=self._waits_for_standby)
 
     def entry(self, entry: Entry) -> None:
         """Log an entry, before it is applied."""
@@ -138,7 +138,7 @@ class ShardLog:
 
     def before_report(self) -> None:
         """Return when the shard's progress may be reported."""
-        if self._waits:
+        if self._waits_for_standby:
             self._log.settle()
 
     def applied(self, version: int, store: ParameterStore) -> None:

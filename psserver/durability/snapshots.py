@@ -34,7 +34,7 @@ from psserver.process.generation_file import (
 )
 from psserver.process.metrics import ServerMetrics
 
-NICE = 10
+WRITER_NICENESS = 10
 """Niceness of the writing thread: it gets a tenth of another thread's share of a busy core."""
 
 log = logging.getLogger("psserver")
@@ -84,11 +84,11 @@ class SnapshotManager:
             None  # what this process's job had done before, for status
         )
         self._reserved = -1  # workers have numbers of the generations up to this one
-        self._uncounted = False  # it could not be written down
+        self._is_uncounted = False  # it could not be written down
         self._shard, self._keep, self._metrics = shard, keep, metrics
         self._data_dir = data_dir
         self._snapshots = SnapshotDirectory(data_dir) if data_dir else None
-        self._memory: dict[str, torch.Tensor] = {}
+        self._exported: dict[str, torch.Tensor] = {}
         self._writer: threading.Thread | None = None
         if self._snapshots is not None:
             for path in self._snapshots.sweep(shard):
@@ -115,7 +115,7 @@ class SnapshotManager:
             raise SnapshotError(
                 f"cannot count this start of the job in {file.path}: {why}"
             ) from error
-        self._uncounted = False
+        self._is_uncounted = False
 
     def count_on(self, least: int = 0) -> None:
         """Count a start within a running job, which does not stop for a disk error.
@@ -126,7 +126,7 @@ class SnapshotManager:
         try:
             self.next_generation(least)
         except SnapshotError as error:
-            self.generation, self._uncounted = least, True
+            self.generation, self._is_uncounted = least, True
             log.error(
                 "a start of the job could not be counted; the job goes on",
                 extra={"problem": str(error)},
@@ -136,19 +136,19 @@ class SnapshotManager:
         """Skip this generation at the next start: its worker numbers are in use."""
         if number <= max(self.generation, self._reserved):
             return
-        self._reserved, self._uncounted = number, True
-        self._count_again()
-        if self._uncounted and self._data_dir is not None:
+        self._reserved, self._is_uncounted = number, True
+        self._retry_count()
+        if self._is_uncounted and self._data_dir is not None:
             log.error(
                 "a generation could not be reserved; the job goes on", extra={"generation": number}
             )
 
-    def _count_again(self) -> None:
+    def _retry_count(self) -> None:
         """Write a number that could not be written before."""
-        if self._uncounted and self._data_dir is not None:
+        if self._is_uncounted and self._data_dir is not None:
             with contextlib.suppress(OSError, GenerationDamagedError):
                 GenerationFile(self._data_dir).count_up(max(self.generation, self._reserved))
-                self._uncounted = False
+                self._is_uncounted = False
 
     def check_place(self) -> None:
         """Raise MismatchError if this data directory belongs to another shard than shard 0.
@@ -259,7 +259,7 @@ class SnapshotManager:
             shard.restore(epoch, manifest, self._reader(manifest, shards), shards)
         except SnapshotError as error:
             return str(error)
-        self._found(manifest)
+        self._note_resumed(manifest)
         return ""
 
     def _reader(self, manifest: Manifest, shards: int) -> SnapshotReader:
@@ -291,10 +291,10 @@ class SnapshotManager:
             return str(error)
         self.newest_version = None
         if manifest is not None:
-            self._found(manifest)
+            self._note_resumed(manifest)
         return ""
 
-    def _found(self, manifest: Manifest) -> None:
+    def _note_resumed(self, manifest: Manifest) -> None:
         """Note that this shard resumes from the snapshot."""
         self.newest_version = manifest.version
         own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
@@ -306,10 +306,10 @@ class SnapshotManager:
         """Copy the arrays now and write them in the background. Called while nothing is applied."""
         if self._writer is not None:
             self._writer.join()
-        if self._snapshots is None:  # where others have a folder they must not wait for this part
+        if self._snapshots is None:  # shards with a folder must not wait for this part
             self.on_part(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
             return
-        self._memory = store.export(self._memory)
+        self._exported = store.export(self._exported)
         args = (
             cut,
             store.plan.shards,
@@ -324,33 +324,33 @@ class SnapshotManager:
         self, cut: Cut, shards: int, steps: dict[int, int], groups: str, scalars: str
     ) -> None:
         assert self._snapshots is not None
-        if sys.platform == "linux":  # elsewhere this would be the whole process
-            os.nice(NICE)
+        if sys.platform == "linux":  # elsewhere it would apply to the whole process
+            os.nice(WRITER_NICENESS)
         began = time.monotonic()
         try:
             part = self._snapshots.write_part(
-                cut.version, self._shard, shards, self._memory, steps, groups, scalars
+                cut.version, self._shard, shards, self._exported, steps, groups, scalars
             )
-        except Exception as error:  # whatever it is: nobody may wait for this part
-            self._failed(error)
+        except Exception as error:  # any error: the other shards must not wait for this part
+            self._note_failure(error)
             self.on_part(PartReport(cut.version, cut.index, "", 0, "", self.problem))
             return
         self._metrics.snapshot(time.monotonic() - began, part.nbytes)
         self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
-    def _failed(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         """Note a failure. Shard 0 logs it with the snapshot; an unexpected error is logged here."""
-        foreseen = isinstance(error, SnapshotError)
-        self.problem = str(error) if foreseen else f"a bug: {error!r}"
+        is_expected = isinstance(error, SnapshotError)
+        self.problem = str(error) if is_expected else f"a bug: {error!r}"
         cause = error.__cause__
         number = cause.errno if isinstance(cause, OSError) else None
         self._metrics.snapshot_failed(errno.errorcode.get(number or 0, "other"))
-        if not foreseen:
+        if not is_expected:
             log.error(
                 "a part of a snapshot failed", extra={"problem": self.problem}, exc_info=error
             )
 
-    def _tell_failed(self, version: int) -> None:
+    def _log_failure(self, version: int) -> None:
         """Log that the snapshot of this version failed, because of self.problem."""
         if self.tells:
             extra = {"version": version, "problem": self.problem}
@@ -365,16 +365,16 @@ class SnapshotManager:
         if cutting.problem:
             self.problem = cutting.problem
             self._metrics.snapshot_failed("incomplete")
-            self._tell_failed(cutting.version)
+            self._log_failure(cutting.version)
             return None
         manifest = self._manifest(cutting, job, model)
         try:
             self._snapshots.commit(manifest)
         except SnapshotError as error:
-            self._failed(error)
-            self._tell_failed(cutting.version)
+            self._note_failure(error)
+            self._log_failure(cutting.version)
             return None
-        self._count_again()
+        self._retry_count()
         self.problem, self.newest_version, self.newest_time = "", cutting.version, time.time()
         log.info("snapshot written", extra={"version": cutting.version})
         return manifest
@@ -385,7 +385,7 @@ class SnapshotManager:
         try:
             self._snapshots.prune(self._keep)
             self.kept = self._snapshots.versions()
-        except SnapshotError as error:  # tried again after the next snapshot
+        except SnapshotError as error:  # retried after the next snapshot
             log.warning("cannot remove old snapshots", extra={"problem": str(error)})
 
     def _manifest(self, cutting: SnapshotInProgress, job: str, model: ModelSpec) -> Manifest:
@@ -406,7 +406,7 @@ class SnapshotManager:
         """Remove all parts but those of these versions, which the coordinator keeps."""
         if self._snapshots is not None and list(versions) != self.kept:
             self.kept = [*versions]
-            with contextlib.suppress(SnapshotError):  # tried again after the next snapshot
+            with contextlib.suppress(SnapshotError):  # retried after the next snapshot
                 self._snapshots.retain(versions, job)
 
     def listing(self) -> Iterator[dict[str, Any]]:

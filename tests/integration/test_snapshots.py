@@ -20,7 +20,7 @@ from pscommon.core.errors import SnapshotError
 from pscommon.settings.values import SnapshotEvery
 from pscommon.snapshot import SnapshotDirectory, SnapshotReader
 from pscommon.snapshot.atomic_files import AtomicFiles
-from psserver.durability.snapshots import NICE
+from psserver.durability.snapshots import WRITER_NICENESS
 from psworker import Job
 from tests.support.cluster import Cluster
 from tests.support.snapshot_files import flip, stored
@@ -147,7 +147,7 @@ def test_the_thread_that_writes_one_gives_way_to_the_others(
         count(client, 5)
         until(lambda: 5 in snapshots(servers.address), "a snapshot")
 
-    assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0) + NICE
+    assert seen[0] == os.getpriority(os.PRIO_PROCESS, 0) + WRITER_NICENESS
 
 
 def test_a_shard_without_a_folder_is_named_and_nobody_waits_for_its_part(

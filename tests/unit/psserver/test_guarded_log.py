@@ -213,7 +213,7 @@ def test_a_segment_without_a_record_is_damaged(
     path = tmp_path / "log" / "000000000005-0000.log"
     path.write_bytes(path.read_bytes()[:30])
 
-    with pytest.raises(LogDamagedError, match="no whole record"):
+    with pytest.raises(LogDamagedError, match="no complete record"):
         kinds(log, 5)
 
 
