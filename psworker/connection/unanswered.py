@@ -1,4 +1,4 @@
-"""Ends the calls of a worker that was asked to leave, where a server does not answer."""
+"""Ends the calls of a worker that was asked to leave when a server does not answer."""
 
 import time
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from psworker.transport.grpc import Transport
 
 TURN_SECONDS = 0.1
 UNANSWERED_SECONDS = 0.75
-"""A call that is in flight for as long leads to a probe of the servers."""
+"""Age of a call in flight at which the servers are probed."""
 PROBE_SECONDS = 0.75
 
 
 def end_unanswered(
     lane: Transport, drain: Drain, waits: PendingRequests, over: Callable[[], bool]
 ) -> None:
-    """Watch the script's calls until `over`; once a server does not answer a probe, end them and
-    give up.
+    """Watch the script's calls until `over` is true; run in a thread of its own.
 
-    A call to servers that answer goes on, however long it takes. For a thread of its own.
+    When a server does not answer a probe, all calls end and the drain gives up. A call to servers
+    that answer may take any time.
     """
     since = time.monotonic()
     while not over():

@@ -1,6 +1,4 @@
-"""Leaving when asked (Ctrl-C, SIGTERM, ps-ctl drain or stop): at the next step boundary, and
-done.
-"""
+"""How a worker leaves when it is asked to, by Ctrl-C, SIGTERM, `ps-ctl drain` or `ps-ctl stop`."""
 
 import _thread
 import math
@@ -48,15 +46,17 @@ class DrainedError(PSError):
 
 
 class Drain:
-    """Whether this process's worker was asked to leave. deadline: by the clock, until when it
-    still waits for others.
+    """Whether this process's worker was asked to leave.
 
-    It belongs to the process, not to one place in the job: a worker that joins again has still
-    been asked. watch: run in a thread once it was asked. given_up: the servers do not answer,
-    and are asked nothing more.
+    The request belongs to the process, not to one membership: it also holds after a rejoin.
+
+    Attributes:
+        deadline: Time of the clock until which the worker waits for others; infinite until asked.
+        given_up: The servers do not answer, and get no more requests.
     """
 
     def __init__(self, clock: Clock, watch: Callable[[], None] | None = None) -> None:
+        """watch: Runs in a thread once the worker was asked to leave."""
         self.deadline = math.inf
         self.given_up = False
         self._watch = watch
@@ -76,14 +76,12 @@ class Drain:
                 _thread.start_new_thread(self._watch, ())  # unlike Thread.start, takes no lock
 
     def begin(self) -> None:
-        """The script makes a call. The first one after it was asked, such as the step in
-        progress, has all the time.
-        """
+        """Renew the deadline for the first call of the script after the request to leave."""
         if self.deadline < math.inf and not self._renewed:
             self._renewed, self.deadline = True, self._now() + LONGEST_WAIT
 
     def check(self) -> None:
-        """DrainedError once it has waited long enough."""
+        """Raise DrainedError once the deadline has passed."""
         self.check_answered()
         if self._now() >= self.deadline:
             raise DrainedError(
@@ -91,31 +89,31 @@ class Drain:
             )
 
     def give_up(self) -> None:
-        """The servers do not answer."""
+        """Record that the servers do not answer."""
         self.given_up = True
 
     def unanswered(self) -> None:
-        """A call has failed because a server did not answer."""
+        """Give up after the deadline: a server did not answer a call."""
         if self._now() >= self.deadline:
             self.give_up()
 
     def check_answered(self) -> None:
-        """DrainedError once the servers have been given up."""
+        """Raise DrainedError once the servers have been given up."""
         if self.given_up:
             raise DrainedError(
                 "asked to leave, this worker does not wait for servers that do not answer"
             )
 
     def opens(self) -> None:
-        """There is a worker that can be asked."""
+        """Register the worker for `ask_all`."""
         _open.add(self)
 
     def closes(self) -> None:
-        """The worker is gone. Harmless to repeat."""
+        """Remove the worker from `ask_all`. May be called again."""
         _open.discard(self)
 
     def here(self) -> bool:
-        """False in a fork of the worker's process."""
+        """Return False in a fork of the worker's process."""
         return self._pid == os.getpid()
 
 
@@ -123,8 +121,7 @@ _open: "weakref.WeakSet[Drain]" = weakref.WeakSet()
 
 
 def ask_all() -> bool:
-    """Asks every worker of this process. False: there is none, or all of them had been asked
-    before.
+    """Ask every worker of this process to leave; return whether any was not asked before.
 
     For signal handlers: takes no lock and writes no log.
     """

@@ -1,4 +1,4 @@
-"""Threads that stay: one for each shard but the first, whose part the caller does itself."""
+"""Lasting threads, one for each shard but the first: the caller runs the first part itself."""
 
 import queue
 import threading
@@ -15,9 +15,7 @@ Job = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class ShardExecutor:
-    """Runs the parts of a request at the same time. Daemon threads: a forgotten one does not
-    keep a process alive.
-    """
+    """Runs the parts of a request at the same time, in daemon threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,14 +23,12 @@ class ShardExecutor:
         self._threads: list[threading.Thread] = []
 
     def run(self, parts: Sequence[Callable[[], T]], cancellation: Cancellation) -> list[T]:
-        """Results in order. When one part fails the others are cancelled, and the first failure
-        is raised.
+        """Return the results in order; a failure cancels the other parts, and the first is raised.
 
-        Returns or raises only when no part is running any more, so the caller's memory is its
-        own again.
+        Returns or raises only when no part runs any more: the parts use the caller's memory.
         """
         futures = [
-            self._hand_out(number, part, cancellation) for number, part in enumerate(parts[1:])
+            self._submit(number, part, cancellation) for number, part in enumerate(parts[1:])
         ]
         try:
             first = parts[0]()
@@ -51,18 +47,18 @@ class ShardExecutor:
             thread.join(10.0)
         self._queues, self._threads = [], []
 
-    def _hand_out(
+    def _submit(
         self, number: int, part: Callable[[], T], cancellation: Cancellation
     ) -> "Future[T]":
         if number == len(self._threads):
-            self._hire()
+            self._add_thread()
         future: Future[T] = Future()
-        # before its owner is told, so that the others are not waited for in vain
+        # runs before the waiting thread wakes, so that it does not wait for the other parts in vain
         future.add_done_callback(lambda done: _spread(done, cancellation))
         self._queues[number].put((part, future))
         return future
 
-    def _hire(self) -> None:
+    def _add_thread(self) -> None:
         tasks: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         name = f"{self._name}-{len(self._threads) + 1}"
         thread = threading.Thread(target=_work, args=(tasks,), name=name, daemon=True)
