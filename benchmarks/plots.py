@@ -11,7 +11,7 @@ from benchmarks.record import Result
 from benchmarks.scale import FULL
 from benchmarks.setup import MEGABYTE
 from benchmarks.works import phases
-from benchmarks.works.entrants import GLOO, STREAM, crew, ours, team
+from benchmarks.works.entrants import GLOO, STREAM, ours, team, with_workers
 from psworker.session.step_stats import PHASES
 
 mpl.use("Agg")  # a picture in a file; no display is needed
@@ -60,13 +60,13 @@ def workers(results: Mapping[str, Result], folder: Path) -> str:
         return ""
     _, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
     for name in (*map(ours, LANES), STREAM):
-        counts = [count for count in FULL.growth if crew(name, count) in result.records]
-        costs = [result.find(crew(name, count), "server_cpu") for count in counts]
+        counts = [count for count in FULL.growth if with_workers(name, count) in result.records]
+        costs = [result.find(with_workers(name, count), "server_cpu") for count in counts]
         known = [cost for cost in costs if cost]
         if known:
             middle = [cost.median * 1e3 for cost in known]
             below = [(cost.median - cost.least) * 1e3 for cost in known]
-            above = [(cost.most - cost.median) * 1e3 for cost in known]
+            above = [(cost.greatest - cost.median) * 1e3 for cost in known]
             axes.errorbar(counts, middle, yerr=[below, above], marker="o", capsize=3, label=name)
     axes.set(
         xlabel="workers", ylabel="server CPU, ms a push", title="4 MB model, async", ylim=(0, None)

@@ -101,7 +101,7 @@ def cell(found: Sample | None, factor: float) -> str:
     if found is None:
         return "–"
     middle, low, high = (
-        number(value * factor) for value in (found.median, found.least, found.most)
+        number(value * factor) for value in (found.median, found.least, found.greatest)
     )
     return f"{middle} ({low} to {high})"
 

@@ -64,9 +64,7 @@ class Contest:
                 self._speakers[entry.process].freeze()
 
     def run(self, rounds: int, show: Show) -> dict[str, Record]:
-        """Every entry once a round, in an order that is new each round: nobody always comes
-        after the same other.
-        """
+        """Run every entry once per round, in a different order each round."""
         records: dict[str, Record] = {entry.name: {} for entry in self._entries}
         for number in range(rounds):
             show(f"round {number + 1} of {rounds}")

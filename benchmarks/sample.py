@@ -23,7 +23,7 @@ class Sample:
         return min(self.values)
 
     @property
-    def most(self) -> float:
+    def greatest(self) -> float:
         return max(self.values)
 
     def quantile(self, share: float) -> float:
@@ -46,8 +46,8 @@ def ratio(ours: Sample, peer: Sample) -> Ratio:
     """ours / peer, for contenders of the same rounds. Infinite where the peer's is too small to
     be measured.
     """
-    pairs = Sample(tuple(_over(a, b) for a, b in zip(ours.values, peer.values, strict=True)))
-    return Ratio(_over(ours.median, peer.median), pairs.quantile(0.25), pairs.quantile(0.75))
+    pairs = Sample(tuple(_ratio(a, b) for a, b in zip(ours.values, peer.values, strict=True)))
+    return Ratio(_ratio(ours.median, peer.median), pairs.quantile(0.25), pairs.quantile(0.75))
 
 
 def sample(values: Sequence[float]) -> Sample:
@@ -57,5 +57,5 @@ def sample(values: Sequence[float]) -> Sample:
     return Sample(tuple(values))
 
 
-def _over(a: float, b: float) -> float:
+def _ratio(a: float, b: float) -> float:
     return a / b if b else math.inf

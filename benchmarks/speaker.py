@@ -21,7 +21,7 @@ from types import TracebackType
 from benchmarks import processes
 
 ROOT = Path(__file__).resolve().parents[1]
-TETHER = ROOT / "psworker/launch/orphan_guard.py"
+ORPHAN_GUARD = ROOT / "psworker/launch/orphan_guard.py"
 STOP_SECONDS = 60.0
 
 Measurements = dict[str, float]
@@ -43,10 +43,10 @@ class Command:
         return [*self.prefix, self.python, "-m", self.module, *self.args]
 
 
-def tethered(line: Sequence[str]) -> list[str]:
+def guarded(line: Sequence[str]) -> list[str]:
     """The same command, which ends with the process that starts it, however that ends."""
-    # -I -S: the tether loads nothing; it then becomes the command
-    return [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), *line]
+    # -I -S: the guard loads nothing; it then becomes the command
+    return [sys.executable, "-I", "-S", str(ORPHAN_GUARD), str(os.getpid()), *line]
 
 
 class Speaker:
@@ -61,7 +61,7 @@ class Speaker:
         self._name = " ".join(command.line()[-3:])
         self._frozen: list[int] = []
         self._process = subprocess.Popen(
-            tethered(command.line()),
+            guarded(command.line()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -149,8 +149,8 @@ class Team:
         """What member 0 measured; "seconds" are those of the slowest."""
         for member in self.members:
             member.tell(word)
-        heard = [member.hear() for member in self.members]
-        return {**heard[0], "seconds": max(measured["seconds"] for measured in heard)}
+        answers = [member.hear() for member in self.members]
+        return {**answers[0], "seconds": max(measured["seconds"] for measured in answers)}
 
 
 def serve(works: Mapping[str, Callable[[], Measurements]], warm_up: int = 0) -> None:
@@ -170,5 +170,5 @@ def serve(works: Mapping[str, Callable[[], Measurements]], warm_up: int = 0) -> 
 def _environment() -> dict[str, str]:
     """Peers stay on the loopback interface, and no setting of the caller's reaches ours. What
     pscommon has set for gRPC holds for every contender that uses gRPC, TensorFlow among them."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
-    return {**kept, "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
+    return {**variables, "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import link, product
 from benchmarks.setup import Setup
-from benchmarks.speaker import TETHER, Command, Speaker, serve
+from benchmarks.speaker import ORPHAN_GUARD, Command, Speaker, serve
 
 START_SECONDS = 60.0
 
@@ -29,9 +29,9 @@ def server(setup: Setup, namespace: str) -> Iterator[str]:
         command = [*link.inside(namespace), sys.executable, "-m", "psserver", "--shard", "0/1"]
         command += ["--bind", f"{link.SERVER_ADDRESS}:0", "--port-file", str(port_file)]
         command += ["--log-level", "warning"]
-        tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid())]
+        guard = [sys.executable, "-I", "-S", str(ORPHAN_GUARD), str(os.getpid())]
         process = subprocess.Popen(
-            [*tether, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            [*guard, *command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         try:
             deadline = time.monotonic() + START_SECONDS

@@ -63,8 +63,10 @@ def ends(plan: PartitionPlan) -> NDArray[np.int64]:
 
 
 def check_weights(found: NDArray[np.float32], setup: Setup, updates: int) -> None:
-    """RuntimeError unless they are what so many updates with gradients of 1 make of weights of
-    0.
+    """Check weights that start at 0 after `updates` updates with gradients of 1.
+
+    Raises:
+        RuntimeError: the weights differ.
     """
     expected = -setup.rate * updates
     if not np.allclose(found, expected, rtol=1e-2):

@@ -23,7 +23,7 @@ WARM_UP = 3
 WORLD = 2
 
 Work = tuple[Callable[[], None], Callable[[int], None]]
-"""A piece, and what checks that so many were done."""
+"""Function for one piece of work, and function that checks the number of pieces."""
 
 
 def reduce(setup: Setup) -> Work:

@@ -1,5 +1,4 @@
-"""Contender: a job of ours. Servers as processes, workers as processes, all of whom exchange at
-once.
+"""Contender: a paramserver job with server and worker processes that exchange concurrently.
 
 Args: KIND SETUP; KIND names the module of the workers: exchange, arrays, modules, crowd or
 training.

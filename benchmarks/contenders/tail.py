@@ -2,7 +2,7 @@
 without pause.
 
 Args: SETUP [ROLE ADDRESS], ROLE "pull" or "push"; SETUP's pieces are pulls a turn. The policy is
-async: pushes wait for nobody.
+async: pushes do not wait for other workers.
 """
 
 import sys

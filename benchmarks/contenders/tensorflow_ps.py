@@ -35,7 +35,7 @@ Cluster = dict[str, list[str]]
 
 
 def free_ports(count: int) -> list[int]:
-    """Nobody else is in this network, so they stay free."""
+    """Return ports that stay free: no other process uses this network."""
     with ExitStack() as stack:
         made = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in made:
@@ -47,11 +47,11 @@ def server(job: str, cluster: Cluster) -> None:
     """A server of TensorFlow until standard input ends."""
     import tensorflow as tf  # type: ignore[import-untyped]
 
-    kept = tf.distribute.Server(
+    server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster), job_name=job, task_index=0, protocol="grpc"
     )
     sys.stdin.read()
-    del kept
+    del server
 
 
 class Training:

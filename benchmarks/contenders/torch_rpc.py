@@ -22,7 +22,7 @@ from torch.distributed import rpc
 from benchmarks.contenders.exchange import check_weights
 from benchmarks.setup import Setup
 from benchmarks.shapes import shapes
-from benchmarks.speaker import Measurements, serve, tethered
+from benchmarks.speaker import Measurements, guarded, serve
 
 WARM_UP = 3
 
@@ -55,7 +55,7 @@ def main(kind: str, setup: Setup) -> None:
             setup.to_json(),
             store,
         ]
-        with subprocess.Popen(tethered(command)) as process:
+        with subprocess.Popen(guarded(command)) as process:
             join(kind, store, 0)
             # called as a function of the module by that name, on both sides
             from benchmarks.contenders.torch_rpc import push_pull as call

@@ -48,7 +48,7 @@ class Training:
         # one item of the data set is a whole batch: putting rows together is not what is measured
         data = torch.randn(4, setup.batch, width, generator=torch.Generator().manual_seed(1))
         self._batches: Iterator[Tensor] = iter(job.batches(data, 1, epochs=1 << 20, shuffle=False))
-        self._held = data[:1]
+        self._fixed_batch = data[:1]
 
     def step(self) -> None:
         self._compute(next(self._batches))
@@ -73,11 +73,11 @@ class Training:
 
     def compute(self) -> Measurements:
         """Seconds of a forward and backward pass."""
-        return self._timed(lambda: self._compute(self._held))
+        return self._timed(lambda: self._compute(self._fixed_batch))
 
     def transfer(self) -> Measurements:
         """Seconds of a push and pull, nothing else."""
-        self._compute(self._held)
+        self._compute(self._fixed_batch)
         return self._timed(self._optimizer.step)
 
     def _compute(self, inputs: Tensor) -> None:

@@ -23,11 +23,11 @@ def ours(lane: str, what: str = "") -> str:
 
 def team(lane: str, workers: int) -> str:
     """Our name where the number of workers matters."""
-    return crew(ours(lane), workers)
+    return with_workers(ours(lane), workers)
 
 
-def crew(name: str, workers: int) -> str:
-    """Anybody's."""
+def with_workers(name: str, workers: int) -> str:
+    """Return the name of an entry with its number of workers."""
     return f"{name}, {workers} worker" + "s" * (workers > 1)
 
 
@@ -43,7 +43,7 @@ def peer(
 
 
 def tensorflow(scale: Scale, setup: Setup, word: str) -> list[Entry]:
-    """Nobody where there is no TensorFlow; `no_tensorflow` says why."""
+    """Return no entry without TensorFlow; see `no_tensorflow`."""
     if not scale.tensorflow:
         return []
     module = "benchmarks.contenders.tensorflow_ps"

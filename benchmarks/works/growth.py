@@ -6,7 +6,7 @@ from dataclasses import replace
 from benchmarks.product import LANES
 from benchmarks.scale import Scale
 from benchmarks.setup import Setup
-from benchmarks.works.entrants import STREAM, crew, job, peer, team
+from benchmarks.works.entrants import STREAM, job, peer, team, with_workers
 from benchmarks.works.work import Lineup, Work
 
 
@@ -17,7 +17,7 @@ def lineup(scale: Scale, resources: ExitStack) -> Lineup:
             scale.medium, workers=workers, policy="async", pieces=max(1, scale.pushes // workers)
         )
         entries += [job(team(lane, workers), replace(each, lanes=lane)) for lane in LANES]
-        entries.append(peer(crew(STREAM, workers), "stream_crowd", each))
+        entries.append(peer(with_workers(STREAM, workers), "stream_crowd", each))
     return Lineup(entries)
 
 

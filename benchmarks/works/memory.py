@@ -16,10 +16,10 @@ MANY = ours("grpc", "many clients")
 def steps(scale: Scale, resources: ExitStack) -> Lineup:
     def setup(lane: str) -> Setup:
         return Setup(
-            scale.held,
+            scale.memory_nbytes,
             optimizer="adam",
             lanes=lane,
-            pieces=scale.held_steps,
+            pieces=scale.memory_steps,
             in_flight=scale.in_flight,
         )
 
@@ -29,14 +29,18 @@ def steps(scale: Scale, resources: ExitStack) -> Lineup:
 
 def crowd(scale: Scale, resources: ExitStack) -> Lineup:
     setup = Setup(
-        scale.held, optimizer="adam", policy="async", clients=scale.crowd, in_flight=scale.in_flight
+        scale.memory_nbytes,
+        optimizer="adam",
+        policy="async",
+        clients=scale.crowd,
+        in_flight=scale.in_flight,
     )
     return Lineup([job(MANY, setup, "crowd")], facts=facts(scale), rounds=scale.crowd_rounds)
 
 
 def facts(scale: Scale) -> dict[str, float]:
     """allowed: bytes of weights, optimizer state and the budget."""
-    return {"allowed": scale.held * (1 + ADAM_STATES) + scale.in_flight}
+    return {"allowed": scale.memory_nbytes * (1 + ADAM_STATES) + scale.in_flight}
 
 
 STEPS = Work(

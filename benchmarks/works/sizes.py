@@ -9,7 +9,7 @@ from benchmarks.works.entrants import GLOO, STREAM, job, ours, peer
 from benchmarks.works.work import Lineup, Work
 
 TURN_BYTES = 100 * MEGABYTE
-"""Small models do several pieces a turn, of about so many bytes together."""
+"""Bytes of one turn; small models do several pieces per turn."""
 
 MOST_PIECES = 50
 

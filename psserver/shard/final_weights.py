@@ -10,7 +10,7 @@ from typing import Protocol
 from pscommon.core.errors import NotSavedError, PSError, UnreachableError
 from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import ByteRange, PartitionPlan
-from pscommon.snapshot import tensors_on_tape, write_model
+from pscommon.snapshot import tensors_in_buffer, write_model
 from psserver.parameters.frozen_shard import FrozenBytes, FrozenDescription, FrozenShard
 from psserver.shard.engine import ShardEngine
 from psserver.shard.reshard_reader import PeerShard
@@ -89,7 +89,7 @@ def write_final_weights(
             sources.append(peer)
         try:
             write_model(
-                path, model, tensors_on_tape(plan, _read_one_version(plan, sources, seconds))
+                path, model, tensors_in_buffer(plan, _read_one_version(plan, sources, seconds))
             )
         except PSError as error:
             raise NotSavedError(f"--save {path}: {error}") from error

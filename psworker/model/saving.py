@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from pscommon.core.errors import InvalidRequestError, NotSavedError, SnapshotError
-from pscommon.snapshot import tensors_on_tape, write_model
+from pscommon.snapshot import tensors_in_buffer, write_model
 from pscommon.system.small_files import why_no_file
 from psworker.core.protocols import JobClient
 from psworker.model.adapter import ModelAdapter
@@ -20,7 +20,7 @@ def save(client: JobClient, bridge: ModelAdapter, file: str | os.PathLike[str]) 
     # release
     own = {tensor.name: tensor for tensor in bridge.spec.tensors}
     by_name = dict(
-        zip((t.name for t in plan.spec.tensors), tensors_on_tape(plan, memory), strict=True)
+        zip((t.name for t in plan.spec.tensors), tensors_in_buffer(plan, memory), strict=True)
     )
     try:
         write_model(path, bridge.spec, [by_name[name] for name in own])

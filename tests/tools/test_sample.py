@@ -13,7 +13,7 @@ def test_sample() -> None:
     """
     found = sample([4.0, 1.0, 2.0, 100.0])
 
-    assert (found.least, found.median, found.most) == (1.0, 3.0, 100.0)
+    assert (found.least, found.median, found.greatest) == (1.0, 3.0, 100.0)
     assert [found.quantile(share) for share in (0.0, 0.25, 0.5, 0.75, 0.99, 1.0)] == [
         1.0,
         1.0,

@@ -172,7 +172,7 @@ def _radam(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
 
 def _rprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
     smaller, larger = group["etas"]
-    least, most = group["step_sizes"]
+    smallest, largest = group["step_sizes"]
     rprop(
         rows.weights,
         gradients,
@@ -180,8 +180,8 @@ def _rprop(rows: Rows, gradients: list[Tensor], group: dict[str, Any]) -> None:
         rows.state["step_size"],
         rows.steps,
         foreach=False,
-        step_size_min=least,
-        step_size_max=most,
+        step_size_min=smallest,
+        step_size_max=largest,
         etaminus=smaller,
         etaplus=larger,
         maximize=group["maximize"],

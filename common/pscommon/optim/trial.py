@@ -39,7 +39,7 @@ def try_formula(
     """
     weights = torch.linspace(-1.0, 1.0, sum(sizes)).to(dtype)
     gradients = torch.linspace(2.0, -3.0, sum(sizes)).to(dtype)
-    kept = gradients.clone()
+    original = gradients.clone()
     rows = Rows(
         [*torch.split(weights, [*sizes])],
         {
@@ -56,7 +56,7 @@ def try_formula(
     with torch.no_grad():
         for _ in range(steps):
             kind.formula(rows, _parts(gradients, sizes), dict(group))
-            if not torch.equal(kept, gradients):
+            if not torch.equal(original, gradients):
                 raise ChangedGradientError("it changes the gradient")
     scalars = [column[place] for column in rows.scalars.values() for place in (0, -1)]
     return [weights, *(torch.cat(column) for column in rows.state.values()), *scalars]
@@ -87,5 +87,5 @@ def _first_values(initial: str, group: Mapping[str, Any], like: Tensor) -> Tenso
     return torch.zeros_like(like).fill_(group[initial] if initial else 0.0)
 
 
-def _parts(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return [*torch.split(whole, [*sizes])]
+def _parts(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [*torch.split(tensor, [*sizes])]

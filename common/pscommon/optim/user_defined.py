@@ -63,8 +63,8 @@ def register(
             for parts of 1 MiB. `gradient` is read-only. `state` has the tensors named in `states`, the float32 numbers
             named in `scalars` as tensors without dimensions, to be changed in place, and `step`, the number of this
             step of the tensor, from 1. `group` has the hyper-parameters as they stand.
-        states: names of what is kept for each weight, in its dtype, from zero.
-        scalars: what is kept once for each tensor: names and first values. All parts of a tensor must compute the
+        states: names of the values stored for each weight, in its dtype, initially zero.
+        scalars: names and first values of numbers stored once per tensor. All parts of a tensor must compute the
             same new value, so it may depend on `group`, `state["step"]` and itself, not on weights or gradients.
         check: returns what is wrong with the hyper-parameters of a group, or an empty text. By default negative
             numbers and `betas` outside [0, 1) are wrong.
@@ -204,11 +204,11 @@ def _check_names(name: str, kind: OptimizerKind) -> None:
             f"{shown}: the name {name} belongs to {'.'.join(_identity(present.torch_class))}. "
             f"Try: rename the class."
         )
-    kept = [each.name for each in kind.states] + [each.name for each in kind.scalars]
-    bad = [each for each in kept if not each.isidentifier() or each in ("weight", "step")]
-    if bad or len(set(kept)) < len(kept):
+    names = [each.name for each in kind.states] + [each.name for each in kind.scalars]
+    bad = [each for each in names if not each.isidentifier() or each in ("weight", "step")]
+    if bad or len(set(names)) < len(names):
         raise InvalidRequestError(
-            f"{shown}: states and scalars {kept} need different names that are Python "
+            f"{shown}: states and scalars {names} need different names that are Python "
             f"identifiers, not `weight` or "
             "`step`."
         )
@@ -222,7 +222,7 @@ def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
     """Compare two steps on a whole tensor with the same steps on its parts."""
     count = 3 * NUMBERS_IN_A_REGISTER
     try:
-        whole = try_formula(kind, kind.defaults, [count])
+        complete = try_formula(kind, kind.defaults, [count])
         parts = try_formula(
             kind, kind.defaults, [NUMBERS_IN_A_REGISTER, count - NUMBERS_IN_A_REGISTER]
         )
@@ -232,7 +232,7 @@ def _check_elementwise(shown: str, kind: OptimizerKind) -> None:
         ) from error
     if not all(
         torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True)
-        for pair in zip(whole, parts, strict=True)
+        for pair in zip(complete, parts, strict=True)
     ):
         raise InvalidRequestError(
             f"{shown}: its formula is not elementwise: the parts of a tensor step differently "

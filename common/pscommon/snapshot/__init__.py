@@ -28,7 +28,7 @@ plain safetensors file of the weights by name.
 """
 
 from pscommon.snapshot.data_dir_lock import DataDirLock
-from pscommon.snapshot.export import export, tensors_on_tape, write_model
+from pscommon.snapshot.export import export, tensors_in_buffer, write_model
 from pscommon.snapshot.manifest import Manifest, SnapshotPart
 from pscommon.snapshot.range_reader import SnapshotReader
 from pscommon.snapshot.snapshot_dir import NewestSnapshot, SnapshotDirectory
@@ -41,6 +41,6 @@ __all__ = [
     "SnapshotPart",
     "SnapshotReader",
     "export",
-    "tensors_on_tape",
+    "tensors_in_buffer",
     "write_model",
 ]

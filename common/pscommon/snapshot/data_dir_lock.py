@@ -49,11 +49,9 @@ class DataDirLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # still locked: whoever has opened this file meanwhile will see that it is not the one at
-        # the path any more
-        with contextlib.suppress(
-            OSError
-        ):  # one that must stay, in a folder that is not ours, locks nothing
+        # unlink while locked: a process that opened this file sees that the path has changed;
+        # a file that cannot be removed (foreign folder) is not locked afterwards
+        with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
         self._close()
 

@@ -64,18 +64,18 @@ def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -
         publish(files, temp / path.name, path)
 
 
-def tensors_on_tape(plan: PartitionPlan, memory: memoryview | bytearray) -> list[torch.Tensor]:
-    """Return views of a tape of plan.nbytes bytes, one for each tensor of the model."""
+def tensors_in_buffer(plan: PartitionPlan, memory: memoryview | bytearray) -> list[torch.Tensor]:
+    """Return views of a flat buffer of plan.nbytes bytes, one for each tensor of the model."""
     # frombuffer refuses empty memory; the device is said because the script may have set another
     # default
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-    tape = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else empty
-    return [_view(tape, plan, index) for index in range(len(plan.spec.tensors))]
+    buffer = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else empty
+    return [_view(buffer, plan, index) for index in range(len(plan.spec.tensors))]
 
 
-def _view(tape: torch.Tensor, plan: PartitionPlan, index: int) -> torch.Tensor:
+def _view(buffer: torch.Tensor, plan: PartitionPlan, index: int) -> torch.Tensor:
     spec, extent = plan.spec.tensors[index], plan.extent(index)
-    return tape[extent.start : extent.stop].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    return buffer[extent.start : extent.stop].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _tensor(reader: SnapshotReader, plan: PartitionPlan, index: int) -> torch.Tensor:

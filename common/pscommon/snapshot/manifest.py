@@ -146,10 +146,10 @@ def _checked(text: str) -> dict[str, Any]:
         if not isinstance(body, dict):
             raise SnapshotError("damaged: not a JSON object")
         checksum = body.pop("sha256", None)
-        whole = checksum == _checksum(body) and text == _render(checksum, body)
+        is_intact = checksum == _checksum(body) and text == _render(checksum, body)
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"damaged: not JSON: {error}") from error
-    if not whole:
+    if not is_intact:
         raise SnapshotError("damaged: its checksum does not match its content")
     return body
 

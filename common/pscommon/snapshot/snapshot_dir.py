@@ -36,7 +36,7 @@ class NewestSnapshot(NamedTuple):
 
 
 class FileFingerprint(NamedTuple):
-    """Changes when somebody writes to a file: inode, bytes, and time of the last change in ns."""
+    """Fingerprint of a file that changes with each write: inode, bytes, change time in ns."""
 
     inode: int
     nbytes: int

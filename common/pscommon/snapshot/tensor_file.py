@@ -1,8 +1,7 @@
-"""Writes safetensors files, a little at a time.
+"""Incremental writer of safetensors files.
 
-The library reads them, and could write them. But it writes all bytes in one call, which on a
-busy machine nobody gets the core from: the longest step beside a snapshot of 100 MB grew by 50
-ms (benchmarks, work `snapshots`).
+The safetensors library writes all bytes in one call without yielding the core. That made the
+longest step during a snapshot of 100 MB 50 ms longer (benchmarks, work `snapshots`).
 """
 
 import hashlib

@@ -1,22 +1,20 @@
-"""Memory that a worker and the servers of one host share, so that gradients and weights need not
-travel.
+"""Shared memory between a worker and the servers on one host.
 
-A worker's `Region` is private memory at first. `share` gives it a file in /dev/shm and returns
-an `Offer`, which goes to the servers over the wire; a server that can `attach` it has proved
-that it sees the same /dev/shm: it has found the offer's random token in the file. Once all have
-attached, `hide` removes the name. From then on the kernel counts who has the memory, and frees
-it with the last one, however they die.
+A worker's memory is private at first. `share` gives it a file in /dev/shm and returns a
+MemoryOffer for the servers. A server that can `attach` sees the same /dev/shm: it has found the
+random token of the offer in the file. After all servers have attached, `hide` removes the name;
+the kernel frees the memory when the last process unmaps it or dies.
 
 **Addresses never change.** A new mapping is made elsewhere, filled, and then moved over the old one in one system call
 (mremap), so arrays and tensors that are views of `memory` stay valid, and a thread that reads sees the same bytes
-before and after. What somebody writes *while* `share` or `detach` runs may be lost: nobody may write then. Memory that
-is registered with CUDA is pinned to its old pages: register after `share`, and unregister before `detach`.
+before and after. A write *during* `share` or `detach` may be lost, and is not allowed. Memory registered with CUDA is
+pinned to its old pages: register after `share`, and unregister before `detach`.
 
 **Ownership.** A view owns the mapping: it is unmapped when the last view of it is gone, never earlier. `close` only
 gives up what the object itself holds, so a tensor that outlives it is safe.
 
 **A name lives as long as its creator.** Between `share` and `hide` the creator holds a lock (flock) on the file.
-`sweep` removes the files that nobody has locked. Between creating a file and locking it sweep may win; the creator
+`sweep` removes the files that are not locked. Between creating a file and locking it sweep may win; the creator
 then sees that its file has no name any more and makes another. The lock belongs to the open file, so a fork of the
 creator (a DataLoader's worker) shares it: its end does not free the lock, and if the creator is killed before `hide`,
 sweep leaves the file until its forks have ended too. A fork never removes the creator's name.
@@ -124,9 +122,7 @@ class SharedRegion:
         return MemoryOffer(file.path.name, token, self.nbytes)
 
     def hide(self) -> None:
-        """Removes the file's name: nobody can attach any more, and nothing is left behind.
-        Harmless to repeat.
-        """
+        """Remove the name of the file; later attempts to attach fail. Idempotent."""
         if self._file is not None:
             self._file.remove()
             self._file = None
@@ -248,13 +244,13 @@ class _SharedFile:
 
 def _remove(path: Path, descriptor: int, creator: int) -> None:
     if os.getpid() == creator:  # a fork has the object too, but not the right
-        with suppress(OSError):  # somebody else was faster, or took the name's place
+        with suppress(OSError):  # already removed or replaced by another process
             path.unlink()
     os.close(descriptor)
 
 
 def _sweep(path: Path) -> bool:
-    """Whether the file was nobody's and is removed now."""
+    """Remove the file if it has no owner; return whether it was removed."""
     try:
         # not blocking: should it be a pipe, open would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -330,8 +326,10 @@ def _map(
 
 
 def _replace(address: int, new: int, length: int) -> None:
-    """Moves a mapping over another one, in one step for whoever reads there. Raises OSError; the
-    new one is gone.
+    """Move a mapping over another one, atomically for readers.
+
+    Raises:
+        OSError: the move failed; the new mapping is released.
     """
     mremap = _libc.mremap
     mremap.restype, mremap.argtypes = c_void_p, [c_void_p, c_size_t, c_size_t, c_int, c_void_p]

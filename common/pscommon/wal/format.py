@@ -175,8 +175,8 @@ class RecordReader(Iterator[Record]):
             self._buffer = bytearray(head.payload_bytes)
         header = self._read(offset + HEAD_BYTES, head.header_bytes)
         payload = memoryview(self._buffer)[: head.payload_bytes]
-        whole = self._fill(offset + HEAD_BYTES + head.header_bytes, payload)
-        if not whole or checksum(header, [payload]) != head.checksum:
+        is_complete = self._fill(offset + HEAD_BYTES + head.header_bytes, payload)
+        if not is_complete or checksum(header, [payload]) != head.checksum:
             return None
         return Record(head.kind, header, payload.toreadonly())
 
@@ -202,12 +202,12 @@ class RecordReader(Iterator[Record]):
             offset += found + 1 if found >= 0 else len(chunk) - NONCE_BYTES + 1
 
     def _read(self, offset: int, nbytes: int) -> bytes:
-        """Up to so many bytes: fewer where the file ends."""
+        """Read `nbytes` bytes, or fewer at the end of the file."""
         raw = bytearray(max(0, min(nbytes, self._size - offset)))
         return bytes(raw) if self._fill(offset, memoryview(raw)) else b""
 
     def _fill(self, offset: int, view: memoryview) -> bool:
-        """False where the file ends before the view does: somebody has cut it just now."""
+        """Fill the view; return False if the file is too short, truncated by another process."""
         while view:
             try:
                 done = os.preadv(self._descriptor, [view], offset)

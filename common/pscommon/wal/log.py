@@ -44,16 +44,16 @@ Fsync = Literal["always", "everysec", "no"]
 SEGMENT, SPARE = ".log", ".spare"
 SPARES = 2
 NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
-EVERY = 1.0  # seconds between syncs, for "everysec"
+SYNC_INTERVAL_SECONDS = 1.0
+"""Time between syncs for "everysec"."""
 
 
 class WriteAheadLog:
-    """One folder of segments. All methods are thread-safe; appends are written whole, in the
-    order of the calls.
+    """Write-ahead log in one folder of segments; all methods are thread-safe.
 
-    The folder is made by the first `begin`. Only one log may write to a folder at a time. Raises
-    OSError where some segment may not be read: whoever cleared it would never know what was in
-    it.
+    Appends are written completely, in order of the calls. The first `begin` creates the folder.
+    Only one log may write to a folder at a time. The constructor raises OSError if a segment
+    cannot be read, since clearing it would lose unknown records.
     """
 
     def __init__(self, folder: Path, fsync: Fsync, files: LogFiles | None = None) -> None:
@@ -149,10 +149,10 @@ class WriteAheadLog:
             self._drop([name for name in self.segments() if name < before and name != current])
 
     def clear(self) -> None:
-        """Removes all segments for good; names may begin anew.
+        """Remove all segments; segment names may start again.
 
-        Raises LogWriteError; some segments are gone then, the newest first, and `begin` will
-        remove the others.
+        Raises:
+            LogWriteError: some segments are left, the oldest ones; `begin` removes them.
         """
         with self._lock, self._writing():
             self._newest = ""
@@ -226,7 +226,7 @@ class WriteAheadLog:
         return segment
 
     def _make_folder(self) -> None:
-        """Again where somebody has removed it."""
+        """Create the folder, also after another process has removed it."""
         if not self._made or not self.folder.is_dir():
             self._files.make_folder(self.folder)
             self._files.sync_folder(self.folder.parent)
@@ -280,7 +280,7 @@ class WriteAheadLog:
 
 
 class _Ticker(threading.Thread):
-    """Calls `tick` once in EVERY seconds until it is stopped."""
+    """Calls `tick` once in SYNC_INTERVAL_SECONDS seconds until it is stopped."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         super().__init__(name="log-sync", daemon=True)
@@ -289,7 +289,7 @@ class _Ticker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self._stopped.wait(EVERY):
+        while not self._stopped.wait(SYNC_INTERVAL_SECONDS):
             self._tick()
 
     def stop(self) -> None:

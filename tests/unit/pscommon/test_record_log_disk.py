@@ -304,7 +304,7 @@ class Ticking(Failing):
 def test_every_second_what_was_appended_is_synced_and_nothing_where_nothing_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_log, "EVERY", 0.01)
+    monkeypatch.setattr(record_log, "SYNC_INTERVAL_SECONDS", 0.01)
     log = WriteAheadLog(tmp_path, "everysec", files := Ticking())
     begin(log, "1", FIRST)
     for _ in range(3):
@@ -319,7 +319,7 @@ def test_every_second_what_was_appended_is_synced_and_nothing_where_nothing_was(
 def test_a_sync_that_fails_in_the_background_breaks_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_log, "EVERY", 0.01)
+    monkeypatch.setattr(record_log, "SYNC_INTERVAL_SECONDS", 0.01)
     log = WriteAheadLog(tmp_path, "everysec", files := Ticking())
     begin(log, "1", FIRST)
     files.limit = len(files.seen) + 2

@@ -73,7 +73,7 @@ def test_shards_that_never_agree_are_named_by_their_versions() -> None:
 def test_a_tape_becomes_tensors_under_all_names(tmp_path: Path) -> None:
     plan = PartitionPlan(MODEL, 1)
     tape = bytearray(plan.nbytes)
-    final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_on_tape(plan, tape))
+    final_weights.write_model(tmp_path / "f", MODEL, final_weights.tensors_in_buffer(plan, tape))
 
     found = load_file(tmp_path / "f")
     assert {name: list(tensor.shape) for name, tensor in found.items()} == {
