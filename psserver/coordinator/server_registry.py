@@ -12,7 +12,7 @@ from pscommon.core.log_entries import Entry, ShardReport
 from pscommon.core.model_spec import ModelSpec
 from pscommon.snapshot import Manifest
 from psproto.v1 import coordinator_pb2 as pb
-from psserver.core.job.catch_up import CatchUp, way_for
+from psserver.core.job.catch_up import CatchUp, choose_catch_up
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.shard.state_machine import NO_LOG
 from psserver.durability.record_sink import StandbyLink
@@ -290,7 +290,7 @@ class ServerRegistry:
         ):
             return CatchUp.FOLLOW
         can_recover = durable and not server.is_recovery_requested
-        return way_for(
+        return choose_catch_up(
             coordinator,
             report,
             report.epoch == NO_LOG,

@@ -11,7 +11,7 @@ from psserver.coordinator.executor import CommandExecutor
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
 from psserver.core.commands.worker_share import worker_share
-from psserver.core.job.admission import check_room, push_nbytes
+from psserver.core.job.admission import check_registration, push_nbytes
 from psserver.monitoring.wait_notices import log_changed_hyper_parameters
 from psserver.shard.engine import ShardEngine
 
@@ -39,7 +39,7 @@ def register(
 
     def ask(recorder: Recorder, now: float) -> str | None:
         coordinator = recorder.coordinator
-        check_room(coordinator, worker, nbytes, in_flight)
+        check_registration(coordinator, worker, nbytes, in_flight)
         if coordinator.unresolved_peer(worker, asked):
             coordinator.member(worker, now)
             return None

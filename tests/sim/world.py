@@ -19,7 +19,7 @@ from pscommon.core.errors import FencedError
 from pscommon.core.log_entries import Apply, Entry, Measure, PushKey, Reject, ShardReport
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.waiting import waiting_for
-from psserver.core.job.catch_up import CatchUp, way_for
+from psserver.core.job.catch_up import CatchUp, choose_catch_up
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import PartReport, SnapshotInterval
@@ -274,7 +274,7 @@ class World(Faults, ServerFailures):
         if not shard.is_ready and not shard.is_known:
             shard.is_known = True
             self.recorder.do("reborn", self.now, shard=report.shard)
-        way = way_for(
+        way = choose_catch_up(
             coordinator,
             report,
             not shard.is_ready,

@@ -1,5 +1,7 @@
-"""Room for a round: who waits for others keeps its push staged, so the pushes of all workers
-must fit at once.
+"""Admission: the pushes of one round must fit into the servers' memory for pushes.
+
+A worker that waits for others keeps its push staged, so the pushes of all workers are in memory
+at the same time.
 """
 
 from pscommon.core.errors import InvalidRequestError
@@ -10,7 +12,7 @@ from psserver.core.job.policy import Policy
 
 
 def push_nbytes(spec: ModelSpec, shards: int) -> int:
-    """Bytes of a push on the shard that gets most."""
+    """Return the bytes of a push on the shard with the largest part."""
     plan = PartitionPlan(spec, shards)
     return max(
         sum(plan.range(shard, role).nbytes for role in ("trainable", "buffer"))
@@ -18,40 +20,44 @@ def push_nbytes(spec: ModelSpec, shards: int) -> int:
     )
 
 
-def check_room(coordinator: CoordinatorMachine, worker: int, nbytes: int, in_flight: int) -> None:
-    """InvalidRequestError where a round with this worker, which is about to register, would not
-    fit --in-flight.
+def check_registration(
+    coordinator: CoordinatorMachine, worker: int, nbytes: int, in_flight: int
+) -> None:
+    """Check that a round with a registering worker fits --in-flight.
 
-    nbytes: of one push.
+    Args:
+        coordinator: The coordinator.
+        worker: The worker.
+        nbytes: Bytes of one push.
+        in_flight: Limit in bytes.
+
+    Raises:
+        InvalidRequestError: It does not.
     """
     others = [member for member in coordinator.membership.registered() if member.worker != worker]
     _check_round(coordinator.policy, 1 + len(others), nbytes, in_flight)
 
 
 def check_switch(coordinator: CoordinatorMachine, row: Policy, in_flight: int) -> None:
-    """InvalidRequestError where a round of those who are here would not fit --in-flight under
-    this policy.
-    """
+    """Raise InvalidRequestError if a round under another policy does not fit --in-flight."""
     if coordinator.model is not None:
         workers = len(coordinator.membership.registered())
         _check_round(row, workers, push_nbytes(coordinator.model, coordinator.shards), in_flight)
 
 
 def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) -> None:
-    """InvalidRequestError where a round of those who are here would not fit --in-flight of so
-    many servers.
-    """
+    """Raise InvalidRequestError if a round on `shards` servers does not fit --in-flight."""
     if coordinator.model is not None:
         workers = len(coordinator.membership.registered())
         _check_round(coordinator.policy, workers, push_nbytes(coordinator.model, shards), in_flight)
 
 
 def _check_round(row: Policy, workers: int, nbytes: int, in_flight: int) -> None:
-    """In sync and ssp such a round would never close; in async one push need not wait for
-    another.
+    """Raise InvalidRequestError if the pushes of a round do not fit.
 
-    Pushes through shared memory take no room, but who has it may not be known yet, so all are
-    counted.
+    Under sync and ssp such a round would never close; under async no push waits for another.
+    Pushes through shared memory need no such memory, but it may not be known yet which workers
+    use it, so all are counted.
     """
     workers = workers if row.bound is not None else 1
     needed = workers * nbytes
@@ -63,21 +69,22 @@ def _check_round(row: Policy, workers: int, nbytes: int, in_flight: int) -> None
         )
 
 
-LOG_BYTES, LOG_PER_MODEL = 64 << 20, 8
-"""A shard's log since the last snapshot may grow to the larger of the two, the second times its
-part of the model.
+MIN_LOG_BYTES, MAX_LOG_TO_MODEL_RATIO = 64 << 20, 8
+"""A shard's log since the last snapshot may grow to the larger of MIN_LOG_BYTES and this multiple
+of the shard's part of the model.
 """
 
 
 def is_full(coordinator: CoordinatorMachine, log_bytes: int) -> bool:
-    """Restarts must not take long, nor disks fill up: is it time for a snapshot, which makes the
-    log superfluous?
+    """Return whether a log is so long that a snapshot is due, which makes the log superfluous.
+
+    It bounds the time of a restart and the use of the disk.
     """
-    if coordinator.model is None or coordinator.cuts.busy or log_bytes <= LOG_BYTES:
+    if coordinator.model is None or coordinator.cuts.busy or log_bytes <= MIN_LOG_BYTES:
         return False
     return (
         log_bytes
-        > LOG_PER_MODEL
+        > MAX_LOG_TO_MODEL_RATIO
         * sum(tensor.nbytes for tensor in coordinator.model.tensors)
         / coordinator.shards
     )

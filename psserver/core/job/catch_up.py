@@ -1,4 +1,4 @@
-"""How a shard that connects comes to follow the job's log."""
+"""How a connected shard reaches the state from which it can follow the log."""
 
 from enum import Enum, auto
 
@@ -7,10 +7,15 @@ from psserver.core.job.coordinator import CoordinatorMachine
 
 
 class CatchUp(Enum):
-    """FOLLOW: from where it stands. RECOVER: it is to read its own log of this epoch first.
-    RESTORE: it is to load the snapshot that this epoch began with. BEGIN: it has nothing, and
-    needs nothing. ADOPT: it is new in a move, and is to know what others know. GO_BACK: it can
-    only follow if all shards go back to a snapshot together."""
+    """What a shard does before it follows the log.
+
+    FOLLOW: Nothing; it continues at its index.
+    RECOVER: Replay its own log on disk first.
+    RESTORE: Load the snapshot with which this log began.
+    BEGIN: Start without weights.
+    ADOPT: New shard in a reshard: copy the state machine from a peer, load weights later.
+    GO_BACK: It cannot follow; all shards return to a snapshot together.
+    """
 
     FOLLOW = auto()
     RECOVER = auto()
@@ -20,27 +25,30 @@ class CatchUp(Enum):
     GO_BACK = auto()
 
 
-def way_for(
+def choose_catch_up(
     coordinator: CoordinatorMachine,
     report: ShardReport,
     blank: bool,
     can_recover: bool,
     restores: bool,
 ) -> CatchUp:
-    """For a shard that does not follow yet, by its first report.
+    """Return the action for a shard that does not follow yet.
 
-    blank: it has not followed any log since it was started. can_recover: it may have a log on
-    disk that it has not been asked to read; one of this epoch only where it followed it.
-    restores: this epoch began with a snapshot.
+    Args:
+        coordinator: The coordinator.
+        report: The shard's first report.
+        blank: The shard's process has not followed any log.
+        can_recover: The shard may have a log on disk that it was not asked to replay.
+        restores: This log began with a snapshot.
     """
     if report.epoch == coordinator.epoch and not blank:
         fits = coordinator.log.can_go_on(report) and not coordinator.is_stranded(report)
         return CatchUp.FOLLOW if fits else CatchUp.GO_BACK
     if blank and coordinator.move is not None and report.shard >= coordinator.move.before:
-        return CatchUp.ADOPT  # it had nothing before the move
+        return CatchUp.ADOPT  # it had no part before the reshard
     followed = report.shard in coordinator.followers
     if blank and can_recover and followed:
         return CatchUp.RECOVER
     if coordinator.begun and followed:
-        return CatchUp.GO_BACK  # it had numbers of this epoch, and has lost them
+        return CatchUp.GO_BACK  # it had weights of this log, and has lost them
     return CatchUp.RESTORE if restores else CatchUp.BEGIN

@@ -1,10 +1,12 @@
-"""The model moves to another number of shards, while workers wait.
+"""A change of the number of shards, while workers wait.
 
-Theory of operation. A Reshard in the log is the point at which all shards stop: what is staged
-is void, workers send it again. Each shard of the new layout makes its part from what the shards
-of the old one held at that point, and says so. Once all have, a snapshot of the new layout is
-cut where there is a data directory. Only when that is written do pushes count again: so whoever
-dies has either the old layout's snapshot and log, up to the Reshard, or the new one's snapshot.
+Theory of operation. A Reshard entry is the point at which all shards stop. Staged pushes are void;
+workers send them again. Each shard of the new partition builds its part from what the old shards
+had at that entry, and reports it. Once all have, a snapshot with the new partition is written if
+there is a data directory. Pushes count again only after that.
+
+Invariant: at every moment a crash leaves either the old partition's snapshot and log, up to the
+Reshard, or the new partition's snapshot.
 """
 
 from collections.abc import Mapping
@@ -14,10 +16,14 @@ from typing import Any
 
 @dataclass(slots=True)
 class ReshardPhase:
-    """From `before` shards to `shards`, at the Reshard of this index. moved: those that hold
-    their new part.
+    """A reshard in progress.
 
-    keeps: it ends with a snapshot.
+    Attributes:
+        before: Old number of shards.
+        shards: New number of shards.
+        index: Index of the Reshard entry.
+        keeps: Whether it ends with a snapshot.
+        moved: Shards that have their new part.
     """
 
     before: int
@@ -28,16 +34,16 @@ class ReshardPhase:
 
     @property
     def complete(self) -> bool:
-        """Does every shard hold its new part?"""
+        """Whether every shard has its new part."""
         return len(self.moved) == self.shards
 
     @property
     def members(self) -> int:
-        """How many shards follow the log meanwhile: those that leave are read from."""
+        """Number of shards that follow the log during the reshard, removed ones included."""
         return max(self.before, self.shards)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; `from_state` is the way back."""
+        """Return the phase as JSON values for `from_state`."""
         return {
             "before": self.before,
             "shards": self.shards,

@@ -1,4 +1,4 @@
-"""The coordinator's part in a move to another number of shards; what one is, says move.py."""
+"""The coordinator's part of a reshard; reshard_phase.py describes the protocol."""
 
 from pscommon.core.log_entries import Reshard, ShardReport
 from psserver.core.job.pending_pushes import PendingPushes
@@ -8,7 +8,7 @@ from psserver.core.job.update_rounds import UpdateRounds
 
 
 class Resharding(UpdateRounds):
-    """Updates, of shards whose number may change."""
+    """Update rounds on shards whose number may change."""
 
     def __init__(
         self, shards: int, rules: JobRules, generation: int = 0, epoch: int | None = None
@@ -20,8 +20,12 @@ class Resharding(UpdateRounds):
         )
 
     def reshard(self, shards: int, keeps: bool, now: float) -> bool:
-        """The model moves to so many shards. keeps: snapshots are written. False: not now, see
-        can_reshard.
+        """Start a reshard. Return False if it is not possible now, see can_reshard.
+
+        Args:
+            shards: New number of shards.
+            keeps: Whether snapshots are written.
+            now: The time.
         """
         if not self.can_reshard(shards):
             return False
@@ -33,9 +37,7 @@ class Resharding(UpdateRounds):
         return True
 
     def can_reshard(self, shards: int) -> bool:
-        """Do all shards follow, are there weights to move elsewhere, and is nothing else under
-        way?
-        """
+        """Return whether all shards follow, there are weights, and nothing else is in progress."""
         follow = self.followers >= set(range(self.shards))
         return (
             self.begun
@@ -46,32 +48,30 @@ class Resharding(UpdateRounds):
         )
 
     def _lay_out(self, shards: int, index: int) -> None:
-        """Nothing of what was staged fits."""
+        """Set the number of shards and drop all pending pushes: they have the old partition."""
         self.shards = self.cuts.shards = shards
         self.layout_index = index
         self.pending = PendingPushes(shards)
 
     @property
     def members(self) -> int:
-        """How many shards follow the log."""
+        """Number of shards that follow the log."""
         return self.move.members if self.move is not None else self.shards
 
     def has_moved(self, report: ShardReport) -> bool:
-        """Is it news that this shard holds its new part?"""
+        """Return whether a shard reports for the first time that it has its new part."""
         move = self.move
         if move is None or report.epoch != self.epoch or report.moving or report.index < move.index:
             return False
         return report.shard < move.shards and report.shard not in move.moved
 
     def moved(self, shard: int, now: float) -> None:
-        """A shard holds its new part."""
+        """Note that a shard has its new part."""
         if self.move is not None:
             self.move.moved.add(shard)
 
     def settle(self, now: float) -> None:
-        """The move is over, whoever dies now: pushes count again, and who has left is not asked
-        any more.
-        """
+        """End the reshard: pushes count again, and removed shards are dropped."""
         if self.move is None or not (self.move.complete or self._landed):
             return
         self.move, self._landed = None, False
@@ -80,8 +80,10 @@ class Resharding(UpdateRounds):
         self.advance(now)
 
     def reborn(self, shard: int, now: float) -> None:
-        """A shard's process is new, and may be behind what the one before it said. In a move,
-        what it held of the new layout is gone, whatever its log says."""
+        """Note that a shard's process is new and may be behind its earlier reports.
+
+        During a reshard it has lost its new part, whatever its log contains.
+        """
         self.cuts.shard_lost(shard)
         self.log.back(shard)
         if self.move is not None and shard < self.shards:
@@ -90,5 +92,5 @@ class Resharding(UpdateRounds):
             self.pending.shard_lost(shard)
 
     def is_stranded(self, report: ShardReport) -> bool:
-        """Does this shard wait for what nobody keeps any more, because the move is over?"""
+        """Return whether a shard waits for its part of a reshard that has ended."""
         return report.epoch == self.epoch and report.moving and self.move is None

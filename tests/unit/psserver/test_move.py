@@ -9,7 +9,7 @@ import pytest
 from pscommon.core.log_entries import Cut, PushKey, Reshard, ShardReport, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
 from psserver.core.commands.recorder import Recorder
-from psserver.core.job.catch_up import CatchUp, way_for
+from psserver.core.job.catch_up import CatchUp, choose_catch_up
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.policy import policy
 from psserver.core.job.settings import JobRules
@@ -128,10 +128,18 @@ def test_who_is_new_in_a_move_adopts_and_who_waits_in_vain_goes_back() -> None:
         ShardReport(0, 0, job.machine.log.index, (), 0, job.machine.log.digest, moving=True),
     )
 
-    assert way_for(job.machine, blank, True, can_recover=True, restores=False) is CatchUp.ADOPT
-    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is CatchUp.FOLLOW
+    assert (
+        choose_catch_up(job.machine, blank, True, can_recover=True, restores=False) is CatchUp.ADOPT
+    )
+    assert (
+        choose_catch_up(job.machine, moving, False, can_recover=True, restores=False)
+        is CatchUp.FOLLOW
+    )
     job.report(0, 1, 2)
-    assert way_for(job.machine, moving, False, can_recover=True, restores=False) is CatchUp.GO_BACK
+    assert (
+        choose_catch_up(job.machine, moving, False, can_recover=True, restores=False)
+        is CatchUp.GO_BACK
+    )
 
 
 @pytest.mark.parametrize("is_over", [False, True])

@@ -4,7 +4,7 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
-from psserver.core.job.admission import check_room, push_nbytes
+from psserver.core.job.admission import check_registration, push_nbytes
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.job.policy import policy
 from tests.support.coordinator_job import Job
@@ -26,7 +26,7 @@ def test_a_push_is_as_large_as_its_largest_part(shards: int, most: int) -> None:
 
 def fits(coordinator: CoordinatorMachine, worker: int, in_flight: int) -> bool:
     try:
-        check_room(coordinator, worker, 10, in_flight)
+        check_registration(coordinator, worker, 10, in_flight)
     except InvalidRequestError:
         return False
     return True
@@ -67,6 +67,6 @@ def test_the_message_says_what_to_do() -> None:
     with pytest.raises(
         InvalidRequestError, match="--in-flight 29: start the servers with --in-flight 30"
     ) as caught:
-        check_room(Job(workers=2).coordinator, 99, 10, 29)
+        check_registration(Job(workers=2).coordinator, 99, 10, 29)
 
     assert caught.value.exit_code == 2
