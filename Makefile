@@ -2,6 +2,7 @@
 # make test    the quick tiers of the test suite, at most five minutes on two cores; make check adds ruff and mypy
 # make test-all  the whole test suite, at most twenty minutes on two cores
 # make test-scripts  third-party kinds of scripts, plain and under each policy (at most ten minutes)
+# make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
 # make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
 PYTHON ?= python3.11
@@ -17,7 +18,7 @@ TENSORFLOW ?= tensorflow-cpu==2.21.0
 FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/test_examples.py \
 	tests/integration/test_clipping.py
 
-.PHONY: setup demo test test-all test-scripts check lint docs proto bench bench-quick bench-tf chaos test-compose clean
+.PHONY: setup demo test test-all test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose clean
 
 setup: $(VENV)/.setup-done
 
@@ -50,6 +51,9 @@ test-scripts: $(VENV)/.scripts-done # scripts of the kinds that people bring, pl
 $(VENV)/.scripts-done: $(VENV)/.setup-done
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,dev,transformers,lightning]'
 	@touch $@
+
+house: setup
+	$(BIN)/python -m tests.support.packages
 
 docs: $(VENV)/.docs-done # warnings are errors; the build needs no network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

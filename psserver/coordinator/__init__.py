@@ -3,3 +3,5 @@ and shards.
 
 It drives the pure machines of `psserver.core` and owns no training data itself.
 """
+
+__all__ = ["final_state", "server_registry", "service", "servicer", "status"]

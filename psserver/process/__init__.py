@@ -1,3 +1,16 @@
 """What every part of a server process needs: configuration, identity, metrics, and the gRPC
 server.
 """
+
+__all__ = [
+    "config",
+    "generation_file",
+    "grpc_server",
+    "identity",
+    "job_id_file",
+    "metrics",
+    "port_file",
+    "rpc_metrics",
+    "shard_count_file",
+    "worker_exits",
+]

@@ -1,1 +1,11 @@
 """Staying connected to a job: discovery, membership with heartbeats, and retries."""
+
+__all__ = [
+    "client_facts",
+    "connection",
+    "discovery",
+    "finalizer",
+    "membership",
+    "retry",
+    "shard_call",
+]

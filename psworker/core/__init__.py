@@ -1,1 +1,3 @@
 """The worker's decisions as pure state machines and values."""
+
+__all__ = ["activity", "clock", "protocols", "push_sequence", "results", "server_search"]

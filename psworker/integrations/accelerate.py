@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from pscommon.core.errors import InvalidRequestError
+from psworker.data.batches import BatchLoader
 from psworker.integrations import check_device, refuse_checkpoint, steps_before
 from psworker.job import Job
 
@@ -75,7 +76,10 @@ class Accelerator(accelerate.Accelerator):
         items: list[Any] = [handed_over if item is optimizers[0] else item for item in args]
         loaders = [index for index, item in enumerate(items) if isinstance(item, DataLoader)]
         training = loaders[:1]
-        dealt = [TrainingLoader(self, items[index], self._seed) for index in training]
+        dealt = [
+            TrainingLoader(self.job.batches(items[index], seed=self._seed), self.device)
+            for index in training
+        ]
         prepared = super().prepare(*(item for i, item in enumerate(items) if i not in training))
         result = list(prepared) if isinstance(prepared, tuple) else [prepared]
         for index, loader in zip(training, dealt, strict=True):
@@ -115,9 +119,9 @@ class Accelerator(accelerate.Accelerator):
 class TrainingLoader(DataLoaderStateMixin):
     """This worker's share of the training data, with the state that gradient accumulation needs."""
 
-    def __init__(self, accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> None:
-        self._batches = accelerator.job.batches(loader, seed=seed)
-        self._device = accelerator.device
+    def __init__(self, batches: BatchLoader, device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
         self._drop_last = True  # accelerate then leaves `remainder` alone
         self.gradient_state = GradientState()
         self.dataset, self.batch_size = self._batches.dataset, self._batches.batch_size

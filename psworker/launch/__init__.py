@@ -1,1 +1,13 @@
 """Starting, watching and restarting processes on this machine, and running a training script."""
+
+__all__ = [
+    "events",
+    "orphan_guard",
+    "outcome",
+    "plan",
+    "preload",
+    "processes",
+    "script",
+    "supervisor",
+    "temporary_folder",
+]

@@ -1,3 +1,17 @@
 """Values and rules that servers and workers share. Pure: no clock, thread, socket, file, log or
 random number.
 """
+
+__all__ = [
+    "data_loop",
+    "data_stream",
+    "entry_encoding",
+    "errors",
+    "exit_codes",
+    "formats",
+    "limits",
+    "log_entries",
+    "metric_row",
+    "model_spec",
+    "partition",
+]

@@ -44,4 +44,5 @@ __all__ = [
     "kind_of_class",
     "load_module",
     "register",
+    "specs",
 ]

@@ -40,7 +40,11 @@ __all__ = [
     "SnapshotDirectory",
     "SnapshotPart",
     "SnapshotReader",
+    "atomic_files",
     "export",
+    "manifest",
+    "tensor_file",
     "tensors_in_buffer",
+    "weights_digest",
     "write_model",
 ]

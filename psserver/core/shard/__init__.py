@@ -1,1 +1,3 @@
 """One shard's machines: log entries, replication to a standby, failover, and clipping."""
+
+__all__ = ["clipping", "failover", "primary_lease", "replication", "state_machine"]
