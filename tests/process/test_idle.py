@@ -61,6 +61,6 @@ def test_a_script_that_forgets_to_step(programs: Programs) -> None:
 
     assert run.wait() == 16
     assert (
-        "no step was counted, and data is left; a step is step() of the optimizer that "
+        "no step was counted, and data is left. Try: call step() of the optimizer that "
         "job.optimizer" in run.err
     )
