@@ -147,7 +147,7 @@ class ShardLog:
 
     def moved(self) -> None:
         """Make the standby load the whole state: no record describes a new partition."""
-        self._log.void("the model has moved")
+        self._log.void("the model was resharded")
 
     def since(self, version: int | None) -> Iterator[Logged]:
         """Yield what was logged since a snapshot was cut; None: since the beginning.

@@ -142,7 +142,7 @@ def test_one_of_them_is_primary_and_what_was_acknowledged_counts(
             until(lambda: primary.ended == ExitCode.TAKEN, "the end of the old primary")
         else:
             until(
-                lambda: "had gone on without this standby" in standby.log.read_text(),
+                lambda: "failover refused: this standby was not in sync" in standby.log.read_text(),
                 "the standby to know",
             )
         job.line.heal()

@@ -46,7 +46,7 @@ def test_a_coordinator_that_is_started_again_tells_and_counts_what_is_lost(
             count(each)
 
     assert lost(again) == 3
-    told = [record for record in caplog.records if "updates are lost" in record.message]
+    told = [record for record in caplog.records if "updates_lost" in record.__dict__]
     assert sum(record.__dict__["updates_lost"] for record in told) == 3
 
 

@@ -246,6 +246,6 @@ def test_a_shard_that_writes_no_log_where_shard_0_does_says_so(
     servers = cluster(0)
     for shard, flags in enumerate(({"durability": "log"}, {"durability": "log"}, {})):
         servers.add(shard, max(2, shard + 1), data_dir=tmp_path, **flags)
-        link = servers.servers[shard].link
+        link = servers.servers[shard].coordinator_link
         until(lambda link=link: link is None or link._is_connected, "its line")
         assert (told in caplog.text) is (shard == 2)

@@ -8,6 +8,7 @@ test_every_operation.
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.support.disk_operations import TROUBLES, Operations, failing
 from tests.support.metrics_scrape import Metrics
 from tests.support.small_disk import SmallDisk, missing
 from tests.support.snapshot_files import stored
-from tests.support.workers import count, counted, counter, until
+from tests.support.workers import DEADLINE, count, counted, counter, until
 
 Make = Callable[..., Cluster]
 
@@ -142,9 +143,11 @@ def test_without_a_failure_nothing_is_lost(
 
 def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path: Path) -> None:
     old, really = SnapshotDirectory(tmp_path).path(2), AtomicFiles.remove
+    refused = threading.Event()
 
     def remove(files: AtomicFiles, path: Path) -> None:
         if old in (path, path.parent):
+            refused.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         really(files, path)
 
@@ -156,6 +159,7 @@ def test_what_cannot_be_removed_does_not_undo_a_snapshot(cluster: Make, tmp_path
         patch.setattr(AtomicFiles, "remove", remove)
         count(client, 2)
         until(lambda: archive.newest_version == 4, "another one")
+        assert refused.wait(DEADLINE)
 
     assert failures(servers) == 0
     assert SnapshotDirectory(tmp_path).versions() == [2, 4]
