@@ -114,7 +114,9 @@ client.close()
     code, out, err = run(cluster, program)
 
     assert (code, err) == (0, "")
-    assert out.startswith("InvalidRequestError gRPC does not work in a process that was forked")
+    assert out.startswith(
+        "InvalidRequestError gRPC does not work in a fork of a process that used it"
+    )
     assert "spawn" in out
 
 

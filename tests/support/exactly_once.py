@@ -73,11 +73,10 @@ class Havoc:
         self._next = time.monotonic()
 
     def __call__(self) -> None:
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + self._random.uniform(0.0, 2 * RESET_SECONDS)
-        self._random.choice(self._job.everywhere).reset()
-        self.resets += 1
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._random.uniform(0.0, 2 * RESET_SECONDS)
+            self._random.choice(self._job.everywhere).reset()
+            self.resets += 1
         done = sum(len(lines(self._job.lives[f"w{rank}"], "pushed")) for rank in range(WORKERS))
         if self.kills < len(self._marks) and done >= self._marks[self.kills]:
             self._job.lives[f"s{self.kills % 2}"].kill()
