@@ -1,5 +1,3 @@
-"""A torch model as one flat buffer: which tensors there are, where they lie, and how bytes are
-copied.
-"""
+"""A torch model as one flat buffer: tensor layout, copies in and out, change detection."""
 
 __all__ = ["adapter", "flat_buffer", "saving"]

@@ -1,13 +1,11 @@
-"""Between a torch model and the job's tape: which tensors there are, where they lie, and how
-bytes get in and out.
+"""Adapter between a torch model and the flat buffers of the client.
 
-On the CPU the model's parameters and buffers become views of the very memory that the client
-sends from and receives into: pulling moves no tensor. On a GPU they become views of a tape
-there, and copies through pinned memory join it to the one on the host.
+On the CPU, parameters and buffers become views of the memory that the client sends from and
+receives into, so a pull copies no tensor. On a GPU they become views of a buffer on the device;
+copies through pinned memory connect it to the host buffer.
 
-Thousands of tensors are handled as lists that are made once and passed over in C (map,
-_foreach_copy_): a Python loop over them would cost more than moving their bytes. Loops stand
-only where something unusual has been found.
+Operations on thousands of tensors use lists built once and C loops (map, _foreach_copy_). A
+Python loop would cost more than the copy itself; loops remain only on exceptional paths.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +34,7 @@ from psworker.model.change_detector import ChangeDetector
 from psworker.model.flat_buffer import CudaBuffer, DoubleBuffer, FlatBuffer
 
 MANY = 2048
-"""From so many tensors on, a call of torch for each of them costs more than to move their bytes."""
+"""Tensor count from which one torch call per tensor costs more than copying the bytes."""
 
 OWN = "with register_buffer(..., persistent=False) a buffer stays each worker's own, whatever becomes of it"
 
@@ -44,10 +42,16 @@ _GRAD, _BUFFERS = attrgetter("grad"), attrgetter("_buffers")
 
 
 class TensorGroup:
-    """The tensors of one role in tape order, as lists that are passed over together.
+    """The tensors of one role in flat buffer order, as parallel lists.
 
-    extents: where each lies. weights, gradients: views of the two tapes; only what trains has
-    gradients. indices: into the model's spec.
+    Attributes:
+        indices: index of each tensor in the model spec
+        names: name of each tensor
+        extents: byte range of each tensor in the flat buffer
+        tensors: the model's tensors
+        weights: views of the weight buffer
+        gradients: views of the gradient buffer; empty unless the role is "trainable"
+        pointers: data addresses of `weights`
     """
 
     def __init__(
@@ -73,14 +77,16 @@ class TensorGroup:
         self.pointers = list(map(Tensor.data_ptr, self.weights))
 
     def move_in(self) -> None:
-        """Values and storage of the tensors onto the weights' tape."""
+        """Copy the values into the weight buffer and make the tensors views of it."""
         for tensor, weight in zip(self.tensors, self.weights, strict=True):
             weight.copy_(tensor.detach())
             tensor.data = weight
 
     def elsewhere(self) -> list[int]:
-        """Places of tensors whose storage is not on the tape any more; InvalidRequestError for
-        one that is unfit.
+        """Return the places of tensors whose storage is no longer in the weight buffer.
+
+        Raises:
+            InvalidRequestError: The dtype, device or shape of such a tensor has changed.
         """
         pointers = list(map(Tensor.data_ptr, self.tensors))
         if pointers == self.pointers:
@@ -89,13 +95,12 @@ class TensorGroup:
         for place in moved:
             self.check_unchanged(place, self.tensors[place])
             if self.weights[place].data_ptr() != self.pointers[place]:
-                # the storage itself was moved, and the view with it: share_memory and torch's
-                # queues do that
+                # share_memory and torch's queues move the storage itself, and the view with it
                 self.weights[place] = self._tape.view(self.extents[place], self._specs[place])
         return moved
 
     def check_unchanged(self, place: int, current: object) -> None:
-        """InvalidRequestError unless `current` may take the tensor's place."""
+        """Raise InvalidRequestError unless `current` has the same dtype, device and shape."""
         weight = self.weights[place]
         now, was = (
             (t.dtype, t.device, t.shape) if isinstance(t, Tensor) else t for t in (current, weight)
@@ -110,13 +115,26 @@ class TensorGroup:
 
 
 class ModelAdapter:
-    """One model on one tape. Made in two steps: `spec` goes to the servers, the plan that they
-    answer to `attach`.
+    """Maps one model to a pair of flat buffers.
 
-    Parameters of the optimizer are trainable, also those whose requires_grad is False at the
-    moment; the model's other parameters are frozen; persistent buffers are buffers, others stay
-    local. A tied tensor counts once, by its first name. Raises InvalidRequestError for a model
-    that cannot be trained this way.
+    Construction takes two steps: `spec` is sent to the servers, and `attach` receives the partition
+    plan that they return.
+
+    Roles: parameters of the optimizer are trainable, even with requires_grad False. The other
+    parameters are frozen. Persistent buffers are buffers; non-persistent buffers stay local. A tied
+    tensor counts once, under its first name.
+
+    Attributes:
+        spec: model spec for the servers
+        device: device of all tensors
+        gradients: flat buffer of gradients and outgoing buffers; set by `attach`
+        weights: flat buffer of weights; set by `attach`
+        moving: byte range that travels with every step
+        buffer_range: byte range of the buffers
+        changes: detector of in-place changes by the script
+
+    Raises:
+        InvalidRequestError: The servers cannot train this model.
     """
 
     def __init__(
@@ -129,17 +147,19 @@ class ModelAdapter:
         self.spec = _model_spec(model, self._tensors, optimizer, clip_norm)
         self.device = _only_device(self._tensors)
         _refuse_shared(model, self._tensors)
-        # a GPU copies many at once, and on the stream of the script's own thread
+        # a GPU batches the copies, and they must be on the stream of the script's thread
         self._team = ThreadTeam(min(2, cores()) if self.device.type == "cpu" else 1)
 
     def attach(
         self, plan: PartitionPlan, memory: tuple[memoryview, memoryview], apart: bool = False
     ) -> None:
-        """Moves the model onto the tape, values and all. Parameters stay the same objects; only
-        their storage moves.
+        """Move the model into the flat buffers. Parameters stay the same objects with new storage.
 
-        memory: the client's, of plan.nbytes bytes each, for gradients and weights. apart: the
-        model's weights do not lie in it, so that it may change while the model computes.
+        Args:
+            plan: Partition plan from the servers.
+            memory: The client's gradient and weight memory, plan.nbytes bytes each.
+            apart: Keep the model's weights outside `memory`, so that new weights can arrive while
+                the model computes.
         """
         self.buffer_range = plan.section("buffer")
         self.moving = ByteRange(0, self.buffer_range.stop)
@@ -166,16 +186,17 @@ class ModelAdapter:
         self, memory: tuple[memoryview, memoryview], apart: bool
     ) -> tuple[FlatBuffer, FlatBuffer]:
         if self.device.type == "cuda":
-            # frozen tensors lie at the end: of a large model of which little trains they would fill
-            # the GPU once more
+            # frozen tensors come last and have no gradients: leave them out to save GPU memory
             return CudaBuffer(memory[0], self.device, self.moving.stop), CudaBuffer(
                 memory[1], self.device
             )
         return FlatBuffer(memory[0]), DoubleBuffer(memory[1]) if apart else FlatBuffer(memory[1])
 
     def gather(self) -> frozenset[int]:
-        """Gradients and buffers onto the gradients' tape. Returns the trainable tensors that
-        have no gradient.
+        """Copy gradients and buffers into the gradient buffer.
+
+        Returns:
+            Spec indices of the trainable tensors without a gradient.
         """
         grads = self._gather_many() if len(self.trainable.tensors) >= MANY else self._gather_few()
         self.write_buffers()
@@ -188,9 +209,7 @@ class ModelAdapter:
         return self._gather_between(0, None)
 
     def _gather_many(self) -> list[Tensor | None]:
-        """Half of the time goes by in torch's calls, without the GIL, and half with it: a second
-        thread is worth it.
-        """
+        # torch's calls release the GIL half of the time, so a second thread pays off
         cuts = range(0, len(self.trainable.tensors), MANY // 2)
         work: list[Callable[[], Any]] = [self.reattach]
         work += [partial(self._gather_between, first, first + MANY // 2) for first in cuts]
@@ -203,18 +222,16 @@ class ModelAdapter:
         return grads
 
     def grads(self, first: int = 0, last: int | None = None) -> list[Tensor | None]:
-        """What the trainable tensors [first, last) in tape order have as .grad now."""
+        """Return the .grad of the trainable tensors [first, last) in flat buffer order."""
         return list(map(_GRAD, self.trainable.tensors[first:last]))
 
     @property
     def has_gradients(self) -> bool:
-        """Is there any? As a rule the first tensor that is looked at has one."""
+        """Whether any trainable tensor has a gradient."""
         return any(map(is_not, map(_GRAD, self.trainable.tensors), repeat(None)))
 
     def write(self, first: int, grads: Sequence[Tensor | None]) -> None:
-        """Gradients of consecutive trainable tensors from `first` on to their places beside the
-        model.
-        """
+        """Copy gradients of trainable tensors, from place `first` on, to the gradient buffer."""
         slots, given = self.trainable.gradients[first : first + len(grads)], present(grads)
         if len(given) < len(grads):
             slots = list(compress(slots, map(is_not, grads, repeat(None))))
@@ -234,17 +251,17 @@ class ModelAdapter:
                 )
 
     def write_buffers(self) -> None:
-        """The buffers' values as they are now, to their places among the gradients."""
+        """Copy the current buffer values into the gradient buffer."""
         start, stop = self.buffer_range
         if start < stop:
             self.gradients.near[start:stop].copy_(self.weights.near[start:stop])
 
     def absent(self, grads: Sequence[Tensor | None]) -> frozenset[int]:
-        """Of all trainable tensors those without a gradient, by index into the model's spec."""
+        """Return the spec indices of the trainable tensors without a gradient."""
         return frozenset(compress(self.trainable.indices, map(is_, grads, repeat(None))))
 
     def moving_extents(self) -> dict[int, ByteRange]:
-        """Where what travels with a step lies, by id of the model's tensor."""
+        """Return the byte range of each tensor that travels with a step, by id of the tensor."""
         both = (self.trainable, self._buffers)
         return {
             id(t): extent
@@ -253,15 +270,15 @@ class ModelAdapter:
         }
 
     def scatter(self, everything: bool = False) -> None:
-        """What the client wrote to the weights' tape, to the model; frozen tensors only with
-        `everything`.
-        """
+        """Copy received weights to the model; frozen tensors only with `everything`."""
         self.weights.from_host([self._everything if everything else self.moving])
         self.changes.came()
 
     def news(self) -> list[ByteRange]:
-        """What has come and is to be scattered while the model computes on: all but buffers that
-        are as they left.
+        """Return the received byte ranges to copy while the model computes.
+
+        These are all trainable weights, and the buffers whose received value differs from the sent
+        one.
         """
         came, left = self.weights.host, self.gradients.host
         buffers = [
@@ -272,11 +289,13 @@ class ModelAdapter:
         return [ByteRange(0, self.buffer_range.start), *buffers]
 
     def reattach(self) -> None:
-        """Undoes what scripts and torch may do between steps: give a parameter or buffer other
-        storage.
+        """Return tensors to the flat buffer if the script or torch replaced their storage.
 
-        To be called before the client writes to the weights' tape; `gather` does. A buffer's new
-        values are kept.
+        Call this before the client writes to the weight buffer; `gather` does. New buffer values
+        are kept.
+
+        Raises:
+            InvalidRequestError: The dtype, device or shape of a tensor has changed.
         """
         self.weights.rest()
         moved = self.trainable.elsewhere()
@@ -286,7 +305,7 @@ class ModelAdapter:
         )
         for place in (
             differ
-        ):  # what the step does not bring stays as the script has it, as with changes in place
+        ):  # as with changes in place: keep the script's values until the servers overwrite them
             weights[place].copy_(tensors[place].detach())
         for place in moved:
             tensors[place].data = weights[place]
@@ -313,21 +332,18 @@ class ModelAdapter:
         self._owners[place]._buffers[self._keys[place]] = tensor
 
 
-@torch.no_grad()
+@torch.no_grad()  # torch.no_grad applies to one thread only
 def _call(work: Callable[[], Any]) -> Any:
-    """In any thread: torch.no_grad is a thread's own."""
     return work()
 
 
 def present(grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Those that are there."""
+    """Return the gradients that are not None."""
     return list(compress(grads, map(is_not, grads, repeat(None))))  # type: ignore[arg-type]
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Not by the keys of state_dict(), which a model may rename. Each by its first name that is
-    persistent.
-    """
+    # not by the keys of state_dict(): a model may rename those
     found: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in _all_persistent(model):
         found.setdefault(id(buffer), (name, buffer))
@@ -335,7 +351,6 @@ def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _all_persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers under each of their names."""
     local = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -347,7 +362,7 @@ def _all_persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _aliases(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Further names of tied tensors, by the first one."""
+    """Return the further names of tied tensors, by first name."""
     first = {id(tensor): name for name, tensor in tensors.items()}
     found: dict[str, tuple[str, ...]] = {}
     for name, tensor in chain(
@@ -433,9 +448,7 @@ def _refuse_embeddings(model: nn.Module, trainable: Collection[int]) -> None:
 
 
 def _refuse_shared(model: nn.Module, moved: Mapping[str, Tensor]) -> None:
-    """Each tensor gets a place of its own on the tape, so those that were one in memory would go
-    apart.
-    """
+    # each tensor gets its own byte range, which would separate tensors that overlap in memory
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel())
     reached, last = 0, ""
@@ -451,7 +464,6 @@ def _refuse_shared(model: nn.Module, moved: Mapping[str, Tensor]) -> None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses that it lies between."""
     last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 

@@ -1,6 +1,4 @@
-"""What a script does in place to weights that are the job's: noticed before the job's next
-weights overwrite it.
-"""
+"""Detector of in-place changes that a script makes to job weights."""
 
 import logging
 from bisect import bisect_right
@@ -15,13 +13,10 @@ from torch import Tensor
 from pscommon.core.partition import ByteRange
 
 SAMPLE = 1 << 9
-"""So many words of 8 bytes are compared with each step: all of a small model, in a large one
-some of each part.
-"""
+"""Number of 8-byte words compared per step: all of a small model, an even sample of a large one."""
 
 COUNTED = 1 << 9
-"""Of so many tensors torch's count of changes is looked at: of all in most models, else of some
-of each part.
+"""From this many trainable tensors on, torch's version counter is checked for an even sample only.
 """
 
 NAMED = 3
@@ -32,14 +27,18 @@ log = logging.getLogger("psworker")
 
 
 class ChangeDetector:
-    """Warns, once a job, of trainable tensors that the script has changed in place: nobody else
-    gets to know of it.
+    """Warns once per job about trainable tensors that the script has changed in place.
 
-    torch counts changes in place, so those are found exactly, unless there are thousands of
-    tensors. It does not count what goes through `.data` or numpy: for that a sample of the bytes
-    is compared.
+    The next weights from the servers overwrite such changes. The torch version counter finds them
+    exactly below COUNTED tensors. It misses writes through `.data` or numpy; a comparison of
+    sampled bytes covers those.
 
-    indices: of the tensors, into the model's spec. tape: the bytes of all of them, at `extents`.
+    Args:
+        names: Name of each trainable tensor.
+        indices: Index of each trainable tensor in the model spec.
+        tensors: The trainable tensors in flat buffer order.
+        extents: Byte range of each tensor in `tape`.
+        tape: The bytes of all trainable tensors, uint8.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class ChangeDetector:
         self._tensors = [tensors[place] for place in self._counted_places]
         self._starts = [extent.start for extent in extents]
         words = tape.view(torch.int64)
-        # an odd stride meets each column of a matrix
+        # an odd stride reaches every column of a matrix whose width is a power of two
         self._stride = words.numel() // SAMPLE | 1
         self._sample = words[:: self._stride]
         self._kept: Tensor | None = None
@@ -64,9 +63,10 @@ class ChangeDetector:
         self._told = False
 
     def step(self, absent: Collection[int]) -> None:
-        """For torch, too, a step changes each tensor that has a gradient: backward through what
-        was computed before it raises, as after any optimizer's step. (Servers write below torch,
-        which does not see that.)
+        """Increment the torch version of each tensor with a gradient, as an optimizer step does.
+
+        Servers write below torch, which does not see the change. With the increment, backward
+        through earlier results raises, as after any optimizer step.
         """
         stepped = np.isin(self._indices, list(absent), invert=True) if absent else None
         self._expected += 1 if stepped is None else stepped
@@ -75,12 +75,14 @@ class ChangeDetector:
         )
 
     def came(self) -> None:
-        """All of the job's newest weights are here."""
+        """Record a sample of the newest weights, which have all arrived."""
         self._kept = None if self._told else self._sample.clone()
 
     def check(self, replaced: Iterable[int]) -> None:
-        """To be called before the client may write weights again. replaced: tensors that the
-        script gave other values by giving them other storage.
+        """Warn if the script changed weights. Call this before the client writes weights again.
+
+        Args:
+            replaced: Places of tensors whose storage the script replaced by other values.
         """
         if self._told:
             return
@@ -109,7 +111,6 @@ class ChangeDetector:
         return np.fromiter(map(_VERSION, self._tensors), np.int64, len(self._tensors))
 
     def _differing(self) -> set[int]:
-        """By the sample."""
         if self._kept is None or torch.equal(self._sample, self._kept):
             return set()
         words = (self._sample != self._kept).nonzero().flatten().tolist()

@@ -1,8 +1,7 @@
-"""The memory that a model's tensors are views of, and how its bytes get to and from the
-client's.
+"""Flat buffers: the memory behind a model's tensors, and copies to and from client memory.
 
-On the CPU both are one; on a GPU, and where the model computes on while weights come, bytes are
-copied between them.
+On the CPU both are the same memory. On a GPU, and when weights arrive while the model computes,
+bytes are copied between the two.
 """
 
 import ctypes
@@ -17,32 +16,36 @@ from pscommon.core.model_spec import TensorSpec
 from pscommon.core.partition import ByteRange
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of a number: what its bits are compared as."""
+"""Integer dtype for bitwise comparison, by item size in bytes."""
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class CopyEvent(Protocol):
-    """When a copy is done: torch.cuda.Event, as far as it is needed here."""
+    """Completion of a copy: the part of torch.cuda.Event used here."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
 class _CopyDone:
-    """There is nothing to wait for."""
+    """A copy that has completed."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """It is done."""
+        """Return at once."""
 
 
 class FlatBuffer:
-    """Memory that the client works on (`memory`, `host`) and that the model's tensors are views
-    of (`near`).
+    """Client memory and the bytes behind the model's tensors; here both are the same.
+
+    Attributes:
+        memory: client memory
+        host: `memory` as a uint8 tensor
+        near: the bytes that the model's tensors are views of, uint8
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -50,9 +53,9 @@ class FlatBuffer:
         self.host = self.near = tensor_of(memory)
 
     def view(self, extent: ByteRange, tensor: TensorSpec) -> Tensor:
-        """The tensor's bytes beside the model, typed and shaped.
+        """Return a typed and shaped view of the tensor's bytes on the model's side.
 
-        As a storage of its own: torch.save writes whole storages, and refuses one that has
+        Each view has its own storage: torch.save writes whole storages, and refuses a storage with
         tensors of several dtypes.
         """
         storage = self.near.untyped_storage()[extent.start : extent.stop]
@@ -60,32 +63,30 @@ class FlatBuffer:
         return flat.view(tensor.shape)
 
     def to_host(self, spans: Sequence[ByteRange]) -> CopyEvent:
-        """Starts to copy these bytes from beside the model, as they are after what the model
-        computes now.
-        """
+        """Start copying byte ranges to client memory, ordered after the model's queued work."""
         return _CopyDone()
 
     def from_host(self, spans: Sequence[ByteRange]) -> None:
-        """These bytes to the model: what it computes next sees them. Not twice the same ones
-        without `rest` between.
+        """Copy byte ranges to the model, visible to its next operation.
+
+        Call `rest` before copying the same bytes a second time.
         """
 
     def join(self) -> None:
-        """What the model computes next sees all that `from_host` was given, also where it
-        computes elsewhere now.
-        """
+        """Make the current stream wait for the last `from_host`, even on a different stream."""
 
     def rest(self) -> None:
-        """Waits until what `from_host` was given last has been taken."""
+        """Wait until the last `from_host` has read its source."""
 
     def same(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-        """Whether each of these views of the tape holds the bytes of its tensor."""
+        """Return, for each view, whether it holds the same bytes as its tensor."""
         return list(map(_same, views, tensors))
 
 
 class DoubleBuffer(FlatBuffer):
-    """The model's bytes lie apart, so that the client may receive new ones while the model
-    computes on the old.
+    """A flat buffer with a separate copy for the model.
+
+    The client can receive new weights while the model computes with the old ones.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -103,8 +104,9 @@ class DoubleBuffer(FlatBuffer):
 
 
 class HostCopy:
-    """A copy from a GPU that ends in memory which a GPU does not reach: the last part of the way
-    is made when the first is done, by whoever asks.
+    """A copy from a GPU to memory that the GPU cannot reach.
+
+    The GPU copies to pinned memory. `query` or `synchronize` then copies to the target.
     """
 
     def __init__(
@@ -128,16 +130,23 @@ class HostCopy:
 
 
 class CudaBuffer(FlatBuffer):
-    """The model's bytes lie on a GPU. A stream of its own copies between them and pinned memory,
-    a twin of the host's: what the client shares with servers may be mapped anew at any time,
-    which a GPU must not see.
+    """A flat buffer whose model side is on a GPU.
 
-    The stream first waits, on the GPU, for what the model's stream has been given so far. So the
-    host only waits where it needs the bytes, and the model computes on meanwhile.
+    A separate stream copies between the GPU and pinned memory, which mirrors client memory. The
+    GPU must not access client memory: memory shared with servers may be remapped at any time.
+
+    The copy stream waits, on the GPU, for the work queued on the model's stream. The host waits
+    only where it needs the bytes, so the model keeps computing.
     """
 
     def __init__(self, memory: memoryview, device: torch.device, stop: int | None = None) -> None:
-        """stop: the GPU has no bytes from here on; None: it has all of them."""
+        """Allocate the buffers.
+
+        Args:
+            memory: Client memory.
+            device: The GPU.
+            stop: Number of leading bytes that the GPU holds. None: all.
+        """
         super().__init__(memory)
         nbytes = memory.nbytes if stop is None else stop
         self.near = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -155,8 +164,8 @@ class CudaBuffer(FlatBuffer):
         torch.cuda.current_stream(self.near.device).wait_stream(self._stream)
 
     def join(self) -> None:
-        # from_host only lets the stream wait that is current there, and a script may have several;
-        # one that is captured into a graph may ask for no event of before
+        # from_host only makes its current stream wait, and a script may use several streams;
+        # a stream in graph capture must not query an event recorded before the capture
         if not torch.cuda.is_current_stream_capturing() and not self._taken.query():
             torch.cuda.current_stream(self.near.device).wait_event(self._taken)  # type: ignore[arg-type]
 
@@ -180,17 +189,15 @@ def _alike(view: Tensor, tensor: Tensor) -> bool:
 
 
 def _same(view: Tensor, tensor: Tensor) -> bool:
-    """At the speed of memory, and of the bits: torch.equal is slower, and takes 0. and -0. for
-    one.
-    """
     if not _alike(view, tensor):
         return False
+    # memcmp compares bits at memory speed: torch.equal is slower, and 0. equals -0. there
     dense = tensor.contiguous()
     return not _libc.memcmp(view.data_ptr(), dense.data_ptr(), view.nbytes)
 
 
 def same_on_device(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-    """As Tape.same. The host waits for the device once, for all of them."""
+    """Return the same as `FlatBuffer.same`; synchronize with the device once for all tensors."""
     alike = list(map(_alike, views, tensors))
     differ = [
         torch.ne(view.view(bits), tensor.view(bits)).any()
@@ -202,9 +209,9 @@ def same_on_device(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[b
 
 
 def tensor_of(memory: memoryview) -> Tensor:
-    """The bytes themselves, not a copy of them."""
-    # frombuffer refuses empty memory; the device is said because the script may have set another
-    # default
+    """Return a uint8 tensor that shares `memory`."""
+    # frombuffer refuses empty memory; the device is explicit because the script may have changed
+    # the default
     return (
         torch.frombuffer(memory, dtype=torch.uint8)
         if memory.nbytes

@@ -1,4 +1,4 @@
-"""The job's weights as one file, from any worker."""
+"""Export of the job's weights to one safetensors file, from any worker."""
 
 import os
 from pathlib import Path
@@ -11,13 +11,13 @@ from psworker.model.adapter import ModelAdapter
 
 
 def save(client: JobClient, bridge: ModelAdapter, file: str | os.PathLike[str]) -> None:
-    """As Job.save."""
+    """Write the newest weights to a file, as described at Job.save."""
     path = Path(file)
     if problem := why_no_file(path):
         raise InvalidRequestError(f"job.save({os.fspath(file)!r}): {problem}")
     plan, memory = client.newest()
-    # names and order as this worker registered them: the servers may know the model from an older
-    # release
+    # names and order as this worker registered them: the servers may have registered the model
+    # with an older release
     own = {tensor.name: tensor for tensor in bridge.spec.tensors}
     by_name = dict(
         zip((t.name for t in plan.spec.tensors), tensors_in_buffer(plan, memory), strict=True)
