@@ -1,3 +1,3 @@
-"""The data ledger: which worker computes on which batch, and which batches have counted."""
+"""The data ledger: which worker computes which batch, and which batches have counted."""
 
 __all__ = ["data_ledger", "draw_groups", "loop", "resume_rules"]

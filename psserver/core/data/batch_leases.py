@@ -1,4 +1,4 @@
-"""Who has which batch: dealt to a worker, sent to it, not counted yet."""
+"""Batch leases: batches dealt to a worker, sent to it, and not yet counted."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class BatchLeases:
-    """Numbers and their holders, in the order in which they were dealt.
+    """Batch numbers and the workers that lease them, in the order in which they were dealt.
 
-    A number that was dealt lies ready until its worker asks. What was sent is kept until the
-    worker says that it has got it: an answer may be lost.
+    A dealt number stays ready until its worker asks for it. A sent number is kept until the worker
+    acknowledges it, because the response may be lost.
     """
 
     def __init__(self) -> None:
@@ -22,35 +22,34 @@ class BatchLeases:
         return len(self._holders)
 
     def held(self, worker: int) -> list[int]:
-        """A worker's numbers, in the order in which they were dealt."""
+        """Return a worker's leased numbers, in the order in which they were dealt."""
         return [number for number, holder in self._holders.items() if holder == worker]
 
     def holds(self, worker: int, number: int) -> bool:
-        """Is this number the worker's?"""
+        """Return whether this worker leases this number."""
         return self._holders.get(number) == worker
 
     def items(self) -> list[tuple[int, int]]:
-        """Numbers and who holds them, in the order in which they were dealt."""
+        """Return pairs of number and worker, in the order in which they were dealt."""
         return list(self._holders.items())
 
     def ready(self, worker: int) -> Sequence[int]:
-        """What lies ready for a worker, in order."""
+        """Return the numbers that are dealt to a worker and not yet sent, in order."""
         return self._dealt.get(worker, ())
 
     def deal(self, worker: int, number: int) -> None:
-        """The number is this worker's."""
+        """Lease the number to this worker."""
         self._holders[number] = worker
         self._dealt.setdefault(worker, deque()).append(number)
 
     def is_late(self, worker: int, received: int) -> bool:
-        """Has this worker said before that it has got more? Then the request was under way for
-        long.
-        """
+        """Return whether the request is outdated: the worker acknowledged more numbers before."""
         return received < self._received.get(worker, 0)
 
     def again(self, worker: int, received: int) -> list[int]:
-        """What was sent to a worker after the first `received`; those have come, and are
-        forgotten here.
+        """Return the numbers sent to a worker after its first `received`.
+
+        The first `received` numbers are acknowledged, so they are no longer kept for a retry.
         """
         sent = self._sent.setdefault(worker, deque())
         self._received[worker] = received
@@ -59,13 +58,13 @@ class BatchLeases:
         return [number for _, number in sent]
 
     def send(self, worker: int, received: int) -> int:
-        """The first number that lies ready for a worker goes to it, as its `received` + 1st."""
+        """Return the worker's first ready number and mark it as sent, at position `received` + 1."""
         number = self._dealt[worker].popleft()
         self._sent[worker].append((received + 1, number))
         return number
 
     def end(self, worker: int, number: int) -> bool:
-        """The number is nobody's any more. False: it was not this worker's."""
+        """End the lease of a number. Return False if this worker does not lease it."""
         if not self.holds(worker, number):
             return False
         del self._holders[number]
@@ -74,14 +73,15 @@ class BatchLeases:
         return True
 
     def forget(self, worker: int) -> None:
-        """The worker is gone, and holds nothing."""
+        """Discard what is ready for, sent to and acknowledged by a worker that has left."""
         self._dealt.pop(worker, None)
         self._sent.pop(worker, None)
         self._received.pop(worker, None)
 
     def transfer(self, old: int, new: int) -> None:
-        """All that `old` holds lies ready for `new`, in the order in which it was dealt, before
-        what lies there.
+        """Move all leases of `old` to `new`.
+
+        They become ready again, in the order in which they were dealt, before those of `new`.
         """
         mine = self.held(old)
         self.forget(old)
@@ -89,8 +89,9 @@ class BatchLeases:
         self._dealt[new] = deque([*mine, *self.ready(new)])
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; `recovered` is the way back. Pairs, because JSON has only strings for
-        keys.
+        """Return the state, JSON-ready; `recovered` is the inverse.
+
+        Mappings become pairs, because JSON keys are strings.
         """
         return {
             "leases": [list(pair) for pair in self._holders.items()],

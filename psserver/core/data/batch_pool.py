@@ -1,4 +1,4 @@
-"""Numbers from 0 on: each is free, out, or committed."""
+"""Pool of batch numbers from 0 on; each is free, taken or committed."""
 
 import heapq
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class BatchPool:
-    """Gives out the smallest number that came back, else the next fresh one.
+    """Gives out the smallest returned number, or else the next fresh one.
 
-    total: how many there are; None: not known yet.
+    total: count of numbers in the pool; None: not known yet.
     """
 
     def __init__(self, total: int | None = None) -> None:
@@ -28,17 +28,17 @@ class BatchPool:
         return self._below
 
     def peek(self) -> int | None:
-        """What `take` would give; None: nothing is free."""
+        """Return the number that `take` would return; None if none is free."""
         if self._returned:
             return self._returned[0]
         while (
             self._cursor < self._below or self._cursor in self._above
-        ):  # after a restore, what counts lies ahead
+        ):  # after a restore, committed numbers lie ahead of the cursor
             self._cursor += 1
         return self._cursor if self.total is None or self._cursor < self.total else None
 
     def take(self) -> int:
-        """The number that `peek` showed is out from now on."""
+        """Take the number that `peek` returns."""
         number = self.peek()
         assert number is not None, "peek first"
         if self._returned:
@@ -47,30 +47,30 @@ class BatchPool:
         return number
 
     def end(self, total: int) -> None:
-        """There are only so many."""
+        """Limit the pool to `total` numbers."""
         self.total = total
         self._returned = [number for number in self._returned if number < total]
         heapq.heapify(self._returned)
 
     def put_back(self, number: int) -> None:
-        """It is free again."""
+        """Free a taken number."""
         heapq.heappush(self._returned, number)
 
     def commit(self, number: int) -> None:
-        """It has counted."""
+        """Commit a number."""
         self._above.add(number)
         while self._below in self._above:
             self._above.remove(self._below)
             self._below += 1
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; `recovered` is the way back."""
+        """Return the state, JSON-ready; `recovered` is the inverse."""
         above, returned = sorted(self._above), sorted(self._returned)
         return {"below": self._below, "above": above, "cursor": self._cursor, "returned": returned}
 
     @staticmethod
     def restored(total: int | None, state: Mapping[str, Any]) -> "BatchPool":
-        """What has counted; all else is free."""
+        """Return a pool with the committed numbers of the state; all others are free."""
         pool = BatchPool(total)
         pool._below = pool._cursor = state["below"]
         pool._above = set(state["above"])
@@ -78,7 +78,7 @@ class BatchPool:
 
     @staticmethod
     def recovered(total: int | None, state: Mapping[str, Any]) -> "BatchPool":
-        """All of it."""
+        """Return a pool with the exact state."""
         pool = BatchPool.restored(total, state)
         pool._cursor, pool._returned = state["cursor"], list(state["returned"])
         return pool

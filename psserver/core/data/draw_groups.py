@@ -1,9 +1,9 @@
-"""Which batches were dealt together to make one update: `--global-batch`.
+"""Draw groups: batches that were dealt together to make one update (`--global-batch`).
 
-A draw deals a fixed number of batches (units) to the workers, in worker order, contiguous, as
-even as can be. Updates follow draws: a worker with no unit in a draw sits out until something of
-it has counted, and gets nothing of a later draw before. So each update is the mean over one
-draw, whoever asks when, unless a worker is lost.
+A draw deals a fixed number of batches (units) to the workers: contiguous, in worker order, as
+evenly as possible. Updates follow draws. A worker without a unit in a draw gets nothing of later
+draws until some batch of that draw has counted. So each update is the mean over one draw,
+independent of the order of requests, unless a worker is lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,18 @@ from psserver.core.data.batch_leases import BatchLeases
 
 
 def shares(numbers: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """Contiguous, as even as can be: the first ones get one more."""
+    """Split numbers into contiguous parts, as evenly as possible; the first parts get one more."""
     least, more = divmod(len(numbers), parts)
     ends = accumulate((least + (part < more) for part in range(parts)), initial=0)
     return [numbers[start:end] for start, end in pairwise(ends)]
 
 
 def units_of(global_batch: int | None, spec: Spec) -> int | None:
-    """How many batches make an update; None: one of each worker."""
+    """Return the number of batches in an update; None: one batch of each worker.
+
+    Raises:
+        InvalidRequestError: --global-batch does not fit the loop.
+    """
     if global_batch is None:
         return None
     if isinstance(spec, StreamSpec):
@@ -50,8 +54,9 @@ def units_of(global_batch: int | None, spec: Spec) -> int | None:
 
 
 class DrawGroups:
-    """The draw of each leased batch. A draw is open until something of it has counted, or nobody
-    holds any of it.
+    """Maps each leased batch to its draw.
+
+    A draw is open until one of its batches has counted, or until none of them is leased.
     """
 
     def __init__(self) -> None:
@@ -60,19 +65,20 @@ class DrawGroups:
         self._counted = -1
 
     def add(self, numbers: Sequence[int]) -> None:
-        """These were dealt together."""
+        """Record that these batches were dealt together."""
         self._draw_of.update(dict.fromkeys(numbers, self._next))
         self._next += 1
 
     def end(self, number: int, counts: bool) -> None:
-        """Nobody holds the batch any more. counts: because a push that used it does."""
+        """Remove a batch that is no longer leased. counts: a push that used it counts."""
         draw = self._draw_of.pop(number, -1)
         if counts:
             self._counted = max(self._counted, draw)
 
     def may_have(self, leases: BatchLeases, worker: int, number: int | None = None) -> bool:
-        """Has this worker its part of every open draw before the one of `number` (None: of all
-        open ones)?
+        """Return whether the worker leases a part of every open draw before that of `number`.
+
+        None means before the next draw, so every open draw.
         """
         until = self._next if number is None else self._draw_of.get(number, 0)
         before = {draw for draw in self._draw_of.values() if self._counted < draw < until}
@@ -81,13 +87,13 @@ class DrawGroups:
         )
 
     def following(self, leases: BatchLeases, worker: int, number: int) -> int:
-        """How many of the worker's batches belong to the same draw and come after this one."""
+        """Return how many of the worker's batches belong to the same draw and come after this one."""
         held, draw = leases.held(worker), self._draw_of.get(number)
         after = held[held.index(number) + 1 :]
         return sum(draw is not None and self._draw_of.get(other) == draw for other in after)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; `recovered` is the way back."""
+        """Return the state, JSON-ready; `recovered` is the inverse."""
         return {
             "of": [list(pair) for pair in self._draw_of.items()],
             "next": self._next,

@@ -1,10 +1,14 @@
-"""What the ledger of every loop keeps, whatever its data is: who has which batch, and what
-became of it.
+"""The data ledger of one loop: which worker leases which batch, and which batches have counted.
 
-A batch is a number, and what a number stands for is a pure function of the loop's spec. It is
-free, leased to a worker, or committed: committed in the same decision that counts the push which
-used it, free again when its worker is lost or gives it back. Kinds of loops differ in what is
-free and who gets it next.
+Theory of operation. A batch is a number; a pure function of the loop's spec maps the number to
+samples. A batch is free, leased to a worker, or committed:
+
+    free -> leased        a draw deals it to a worker
+    leased -> committed   the push that used it counts (same log entry), or its worker drops it
+    leased -> free        its worker is lost or gives it back
+
+A committed batch never becomes free again, except by a rollback. Subclasses decide which batches
+are free and which worker gets the next one.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +21,18 @@ from psserver.core.data.batch_leases import BatchLeases
 
 
 class LoopLedger(ABC):
-    """One loop.
+    """The data ledger of one loop.
 
-    whereabouts: the first loop that each worker is still in. dropped: batches that their scripts
-    threw away; they are committed. duplicates: batches in pushes that counted although the batch
-    was not their worker's (any more): its samples count once more elsewhere. units: with
-    --global-batch, how many batches a draw deals; None: one to each worker.
+    spec: the loop.
+    ended: no worker gets more batches of it.
+    dropped: batches that scripts discarded; they are committed.
+    duplicates: batches in counted pushes whose worker no longer leased them. Their samples also
+        count in another push.
+    units: batches that one draw deals under --global-batch; None: one to each worker.
+
+    Args:
+        spec: The loop.
+        whereabouts: The first loop that each worker has not left, by worker.
     """
 
     def __init__(self, spec: Spec, whereabouts: Mapping[int, int] = MappingProxyType({})) -> None:
@@ -42,58 +52,59 @@ class LoopLedger(ABC):
     @property
     @abstractmethod
     def committed(self) -> int:
-        """Batches that have counted, or were dropped."""
+        """Batches that have counted or were dropped."""
 
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Every batch has counted."""
+        """Whether every batch is committed."""
 
     @property
     def closed(self) -> bool:
-        """It is over, and nothing that a worker does, or that becomes of it, changes anything
-        here any more.
-        """
+        """Whether the loop has ended and no later event of a worker can change this ledger."""
         return self.ended and not self.leased and not self._left_behind
 
     def end(self) -> None:
-        """Nobody gets anything of it any more, and what was sent is not sent again."""
+        """Stop dealing batches. What was sent is not sent again."""
         self.ended = True
         if not self.leased:
             self._leases = BatchLeases()
 
     @property
     def can_renumber(self) -> bool:
-        """No batch is out whose number stands for something else when the loop gets more epochs."""
+        """Whether more epochs would leave the meaning of every outstanding batch number unchanged."""
         return True
 
     def extend(self, spec: Spec) -> None:
-        """More epochs of the same loop, which has not ended any more."""
+        """Continue the loop with more epochs; it is no longer ended."""
         self.spec, self.ended = spec, False
 
     def dealt(self) -> tuple[Any, ...]:
-        """Another value wherever something has been dealt, sent, or counted, or has come."""
+        """Return a value that changes with every deal, send, acknowledgement and commit."""
         return self.ended, self.committed, self._leases.state()
 
     def holds(self, worker: int) -> bool:
-        """Has this worker got batches that have not counted yet?"""
+        """Return whether this worker has received batches that have not counted yet."""
         return len(self._leases.held(worker)) > len(self._leases.ready(worker))
 
     def has_dealt(self, worker: int) -> bool:
-        """Does a batch lie ready for this worker that it has not fetched, and may fetch now?"""
+        """Return whether a dealt batch is ready for this worker, and the worker may fetch it now."""
         return bool(self._leases.ready(worker))
 
     def is_late(self, worker: int, received: int) -> bool:
-        """Was this asked before something that was answered since? Then nobody waits for an
-        answer.
-        """
+        """Return whether a later request was answered already, so this response is not awaited."""
         return self._leases.is_late(worker, received)
 
     def take(self, worker: int, received: int, count: int, together: Sequence[int]) -> list[int]:
-        """Up to `count` batches for a worker that has got `received` so far: what was sent after
-        those is sent again.
+        """Return up to `count` batches for a worker.
 
-        together: the workers that a draw deals to, in order.
+        Batches that were sent after the first `received` are sent again first.
+
+        Args:
+            worker: The worker that asks.
+            received: Number of batches of this loop that it has received so far.
+            count: Maximum number of batches.
+            together: The workers that a draw deals to, in order.
         """
         if again := self._leases.again(worker, received):
             return again
@@ -107,30 +118,32 @@ class LoopLedger(ABC):
         return numbers
 
     def following(self, worker: int, numbers: Iterable[int]) -> list[int]:
-        """For each of these batches of a worker, how many more belong to the same push; empty:
-        they are independent.
+        """Return for each of a worker's batches how many later ones belong to the same push.
+
+        An empty list means that the batches are independent.
         """
         return []
 
     @abstractmethod
     def _may_draw(self, worker: int) -> bool:
-        """May this worker, which has used up what lay ready for it, have a draw made?"""
+        """Return whether a worker with no ready batch may trigger a draw."""
 
     @abstractmethod
     def _draw(self, workers: Sequence[int]) -> bool:
-        """Deals to these workers. False: there is nothing to deal."""
+        """Deal batches to these workers. Return False if there is nothing to deal."""
 
     @abstractmethod
     def _count(self, number: int) -> None:
-        """A batch that was leased is committed."""
+        """Commit a batch that was leased."""
 
     @abstractmethod
     def _free(self, number: int) -> None:
-        """A batch that was leased is free."""
+        """Free a batch that was leased."""
 
     def commit(self, worker: int, number: int) -> bool:
-        """The push that used this batch counts. False: the batch was not this worker's, and this
-        is a duplicate.
+        """Commit a batch, because the push that used it counts.
+
+        Return False for a duplicate: the worker did not lease the batch.
         """
         if self._leases.end(worker, number):
             self._count(number)
@@ -143,30 +156,31 @@ class LoopLedger(ABC):
         return False
 
     def drop(self, worker: int, numbers: Iterable[int] | None = None) -> None:
-        """These batches (None: all) of a worker will never be pushed, and nobody is to have
-        them.
-        """
+        """Commit these batches (None: all) of a worker without a push; no worker gets them again."""
         for number in self._held(worker, numbers):
             self.commit(worker, number)
             self.dropped += 1
 
     def leave(self, worker: int) -> None:
-        """The worker went on to a later loop. What its script has got is dropped, unless its
-        next push brings it; what had not been sent yet is free."""
+        """Record that the worker went on to a later loop.
+
+        Batches that it received are dropped, unless its next push uses them. Batches that were not
+        sent become free.
+        """
         self.give_back(worker, list(self._leases.ready(worker)))
         held = self._leases.held(worker)
         self.drop(worker)
         self._left_behind.update(dict.fromkeys(held, worker))
 
     def settle(self, worker: int) -> None:
-        """A push of this worker has counted: what it left behind before stays dropped."""
+        """Keep what this worker left behind dropped for good, because a push of it has counted."""
         if self._left_behind:
             self._left_behind = {
                 n: holder for n, holder in self._left_behind.items() if holder != worker
             }
 
     def give_back(self, worker: int, numbers: Iterable[int] | None = None) -> None:
-        """These batches (None: all) of a worker are free again."""
+        """Free these batches (None: all) of a worker."""
         for number in self._held(worker, numbers):
             self._leases.end(worker, number)
             self._free(number)
@@ -177,19 +191,20 @@ class LoopLedger(ABC):
         return sorted({number for number in numbers if self._leases.holds(worker, number)})
 
     def lose(self, worker: int) -> None:
-        """The worker is out of the job: what it holds is free again."""
+        """Free all batches of a worker that is no longer a member."""
         self.give_back(worker)
         self.settle(worker)
         self._leases.forget(worker)
 
     def transfer(self, old: int, new: int) -> None:
-        """`new` takes the place of `old`: it gets what `old` held once more, in the same order,
-        before all else.
+        """Move all batches of `old` to its replacement `new`.
+
+        They are sent to `new` in the same order, before any other batch.
         """
         self._leases.transfer(old, new)
 
     def state(self) -> dict[str, Any]:
-        """All of it, JSON-ready; `restore` and `recover` are the ways back."""
+        """Return the state, JSON-ready; `restore` and `recover` are the inverses."""
         return {
             "spec": self.spec.as_dict(),
             "ended": self.ended,
@@ -203,7 +218,7 @@ class LoopLedger(ABC):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What has counted, with the weights of the same version: leases are void."""
+        """Restore what has counted, as a rollback to a snapshot does: leases are void."""
         self.ended, self.dropped, self.duplicates = (
             state["ended"],
             state["dropped"],
@@ -211,7 +226,7 @@ class LoopLedger(ABC):
         )
 
     def recover(self, state: Mapping[str, Any]) -> None:
-        """Be exactly the ledger whose state this is."""
+        """Restore the exact ledger, leases included."""
         self.restore(state)
         self._leases = BatchLeases.recovered(state)
         self._left_behind = dict(state["left_behind"])

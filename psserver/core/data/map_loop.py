@@ -1,6 +1,4 @@
-"""The ledger of a loop over a map-style data set: so many numbered batches, dealt in their
-order.
-"""
+"""The data ledger of a loop over a map-style data set, whose batches are dealt in ascending order."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,7 +12,7 @@ from psserver.core.data.loop import LoopLedger
 
 
 class MapLoop(LoopLedger):
-    """One loop over batches 0 to spec.total - 1."""
+    """The data ledger of batches 0 to spec.total - 1."""
 
     spec: LoopSpec
 
@@ -31,7 +29,7 @@ class MapLoop(LoopLedger):
 
     @property
     def free(self) -> int:
-        """Batches that nobody has."""
+        """Batches that are neither leased nor committed."""
         return self.spec.total - self.committed - self.leased
 
     @property
@@ -66,7 +64,7 @@ class MapLoop(LoopLedger):
         return any(parts)
 
     def _drawn(self, count: int) -> list[int]:
-        """The next batches; with --global-batch all of one epoch."""
+        """Return the next batches; with --global-batch all of one epoch."""
         numbers: list[int] = []
         while len(numbers) < count and (number := self._pool.peek()) is not None:
             if (

@@ -1,8 +1,7 @@
-"""What a run that resumes a job may change: hyper-parameters of the same optimizer, and more
-epochs of the last loop.
+"""What a resumed run may change: hyper-parameters of the optimizer, and epochs of the last loop.
 
-Everything else has to be as it was. The errors here name the difference, what the job was
-resumed from, and a remedy.
+Everything else must be unchanged. The errors here name the difference, what the job was resumed
+from, and a remedy.
 """
 
 from dataclasses import replace
@@ -17,10 +16,9 @@ START_OVER = (
 
 
 def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
-    """Return the job's model with the hyper-parameters of `mine`, and its aliases, which older
-    releases lack.
+    """Return the job's model with the hyper-parameters and the tensor aliases of `mine`.
 
-    None: the two differ in more than hyper-parameters.
+    Older releases did not store aliases. None: the models differ in more than hyper-parameters.
     """
     same_class = mine.optimizer.name == job.optimizer.name
     if not same_class or len(mine.optimizer.groups) != len(job.optimizer.groups):
@@ -33,9 +31,7 @@ def adopted_model(mine: ModelSpec, job: ModelSpec) -> ModelSpec | None:
 
 
 def hyper_parameter_changes(before: OptimizerSettings, after: OptimizerSettings) -> str:
-    """Return what differs between two optimizers of one class, as "lr 0.1 -> 0.05"; empty where
-    nothing does.
-    """
+    """Return the differences of two optimizers of one class, as "lr 0.1 -> 0.05"; may be empty."""
     several = len(before.groups) > 1
     clips = before.clip_norm, after.clip_norm
     clip_norm = [f"clip_norm {clips[0]!r} -> {clips[1]!r}"] if clips[0] != clips[1] else []
@@ -51,7 +47,13 @@ def hyper_parameter_changes(before: OptimizerSettings, after: OptimizerSettings)
 
 
 def model_mismatch(mine: ModelSpec, job: ModelSpec, origin: str) -> MismatchError:
-    """origin: what the job was resumed from, in words; empty for a new job."""
+    """Return the error for a worker whose model differs from the job's.
+
+    Args:
+        mine: The worker's model.
+        job: The job's model.
+        origin: What the job was resumed from, for the message; empty for a new job.
+    """
     resumed = bool(origin) and adopted_model(mine, job) is None
     where = f"that of {origin}" if resumed else "the job's"
     remedy = (
@@ -66,8 +68,14 @@ def model_mismatch(mine: ModelSpec, job: ModelSpec, origin: str) -> MismatchErro
 
 
 def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchError:
-    """origin: what this loop was resumed from, in words; empty where this run has begun it.
-    reason: why epochs, where only they differ, cannot be raised."""
+    """Return the error for a worker whose loop differs from the job's.
+
+    Args:
+        mine: The worker's loop.
+        job: The job's loop.
+        origin: What the loop was resumed from, for the message; empty if this run has begun it.
+        reason: Why the epochs cannot be raised; empty if that is not the problem.
+    """
     number = job.loop + 1
     if another_order(mine, job):
         return MismatchError(
@@ -90,7 +98,7 @@ def loop_mismatch(mine: Spec, job: Spec, origin: str, reason: str) -> MismatchEr
 
 
 def another_order(mine: Spec, job: Spec) -> bool:
-    """Did the same sampler give another order?"""
+    """Return whether the same sampler gave a different order."""
     theirs, ours = job.as_dict(), mine.as_dict()
     return (
         "sampler" in ours
@@ -100,7 +108,7 @@ def another_order(mine: Spec, job: Spec) -> bool:
 
 
 def only_epochs_differ(mine: Spec, job: Spec) -> bool:
-    """Are the two one loop, gone through another number of times?"""
+    """Return whether the loops differ in their number of epochs and in nothing else."""
     return (
         type(mine) is type(job)
         and mine.epochs != job.epochs
@@ -109,10 +117,14 @@ def only_epochs_differ(mine: Spec, job: Spec) -> bool:
 
 
 def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, held: bool) -> str:
-    """Why a loop cannot be continued with the epochs of `mine`; empty: it can.
+    """Return why a loop cannot continue with the epochs of `mine`; empty if it can.
 
-    last: no later loop exists; first: no worker of this run has come to it yet; held: batches
-    are out whose numbers another number of epochs would change.
+    Args:
+        mine: The worker's loop.
+        job: The job's loop.
+        last: No later loop exists.
+        first: No worker of this run has reached the loop yet.
+        held: Batches are leased whose numbers would change their meaning.
     """
     if mine.epochs < job.epochs:
         return f"a job that is resumed cannot have fewer epochs than the {job.epochs} that it was started with"
@@ -126,7 +138,6 @@ def why_not_extended(mine: Spec, job: Spec, last: bool, first: bool, held: bool)
 
 
 def _differences(mine: Spec, job: Spec) -> str:
-    """Field by field; a stream has other fields than a loop over samples by number."""
     theirs, ours = job.as_dict(), mine.as_dict()
     return "; ".join(
         f"{name} is {ours.get(name, 'not there')} here and {theirs.get(name, 'not there')} there"

@@ -1,10 +1,17 @@
-"""The ledger of a loop over a stream: sources of unknown length, each read by one worker at a
-time.
+"""The data ledger of a loop over a stream: sources of unknown length.
 
-A worker has a lap (one pass over one source) to itself, and is dealt its batches in order, while
-it is there. Where a lap ends is found by who reads it; that is a fact about the data and holds
-whatever becomes of the push that told it. So a sample counts once in every policy: batches of a
-lap are leased to one worker at a time, and a lap changes hands only when its batches do.
+Theory of operation. A lap is one pass over one source. One worker at a time reads a lap, and the
+ledger deals it the lap's batches in order. A lap is:
+
+    free -> read        a draw assigns it to a worker
+    read -> free        its worker leaves or is lost, or gives back the last leased batch
+    read -> committed   its end is known, and every batch before the end is committed
+
+The reader reports where the lap ends. This is a fact about the data, so it stays valid even if
+the push that reported it does not count.
+
+Invariant: under every policy a sample counts once. Batches of a lap are leased to one worker at a
+time, and a lap changes its reader only together with its batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +24,7 @@ from psserver.core.data.loop import LoopLedger
 
 
 class StreamLoop(LoopLedger):
-    """One loop over a stream."""
+    """The data ledger of one loop over a stream."""
 
     spec: StreamSpec
 
@@ -40,7 +47,7 @@ class StreamLoop(LoopLedger):
 
     @property
     def laps_done(self) -> int:
-        """Passes over a source of which all has counted."""
+        """Laps of which every batch has counted."""
         return self._laps.committed
 
     @property
@@ -52,14 +59,13 @@ class StreamLoop(LoopLedger):
         self._laps.total = self.spec.laps
 
     def offset(self, lap: int) -> int:
-        """All samples of a lap before this one have counted."""
+        """Return the number of leading samples of a lap that have all counted."""
         return self._begun[lap].first_open * self.spec.batch_size if lap in self._begun else 0
 
     def ends(self, number: int, count: int) -> None:
-        """The lap ends in this batch, after `count` samples of it: with 0, before it. Whoever
-        says so first is right.
+        """Record that the lap ends in this batch, after `count` samples of it; 0: before the batch.
 
-        What was dealt behind the end is nobody's any more.
+        The earliest end that any worker reported wins. Leases behind the end are void.
         """
         if not self.spec.laps:
             return  # a loop over no epochs has no batches
@@ -77,7 +83,7 @@ class StreamLoop(LoopLedger):
         return self._laps.peek() is not None or self._lap_at_hand(worker) is not None
 
     def _lap_at_hand(self, worker: int) -> int | None:
-        """A lap that this worker has, with more to read."""
+        """Return a lap that this worker reads and that has more batches, or None."""
         mine = (lap for lap, reader in self._readers.items() if reader == worker)
         return next((lap for lap in mine if self._begun[lap].peek() is not None), None)
 
