@@ -1,3 +1,3 @@
-"""Values that scripts report, their history, and their form in JSON."""
+"""Values that scripts report, their history, and their JSON form."""
 
 __all__ = ["reported_values"]

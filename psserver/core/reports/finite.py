@@ -1,11 +1,11 @@
-"""Numbers in JSON that is compared and read by others."""
+"""JSON form of numbers that may be NaN or infinite."""
 
 import math
 
 
 def json_number(value: float) -> float | str:
-    """Return the value, or "nan", "inf" or "-inf": float() is the way back.
+    """Return the value, or "nan", "inf" or "-inf"; float() is the inverse.
 
-    JSON has no such numbers, and a NaN is not equal to itself after a round trip.
+    Standard JSON has no such numbers, and NaN is not equal to itself after a round trip.
     """
     return value if math.isfinite(value) else str(value)

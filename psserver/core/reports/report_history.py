@@ -1,14 +1,15 @@
-"""What scripts have reported over time, in a bounded number of rows.
+"""History of the values that scripts report, in a bounded number of rows.
 
-Theory of operation. Rows come in series: one for each rank and name. A series keeps its first
-and its newest row, and between them rows that are at least `interval` seconds apart: a newer row
-replaces the newest one until that is `interval` after its predecessor. When there are more than
-MAX_ROWS, `interval` doubles and every series is thinned by the same rule, until at most two
-thirds of MAX_ROWS are left. So all parts of a long job have the same density. If the first and
-newest rows alone are too many, the series that were reported longest ago are dropped.
+Theory of operation. There is one series of rows for each rank and name. A series keeps its first
+and its newest row, and between them rows that are at least `interval` seconds apart. A newer row
+replaces the newest one until that one is `interval` after its predecessor.
 
-Rows are decided by commands, with their times as arguments: a coordinator that is made again
-from its log, and a standby, have the same history.
+Above MAX_ROWS rows, `interval` doubles and every series is thinned by the same rule, until at most
+two thirds of MAX_ROWS are left. So all parts of a long job have the same density. If only first
+and newest rows are left and they are too many, the series with the oldest newest row are dropped.
+
+Invariant: rows and their times come from commands only. So a standby, and a coordinator that
+replays its log, have the same history.
 """
 
 import json
@@ -27,7 +28,7 @@ Series = list[MetricRow]
 
 
 class ReportHistory:
-    """See the module's text."""
+    """Rows of reported values in series (see the module docstring)."""
 
     def __init__(self) -> None:
         self._interval = MIN_INTERVAL_SECONDS
@@ -39,15 +40,13 @@ class ReportHistory:
         return self._count
 
     def takes(self, name: str) -> bool:
-        """Return whether values of this name are kept: short enough, and not one name too many."""
+        """Return whether values of this name are kept: its length and the number of names are limited."""
         return 0 < len(name) <= MAX_NAME_CHARACTERS and (
             name in self._names or len(self._names) < MAX_METRICS
         )
 
     def add(self, row: MetricRow) -> None:
-        """Keep a row whose name `takes` accepts. A row that repeats the newest one of its series
-        adds nothing.
-        """
+        """Add a row whose name `takes` accepts; ignore a repetition of its series' newest row."""
         self._names.add(row.name)
         series = self._series.setdefault((row.rank, row.name), [])
         if series and (row.worker, row.version, row.value) == (
@@ -65,18 +64,18 @@ class ReportHistory:
             self._thin()
 
     def rows(self) -> list[MetricRow]:
-        """Return all rows, by time."""
+        """Return all rows, sorted by time."""
         return sorted(
             (row for series in self._series.values() for row in series), key=lambda row: row[:5]
         )
 
     def state(self) -> dict[str, Any]:
-        """Return all of it, JSON-ready; `recover` is the way back."""
+        """Return the state, JSON-ready; `recover` is the inverse."""
         series = [[rank, name, _packed(rows)] for (rank, name), rows in self._series.items()]
         return {"interval": self._interval, "series": series}
 
     def recover(self, state: Mapping[str, Any]) -> None:
-        """Be exactly the history whose state this is."""
+        """Restore the exact history."""
         self._interval = state["interval"]
         self._series = {
             (rank, name): _unpacked(rank, name, rows) for rank, name, rows in state["series"]
@@ -85,7 +84,7 @@ class ReportHistory:
         self._count = sum(map(len, self._series.values()))
 
     def _apart(self, earlier: MetricRow, later: MetricRow) -> bool:
-        # absolute: a clock that was set back must not stop the history
+        # absolute difference: a clock that was set back must not stop the history
         return abs(later.time - earlier.time) >= self._interval
 
     def _thin(self) -> None:
@@ -119,8 +118,9 @@ class ReportHistory:
 
 
 def _packed(rows: Series) -> str:
-    """Rows as text: manifests are indented, and one number a line takes 70 ms to read for 10 000
-    rows.
+    """Return rows as one text.
+
+    Manifests are indented: 10 000 rows with one number a line take 70 ms to parse.
     """
     return json.dumps([(row.time, row.version, row.worker, json_number(row.value)) for row in rows])
 

@@ -1,4 +1,4 @@
-"""The values that scripts report: the last one of each name, and the history of all."""
+"""The values that scripts report: the latest one of each name, and the history of all."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,13 @@ from psserver.core.workers.membership import Membership
 
 
 class ReportedValue(NamedTuple):
-    """One value as a worker reports it; the fields are those of MetricRow."""
+    """One value as a worker reports it.
+
+    name: name of the value.
+    value: may be NaN or infinite.
+    version: version of the weights that the worker had.
+    time: when it was reported, in seconds since 1970 by the clock of shard 0.
+    """
 
     name: str
     value: float
@@ -20,10 +26,12 @@ class ReportedValue(NamedTuple):
 
 
 class ReportedValues:
-    """Where several workers report a name, the value of the lowest rank is the last one: all
-    runs show the same.
+    """Reported values of all workers.
 
-    latest: rank and value by name.
+    If several workers report a name, the latest value is that of the lowest rank, so that all runs
+    show the same one.
+
+    latest: rank and value, by name.
     history: rows of all workers.
     """
 
@@ -32,7 +40,7 @@ class ReportedValues:
         self.history = ReportHistory()
 
     def take(self, member: Member, values: Sequence[ReportedValue], membership: Membership) -> None:
-        """Take values of a worker. A name that is too long, or one too many, is left out."""
+        """Record values of a worker; ignore a name that is too long or exceeds the limit of names."""
         for name, value, version, time in values:
             if self.history.takes(name):
                 self.history.add(MetricRow(time, version, member.worker, member.rank, name, value))
@@ -41,17 +49,16 @@ class ReportedValues:
     def take_latest(
         self, member: Member, name: str, value: float, membership: Membership | None = None
     ) -> None:
-        """Take the last value of a worker. With a membership, a lost worker gives way to one of a
-        higher rank.
+        """Update the latest value of a name.
+
+        With a membership, a worker of higher rank may replace the value of a lost worker.
         """
         rank, _ = self.latest.get(name, (member.rank, value))
         if member.rank <= rank or (membership is not None and _is_lost(membership, rank)):
             self.latest[name] = (member.rank, value)
 
     def state(self) -> dict[str, Any]:
-        """Return all of it, JSON-ready, for the coordinator's state. Without a history there is
-        no such key.
-        """
+        """Return the state, JSON-ready; an empty history is omitted. `recover` is the inverse."""
         latest = {name: [rank, json_number(value)] for name, (rank, value) in self.latest.items()}
         return {
             "metrics": latest,
@@ -59,7 +66,7 @@ class ReportedValues:
         }
 
     def recover(self, state: Mapping[str, Any]) -> None:
-        """Be what the coordinator's state says."""
+        """Restore the exact values from the coordinator's state."""
         self.latest = {
             name: (rank, float(value)) for name, (rank, value) in state["metrics"].items()
         }
