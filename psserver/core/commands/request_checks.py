@@ -1,8 +1,7 @@
 """Checks of requests before they become commands of the coordinator.
 
-What is refused here changes nothing and is not recorded, so a replay never sees it. The machine
-itself does not call these checks: commands that an earlier release recorded are carried out as
-they were.
+A refused request changes nothing and is not recorded, so a replay does not contain it. The state
+machine does not call these checks: it replays commands of earlier releases unchanged.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +20,22 @@ Check = Callable[[CoordinatorMachine, Mapping[str, Any]], None]
 
 
 class UnfitPush(NamedTuple):
-    """Why a push is refused: the reason of its Reject, and the text."""
+    """Why a push is refused.
+
+    reason: reason of its Reject entry.
+    detail: explanation for people.
+    """
 
     reason: str
     detail: str
 
 
 def check_request(coordinator: CoordinatorMachine, name: str, args: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError for arguments that no correct worker sends."""
+    """Check the arguments of a command.
+
+    Raises:
+        InvalidRequestError: No correct worker sends these arguments.
+    """
     if (check := _CHECKS.get(name)) is not None:
         check(coordinator, args)
 
@@ -36,9 +43,7 @@ def check_request(coordinator: CoordinatorMachine, name: str, args: Mapping[str,
 def unfit_pushes(
     coordinator: CoordinatorMachine, news: Iterable[Staged]
 ) -> dict[PushKey, UnfitPush]:
-    """Return those of newly reported pushes that are members' and must not be applied, each with
-    the reason.
-    """
+    """Return the refusals for newly staged pushes that members sent and that must not be applied."""
     unfit = {}
     for staged in news:
         problem = push_problem(coordinator, staged)
@@ -50,9 +55,8 @@ def unfit_pushes(
 def push_problem(coordinator: CoordinatorMachine, staged: Staged) -> UnfitPush | None:
     """Return why a push cannot be applied, or None.
 
-    A base above the version is stale: a correct worker may have pulled weights from a shard that
-    had not gone back to a snapshot yet. It returns the batches and computes again from weights
-    that the job has.
+    A base above the job's version is stale: the worker may have pulled from a shard before its
+    rollback. The worker returns the batches and computes again from current weights.
     """
     if staged.base > coordinator.version:
         return UnfitPush(
@@ -100,7 +104,14 @@ def _batch_problem(spec: Spec, batch: BatchKey) -> str:
 
 
 def wait_seconds(wait_ms: int) -> float:
-    """Return for how long a request may wait. Raises InvalidRequestError for more than a day."""
+    """Return the maximum wait of a request, in seconds.
+
+    Args:
+        wait_ms: The requested maximum, in milliseconds.
+
+    Raises:
+        InvalidRequestError: It is negative, or above a day.
+    """
     if not 0 <= wait_ms <= limits.MAX_WAIT_MS:
         _refuse(
             "waiting",
@@ -111,7 +122,7 @@ def wait_seconds(wait_ms: int) -> float:
 
 
 def check_shards(shards: int) -> None:
-    """Raise InvalidRequestError for more servers than a job may have."""
+    """Raise InvalidRequestError if a job cannot have this number of servers."""
     if not 1 <= shards <= limits.MAX_SHARDS:
         _refuse(
             "reshard",
@@ -121,8 +132,7 @@ def check_shards(shards: int) -> None:
 
 
 def check_memory(spec: ModelSpec, shards: int, usable_nbytes: int) -> None:
-    """Raise InvalidRequestError for a model whose weights cannot fit into the memory of `shards`
-    servers.
+    """Raise InvalidRequestError if the weights do not fit into the memory of `shards` servers.
 
     Args:
         spec: The model.

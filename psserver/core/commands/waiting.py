@@ -1,4 +1,4 @@
-"""Whom a job waits for, in words for people."""
+"""Description of the processes or events that a job waits for."""
 
 from psserver.core.job.coordinator import CoordinatorMachine
 from psserver.core.workers.members import Member
@@ -7,7 +7,7 @@ NAMED = 3
 
 
 def waiting_for(coordinator: CoordinatorMachine, now: float) -> str:
-    """One phrase; empty when nobody is waited for."""
+    """Return a phrase for people; empty if the job waits for nothing."""
     if not coordinator.begun:
         uploader = coordinator.uploader
         return (
@@ -28,7 +28,7 @@ def _silence(coordinator: CoordinatorMachine, member: Member, now: float) -> str
 
 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
-    """Those whose push would let the others go on."""
+    """Return the active workers whose push would unblock the others."""
     active, held = coordinator.membership.active(), coordinator.ready_workers
     if not held or not coordinator.started:
         return []

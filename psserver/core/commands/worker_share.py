@@ -1,4 +1,4 @@
-"""The share of a loop that a worker can expect: what `len()` of a loader returns."""
+"""Share of a loop that a worker can expect: what `len()` of a loader returns."""
 
 from pscommon.core.data_stream import Spec, StreamSpec
 from psserver.core.job.coordinator import CoordinatorMachine
@@ -6,11 +6,11 @@ from psserver.core.workers.replacement import predecessor
 
 
 def worker_share(coordinator: CoordinatorMachine, worker: int, spec: Spec) -> int:
-    """Return the number of batches of a loop that a worker gets if the workers stay as they are.
+    """Return the number of batches of a loop that a worker gets if the membership does not change.
 
-    Under sync this is exact, because the ledger deals in worker order. Under async, ssp and
-    --backup-workers it is an even part. Before the first round it counts --min-workers. A stream
-    has no length, and the answer is 0.
+    Under sync it is exact, because the ledger deals in worker order. Under async, ssp and
+    --backup-workers it is an even part. Before the first round it assumes --min-workers workers. A
+    stream has no length: the result is 0.
 
     Raises:
         InvalidRequestError: --global-batch does not fit the loop's batch_size.
@@ -30,7 +30,7 @@ def _part(batches: int, workers: int, place: int) -> int:
 
 
 def _team(coordinator: CoordinatorMachine, worker: int) -> tuple[int, int]:
-    """Return the number of workers that share a loop, and the place of this one in worker order."""
+    """Return the number of workers that share a loop, and this worker's position in worker order."""
     membership = coordinator.membership
     team = membership.registered() if coordinator.started else membership.current()
     member = membership.members.get(worker)
