@@ -1,6 +1,4 @@
-"""The job's log as the coordinator keeps it: numbered entries, as long as some shard may still
-need them.
-"""
+"""The coordinator's copy of the job's log: entries that some shard may still need."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,17 +8,18 @@ from pscommon.core.log_entries import Apply, Begin, Entry, Measure, PushKey, Sha
 
 
 class EntryLog:
-    """index: of the newest entry; base: entries up to it are not kept, because every shard has
-    carried them out.
+    """Numbered log entries, kept until every shard has applied them.
 
-    digest: of all entries.
+    index: number of the newest entry.
+    base: entries up to this number are not kept; every shard has applied them.
+    digest: digest of all entries, 64 bits.
     """
 
     def __init__(self, shards: int) -> None:
         self.index = 0
         self.digest = 0
         self._entries: dict[int, Entry] = {}
-        self._digests = {0: 0}  # from the base on
+        self._digests = {0: 0}  # digest by index, from the base on
         self._reached = dict.fromkeys(range(shards), 0)
 
     @property
@@ -29,11 +28,11 @@ class EntryLog:
 
     @property
     def next(self) -> int:
-        """Number of the entry that comes next."""
+        """Number of the next entry."""
         return self.index + 1
 
     def members(self, shards: int, index: int) -> None:
-        """So many shards follow from now on; those that are new begin after `index`."""
+        """Set the number of shards that follow the log; new ones start after `index`."""
         self._reached = {shard: self._reached.get(shard, index) for shard in range(shards)}
 
     def append(self, entry: Entry) -> None:
@@ -41,35 +40,34 @@ class EntryLog:
         self._entries[self.index], self._digests[self.index] = entry, self.digest
 
     def after(self, index: int) -> list[Entry]:
-        """What a shard that is at `index` needs."""
+        """Return the kept entries after `index`."""
         if index >= self.index:
             return []
         return [self._entries[i] for i in range(index + 1, self.index + 1) if i in self._entries]
 
     def reached(self, shard: int, index: int) -> None:
-        """A shard has carried out everything up to here."""
+        """Record that a shard has applied all entries up to `index`."""
         if shard not in self._reached:
-            return  # it has left
+            return  # a reshard has removed it
         self._reached[shard] = max(self._reached[shard], index)
         for carried_out in range(self.base + 1, min(self._reached.values()) + 1):
             self._entries.pop(carried_out, None)
             self._digests.pop(carried_out - 1, None)
 
     def back(self, shard: int) -> None:
-        """The shard may have carried out less than it said: it may need all that is kept here."""
+        """Assume that a restarted shard may need every kept entry, whatever it reported before."""
         if shard in self._reached:
             self._reached[shard] = self.base
 
     def told(self, shard: int) -> int:
-        """How far the shard has said that it is."""
+        """Return the last index that the shard reported."""
         return self._reached[shard]
 
     def can_go_on(self, report: ShardReport) -> bool:
-        """Has the shard carried out what stands here and no other, and does it hold the pushes
-        that the rest counts?
+        """Return whether the shard can follow from the state in its first report.
 
-        A shard whose log could not be written does not, once it was started again. For the first
-        report of a line.
+        It must have applied the same entries as this log, and stage every push that later entries
+        count. After a failed log write, a restarted shard does not.
         """
         staged = {each.key for each in report.staged}
         return (
@@ -78,14 +76,14 @@ class EntryLog:
         )
 
     def start(self, index: int, digest: int = 0) -> None:
-        """All shards stand here: entries begin after it."""
+        """Start the log after `index`, which all shards have reached."""
         self.index, self.digest = index, digest
         self._entries.clear()
         self._digests = {index: digest}
         self._reached = dict.fromkeys(self._reached, index)
 
     def state(self) -> dict[str, Any]:
-        """All of it, JSON-ready; `recover` is the way back."""
+        """Return the state, JSON-ready; `recover` is the inverse."""
         entries = [entry_to_json(entry) for entry in self.after(self.base)]
         digest = self._digests.get(self.base, self.digest)
         return {
@@ -103,7 +101,7 @@ class EntryLog:
 
 
 def counted(entries: Iterable[Entry]) -> set[PushKey]:
-    """The pushes without which these entries cannot be carried out."""
+    """Return the pushes that a shard needs to apply these entries."""
     keys: set[PushKey] = set()
     for entry in entries:
         match entry:

@@ -1,4 +1,4 @@
-"""Pushes that shards hold and that are not decided: ready once every shard has one."""
+"""Staged pushes that the coordinator has not decided; a push is ready once every shard staged it."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,11 +9,13 @@ from psserver.core.shard.clipping import Measurement
 
 
 class PendingPushes:
-    """By worker and seq, what each shard said of a push. `ready` is in order of arrival.
+    """Reports of staged pushes by worker, sequence number and shard.
 
-    A worker has one push under way at a time: with the next one it has given up those before it.
-    measurement: what the shards were asked to measure of these pushes last; None once an update
-    has counted.
+    A worker has one push in flight. When it sends the next one, it has given up the earlier ones.
+
+    ready: pushes that every shard has staged, in order of arrival.
+    measurement: the last measurement of these pushes that the shards were asked for; None once an
+        update has counted.
     """
 
     def __init__(self, shards: int) -> None:
@@ -27,11 +29,11 @@ class PendingPushes:
         return self._ready
 
     def holds(self, shard: int, key: PushKey) -> bool:
-        """Has this shard reported the push before?"""
+        """Return whether this shard has reported the push."""
         return shard in self._held.get(key.worker, {}).get(key.seq, ())
 
     def staged(self, shard: int, staged: Staged) -> None:
-        """A shard holds this push."""
+        """Record that a shard has staged a push."""
         key = staged.key
         held = self._held.setdefault(key.worker, {}).setdefault(key.seq, {})
         held[shard] = staged
@@ -39,8 +41,9 @@ class PendingPushes:
             self._ready.setdefault(key, held[min(held)])
 
     def given_up(self) -> list[PushKey]:
-        """Pushes that some shard lacks, and whose worker has gone on to another one: they may
-        never be ready.
+        """Return pushes that some shard lacks and whose worker has sent a later push.
+
+        They may never become ready.
         """
         return [
             key
@@ -51,22 +54,23 @@ class PendingPushes:
         ]
 
     def norm(self, key: PushKey) -> float:
-        """Of the whole gradient: the root of the squares that the shards reported."""
+        """Return the L2 norm of the whole gradient."""
         return math.sqrt(self.square_norm(key))
 
     def square_norm(self, key: PushKey) -> float:
-        """The sum of squares of the whole gradient, as the shards reported it with the push."""
+        """Return the sum of squares of the whole gradient, as the shards reported it with the push."""
         held = self._held[key.worker][key.seq]
         return sum(held[shard].square_norm for shard in sorted(held))
 
     def is_measured(self, key: PushKey) -> bool:
-        """Did each shard report a sum of squares? 0 is also what one says that was not told yet
-        to look at norms.
+        """Return whether each shard reported a sum of squares.
+
+        A shard that was not yet asked to compute norms reports 0.
         """
         return all(staged.square_norm > 0 for staged in self._held[key.worker][key.seq].values())
 
     def forget(self, key: PushKey) -> None:
-        """It is decided, and those that its worker gave up before it never will be."""
+        """Remove a decided push, and the earlier ones that its worker has given up."""
         pushes = self._held.pop(key.worker, {})
         for seq in [seq for seq in pushes if seq <= key.seq]:
             del pushes[seq]
@@ -75,19 +79,19 @@ class PendingPushes:
             self._held[key.worker] = pushes
 
     def drop(self, worker: int) -> None:
-        """The worker is out, and what it pushed with it."""
+        """Remove all pushes of a worker that is no longer a member."""
         for seq in self._held.pop(worker, {}):
             self._ready.pop(PushKey(worker, seq), None)
 
     def shard_lost(self, shard: int) -> None:
-        """A shard's process is new and holds nothing."""
+        """Remove the reports of a shard that was restarted: it has nothing staged."""
         for worker, pushes in self._held.items():
             for seq, held in pushes.items():
                 if held.pop(shard, None) is not None:
                     self._ready.pop(PushKey(worker, seq), None)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; `recover` is the way back."""
+        """Return the state, JSON-ready; `recover` is the inverse."""
         parts = (held for pushes in self._held.values() for held in pushes.values())
         held = [[shard, _to_json(staged)] for part in parts for shard, staged in part.items()]
         measurement = {} if self.measurement is None else {"measurement": self.measurement.state()}
@@ -126,10 +130,10 @@ def _from_json(values: list[Any]) -> Staged:
 
 
 def staged_to_json(staged: Iterable[Staged]) -> list[Any]:
-    """A report's pushes, JSON-ready."""
+    """Return a report's pushes, JSON-ready; `staged_from_json` is the inverse."""
     return [_to_json(each) for each in staged]
 
 
 def staged_from_json(values: Iterable[list[Any]]) -> Iterator[Staged]:
-    """The way back."""
+    """Yield the pushes from the result of `staged_to_json`."""
     return (_from_json(each) for each in values)

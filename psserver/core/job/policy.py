@@ -1,17 +1,17 @@
-"""When staged pushes become an update: three rows of one table.
+"""Synchronization policies: when staged pushes become an update.
 
-    policy     bound       barrier
-    sync       0           yes: a round takes one push of every active worker, averaged, in worker order
-    ssp S      S           no:  a push counts at once unless it would put its worker more than S clocks ahead
-    async      none        no:  a push counts at once
+    policy  bound  barrier
+    sync    0      yes: a round averages one push of every active worker, in worker order
+    ssp S   S      no:  a push counts at once unless its worker would be over S clocks ahead
+    async   none   no:  a push counts at once
 
-A worker's clock counts its finished steps. The bound is kept on clocks *after* a push counts:
-with S the bound, clock of any active worker - smallest clock of an active worker <= S at every
-version. A push that would break it waits, staged, and so does its worker; nothing is dropped.
-(Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
-NIPS 2013, bound the clock at the read; bounding it at the write is stricter by one step and
-needs no second rule for reads.) With S = 0 every worker must step together, which is the
-barrier: ssp 0 is sync.
+A worker's clock counts its finished steps. At every version, the clock of any active worker minus
+the smallest clock of an active worker is at most the bound. A push that would break this waits,
+staged, and its worker waits with it; nothing is dropped. The check is made on the clock *after*
+the push. Ho et al. ("More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", NIPS 2013) bound the clock at the read. A bound at the write is stricter by one step and
+needs no second rule for reads. With bound 0 all workers step together, which is the barrier: ssp
+0 is sync.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,14 @@ from pscommon.core.log_entries import PushKey
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A row of the table. max_staleness: pushes computed more versions ago are answered `stale`
-    (None: any age).
+    """A row of the table.
 
-    backup: with a barrier, so many workers need not be waited for: a round closes without the
-    slowest, and what they push for it later is `stale` (Chen et al., "Revisiting Distributed
-    Synchronous SGD", 2016: backup workers).
+    name: sync, ssp or async.
+    bound: clocks that a worker may be ahead of the slowest one; None: any number.
+    barrier: whether an update needs a push of every active worker.
+    max_staleness: pushes computed more versions ago are rejected as `stale`; None: never.
+    backup: with a barrier, workers that a round does not wait for. A push that arrives after its
+        round has closed is `stale` (Chen et al., "Revisiting Distributed Synchronous SGD", 2016).
     """
 
     name: str
@@ -40,8 +42,16 @@ class Policy:
 def policy(
     name: str, staleness: int | None = None, max_staleness: int | None = None, backup: int = 0
 ) -> Policy:
-    """The row for what the operator asked for; `staleness` is the S of ssp and meant for it
-    alone.
+    """Return the policy for the operator's settings.
+
+    Args:
+        name: sync, ssp or async.
+        staleness: The bound of ssp, in clocks; None for the other policies.
+        max_staleness: Maximum age of a push, in versions; None: any age.
+        backup: Workers that a sync round does not wait for.
+
+    Raises:
+        ValueError: The settings do not fit together.
     """
     if (name == "ssp") != (staleness is not None):
         raise ValueError("--staleness S goes with --policy ssp, and ssp needs it")
@@ -60,10 +70,14 @@ def policy(
 def choose(
     row: Policy, clocks: Mapping[int, int], ready: Mapping[int, PushKey]
 ) -> Sequence[PushKey]:
-    """The pushes that make the next update, in the order in which they are summed; empty: wait.
+    """Return the pushes that make the next update, in the order in which they are summed.
 
-    clocks: of every active worker, in worker order. ready: the oldest push of each worker that
-    all shards hold, in order of arrival; only of active workers.
+    An empty result means that the coordinator waits for more pushes.
+
+    Args:
+        row: The policy.
+        clocks: Clock of every active worker, in worker order.
+        ready: Oldest ready push of each active worker that has one, in order of arrival.
     """
     if row.barrier:
         enough = max(1, len(clocks) - row.backup)
@@ -77,7 +91,7 @@ def choose(
 
 
 def within_bound(row: Policy, clocks: Mapping[int, int], worker: int) -> bool:
-    """May this worker finish one more step now?"""
+    """Return whether this worker may finish one more step now."""
     if row.bound is None:
         return True
     after = clocks[worker] + 1

@@ -1,4 +1,4 @@
-"""What the operator decides about a job: the coordinator's settings, as one value."""
+"""The operator's settings for a job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +10,11 @@ from psserver.core.job.snapshot_schedule import SnapshotInterval
 
 @dataclass(frozen=True, slots=True)
 class WorkerLossMode:
-    """What happens to the place of a worker whose lease has ended.
+    """What happens when a worker's lease expires.
 
-    shrink: the others go on without it. wait: rounds wait `seconds` for it, or for one that is
-    started in its place; then as shrink. abort: the job ends.
+    mode: shrink: the other workers continue without it. wait: rounds wait `seconds` for it or for a
+        replacement, then continue without it. abort: the job ends.
+    seconds: duration of the wait, in seconds.
     """
 
     mode: Literal["shrink", "wait", "abort"] = "shrink"
@@ -25,15 +26,23 @@ class WorkerLossMode:
 
 @dataclass(frozen=True, slots=True)
 class JobRules:
-    """min_workers: how many the first round waits for; lease: seconds of silence; every: when
-    snapshots are due.
+    """The coordinator's rules.
 
-    late: what becomes of the data of a gradient that came after its round had closed (see
-    Policy.backup). bad_gradients: with NaN or Inf in them, or a norm above max_norm: skip drops
-    them, clip puts zeros for what is not finite and scales the norm to max_norm, abort ends the
-    job. quarantine_after: so many in a row, and a worker is out. global_batch: samples of one
-    update, however many workers there are. progress_timeout: seconds without a call of a
-    worker's script after which the worker is dropped; None: never.
+    policy: when pushes become an update.
+    min_workers: workers required before training starts.
+    lease: seconds without contact after which a worker is lost.
+    every: when snapshots are due.
+    on_loss: what happens when a worker is lost.
+    late: whether the batches of a push that missed its round are returned to the ledger or dropped
+        (see Policy.backup).
+    bad_gradients: what happens to a gradient with NaN or Inf, or with a norm above max_norm. skip:
+        drop it. clip: replace NaN and Inf by zeros, and scale the norm to max_norm. abort: end
+        the job.
+    max_norm: maximum L2 norm of a gradient; None: any norm.
+    quarantine_after: consecutive bad gradients after which a worker is removed; None: never.
+    global_batch: samples of one update, for any number of workers; None: one batch of each worker.
+    progress_timeout: seconds without a call of a worker's script after which the worker is dropped;
+        None: never.
     """
 
     policy: Policy
@@ -49,8 +58,9 @@ class JobRules:
     progress_timeout: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready; `from_json` is the way back. What older releases do not know is only there
-        when it is set.
+        """Return the rules, JSON-ready; `from_json` is the inverse.
+
+        A field that older releases do not know is present only if it is set.
         """
         policy, every, on_loss = self.policy, self.every, self.on_loss
         return {
@@ -89,9 +99,11 @@ class JobRules:
 
 @dataclass(frozen=True, slots=True)
 class GradientRules:
-    """What each shard looks at in its part of a gradient. mends: NaN and Inf become zeros (see
-    Rules.bad_gradients). norms: the coordinator wants norms. Shard 0 tells the others: a norm is
-    that of all parts."""
+    """What each shard does with its part of a gradient. Shard 0 distributes these rules.
+
+    mends: replace NaN and Inf by zeros (see JobRules.bad_gradients).
+    norms: report the sum of squares; the norm of a gradient needs those of all shards.
+    """
 
     mends: bool = False
     norms: bool = False

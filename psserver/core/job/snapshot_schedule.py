@@ -1,5 +1,6 @@
-"""When a snapshot is due, and when one is complete. One at a time; a cut is a log entry, so all
-shards cut alike.
+"""Snapshot schedule: when a snapshot is due, and when it is complete.
+
+At most one snapshot is in progress. Its cut is a log entry, so all shards cut at the same version.
 """
 
 from dataclasses import dataclass, field
@@ -8,16 +9,25 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInterval:
-    """How often: `seconds` or `steps` (versions), or neither: only when asked."""
+    """Interval of automatic snapshots; with neither field set, snapshots are made on request only.
+
+    seconds: maximum time between snapshots, in seconds.
+    steps: number of versions between snapshots.
+    """
 
     seconds: float | None = None
     steps: int | None = None
 
 
 class PartReport(NamedTuple):
-    """One shard's file of a snapshot; problem, when not empty, says why there is none.
+    """One shard's part of a snapshot.
 
-    cut: the index of its log entry; a cut that was given up may have been of the same version.
+    version: version of the snapshot.
+    cut: index of its Cut entry; an abandoned cut may have had the same version.
+    file: name of the file; empty if there is none.
+    nbytes: size of the file.
+    sha256: SHA-256 of the file, in hex.
+    problem: why there is no file; empty if there is one.
     """
 
     version: int
@@ -30,8 +40,13 @@ class PartReport(NamedTuple):
 
 @dataclass(slots=True)
 class SnapshotInProgress:
-    """A snapshot under way: the coordinator's own state at that version, and the parts that have
-    come.
+    """A snapshot that some shards have not written yet.
+
+    version: version of the snapshot.
+    index: index of its Cut entry.
+    since: when it began, in seconds of the coordinator's clock.
+    state: the coordinator's state at that version.
+    parts: part reports so far, by shard.
     """
 
     version: int
@@ -42,7 +57,7 @@ class SnapshotInProgress:
 
     @property
     def problem(self) -> str:
-        """What went wrong, once where it is the same on several shards."""
+        """All problems of the parts; equal ones of several shards are merged."""
         found: dict[str, list[int]] = {}
         for shard, part in sorted(self.parts.items()):
             if part.problem:
@@ -53,7 +68,13 @@ class SnapshotInProgress:
 
 
 class SnapshotSchedule:
-    """Decides on snapshots from versions and time."""
+    """Decides when to cut snapshots, from versions and time.
+
+    every: the interval.
+    shards: number of shards.
+    cutting: the snapshot in progress.
+    finished: a complete snapshot whose manifest is not written yet.
+    """
 
     def __init__(self, every: SnapshotInterval, shards: int) -> None:
         self.every = every
@@ -64,58 +85,58 @@ class SnapshotSchedule:
         self._last_time = 0.0
 
     def started(self, version: int, now: float) -> None:
-        """Training starts here (0, or what was restored): this much needs no snapshot."""
+        """Record that training starts at this version (0 or restored), which needs no snapshot."""
         self._last_version, self._last_time = version, now
 
     @property
     def busy(self) -> bool:
-        """One is under way, or complete and not yet taken from `finished` by the shell."""
+        """Whether a snapshot is in progress, or complete without a manifest."""
         return self.cutting is not None or self.finished is not None
 
     def due_at(self, version: int) -> bool:
-        """Is a snapshot of exactly this version wanted? Then no update may come before it."""
+        """Return whether a snapshot of exactly this version is due, before any further update."""
         steps = self.every.steps
         return (
             not self.busy and steps is not None and version // steps > self._last_version // steps
         )
 
     def due(self, version: int, now: float) -> bool:
-        """Is it time to cut at this version?"""
+        """Return whether a snapshot should be cut at this version now."""
         if self.busy or version <= self._last_version:
             return False
         seconds = self.every.seconds
         return self.due_at(version) or (seconds is not None and now - self._last_time >= seconds)
 
     def age(self, now: float) -> float:
-        """Seconds since the newest cut, or since training started."""
+        """Return the seconds since the newest cut, or since training started."""
         return now - self._last_time
 
     def filed(self) -> None:
-        """The shell has made a snapshot of the finished parts, or could not."""
+        """Record that the manifest of the finished snapshot is written, or failed."""
         self.finished = None
 
     @property
     def last_version(self) -> int:
-        """Of the newest cut, or what training started from."""
+        """Version of the newest cut, or the version that training started from."""
         return self._last_version
 
     def abandon(self) -> None:
-        """Whoever was to write the one under way is gone."""
+        """Abandon the snapshot: the process that would write the manifest was replaced."""
         self.cutting = self.finished = None
 
     def shard_lost(self, shard: int) -> None:
-        """Nobody will write its part any more, unless that is here. Who leaves in a move has
-        none.
+        """Abandon the snapshot if a lost shard has not reported its part.
+
+        A shard that a reshard removes has no part.
         """
         if self.cutting is not None and shard < self.shards and shard not in self.cutting.parts:
             self.cutting = None
 
     def parts(self) -> list[Any] | None:
-        """Of the one under way or just finished, JSON-ready: version, index, parts that have
-        come; None: there is none.
+        """Return version, index and part reports of the current snapshot, JSON-ready, or None.
 
-        `recover` is the way back, but for the coordinator's state in it: whoever takes over
-        gives it up anyway.
+        `recover` is the inverse, except for the coordinator's state: a new primary abandons the
+        snapshot anyway.
         """
         under_way = self.cutting or self.finished
         if under_way is None:
@@ -138,7 +159,7 @@ class SnapshotSchedule:
         self._last_version, self._last_time = version, now
 
     def part(self, shard: int, part: PartReport) -> None:
-        """A shard has written, or failed to; repeated and late reports do no harm."""
+        """Record a shard's part or its failure. Repeated and late reports have no effect."""
         if self.cutting is None or (part.version, part.cut) != (
             self.cutting.version,
             self.cutting.index,
