@@ -1,5 +1,6 @@
-"""Values and rules that servers and workers share. Pure: no clock, thread, socket, file, log or
-random number.
+"""Values and rules that servers and workers share.
+
+The modules are pure: no clock, thread, socket, file, log or random number.
 """
 
 __all__ = [

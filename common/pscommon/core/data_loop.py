@@ -1,5 +1,6 @@
-"""A loop over a data set: which samples the batch of a number stands for, the same on every
-machine and for ever.
+"""Loops over a data set: the batches of a loop, and the samples of each batch.
+
+The mapping is the same on every machine and in every release.
 """
 
 from dataclasses import dataclass
@@ -11,25 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 ORDER_LENGTH, NAME_LENGTH = 32, 100
-"""Letters of an order's digest, and at most of a sampler's name."""
+"""Hexadecimal digits of an order's digest, and maximum length of a sampler's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSpec:
-    """`epochs` passes over `size` samples in batches; batch numbers run through all epochs from
-    0 to `total` - 1.
+    """`epochs` passes over `size` samples in batches.
 
-    loop: the how-many-eth loop of the script, from 0. batch_size: samples a batch; the last
-    batch of an epoch may be smaller, with drop_last it is left out instead. seed: of the
-    shuffle, any 64-bit integer; without `shuffle`, batches go through the data in order.
-    first_epoch: the shuffle of epoch e is that of (seed, first_epoch + e), so that a script
-    which calls for its epochs one at a time sees the orders that one call for all of them would
-    have given.
+    Batch numbers run through all epochs, from 0 to `total` - 1. `order`, `sampler` and `batches`
+    are set only for samplers; such a loop has one epoch.
 
-    order: digest of the order that a sampler gave, by which workers are compared; only they know
-    the order itself. sampler: its class. batches: how many batches a batch sampler gave; their
-    sizes vary, and batch_size is the largest. These are set for samplers only; they then make
-    one epoch.
+    loop: number of the loop in the script, from 0.
+    size: samples in the data set.
+    batch_size: samples in a batch; the last batch of an epoch may be smaller.
+    epochs: number of passes.
+    drop_last: leave out a last batch that is smaller than batch_size.
+    shuffle: shuffle the samples in each epoch; otherwise batches follow the order of the data.
+    seed: seed of the shuffle, any 64-bit integer.
+    first_epoch: epoch e is shuffled by (seed, first_epoch + e). So a script that opens its epochs
+        one by one sees the same orders as one that opens all of them together.
+    order: digest of the order that a sampler gave. Workers are compared by it, because only they
+        know the order itself.
+    sampler: class name of the sampler.
+    batches: number of batches of a batch sampler; their sizes vary, and batch_size is the largest.
     """
 
     loop: int
@@ -77,16 +82,18 @@ class LoopSpec:
         return self.epochs * self.batches_in_epoch
 
     def epoch(self, number: int) -> int:
-        """The epoch, counted over the whole script, that a batch belongs to."""
+        """Return the epoch of a batch, counted over the whole script."""
         return self.first_epoch + number // self.batches_in_epoch
 
     def position(self, number: int) -> int:
-        """The batch's place in its epoch."""
+        """Return the position of a batch in its epoch."""
         return number % self.batches_in_epoch
 
     def indices(self, number: int) -> NDArray[np.int64]:
-        """The samples of a batch: int64, at most batch_size of them; IndexError for a number
-        that the loop lacks.
+        """Return the sample indices of a batch: int64, at most batch_size of them.
+
+        Raises:
+            IndexError: The loop has no such batch, or only the sampler knows its samples.
         """
         if not 0 <= number < self.total:
             raise IndexError(f"loop {self.loop} has batches 0 to {self.total - 1}, not {number}")
@@ -101,7 +108,10 @@ class LoopSpec:
         return _order(self.size, self.seed, self.epoch(number))[start:stop]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; LoopSpec(**d) is the way back. Without what is only set for samplers."""
+        """Return the fields, JSON-ready; LoopSpec(**d) is the inverse.
+
+        Fields for samplers are present only if they are set.
+        """
         of_samplers = {"order": self.order, "sampler": self.sampler, "batches": self.batches}
         return {
             "loop": self.loop,
@@ -118,8 +128,9 @@ class LoopSpec:
 
 @lru_cache(maxsize=4)
 def _order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """All samples, shuffled. RandomState and SeedSequence: numpy promises never to change what
-    they draw.
+    """Return the shuffled sample indices of an epoch, read-only.
+
+    RandomState and SeedSequence are used because numpy guarantees that their streams never change.
     """
     bits = np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch]))
     order = np.arange(size, dtype=np.int64)

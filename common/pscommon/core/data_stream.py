@@ -1,6 +1,4 @@
-"""A loop over a stream: sources that are read in order, none of which says beforehand how long
-it is.
-"""
+"""Loops over a stream: sources that are read in order and whose length is not known in advance."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +8,17 @@ from pscommon.core.data_loop import LoopSpec
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """`epochs` passes over `sources`, each an ordered sequence of samples that is the same
-    whenever it is read.
+    """`epochs` passes over `sources`, each an ordered sequence of samples, equal at every read.
 
-    loop: the how-many-eth loop of the script, from 0. One pass over one source is a lap; laps
-    run through all epochs from 0 to `laps` - 1. The batch at a place of a lap is samples
-    [offset, offset + batch_size) of the lap's source; the last one of a lap may be smaller. A
-    batch's number stands for lap and place, so that a stretch of a source has the same number
-    for whoever reads it.
+    A lap is one pass over one source; laps run through all epochs from 0 to `laps` - 1. The batch
+    at a place of a lap holds samples [offset, offset + batch_size) of the lap's source. The last
+    batch of a lap may be smaller. A batch number encodes lap and place, so it denotes the same
+    samples for every worker.
+
+    loop: number of the loop in the script, from 0.
+    sources: number of sources.
+    batch_size: samples in a batch.
+    epochs: number of passes over all sources.
     """
 
     loop: int
@@ -36,14 +37,14 @@ class StreamSpec:
         return self.sources * self.epochs
 
     def number(self, lap: int, place: int) -> int:
-        """Of the batch at this place of this lap."""
+        """Return the number of the batch at this place of this lap."""
         return place * self.laps + lap
 
     def lap(self, number: int) -> int:
         return number % self.laps
 
     def place(self, number: int) -> int:
-        """How many batches of the lap come before this one."""
+        """Return the number of batches of the lap before this one."""
         return number // self.laps
 
     def epoch(self, number: int) -> int:
@@ -53,11 +54,11 @@ class StreamSpec:
         return self.lap(number) % self.sources
 
     def offset(self, number: int) -> int:
-        """How many samples of the source come before this batch."""
+        """Return the number of samples of the source before this batch."""
         return self.place(number) * self.batch_size
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; spec_from_dict is the way back."""
+        """Return the fields, JSON-ready; spec_from_dict is the inverse."""
         return {
             "loop": self.loop,
             "sources": self.sources,
@@ -70,5 +71,5 @@ Spec = LoopSpec | StreamSpec
 
 
 def spec_from_dict(fields: dict[str, Any]) -> Spec:
-    """What `as_dict` gave, of either kind."""
+    """Return the spec from the result of `as_dict`, of either class."""
     return StreamSpec(**fields) if "sources" in fields else LoopSpec(**fields)

@@ -1,8 +1,7 @@
-"""Log entries as bytes for the digest, and as JSON in the coordinator's state.
+"""Log entries as text for the digest, and as JSON in the coordinator's state.
 
-Both are formats: the digest is compared between shards, standbys and logs on disk of different
-releases. So each entry is written out here field by field, and the names of classes and
-attributes do not matter.
+Both are formats: shards, standbys and logs on disk of different releases compare the digest. So
+each entry is encoded here field by field, independently of class and attribute names.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,8 +32,8 @@ def chained(digest: int, entry: Entry) -> int:
 def encoded(entry: Entry) -> str:
     """Return the text of an entry that enters the digest: ASCII, NAME(FIELD=VALUE, ...).
 
-    Whole numbers are decimal. Floats are the shortest text that reads back as the same float.
-    Texts are Python literals in ASCII. A tuple of one element ends with a comma.
+    Integers are decimal. A float is the shortest text that reads back as the same float. Strings
+    are Python literals in ASCII. A tuple of one element ends with a comma.
     """
     match entry:
         case Begin():
@@ -69,7 +68,7 @@ def _contributions(contributions: Sequence[Contribution]) -> str:
 
 
 def entry_to_json(entry: Entry) -> list[Any]:
-    """JSON-ready: the name of the kind, then its values; `entry_from_json` is the way back."""
+    """Return the entry's class name and values, JSON-ready; `entry_from_json` is the inverse."""
     match entry:
         case Begin():
             return ["Begin", entry.index, entry.worker]
@@ -94,7 +93,11 @@ def entry_to_json(entry: Entry) -> list[Any]:
 
 
 def entry_from_json(raw: Sequence[Any]) -> Entry:
-    """ValueError for a kind that this release does not know."""
+    """Return the entry from the result of `entry_to_json`.
+
+    Raises:
+        ValueError: This release does not know the class.
+    """
     match raw:
         case ["Begin", index, worker]:
             return Begin(index, worker)
@@ -114,7 +117,7 @@ def entry_from_json(raw: Sequence[Any]) -> Entry:
 
 
 def contributions_to_json(contributions: Iterable[Contribution]) -> list[list[Any]]:
-    """JSON-ready; `contributions_from_json` is the way back."""
+    """Return the contributions, JSON-ready; `contributions_from_json` is the inverse."""
     return [
         [[part.key.worker, part.key.seq], part.samples, part.base, part.scale]
         for part in contributions
@@ -122,5 +125,8 @@ def contributions_to_json(contributions: Iterable[Contribution]) -> list[list[An
 
 
 def contributions_from_json(raw: Iterable[Sequence[Any]]) -> tuple[Contribution, ...]:
-    """The scale may be missing: releases before it did not write one."""
+    """Return the contributions from the result of `contributions_to_json`.
+
+    The scale may be missing: older releases did not write it.
+    """
     return tuple(Contribution(PushKey(worker, seq), *rest) for (worker, seq), *rest in raw)

@@ -19,8 +19,9 @@ class PSError(Exception):
 
 
 class InvalidRequestError(PSError):
-    """The request is invalid: unknown tensor, wrong shape, dtype or setting. Correct the request;
-    repeating it cannot help.
+    """The request is invalid: unknown tensor, wrong shape, dtype or setting.
+
+    Correct the request; repeating it cannot help.
     """
 
     exit_code = 2
@@ -37,16 +38,13 @@ class TakenError(PSError):
 
 
 class MismatchError(PSError):
-    """Two processes disagree on shard, job, model, optimizer or data; the message shows the
-    difference.
-    """
+    """Two processes disagree on shard, job, model, optimizer or data; the message shows where."""
 
     exit_code = 11
 
 
 class FencedError(PSError):
-    """The worker is no longer a member of the job: its lease expired, or the servers rolled back
-    to a snapshot.
+    """The worker is no longer a member of the job: its lease expired, or the servers rolled back.
 
     Connect again or restart the worker; it joins as a new worker.
     """
@@ -55,8 +53,9 @@ class FencedError(PSError):
 
 
 class QuarantinedError(FencedError):
-    """The worker sent too many bad gradients in a row; the message names them. A restart does not
-    help.
+    """The worker sent too many bad gradients in a row; the message names them.
+
+    A restart does not help.
     """
 
     exit_code = 14
@@ -69,7 +68,10 @@ class SnapshotError(PSError):
 
 
 class FormatError(MismatchError, SnapshotError):
-    """A peer or a file has a newer format than this release knows. Install the newer release of paramserver here."""
+    """A peer or a file has a newer format than this release knows.
+
+    Install the newer release of paramserver here.
+    """
 
     exit_code = 11
 
@@ -81,46 +83,49 @@ class NotSavedError(PSError):
 
 
 class NonFiniteError(PSError):
-    """A gradient contains NaN or Inf, or its norm is too large. The weights are unchanged; the
-    message names the worker.
+    """A gradient contains NaN or Inf, or its norm is too large.
+
+    The weights are unchanged; the message names the worker.
     """
 
     exit_code = 14
 
 
 class UnreachableError(PSError):
-    """A server did not answer before the deadline. Start it or correct the address, then try
-    again.
+    """A server did not answer before the deadline.
+
+    Start it or correct the address, then try again.
     """
 
     exit_code = 20
 
 
 class LayoutError(PSError):
-    """The number of shards has changed. The request had no effect; discover the servers and send
-    it again.
+    """The number of shards has changed.
+
+    The request had no effect; discover the servers and send it again.
     """
 
     exit_code = 20
 
 
 class InFlightError(PSError):
-    """A server has no memory for this push (--in-flight). The request had no effect; send it
-    again later.
+    """A server has no memory for this push (--in-flight).
+
+    The request had no effect; send it again later.
     """
 
     exit_code = 20
 
 
 class WaitTimeoutError(UnreachableError):
-    """All servers answer, but the awaited event did not happen in time; the message names what is
-    missing.
-    """
+    """All servers answer, but an awaited event did not happen in time; the message names it."""
 
 
 class TooFewWorkersError(PSError):
-    """The job has fewer workers than required: --min-workers did not join in time, or one was lost
-    under --on-worker-loss abort.
+    """The job has fewer workers than required.
+
+    --min-workers did not join in time, or a worker was lost under --on-worker-loss abort.
     """
 
     exit_code = 21

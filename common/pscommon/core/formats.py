@@ -1,26 +1,26 @@
-"""Formats that this release speaks and writes, and the refusal of newer ones (docs/formats.md)."""
+"""Formats that this release sends and writes, and the refusal of newer ones (docs/formats.md)."""
 
 from pscommon.core.errors import FormatError
 
 WIRE_FORMAT = 1
-"""Of messages between workers and servers, and of records for a standby."""
+"""Format of messages between workers and servers, and of records for a standby."""
 
 
 def spoken_format() -> int | None:
-    """Return what a message says of its format; None: nothing, which means format 1."""
+    """Return the format number for outgoing messages; None (no field) means format 1."""
     return WIRE_FORMAT if WIRE_FORMAT > 1 else None
 
 
 def check_wire_format(theirs: int, who: str, here: str) -> None:
-    """Refuse a peer whose format is newer than what this process speaks.
+    """Refuse a peer whose format is newer than that of this process.
 
     Args:
-        theirs: The peer's format; 0 means that it did not name one, and speaks format 1.
+        theirs: The peer's format; 0: the message has no format field, which means format 1.
         who: The peer, for the message.
         here: This process, for the message.
 
     Raises:
-        FormatError: The peer speaks a newer format.
+        FormatError: The peer sends a newer format.
     """
     if theirs > WIRE_FORMAT:
         raise FormatError(
@@ -30,7 +30,16 @@ def check_wire_format(theirs: int, who: str, here: str) -> None:
 
 
 def check_file_format(found: object, known: int, what: str) -> None:
-    """Raise FormatError for a file of a newer format than `known`. what: the file, for the message."""
+    """Refuse a file whose format is newer than `known`.
+
+    Args:
+        found: The file's format; a value that is not an integer is accepted.
+        known: The newest format that this release reads.
+        what: The file, for the message.
+
+    Raises:
+        FormatError: The file has a newer format.
+    """
     if isinstance(found, int) and found > known:
         raise FormatError(
             f"{what} has format {found}, and this release reads formats up to {known}. "

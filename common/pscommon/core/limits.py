@@ -1,23 +1,24 @@
-"""Upper bounds of what one request may ask for. Servers refuse more before they allocate anything.
+"""Upper bounds for requests. Servers refuse larger ones before they allocate any memory.
 
-Each bound is far above what a real job needs. None depends on the length of a training: a loop over
-10**9 epochs is two numbers in the ledger.
+Each bound is far above what a real job needs. None limits the length of a training: the ledger
+stores a loop over 10**9 epochs as two numbers.
 """
 
 from pscommon.core.data_stream import Spec, StreamSpec
 
 MAX_BATCHES_PER_REQUEST = 1024
-"""Batches that one request for data may ask for."""
+"""Batches in one request for data."""
 
 MAX_BATCHES_PER_PUSH = 65_536
-"""Batches that one push uses up, or that one request returns."""
+"""Batches that one push commits, or that one request returns."""
 
 MAX_BATCH_NUMBER = 2**63 - 1
-"""Largest number of a batch; numbers travel as 64 bits."""
+"""Largest batch number; the wire format has 64 bits."""
 
 MAX_LAPS = 2**44
-"""Sources x epochs of a stream. Batch numbers are place x laps + lap, so a lap has room for
-2**19 batches.
+"""Sources x epochs of a stream.
+
+A batch number is place x laps + lap, so a lap may have 2**19 batches.
 """
 
 MAX_SAMPLES_PER_PUSH = 2**48
@@ -27,22 +28,22 @@ MAX_RANK = 1_000_000
 MAX_ATTEMPT = 1_000_000
 
 MAX_SHARDS = 4096
-"""Servers of one job."""
+"""Servers of a job."""
 
 MAX_TENSORS = 100_000
-"""Tensors of one model."""
+"""Tensors of a model."""
 
 MAX_NAME_CHARACTERS = 256
-"""Of a host, a device, a phase, or the name of a reported value."""
+"""Characters in the name of a host, device, phase or reported value."""
 
 MAX_REASON_CHARACTERS = 2000
-"""Of the reason for which a worker leaves; the rest is cut off."""
+"""Characters in a worker's reason for leaving; a longer text is truncated."""
 
 MAX_METRICS = 1000
-"""Names of values that the workers of a job may report."""
+"""Names of reported values in a job."""
 
 MAX_WAIT_MS = 24 * 3600 * 1000
-"""How long a request may wait for its answer."""
+"""Maximum wait of a request, in milliseconds."""
 
 
 def loop_problem(spec: Spec) -> str:

@@ -1,8 +1,8 @@
-"""The job's log: the one ordered list of decisions that every shard follows.
+"""Entries of the job's log: the totally ordered decisions that every shard applies.
 
-Shard 0's coordinator writes it, each shard carries it out in order, and nothing else changes a
-weight. A decision to apply a gradient is written only after every shard has said that it holds
-its part, so a gradient counts on all shards or on none, and version v means the same sum of
+The coordinator on shard 0 appends entries, each shard applies them in order, and nothing else
+changes a weight. An Apply is appended only after every shard has reported that it staged its
+part of the push. So a gradient counts on all shards or on none, and version v is the same sum of
 pushes everywhere.
 """
 
@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 
 class PushKey(NamedTuple):
-    """Names one push for ever. A worker counts its pushes from 1; seq 0 is its upload of initial
-    weights.
+    """Unique key of a push.
+
+    worker: number of the worker.
+    seq: sequence number of the push, from 1; 0 is the worker's upload of initial weights.
     """
 
     worker: int
@@ -20,11 +22,12 @@ class PushKey(NamedTuple):
 
 
 class BatchKey(NamedTuple):
-    """One batch of the data ledger: the how-many-eth `job.batches` loop of the job, and the
-    batch's number in it.
+    """One batch of the data ledger.
 
-    Of a stream also the samples that were found there, and whether the source ends after them
-    (core/stream.py).
+    loop: number of the `job.batches` loop.
+    number: number of the batch in its loop.
+    count: for a stream: samples found in the batch.
+    end: for a stream: whether the source ends after these samples (data_stream.py).
     """
 
     loop: int
@@ -35,13 +38,16 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A shard holds this push, checked and whole, and waits to be told what to do with it.
+    """Report that a shard has a complete, checked push and waits for the decision on it.
 
-    samples weighs the gradient in a round's average; base is the version that it was computed
-    from; problem, when not empty, says why the push must not be applied ("NON_FINITE: tensor
-    conv1.weight"): then nothing is held. square_norm: sum of the squares of this shard's part of
-    the gradient, 0 where nobody looks at norms. mended: the tensor in which this shard put zeros
-    for what was not finite, or empty.
+    key: the push.
+    samples: weight of the gradient in a round's average.
+    base: version that the gradient was computed from.
+    batches: batches that the push commits.
+    problem: why the push must not be applied ("NON_FINITE: tensor conv1.weight"), or empty. With a
+        problem the shard keeps no data.
+    square_norm: sum of squares of this shard's part of the gradient; 0 if norms are not needed.
+    mended: name of the tensor in which this shard replaced NaN or Inf by zeros, or empty.
     """
 
     key: PushKey
@@ -55,16 +61,20 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The weights that `worker` uploaded are version 0. Stale: ignored. Too new: the shard asks
-    for what it missed.
-    """
+    """Make the weights that `worker` uploaded version 0."""
 
     index: int
     worker: int
 
 
 class Contribution(NamedTuple):
-    """A push that an Apply counts, what it weighs, and what its gradient is multiplied with."""
+    """A push that an Apply counts.
+
+    key: the push.
+    samples: its weight in the average.
+    base: version that the gradient was computed from.
+    scale: factor of its gradient.
+    """
 
     key: PushKey
     samples: int
@@ -83,11 +93,10 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure the average of these pushes, as an Apply of them would make it, and report it.
-    Nothing changes.
+    """Report the norm of the average that an Apply of these pushes would use; change nothing.
 
-    With a clip norm, an Apply of several pushes follows such an entry: only all shards together
-    know the norm.
+    With a clip norm, an Apply of several pushes follows such an entry: the norm needs the sums of
+    squares of all shards.
     """
 
     index: int
@@ -96,7 +105,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Drop this push and tell its worker why."""
+    """Drop this push and report the reason to its worker."""
 
     index: int
     key: PushKey
@@ -106,9 +115,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """The worker is out: drop what it has staged and answer everything more that it sends with
-    FENCED.
-    """
+    """Fence the worker: drop its staged pushes, and answer all its later requests with FENCED."""
 
     index: int
     worker: int
@@ -125,8 +132,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """From here on the model lies on so many shards. What is staged is void: it was cut for the
-    shards before.
+    """Distribute the model to `shards` shards.
+
+    Staged pushes are void: they are partitioned for the previous number of shards.
     """
 
     index: int
@@ -138,8 +146,10 @@ Entry = Begin | Apply | Reject | Evict | Cut | Reshard | Measure
 
 
 class Measured(NamedTuple):
-    """What a shard measured: the index of the Measure, and the sum of squares of its part of the
-    average.
+    """A shard's answer to a Measure.
+
+    index: index of the Measure.
+    square_norm: sum of squares of the shard's part of the average.
     """
 
     index: int  # type: ignore[assignment]  # a field hides tuple.index
@@ -148,13 +158,17 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What a shard knows, whole, so that a lost, repeated or late report does no harm.
+    """Complete report of what a shard has, so that lost, repeated or late reports are harmless.
 
-    epoch: which start of the job's log this is about; index: the last entry of it that the shard
-    has carried out. log_bytes: of what the shard has written down since the last cut;
-    log_broken: some of it could not be written. digest: of all entries up to the index. moving:
-    it does not hold yet what the last Reshard gives it. measured: the answer to the newest
-    Measure; None once its pushes have counted, or void.
+    shard: number of the shard.
+    epoch: id of the log that the shard follows; every start and rollback begins a new log.
+    index: last entry that the shard has applied.
+    staged: staged pushes.
+    log_bytes: size of the shard's log since the last cut, in bytes.
+    digest: digest of all entries up to `index`.
+    log_broken: some of the log could not be written.
+    moving: the shard does not have the part that the last Reshard assigned to it yet.
+    measured: the answer to the newest Measure; None once its pushes have counted or are void.
     """
 
     shard: int

@@ -3,14 +3,14 @@
 from typing import NamedTuple
 
 MIN_INTERVAL_SECONDS = 1.0
-"""A worker sends at most one value per name in this time."""
+"""Minimum time between two values of one name that a worker sends."""
 
 
 class MetricRow(NamedTuple):
     """One reported value.
 
     time: when it was reported, in seconds since 1970 by the clock of shard 0.
-    version: updates in the weights that the worker had then.
+    version: version of the weights that the worker had then.
     worker: number of the worker.
     rank: rank of the worker.
     name: name of the value.

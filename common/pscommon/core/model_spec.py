@@ -1,4 +1,4 @@
-"""What is trained: the tensors of a model and the optimizer that the servers run on them."""
+"""Model specification: the tensors of a model, and the optimizer that the servers run."""
 
 import hashlib
 import json
@@ -28,20 +28,21 @@ FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class InvalidModelError(ValueError):
-    """A model or optimizer that no server can train; the message says which tensor or setting
-    and why.
-    """
+    """A model or optimizer that servers cannot train; the message names the tensor or setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of the model.
 
-    role: "trainable" gets gradients; "buffer" (BatchNorm statistics) travels by value with every
-    push and is averaged over the contributors; "frozen" is set once by the first worker and
-    never changes. group: index of the optimizer's parameter group; 0 where the role is not
-    trainable. aliases: further names under which the model's state_dict has it (tied weights).
-    They change nothing in training, so two tensors that differ in them alone are equal.
+    name: name in the model.
+    shape: shape; () for a scalar.
+    dtype: a key of ITEMSIZE.
+    role: "trainable": has gradients. "buffer" (BatchNorm statistics): every push sends its values,
+        which are averaged. "frozen": set once by the first worker, never changed.
+    group: index of the optimizer's parameter group; 0 unless trainable.
+    aliases: further names in the model's state_dict (tied weights). They do not affect training, so
+        tensors that differ only in aliases are equal.
     """
 
     name: str
@@ -65,11 +66,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """A torch.optim class by name and the hyper-parameters of each parameter group. Names
-    travel, code never does.
+    """A torch.optim class and its hyper-parameters, as data: no code is transmitted.
 
-    clip_norm: the averaged gradient of an update is scaled down to this L2 norm over all
-    parameters; None: it is not.
+    name: name of the class.
+    groups: hyper-parameters of each parameter group.
+    clip_norm: maximum L2 norm, over all parameters, of an update's averaged gradient; a larger one
+        is scaled down. None: no limit.
     """
 
     name: str
@@ -80,11 +82,12 @@ class OptimizerSettings:
         if self.clip_norm is not None and not is_clip_norm(self.clip_norm):
             raise InvalidModelError(f"clip_norm is {self.clip_norm!r}, not a finite number above 0")
         if self.clip_norm is not None:
-            object.__setattr__(self, "clip_norm", float(self.clip_norm))  # 1 and 1.0 are one text
+            object.__setattr__(self, "clip_norm", float(self.clip_norm))  # 1 and 1.0 encode alike
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready. Encodes the clip norm only if it is set, so that other specs keep their
-        bytes.
+        """Return the fields, JSON-ready.
+
+        The clip norm is present only if it is set, so that other specs keep their encoding.
         """
         clip = {} if self.clip_norm is None else {"clip_norm": self.clip_norm}
         return {"name": self.name, "groups": [dict(group) for group in self.groups], **clip}
@@ -101,18 +104,22 @@ class OptimizerSettings:
 
 
 def is_clip_norm(value: object) -> bool:
-    """Is it a finite number above 0?"""
+    """Return whether the value is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def freeze(group: Mapping[str, object]) -> dict[str, Scalar]:
-    """Lists, as JSON gives them, back to the tuples that torch takes."""
+    """Convert lists, which JSON returns, to the tuples that torch expects."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """All tensors, in the order in which they were registered, and the optimizer."""
+    """The model that a job trains.
+
+    tensors: all tensors, in registration order.
+    optimizer: the optimizer.
+    """
 
     tensors: tuple[TensorSpec, ...]
     optimizer: OptimizerSettings
@@ -126,16 +133,15 @@ class ModelSpec:
             raise InvalidModelError("a model needs at least one tensor")
 
     def fingerprint(self) -> str:
-        """Equal for two workers exactly when they train the same tensors, whatever order they
-        list them in.
+        """Return a digest of tensors and optimizer, independent of the order of the tensors.
+
+        It is equal for two workers exactly when they train the same model.
         """
         rows = sorted((t.name, list(t.shape), t.dtype, t.role, t.group) for t in self.tensors)
         return hashlib.sha256(json.dumps([rows, self.optimizer.as_json()]).encode()).hexdigest()
 
     def differences(self, job: "ModelSpec") -> list[str]:
-        """Where this model is not the job's, a line each, tensor by tensor; empty when they
-        agree.
-        """
+        """Return the differences from the job's model, one line for each tensor or setting."""
         mine, theirs = ({t.name: t for t in spec.tensors} for spec in (self, job))
         lines = [f"{name}: not in the job's model" for name in mine if name not in theirs]
         lines += [
@@ -194,7 +200,12 @@ def _optimizer_differences(mine: OptimizerSettings, theirs: OptimizerSettings) -
 
 
 def typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A field of a JSON object, or TypeError where it is of another type."""
+    """Return a field of a JSON object.
+
+    Raises:
+        KeyError: The field is missing.
+        TypeError: The field has another type.
+    """
     value = raw[key]
     if type(value) is not kind:  # not isinstance: a bool is no number here
         raise TypeError(f"{key} is {value!r}, not {kind.__name__}")
@@ -202,7 +213,7 @@ def typed(raw: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def model_to_json(model: ModelSpec) -> dict[str, Any]:
-    """JSON-ready; `model_from_json` is the way back."""
+    """Return the model, JSON-ready; `model_from_json` is the inverse."""
     return {
         "tensors": [_tensor_to_json(tensor) for tensor in model.tensors],
         "optimizer": model.optimizer.as_dict(),
@@ -210,8 +221,10 @@ def model_to_json(model: ModelSpec) -> dict[str, Any]:
 
 
 def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
-    """KeyError, TypeError, AttributeError or ValueError where it is not what `model_to_json`
-    made.
+    """Return the model from the result of `model_to_json`.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: The value is not such a result.
     """
     optimizer = typed(raw, "optimizer", dict)
     groups = tuple(freeze(group) for group in typed(optimizer, "groups", list))
@@ -222,7 +235,7 @@ def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
 
 
 def _tensor_to_json(t: TensorSpec) -> dict[str, Any]:
-    """Aliases only where there are some: models without any read as they always did."""
+    """Return the tensor, JSON-ready; no aliases field without aliases, as in older releases."""
     fields = {
         "name": t.name,
         "shape": list(t.shape),

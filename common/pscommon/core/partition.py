@@ -1,14 +1,14 @@
-"""Placement: which bytes of the model live on which shard.
+"""Partition of the model's bytes among shards.
 
-The model is written onto one tape: trainable tensors first, then buffers, then frozen ones;
-within a role by dtype, then by parameter group, then in registration order, each tensor starting
-on a multiple of 64 bytes. Each role's stretch of the tape is cut into as many equal ranges as
-there are shards. So a large tensor is cut into slices, small ones are packed, the shards are
-balanced to within 64 bytes a role, and a shard, a worker and the wire all handle a few long byte
-ranges instead of thousands of tensors.
+All tensors form one flat buffer: trainable tensors first, then buffers, then frozen ones. Within
+a role they are sorted by dtype, then by parameter group, then by registration order. Each tensor
+starts on a multiple of 64 bytes. The section of each role is cut into equal byte ranges, one for
+each shard. So a large tensor is sliced, small ones are packed, and shards are balanced to within
+64 bytes a role. Shards, workers and messages handle a few long byte ranges instead of thousands
+of tensors.
 
-Cuts fall on multiples of 64 bytes as well, which is a whole number of SIMD registers: an element
-meets the same vector instruction whatever the number of shards, and so gets the same bits.
+Cuts are also multiples of 64 bytes, a whole number of SIMD registers. So an element is processed
+by the same vector instruction for any number of shards, and gets the same bits.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ SMALLEST_PIECE, LARGEST_PIECE = 64 << 10, 1 << 20
 
 
 class ByteRange(NamedTuple):
-    """Bytes [start, stop) of the tape."""
+    """Bytes [start, stop) of the flat buffer."""
 
     start: int
     stop: int
@@ -40,8 +40,10 @@ class ByteRange(NamedTuple):
 
 
 class TensorSlice(NamedTuple):
-    """The part of one tensor that lies in a range; start and stop are tape positions, padding
-    excluded.
+    """The part of one tensor in a byte range.
+
+    tensor: index into ModelSpec.tensors.
+    start, stop: positions in the flat buffer, without padding.
     """
 
     tensor: int
@@ -50,7 +52,7 @@ class TensorSlice(NamedTuple):
 
 
 class TrainableRange(NamedTuple):
-    """A stretch of trainable tape with one dtype and one parameter group; padding included."""
+    """A trainable byte range with one dtype and one parameter group; padding included."""
 
     dtype: str
     group: int
@@ -59,9 +61,7 @@ class TrainableRange(NamedTuple):
 
 
 def cut(span: ByteRange, parts: int) -> list[ByteRange]:
-    """A range that starts and ends on multiples of ALIGN in so many equal parts that do too;
-    some may be empty.
-    """
+    """Cut a byte range into equal parts, all bounds multiples of ALIGN; some parts may be empty."""
     blocks = span.nbytes // ALIGN
     return [
         ByteRange(*pair)
@@ -72,11 +72,13 @@ def cut(span: ByteRange, parts: int) -> list[ByteRange]:
 
 
 def piece_nbytes(nbytes: int) -> int:
-    """Into what pieces to cut a transfer whose first ones are used while the last ones are on
-    their way.
+    """Return the size of the pieces of a pipelined transfer, in bytes.
 
-    What cannot be hidden behind computing is about the first and the last piece, so they are a
-    small part of all; but each costs a message, and those of 1 MiB are the cheapest by the byte.
+    Only about the first and the last piece cannot overlap with computation, so pieces are a small
+    part of the whole. But each piece costs a message; pieces of 1 MiB are the cheapest by the byte.
+
+    Args:
+        nbytes: Size of the whole transfer, in bytes.
     """
     return max(SMALLEST_PIECE, min(LARGEST_PIECE, nbytes // PIECES))
 
@@ -87,8 +89,12 @@ def _padded(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """Where every byte of `spec` lives on `shards` servers: a pure function of the two, the same
-    on every machine.
+    """The location of every byte of a model on its shards.
+
+    It is a pure function of the attributes, the same on every machine.
+
+    spec: the model.
+    shards: number of shards.
     """
 
     spec: ModelSpec
@@ -100,13 +106,13 @@ class PartitionPlan:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Indices into spec.tensors in tape order."""
+        """Indices into spec.tensors, in flat buffer order."""
         tensors = self.spec.tensors
         return tuple(sorted(range(len(tensors)), key=lambda i: (*_tape_key(tensors[i]), i)))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Tape position of each tensor, by index into spec.tensors."""
+        """Start of each tensor in the flat buffer, by index into spec.tensors."""
         starts, position = [0] * len(self.spec.tensors), 0
         for index in self.order:
             starts[index] = position
@@ -127,16 +133,17 @@ class PartitionPlan:
 
     @property
     def nbytes(self) -> int:
-        """Length of the whole tape."""
+        """Size of the flat buffer, in bytes."""
         return self._sections[ROLES[-1]].stop
 
     def section(self, role: Role) -> ByteRange:
-        """All bytes of a role."""
+        """Return the byte range of a role."""
         return self._sections[role]
 
     def range(self, shard: int, role: Role) -> ByteRange:
-        """What `shard` holds of a role; empty where there are more shards than blocks of 64
-        bytes.
+        """Return the byte range of a role on a shard.
+
+        It is empty if there are more shards than blocks of 64 bytes.
         """
         return self._ranges[role][shard]
 
@@ -145,7 +152,7 @@ class PartitionPlan:
         return {role: cut(section, self.shards) for role, section in self._sections.items()}
 
     def slices(self, span: ByteRange) -> Iterator[TensorSlice]:
-        """The tensors that have bytes in `span`, in tape order."""
+        """Yield the tensor slices in `span`, in flat buffer order."""
         for index in self.order[self._first_after(span.start) :]:
             start, stop = self.extent(index)
             if start >= span.stop:
@@ -154,13 +161,13 @@ class PartitionPlan:
                 yield TensorSlice(index, max(start, span.start), min(stop, span.stop))
 
     def extent(self, tensor: int) -> ByteRange:
-        """Where a whole tensor lies, padding excluded."""
+        """Return the byte range of a whole tensor, without padding."""
         return ByteRange(
             self.starts[tensor], self.starts[tensor] + self.spec.tensors[tensor].nbytes
         )
 
     def segments(self, span: ByteRange) -> list[TrainableRange]:
-        """The trainable range `span` split where dtype or parameter group changes."""
+        """Split the trainable range `span` where dtype or parameter group changes."""
         found: list[TrainableRange] = []
         for index in self.order[self._first_after(span.start) :]:
             tensor, start = self.spec.tensors[index], self.starts[index]
@@ -176,8 +183,9 @@ class PartitionPlan:
         return found
 
     def without(self, span: ByteRange, absent: Collection[int]) -> list[ByteRange]:
-        """`span` less the whole 64-byte blocks of the tensors in `absent`, as the fewest ranges,
-        ascending.
+        """Return `span` without the 64-byte blocks of the tensors in `absent`.
+
+        The result is the shortest list of ranges, ascending.
         """
         if not absent:
             return [span] if span.start < span.stop else []
@@ -194,20 +202,21 @@ class PartitionPlan:
         return kept
 
     def shard_nbytes(self, shard: int) -> int:
-        """Bytes of the model on a shard."""
+        """Return the size of a shard's part of the model, in bytes."""
         return sum(self.range(shard, role).nbytes for role in ROLES)
 
     @cached_property
     def digest(self) -> str:
-        """Equal on two machines exactly when they place every byte alike; compared when a worker
-        connects.
+        """Digest of the whole plan, compared when a worker connects.
+
+        It is equal on two machines exactly when they place every byte alike.
         """
         rows = [(t.name, list(t.shape), t.dtype, t.role, t.group) for t in self.spec.tensors]
         cuts = [[list(self.range(shard, role)) for role in ROLES] for shard in range(self.shards)]
         return hashlib.sha256(json.dumps([rows, list(self.starts), cuts]).encode()).hexdigest()
 
     def _first_after(self, position: int) -> int:
-        """Place in `order` of the last tensor that starts at or before a tape position."""
+        """Return the place in `order` of the last tensor that starts at or before a position."""
         return max(0, bisect_right(self._ordered_starts, position) - 1)
 
     @cached_property
