@@ -40,7 +40,7 @@ class ReportHistory:
         return self._count
 
     def takes(self, name: str) -> bool:
-        """Return whether values of this name are kept: its length and the count of names have limits."""
+        """Return whether values of this name are kept; length and count of names have limits."""
         return 0 < len(name) <= MAX_NAME_CHARACTERS and (
             name in self._names or len(self._names) < MAX_METRICS
         )
