@@ -1,4 +1,4 @@
-"""A log on disk that training does not depend on: if it cannot be written, training goes on."""
+"""A write-ahead log that training does not depend on: training continues if a write fails."""
 
 import errno
 import logging
@@ -15,20 +15,29 @@ log = logging.getLogger("psserver")
 
 
 def segment(version: int, number: int) -> str:
-    """Return the name of the number-th segment begun at a version: names sort by version."""
+    """Return the name of the number-th segment of a version; names sort by version."""
     return f"{version:012d}-{number:04d}"
 
 
 class BestEffortLog:
     """A WriteAheadLog whose write failures are logged and reported, not raised.
 
+    Theory of operation. States of the log:
+
+        whole       everything appended since the last `begin` is on disk
+        not whole   after a failure, or before the first `begin`; `append` does nothing
+
+    A write failure ends "whole" and sets `broken`; a successful `begin` restores "whole". `broken`
+    ends with a complete snapshot that was cut after writes worked again, or with `clear` and
+    `begin`.
+
     on_failure: called with the name of the errno.
     whole: everything appended since the last `begin` is on disk.
-    broken: something since the last snapshot is missing, after a disk failure. It ends with a
-        snapshot that was cut while the log could be written again.
+    broken: some record since the last snapshot is missing, after a disk failure.
 
-    Raises SnapshotError if the log cannot be read: `clear` could otherwise delete the only state of
-    a job.
+    Raises:
+        SnapshotError: The log cannot be read; `clear` could otherwise delete the only state of a
+            job.
     """
 
     def __init__(self, folder: Path, fsync: Fsync, on_failure: Callable[[str], None]) -> None:
@@ -42,7 +51,7 @@ class BestEffortLog:
         self._on_failure = on_failure
         self._logged_errno = 0  # errno of the lasting failure, logged once; 0: none
         self.whole = self.broken = False
-        self._writable_since: int | None = None  # version from which on everything is on disk again
+        self._writable_since: int | None = None  # version after which writes work again
         self._is_cleared = False
         self._is_closed = False
 
@@ -52,7 +61,7 @@ class BestEffortLog:
         return self._log.nbytes
 
     def append(self, kind: int, header: bytes, payload: Sequence[memoryview] = ()) -> None:
-        """Append a record; does nothing after a failure, until the next `begin`."""
+        """Append a record; do nothing after a failure, until the next `begin`."""
         if not self.whole:
             return
         try:
@@ -61,7 +70,7 @@ class BestEffortLog:
             self._handle_failure(error)
 
     def begin(self, version: int, records: Iterable[Raw]) -> None:
-        """Begin a segment, from which on the log is whole. Does nothing after `close`."""
+        """Begin a segment, from which on the log is whole. Do nothing after `close`."""
         if self._is_closed:
             return
         try:
@@ -80,7 +89,7 @@ class BestEffortLog:
     def _handle_failure(self, error: OSError) -> None:
         self.whole, self.broken, self._writable_since = False, True, None
         self._on_failure(errno.errorcode.get(error.errno or 0, "other"))
-        with suppress(OSError):  # left empty by a segment that could not be written
+        with suppress(OSError):  # empty if no segment could be written
             self._folder.rmdir()
         if self._logged_errno != (error.errno or -1):
             self._logged_errno = error.errno or -1
@@ -90,9 +99,12 @@ class BestEffortLog:
     def since(self, version: int | None) -> Iterator[Record]:
         """Yield all records since the snapshot of this version; None: there is no snapshot.
 
-        A segment begins with all state that a snapshot lacks. So only the last segment begun at the
-        version is read: the disk may have failed in earlier ones. Raises LogDamagedError or
-        OSError.
+        A segment begins with all state that a snapshot lacks. So of the segments begun at the
+        version only the last one is read: earlier ones may be incomplete after a disk failure.
+
+        Raises:
+            LogDamagedError: A segment is damaged.
+            OSError: A segment cannot be read.
         """
         names = self._log.segments()
         if version is not None:
@@ -103,8 +115,9 @@ class BestEffortLog:
             yield from self._read_segment(name)
 
     def _read_segment(self, name: str) -> Iterator[Record]:
-        """Yield a segment's records. It never is empty: records are on disk before it gets its
-        name.
+        """Yield a segment's records.
+
+        An empty segment is damaged: its first records are on disk before it gets its name.
         """
         empty = True
         for record in self._log.read(name):
@@ -114,7 +127,7 @@ class BestEffortLog:
             raise LogDamagedError(self._folder / name, 0, "it has no complete record")
 
     def retire(self, version: int) -> None:
-        """Remove segments from before this version: a complete snapshot of it exists."""
+        """Remove segments older than this version, of which a complete snapshot exists."""
         if self._writable_since is not None and version >= self._writable_since:
             self.broken, self._writable_since = False, None
         try:
@@ -123,7 +136,7 @@ class BestEffortLog:
             log.warning("cannot remove old segments of the log", extra={"problem": str(error)})
 
     def clear(self) -> None:
-        """Remove all segments; `begin` comes next."""
+        """Remove all segments; the caller calls `begin` next."""
         self.whole, self._is_cleared = False, True
         try:
             self._log.clear()

@@ -18,21 +18,25 @@ log = logging.getLogger("psserver")
 
 
 class CoordinatorRecordKind(IntEnum):
-    """Type of a record; each is JSON."""
+    """Type of a record, whose header is JSON.
+
+    BASE: the coordinator's state.
+    COMMAND: a command.
+    """
 
     BASE = 1
     COMMAND = 2
 
 
 class CoordinatorLog:
-    """The coordinator's log (implements CommandJournal). Failures to write are not raised."""
+    """The coordinator's log (implements CommandJournal). Write failures are not raised."""
 
     def __init__(self, records: RecordSink) -> None:
         self._log = records
 
     @property
     def broken(self) -> bool:
-        """Whether something since the last snapshot could not be written."""
+        """Whether some record since the last snapshot could not be written."""
         return self._log.broken
 
     def write(self, command: RecordedCommand) -> None:
@@ -43,13 +47,15 @@ class CoordinatorLog:
         self.begin(coordinator.version, coordinator.whole())
 
     def begin(self, version: int, state: Mapping[str, Any]) -> None:
-        """Begin a segment that follows this state, which has at least job and epoch."""
+        """Begin a segment with this state, which has at least job and epoch."""
         self._log.begin(version, [(CoordinatorRecordKind.BASE, json.dumps(state).encode(), ())])
 
     def since(self, version: int | None) -> Iterator[dict[str, Any] | RecordedCommand]:
-        """Yield states and commands since a snapshot was cut; None: since the beginning.
+        """Yield states and commands since a snapshot was cut; None: since the job began.
 
-        Raises LogDamagedError or OSError.
+        Raises:
+            LogDamagedError: A segment is damaged.
+            OSError: A segment cannot be read.
         """
         for record in self._log.since(version):
             raw = json.loads(record.header)
@@ -59,11 +65,11 @@ class CoordinatorLog:
 
     @staticmethod
     def replay(coordinator: CoordinatorMachine, command: RecordedCommand) -> None:
-        """Run a recorded command again; an unexpected error that it raised before is logged."""
+        """Replay a recorded command; an unexpected error that it raised before is logged."""
         replay(coordinator, [command], _log_failed_command)
 
     def retire(self, version: int) -> None:
-        """Remove segments from before this version: a complete snapshot of it exists."""
+        """Remove segments older than this version, of which a complete snapshot exists."""
         self._log.retire(version)
 
     def clear(self) -> None:
@@ -85,8 +91,16 @@ def is_before(note: Mapping[str, Any] | RecordedCommand, manifest: Manifest) -> 
 
 
 def check_nothing_more(version: int, manifest: Manifest | None, where: str, remedy: str) -> None:
-    """Raise InvalidRequestError if an unusable log, which ends at `version`, has newer updates than
-    every snapshot.
+    """Check that an unusable log has no updates that every snapshot lacks.
+
+    Args:
+        version: Version at which the log ends.
+        manifest: The newest snapshot; None without one.
+        where: The log, for the message.
+        remedy: A remedy, for the message.
+
+    Raises:
+        InvalidRequestError: The log has newer updates than the snapshot.
     """
     saved = manifest.version if manifest else 0
     if version > saved:
@@ -97,9 +111,14 @@ def check_nothing_more(version: int, manifest: Manifest | None, where: str, reme
 
 
 def report_unusable(problem: str, folder: Path, saved: int, reached: int) -> None:
-    """Log that the job continues from version `saved` although a log reached another version.
+    """Log that the job continues from version `saved`, although a log reaches another version.
 
-    problem: empty if the coordinator's log has nothing since that version but shard 0's log has.
+    Args:
+        problem: Why the log is unusable; empty if the coordinator's log has no record since that
+            version but shard 0's log has.
+        folder: The log's folder.
+        saved: Version that the job continues from.
+        reached: Version at which the log ends.
     """
     missing = f"{folder} holds nothing since version {saved}: files of it are missing"
     extra = {

@@ -1,4 +1,4 @@
-"""Refusal of a data directory that a newer release wrote."""
+"""Refusal of a data directory that a newer release has written."""
 
 from pathlib import Path
 
@@ -8,23 +8,27 @@ from pscommon.snapshot.manifest import FORMAT, MANIFEST, format_of_manifest
 from pscommon.wal.format import MAGIC, format_of_segment
 
 HEAD_BYTES = 4096
-"""A file's format stands within so many bytes."""
+"""Bytes at the start of a file that contain its format number."""
 
 
 def check_data_formats(data_dir: Path, resume: str | int) -> None:
     """Check all snapshots and logs before the server uses any of them.
 
-    Without this check a newer snapshot would count as damaged: the job would continue from an older
-    one, and the newest updates would be lost. With --resume never the server uses none of them.
+    Without this check the server would take a newer snapshot for a damaged one. It would continue
+    from an older one, and lose updates. With --resume never the server uses none of these files.
+
+    Args:
+        data_dir: The data directory.
+        resume: Value of --resume.
 
     Raises:
-        FormatError: Some file has a newer format.
-        SnapshotError: Some file cannot be read.
+        FormatError: A file has a newer format.
+        SnapshotError: A file cannot be read.
     """
     if resume == "never":
         return
     for path in sorted(data_dir.glob(f"snapshots/*/{MANIFEST}")):
-        if path.parent.name.isdecimal():  # not one that was set aside
+        if path.parent.name.isdecimal():  # skips snapshots that were set aside
             check_file_format(format_of_manifest(_head(path)), FORMAT, f"snapshot {path}")
     for path in sorted(data_dir.glob("log-*/*.log")):
         check_file_format(format_of_segment(_head(path)), MAGIC[-1], f"log {path}")

@@ -1,4 +1,4 @@
-"""Write records to the log on disk, to the standby, to both, or nowhere."""
+"""Write records to the log on disk, to the standby, to both, or to neither."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -11,7 +11,7 @@ from psserver.process.config import ServerConfig
 
 
 class RecordSource(IntEnum):
-    """What a record is about.
+    """Subject of a record.
 
     LINE: the replication stream itself.
     SHARD: the shard (shard_log.py).
@@ -31,17 +31,17 @@ class StandbyLink(Protocol):
 
     @property
     def term(self) -> int:
-        """The term of this server as its shard's primary."""
+        """Term of this server as its shard's primary; each failover increments it."""
         ...
 
     @property
     def address(self) -> str:
-        """The standby's address; empty without a standby."""
+        """Address of the standby; empty without a standby."""
         ...
 
     @property
     def state(self) -> str:
-        """The standby's state for the status: none, loading or in sync."""
+        """State of the standby, for the status: none, loading or in sync."""
         ...
 
     @property
@@ -57,33 +57,35 @@ class StandbyLink(Protocol):
 
     @property
     def last(self) -> tuple[int, int]:
-        """The position of the newest record, for `settle`."""
+        """Position of the newest record, for `settle`."""
         ...
 
     def settle(self, sent: tuple[int, int]) -> None:
-        """Return when the record's results may become visible; never if this server is no longer
-        primary.
+        """Wait until the record's results may become visible.
+
+        Never returns if this server is no longer the primary.
         """
         ...
 
     def drop(self, why: str) -> None:
-        """Make the standby load the whole state again. Never returns if it becomes primary."""
+        """Make the standby reload the whole state. Never returns if the standby becomes primary."""
         ...
 
     def checksum(self, version: int, store: ParameterStore) -> None:
-        """Send a checksum of the arrays at this version. Called while nothing is applied."""
+        """Send a checksum of the arrays at this version. Must not run during an update."""
         ...
 
     def snapshot(self, manifest: str) -> None:
-        """Tell the standby of a new snapshot; return when it knows. Called like `send`."""
+        """Announce a new snapshot; wait until the standby has recorded it. Called like `send`."""
         ...
 
 
 class RecordSink:
-    """Where one component's records go.
+    """Destination of one component's records.
 
-    log: None if nothing is written to disk.
-    line: None if there can be no standby.
+    source: the component.
+    log: the log on disk; None without one.
+    line: the connection to a standby; None if there can be no standby.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class RecordSink:
 
     @property
     def idle(self) -> bool:
-        """Whether records currently go nowhere."""
+        """Whether records currently have no destination."""
         return self._log is None and (self._line is None or not self._line.open)
 
     def checksum(self, version: int, store: ParameterStore) -> None:
@@ -106,12 +108,12 @@ class RecordSink:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk since the last snapshot was begun."""
+        """Bytes on disk since the last snapshot began."""
         return self._log.nbytes if self._log is not None else 0
 
     @property
     def broken(self) -> bool:
-        """Whether something since the last snapshot could not be written."""
+        """Whether some record since the last snapshot could not be written."""
         return self._log is not None and self._log.broken
 
     def append(
@@ -132,7 +134,7 @@ class RecordSink:
             self._line.settle(sent)
 
     def settle(self) -> None:
-        """Return when the results of all records so far may become visible."""
+        """Wait until the results of all records so far may become visible."""
         if self._line is not None:
             self._line.settle(self._line.last)
 
@@ -142,23 +144,27 @@ class RecordSink:
             self._log.begin(version, records)
 
     def since(self, version: int | None) -> Iterator[Record]:
-        """Yield records as BestEffortLog.since; raises FileNotFoundError without a log."""
+        """Yield records, as BestEffortLog.since does.
+
+        Raises:
+            FileNotFoundError: There is no log on disk.
+        """
         if self._log is None:
             raise FileNotFoundError("this server keeps no log")
         return self._log.since(version)
 
     def retire(self, version: int) -> None:
-        """Remove segments from before this version: a complete snapshot of it exists."""
+        """Remove segments older than this version, of which a complete snapshot exists."""
         if self._log is not None:
             self._log.retire(version)
 
     def void(self, why: str) -> None:
-        """Make the standby load the whole state again."""
+        """Make the standby reload the whole state."""
         if self._line is not None:
             self._line.drop(why)
 
     def clear(self) -> None:
-        """Remove all segments; `begin` comes next."""
+        """Remove all segments; the caller calls `begin` next."""
         self.void("the job goes on from another state")
         if self._log is not None:
             self._log.clear()
@@ -171,7 +177,7 @@ class RecordSink:
 def disk_log(
     config: ServerConfig, name: str, on_failure: Callable[[str], None]
 ) -> BestEffortLog | None:
-    """Open the log that these settings ask for; None without one.
+    """Open the log of these settings; None if they ask for none.
 
     on_failure: called with the name of the errno.
     """

@@ -1,9 +1,9 @@
-"""A shard's log and replication stream: pushes before they are reported, entries before they take
-effect.
+"""A shard's log and replication stream: pushes before they are reported, and log entries.
 
-A segment begins with BASE, the machine's state (at a cut: that of the snapshot; later: that after
-a restart), and with the pushes staged then. So the snapshot of a version, the last segment begun
-at it, and all later segments together are the shard's state.
+A segment begins with BASE, the state of the shard's state machine, and with the pushes staged at
+that time. At a cut this is the snapshot's state, otherwise the state after a restart. So the
+snapshot of a version, the last segment begun at that version and all later segments are together
+the shard's state.
 """
 
 import json
@@ -34,7 +34,13 @@ from psserver.parameters.store import ParameterStore
 
 
 class ShardRecordKind(IntEnum):
-    """Type of a record."""
+    """Type of a record.
+
+    BASE: state of the state machine at the start of a segment.
+    MODEL: the model.
+    PUSH: a staged push.
+    ENTRY: a log entry.
+    """
 
     BASE = 1
     MODEL = 2
@@ -43,7 +49,7 @@ class ShardRecordKind(IntEnum):
 
 
 class HeldNumbers(NamedTuple):
-    """Identifies the partition from before a reshard that other shards may still read.
+    """Id of the previous partition that other shards may still read after a reshard.
 
     reshard: index of the Reshard entry.
     shards: number of shards before it.
@@ -54,11 +60,11 @@ class HeldNumbers(NamedTuple):
 
 
 class SegmentBase(NamedTuple):
-    """The state at the begin of a segment.
+    """State at the start of a segment.
 
     shards: number of shards.
-    state: the machine's state.
-    held: the partition from before a reshard that is kept for other shards.
+    state: state of the state machine.
+    held: the previous partition that is kept for other shards.
     """
 
     shards: int
@@ -69,6 +75,10 @@ class SegmentBase(NamedTuple):
 class LoggedPush(NamedTuple):
     """A push as it was logged.
 
+    staged: the report of the push.
+    absent: indices of tensors without a gradient.
+    groups_json: hyper-parameters that came with the push, as JSON; empty if none did.
+    initial: whether it contains the initial weights.
     payload: valid until the next record is read; empty if the push had a problem.
     """
 
@@ -83,12 +93,11 @@ Logged = SegmentBase | ModelSpec | LoggedPush | Entry
 
 
 class ShardLog:
-    """The log of one shard. Failures to write are not raised.
+    """The log of one shard. Write failures are not raised.
 
-    On shard 0 a push is reported by a record of the coordinator, which follows the push in the same
-    replication stream; so nothing here waits for the standby. On other shards `push` and
-    `before_report` wait. Entries come from the coordinator, which keeps them until they are
-    reported: they may be applied at once.
+    On shard 0 a coordinator record reports a push; it follows the push in the same replication
+    stream, so nothing here waits for the standby. On other shards `push` and `before_report` wait
+    for it. The coordinator keeps entries until they are reported, so they may be applied at once.
     """
 
     def __init__(self, records: RecordSink, shard: int = 0) -> None:
@@ -97,18 +106,18 @@ class ShardLog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written since the last snapshot was begun."""
+        """Bytes written since the last snapshot began."""
         return self._log.nbytes
 
     @property
     def broken(self) -> bool:
-        """Whether something since the last snapshot could not be written."""
+        """Whether some record since the last snapshot could not be written."""
         return self._log.broken
 
     def begin(
         self, base: SegmentBase, model: ModelSpec | None, staged: Iterable[tuple[Staged, Staging]]
     ) -> None:
-        """Begin a segment that follows this state."""
+        """Begin a segment with this state."""
         self._log.begin(base.state["version"], self._first_records(base, model, staged))
 
     def _first_records(
@@ -137,31 +146,33 @@ class ShardLog:
             )
 
     def before_report(self) -> None:
-        """Return when the shard's progress may be reported."""
+        """Wait until the shard's progress may be reported."""
         if self._waits_for_standby:
             self._log.settle()
 
     def applied(self, version: int, store: ParameterStore) -> None:
-        """Send the standby a checksum of the arrays at this version, while nothing is applied."""
+        """Send the standby a checksum of the arrays at this version."""
         self._log.checksum(version, store)
 
     def moved(self) -> None:
-        """Make the standby load the whole state: no record describes a new partition."""
+        """Make the standby reload the whole state: no record describes a new partition."""
         self._log.void("the model was resharded")
 
     def since(self, version: int | None) -> Iterator[Logged]:
-        """Yield what was logged since a snapshot was cut; None: since the beginning.
+        """Yield what was logged since a snapshot was cut; None: since the job began.
 
-        Raises LogDamagedError or OSError.
+        Raises:
+            LogDamagedError: A segment is damaged.
+            OSError: A segment cannot be read.
         """
         return map(logged, self._log.since(version))
 
     def retire(self, version: int) -> None:
-        """Remove segments from before this version: a complete snapshot of it exists."""
+        """Remove segments older than this version, of which a complete snapshot exists."""
         self._log.retire(version)
 
     def clear(self) -> None:
-        """Remove all segments: the log that they are about is no longer followed."""
+        """Remove all segments: the shard no longer follows the job's log that they belong to."""
         self._log.clear()
 
     def close(self) -> None:
@@ -174,14 +185,12 @@ def folder_of(data_dir: Path, shard: int) -> Path:
 
 
 def logged_version(folder: Path) -> int:
-    """Return the newest version in a shard's log on disk, up to any damage; 0 without a log."""
+    """Return the newest version in a shard's log on disk, before any damage; 0 without a log."""
     version = 0
     with suppress(LogDamagedError, OSError, ValueError):
         log = WriteAheadLog(folder, "no")
         for name in log.segments()[-1:]:
-            version = int(
-                name.partition("-")[0]
-            )  # segments are named by the version that they begin at
+            version = int(name.partition("-")[0])  # a segment's name starts with its version
             for record in log.read(name):
                 entry = logged(record)
                 version = entry.version if isinstance(entry, Apply) else version
@@ -216,7 +225,7 @@ def push_record(staged: Staged, staging: Staging) -> Raw:
 
 
 def logged(record: Record) -> Logged:
-    """Parse a record."""
+    """Decode a record."""
     match ShardRecordKind(record.kind):
         case ShardRecordKind.BASE:
             raw = json.loads(record.header)

@@ -1,7 +1,7 @@
-"""Restore a shard after a crash: load a snapshot, then replay the shard's log.
+"""Crash recovery of a shard: load a snapshot, then replay the shard's log.
 
-A reshard is replayed up to the Reshard entry. The shard then has its previous partition, for the
-others to read, and builds its new one again: no update has changed that one yet.
+A reshard is replayed up to the Reshard entry. The shard then has its previous partition, which
+other shards read, and builds its new partition again. No update has changed the new one yet.
 """
 
 from collections.abc import Callable, Collection
@@ -18,15 +18,14 @@ from psserver.durability.shard_state import LogUnfitError, ShardState
 from psserver.parameters.store import PartReader
 
 Open = Callable[[int], PartReader]
-"""Opens the snapshot for a given number of shards."""
+"""Open the snapshot for a given number of shards."""
 
 
 class ShardRecovery(ShardState):
-    """Replays a shard's log; afterwards the attributes of ShardState are those before the crash.
+    """Replay a shard's log; afterwards the attributes of ShardState are those before the crash.
 
-    shards: allowed numbers of shards at the end of the log; in a reshard the number before it or
-        the
-        new one.
+    shards: allowed numbers of shards at the end of the log. During a reshard these are the numbers
+        before and after it.
     """
 
     def __init__(
@@ -45,11 +44,15 @@ class ShardRecovery(ShardState):
 
     @property
     def _version(self) -> int:
-        """The version at which the log must begin."""
+        """Version at which the log must begin."""
         return self._manifest.version if self._manifest else 0
 
     def read(self, log: ShardLog) -> None:
-        """Replay the log since the snapshot. Raises LogUnfitError if it does not match."""
+        """Replay the log since the snapshot.
+
+        Raises:
+            LogUnfitError: The log does not continue the snapshot.
+        """
         first = True
         try:
             for logged in log.since(self._manifest.version if self._manifest else None):
@@ -67,8 +70,7 @@ class ShardRecovery(ShardState):
             )
 
     def _is_before(self, logged: SegmentBase | ModelSpec | LoggedPush | Entry) -> bool:
-        """Return whether a record at the snapshot's version was written before the snapshot was
-        cut.
+        """Return whether a record at the snapshot's version is older than the snapshot's cut.
 
         This happens if a reshard ended with the snapshot.
         """
@@ -93,7 +95,7 @@ class ShardRecovery(ShardState):
             self.take(logged)
 
     def _check(self, base: SegmentBase, first: bool) -> None:
-        """Check that a segment begins where the one before it, or the snapshot, ended."""
+        """Check that a segment begins where the previous one, or the snapshot, ended."""
         state: dict[str, Any] = base.state
         if not first and base.shards != self.shards:
             raise LogUnfitError(
@@ -114,7 +116,7 @@ class ShardRecovery(ShardState):
         """Load the snapshot's arrays.
 
         In an unfinished reshard they are the previous partition. A reshard that ended with the
-        snapshot is over, even if the segment began before it ended.
+        snapshot is complete, even if the segment began before it ended.
         """
         manifest, snapshot = self._manifest, self._snapshot
         if manifest is None or snapshot is None:

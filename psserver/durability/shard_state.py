@@ -1,4 +1,4 @@
-"""A shard's state, built by applying the records of its log or of its primary."""
+"""A shard's state, built by applying the records of its own log or of its primary."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from psserver.parameters.store import ParameterStore
 
 
 class LogUnfitError(Exception):
-    """Records that do not continue the state; the text says why."""
+    """The records do not continue the state; the message is the reason."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class StagedNumbers:
     """A staged push.
 
     staging: its arrays.
-    since: when it was complete (monotonic seconds).
+    since: when it became complete, in monotonic seconds.
     """
 
     staging: Staging
@@ -58,14 +58,14 @@ def _weighted(
 
 
 class ShardState:
-    """The state of a shard after the records applied so far.
+    """State of a shard after the records applied so far.
 
     shards: number of shards.
     machine: the state machine.
     kept: staged pushes.
     model: the job's model; None if unknown.
     store: the arrays; None without a model.
-    frozen: the partition from before a reshard, kept for other shards.
+    frozen: the previous partition, kept for other shards after a reshard.
     """
 
     def __init__(self, shard: int, shards: int, team: ThreadTeam) -> None:
@@ -78,12 +78,16 @@ class ShardState:
         self._shard, self._team = shard, team
 
     def become(self, shards: int, state: Mapping[str, Any]) -> None:
-        """Set the machine's state and the number of shards; arrays and staged pushes follow."""
+        """Set the state machine's state and the number of shards; arrays and staged pushes follow."""
         self.shards = shards
         self.machine.recover(state)
 
     def take(self, logged: ModelSpec | LoggedPush | Entry) -> None:
-        """Apply the next record. Raises LogUnfitError if it does not continue the state."""
+        """Apply the next record.
+
+        Raises:
+            LogUnfitError: The record does not continue the state.
+        """
         match logged:
             case ModelSpec():
                 self.know(logged)
@@ -94,7 +98,7 @@ class ShardState:
                     self._carry_out(entry)
 
     def know(self, model: ModelSpec) -> None:
-        """Set the model. It may change before the first weights, after a worker's crash."""
+        """Set the model. It may change until the first weights, if a worker crashes before them."""
         if self.model is None or (
             not self.machine.begun and self.model.fingerprint() != model.fingerprint()
         ):
@@ -138,13 +142,17 @@ class ShardState:
                 self.store.release(staging)
 
     def hold(self, index: int, shards: int) -> None:
-        """Freeze the arrays at the Reshard entry `index`, for this number of shards."""
+        """Freeze the arrays at the Reshard entry `index` to `shards` shards."""
         self.frozen = FrozenShard(self.machine.epoch, index, self.shards, self.numbers)
         self.shards, self.store = shards, None
 
     @property
     def numbers(self) -> ParameterStore:
-        """The arrays. Raises LogUnfitError if there is no model yet."""
+        """The arrays.
+
+        Raises:
+            LogUnfitError: There is no model yet.
+        """
         if self.store is None:
             raise LogUnfitError("it speaks of weights before there is a model")
         return self.store

@@ -35,13 +35,13 @@ from psserver.process.generation_file import (
 from psserver.process.metrics import ServerMetrics
 
 WRITER_NICENESS = 10
-"""Niceness of the writing thread: it gets a tenth of another thread's share of a busy core."""
+"""Niceness of the writing thread: a tenth of another thread's share of a busy core."""
 
 log = logging.getLogger("psserver")
 
 
 class RecoverableShard(Protocol):
-    """A shard whose state can be replaced by that of a snapshot."""
+    """A shard whose state a snapshot can replace."""
 
     def restore(self, epoch: int, manifest: Manifest, reader: PartReader, shards: int) -> None:
         """Replace the state by the snapshot's."""
@@ -50,19 +50,24 @@ class RecoverableShard(Protocol):
     def recover(
         self, epoch: int, manifest: Manifest | None, snapshot: Open | None, shards: Collection[int]
     ) -> None:
-        """Restore the snapshot, then replay the shard's own log. Raises LogUnfitError."""
+        """Restore the snapshot, then replay the shard's own log.
+
+        Raises:
+            LogUnfitError: The log does not continue the snapshot.
+        """
         ...
 
 
 class SnapshotManager:
     """Snapshots of one shard; on shard 0, of the whole job. Does nothing without a data directory.
 
+    enabled: whether there is a data directory.
     on_part: called from the writing thread with the result of each part.
-    newest_version: version of the newest snapshot.
-    newest_time: when it was written (seconds since the epoch).
+    newest_version: version of the newest snapshot; None without one.
+    newest_time: when it was written, in seconds since 1970.
     problem: why the last snapshot failed; empty if it did not.
     failures: number of failed snapshots of the job.
-    tells: whether failures are logged here; else the requester of the snapshot logs them.
+    tells: whether failures are logged here; otherwise the requester of the snapshot logs them.
     kept: versions of the snapshots that are retained.
     generation: number of this start of the job; -1 before the first.
     resumed: progress of the job before this process, for the status.
@@ -76,15 +81,13 @@ class SnapshotManager:
         self.newest_version: int | None = None
         self.newest_time: float | None = None
         self.problem = ""
-        self.failures = 0  # snapshots of the job that could not be made
-        self.tells = True  # failures are logged here, not by who asked for the snapshot
+        self.failures = 0
+        self.tells = True
         self.kept: list[int] = []
         self.generation = -1  # the first start makes it 0
-        self.resumed: dict[str, int] | None = (
-            None  # what this process's job had done before, for status
-        )
-        self._reserved = -1  # workers have numbers of the generations up to this one
-        self._is_uncounted = False  # it could not be written down
+        self.resumed: dict[str, int] | None = None
+        self._reserved = -1  # workers use numbers of generations up to this one
+        self._is_uncounted = False  # a number could not be written
         self._shard, self._keep, self._metrics = shard, keep, metrics
         self._data_dir = data_dir
         self._snapshots = SnapshotDirectory(data_dir) if data_dir else None
@@ -97,9 +100,13 @@ class SnapshotManager:
     # ---- starting --------------------------------------------------------------------------------
 
     def next_generation(self, least: int = 0) -> None:
-        """Count this start of the job durably, so that no worker number is used twice.
+        """Count this start of the job durably, so that no worker number is reused.
 
-        least: smallest allowed number. Raises SnapshotError.
+        Args:
+            least: Smallest allowed number.
+
+        Raises:
+            SnapshotError: The number cannot be stored.
         """
         least = max(least, self.generation + 1, self._reserved + 1)
         if self._data_dir is None:
@@ -118,7 +125,7 @@ class SnapshotManager:
         self._is_uncounted = False
 
     def count_on(self, least: int = 0) -> None:
-        """Count a start within a running job, which does not stop for a disk error.
+        """Count a start within a running job, which continues after a disk error.
 
         After an error the number is written with the next snapshot.
         """
@@ -144,17 +151,20 @@ class SnapshotManager:
             )
 
     def _retry_count(self) -> None:
-        """Write a number that could not be written before."""
+        """Retry to write a number whose write failed."""
         if self._is_uncounted and self._data_dir is not None:
             with contextlib.suppress(OSError, GenerationDamagedError):
                 GenerationFile(self._data_dir).count_up(max(self.generation, self._reserved))
                 self._is_uncounted = False
 
     def check_place(self) -> None:
-        """Raise MismatchError if this data directory belongs to another shard than shard 0.
+        """Check that this data directory may belong to shard 0.
 
-        It then has files of other shards, but shard 0 was never started here. Copied snapshots are
-        allowed.
+        A directory with parts or logs of shards, in which shard 0 never started, is refused. Copied
+        snapshots are allowed.
+
+        Raises:
+            MismatchError: The directory belongs to another shard.
         """
         if self._data_dir is None or self._snapshots is None:
             return
@@ -172,9 +182,13 @@ class SnapshotManager:
             )
 
     def to_resume(self, resume: Literal["auto", "never"] | int) -> Manifest | None:
-        """Return the snapshot to resume from.
+        """Return the snapshot to resume from; None without one.
 
-        Raises SnapshotError if a requested or existing snapshot is not valid.
+        Args:
+            resume: Value of --resume; a number is a version.
+
+        Raises:
+            SnapshotError: The requested version, or every existing one, is missing or damaged.
         """
         if self._snapshots is None:
             return None
@@ -194,7 +208,11 @@ class SnapshotManager:
         return manifest
 
     def exactly(self, version: int) -> Manifest:
-        """Return the snapshot of this version. Raises SnapshotError if it is missing or damaged."""
+        """Return the snapshot of this version.
+
+        Raises:
+            SnapshotError: It is missing or damaged.
+        """
         if self._snapshots is None:
             raise SnapshotError("these servers have no --data-dir", "NO_SNAPSHOT")
         if version not in self._snapshots.versions():
@@ -208,7 +226,7 @@ class SnapshotManager:
         return self._snapshots.manifest(version)
 
     def goes_on_from(self, manifest: Manifest) -> None:
-        """The job does. Newer snapshots belong to a history that is over, and are set aside."""
+        """Record that the job continues from this snapshot; set newer ones aside."""
         self._set_aside(manifest.version)
         self.kept = [version for version in self.kept if version <= manifest.version]
         self.newest_version = manifest.version
@@ -222,13 +240,16 @@ class SnapshotManager:
             )
 
     def newest(self) -> Manifest | None:
-        """The newest valid snapshot of this job, if there is one."""
+        """Return the newest valid snapshot of this job, or None."""
         if self._snapshots is None:
             return None
         return self._snapshots.newest_valid()[0]
 
     def before(self, version: int) -> Manifest | None:
-        """The newest valid one that is older than `version`, which some shard could not load."""
+        """Return the newest valid snapshot older than `version`, or None.
+
+        The caller uses it if some shard could not load `version`.
+        """
         assert self._snapshots is not None
         for older in reversed([v for v in self._snapshots.versions() if v < version]):
             if not self._snapshots.verify(older):
@@ -240,8 +261,9 @@ class SnapshotManager:
         return str(self._snapshots.path(version).resolve()) if self._snapshots else ""
 
     def named(self, manifest: Manifest | None, logged: bool = False) -> str:
-        """Describe the snapshot to resume from, for the log. logged: a log is replayed on top of
-        it.
+        """Describe the snapshot to resume from, for the log.
+
+        logged: a log is replayed after it.
         """
         if manifest is None:
             return f"the log in {self._data_dir}"
@@ -251,10 +273,10 @@ class SnapshotManager:
     def load_into(
         self, shard: RecoverableShard, epoch: int, manifest: Manifest, shards: int
     ) -> str:
-        """Load a snapshot into the shard; return an error text, or empty."""
+        """Load a snapshot into the shard; return an error message, or empty."""
         if self._snapshots is None:
             return f"shard {self._shard} has no --data-dir"
-        self.close()  # no part of the history that ends here may come among those of the next one
+        self.close()  # the new history must not contain a part of the old one
         try:
             shard.restore(epoch, manifest, self._reader(manifest, shards), shards)
         except SnapshotError as error:
@@ -263,7 +285,6 @@ class SnapshotManager:
         return ""
 
     def _reader(self, manifest: Manifest, shards: int) -> SnapshotReader:
-        """Return a reader of the snapshot for this shard of `shards`."""
         assert self._snapshots is not None
         plan = PartitionPlan(manifest.model, shards)
         return SnapshotReader(
@@ -277,7 +298,7 @@ class SnapshotManager:
         manifest: Manifest | None,
         shards: Collection[int],
     ) -> str:
-        """Recover the shard from a snapshot plus its own log; return an error text, or empty.
+        """Recover the shard from a snapshot and its own log; return an error message, or empty.
 
         shards: allowed numbers of shards at the end of the log.
         """
@@ -295,7 +316,6 @@ class SnapshotManager:
         return ""
 
     def _note_resumed(self, manifest: Manifest) -> None:
-        """Note that this shard resumes from the snapshot."""
         self.newest_version = manifest.version
         own = manifest.parts[self._shard].nbytes if self._shard < manifest.shards else 0
         self._metrics.snapshot_found(_written_at(manifest), own)
@@ -303,10 +323,10 @@ class SnapshotManager:
     # ---- writing ---------------------------------------------------------------------------------
 
     def cut(self, cut: Cut, store: ParameterStore) -> None:
-        """Copy the arrays now and write them in the background. Called while nothing is applied."""
+        """Copy the arrays now and write them in the background. Must not run during an update."""
         if self._writer is not None:
             self._writer.join()
-        if self._snapshots is None:  # shards with a folder must not wait for this part
+        if self._snapshots is None:  # shards with a data directory must not wait for this part
             self.on_part(PartReport(cut.version, cut.index, "", 0, "", "it has no --data-dir"))
             return
         self._exported = store.export(self._exported)
@@ -339,7 +359,10 @@ class SnapshotManager:
         self.on_part(PartReport(cut.version, cut.index, part.file, part.nbytes, part.sha256))
 
     def _note_failure(self, error: Exception) -> None:
-        """Note a failure. Shard 0 logs it with the snapshot; an unexpected error is logged here."""
+        """Record a failure.
+
+        Shard 0 logs it with the snapshot; an unexpected error is logged here.
+        """
         is_expected = isinstance(error, SnapshotError)
         self.problem = str(error) if is_expected else f"a bug: {error!r}"
         cause = error.__cause__
@@ -351,16 +374,14 @@ class SnapshotManager:
             )
 
     def _log_failure(self, version: int) -> None:
-        """Log that the snapshot of this version failed, because of self.problem."""
+        """Log that the snapshot of this version failed because of self.problem."""
         if self.tells:
             extra = {"version": version, "problem": self.problem}
             log.error("snapshot failed; training goes on", extra=extra)
-        self.failures += 1  # now those who wait for it go on
+        self.failures += 1  # threads that wait for the snapshot poll this
 
     def commit(self, cutting: SnapshotInProgress, job: str, model: ModelSpec) -> Manifest | None:
-        """Write the manifest once all shards have written their parts, or failed to. None: it
-        failed.
-        """
+        """Write the manifest after every shard has reported its part. Return None on failure."""
         assert self._snapshots is not None
         if cutting.problem:
             self.problem = cutting.problem
@@ -403,14 +424,14 @@ class SnapshotManager:
         )
 
     def retain(self, versions: Sequence[int], job: str) -> None:
-        """Remove all parts but those of these versions, which the coordinator keeps."""
+        """Remove all parts except those of these versions, which the coordinator keeps."""
         if self._snapshots is not None and list(versions) != self.kept:
             self.kept = [*versions]
             with contextlib.suppress(SnapshotError):  # retried after the next snapshot
                 self._snapshots.retain(versions, job)
 
     def listing(self) -> Iterator[dict[str, Any]]:
-        """Yield the existing snapshots for the status; none on servers other than shard 0."""
+        """Yield the existing snapshots, for the status; none except on shard 0."""
         if self._snapshots is None:
             return
         for version in self._snapshots.versions():

@@ -1,4 +1,4 @@
-"""Records that a primary sends to its standby: log records, and records about the stream itself."""
+"""Records from a primary to its standby: log records, and records about the stream itself."""
 
 import json
 import zlib
@@ -24,8 +24,8 @@ from psserver.parameters.store import ParameterStore
 class StateRecordKind(IntEnum):
     """Type of a record about the stream.
 
-    HELLO: begins a whole state; JSON about the primary.
-    NUMBERS: one flat tensor of ParameterStore.export; its key is the header.
+    HELLO: starts a whole state; JSON about the primary.
+    NUMBERS: one flat tensor of ParameterStore.export; the header is its key.
     OPTIMIZER: JSON; hyper-parameters, steps and scalars.
     LOADED: ends the whole state.
     CHECKSUM: JSON; checksum of the arrays at a version.
@@ -45,6 +45,9 @@ class StateRecordKind(IntEnum):
 class StateRecord(NamedTuple):
     """One record.
 
+    source: subject of the record.
+    kind: type of the record, for this source.
+    header: encoded metadata.
     payload: bytes in parts that each fit into a frame; one part after receiving.
     """
 
@@ -61,7 +64,7 @@ class StateRecord(NamedTuple):
 def copied(
     source: RecordSource, kind: int, header: bytes, payload: Iterable[memoryview] = ()
 ) -> StateRecord:
-    """Make a record that does not refer to the memory it was made from."""
+    """Return a record that does not refer to the memory of its arguments."""
     parts = [
         bytes(view[start : start + FRAME_BYTES])
         for view in payload
@@ -109,7 +112,7 @@ def _frames(view: memoryview) -> list[memoryview]:
 
 
 def frames(number: int, record: StateRecord) -> Iterator[pb.ReplicateResponse]:
-    """Yield the messages of a record."""
+    """Yield the messages that transmit a record."""
     nbytes = sum(len(part) for part in record.payload)
     first, *rest = record.payload or (b"",)
     yield pb.ReplicateResponse(
@@ -128,7 +131,8 @@ def frames(number: int, record: StateRecord) -> Iterator[pb.ReplicateResponse]:
 def received(messages: Iterable[pb.ReplicateResponse]) -> Iterator[tuple[int, StateRecord | None]]:
     """Yield received records with their numbers; None: a keepalive.
 
-    Raises PSError if the messages are not those that `frames` makes.
+    Raises:
+        PSError: The messages are not those of `frames`.
     """
     messages = iter(messages)
     for message in messages:
@@ -154,7 +158,7 @@ def received(messages: Iterable[pb.ReplicateResponse]) -> Iterator[tuple[int, St
 
 
 class ReceivedState:
-    """The arrays of a received whole state (implements PartReader)."""
+    """Arrays of a received whole state (implements PartReader)."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, memoryview] = {}
@@ -191,7 +195,7 @@ class ReceivedState:
 
 
 def checksum(store: ParameterStore) -> int:
-    """Return a checksum of all arrays of a shard. Call it while nothing is applied."""
+    """Return a checksum of all arrays of a shard. Must not run during an update."""
     total = 0
     for key, tensor in store.tensors():
         total = zlib.crc32(raw(tensor), zlib.crc32(key.encode(), total))
