@@ -78,7 +78,7 @@ class ShardState:
         self._shard, self._team = shard, team
 
     def become(self, shards: int, state: Mapping[str, Any]) -> None:
-        """Set the state machine's state and the number of shards; arrays and staged pushes follow."""
+        """Set the state machine's state and number of shards; arrays and staged pushes follow."""
         self.shards = shards
         self.machine.recover(state)
 
