@@ -1,3 +1,3 @@
-"""The write-ahead log on disk: record format, segment files, and the log made of them."""
+"""The write-ahead log on disk: record format, segment files, and the log itself."""
 
 __all__ = ["format", "log"]

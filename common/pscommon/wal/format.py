@@ -1,15 +1,15 @@
-"""How a log of records lies in a file, and how it is read again after a crash.
+"""File format of a log segment, and its reader.
 
     file    = magic (8 bytes) · nonce (8) · crc32 of both (4) · record ... · end mark (8)
     record  = head · header · payload
-    head    = nonce (8) · kind (4) · header bytes (4) · payload bytes (8) · crc32 of header and payload (4) ·
-              crc32 of the head up to here (4)
+    head    = nonce (8) · kind (4) · header bytes (4) · payload bytes (8) ·
+              crc32 of header and payload (4) · crc32 of the head up to here (4)
 
-All numbers are little-endian. The nonce is random and new for each segment, and each head begins
-with it. Files are used again, so behind the end lie old bytes that once were valid records: they
-have another nonce, so none of them is ever taken for a record of this segment. The end mark is
-the nonce with all bits turned over; the next record is written over it. Where neither a whole
-record nor the mark is, the last append was torn, or bytes were damaged.
+All numbers are little-endian. Each segment has a new random nonce, and each head begins with it.
+Files are reused, so old bytes that once were valid records follow the end of a segment. They have
+another nonce, so the reader never takes them for records of this segment. The end mark is the
+bitwise complement of the nonce; the next record overwrites it. If neither a complete record nor
+the end mark follows, the last append was torn, or bytes were damaged.
 """
 
 import os
@@ -33,8 +33,12 @@ Buffer = bytes | bytearray | memoryview
 class Record(NamedTuple):
     """One record as it was appended.
 
-    `payload` is read-only, format "B", and lies in memory that is used again: it is valid until
-    the next record is read. Its start is aligned for numbers of any type.
+    `payload` is read-only, format "B", in a reused buffer: it is valid until the next record is
+    read. Its start is aligned for numbers of any type.
+
+    kind: type of the record.
+    header: encoded metadata.
+    payload: data.
     """
 
     kind: int
@@ -43,23 +47,27 @@ class Record(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a record says about itself."""
+    """Head of a record.
+
+    kind: type of the record.
+    header_bytes: length of the header.
+    payload_bytes: length of the payload.
+    checksum: crc32 of header and payload.
+    """
 
     kind: int
     header_bytes: int
     payload_bytes: int
-    checksum: int  # of header and payload
+    checksum: int
 
     @property
     def nbytes(self) -> int:
-        """Of the whole record."""
+        """Length of the whole record, in bytes."""
         return HEAD_BYTES + self.header_bytes + self.payload_bytes
 
 
 class LogDamagedError(Exception):
-    """A segment holds bytes that no crash explains; the message names the file, the offset and
-    what is wrong there.
-    """
+    """A segment has damage that no crash explains; the message names file, offset and damage."""
 
     def __init__(self, path: Path, offset: int, fault: str) -> None:
         super().__init__(f"{path} is damaged at byte {offset}: {fault}")
@@ -68,18 +76,22 @@ class LogDamagedError(Exception):
 
 
 def pack_file_head(nonce: bytes) -> bytes:
-    """The first bytes of a segment."""
+    """Return the first bytes of a segment."""
     return FILE_HEAD.pack(MAGIC, nonce, zlib.crc32(MAGIC + nonce))
 
 
 def format_of_segment(raw: bytes) -> int | None:
-    """Return the format number in the first bytes of a segment; None where they are not those of a log."""
+    """Return the format number in the first bytes of a segment; None if they are not a log's."""
     name = MAGIC[:-1]
     return raw[len(name)] if raw.startswith(name) and len(raw) > len(name) else None
 
 
 def unpack_file_head(raw: bytes) -> bytes:
-    """The segment's nonce. Raises ValueError, which says what is wrong."""
+    """Return the segment's nonce.
+
+    Raises:
+        ValueError: The bytes are not a valid file head; the message is the reason.
+    """
     if len(raw) < FILE_HEAD.size:
         raise ValueError(f"only {len(raw)} bytes of the file's head")
     magic, nonce, check = FILE_HEAD.unpack(raw)
@@ -89,13 +101,17 @@ def unpack_file_head(raw: bytes) -> bytes:
 
 
 def pack_head(nonce: bytes, head: Head) -> bytes:
-    """HEAD_BYTES bytes. Raises struct.error where a number does not fit."""
+    """Return the HEAD_BYTES bytes of a head.
+
+    Raises:
+        struct.error: A number does not fit.
+    """
     raw = HEAD.pack(nonce, *head)
     return raw + CHECK.pack(zlib.crc32(raw))
 
 
 def unpack_head(nonce: bytes, raw: bytes) -> Head | None:
-    """None where these bytes are not a whole head of this segment."""
+    """Return a head of this segment; None if these bytes are not one."""
     if len(raw) < HEAD_BYTES or not raw.startswith(nonce):
         return None
     if CHECK.unpack_from(raw, HEAD.size)[0] != zlib.crc32(raw[: HEAD.size]):
@@ -105,14 +121,15 @@ def unpack_head(nonce: bytes, raw: bytes) -> Head | None:
 
 
 def end_mark(nonce: bytes) -> bytes:
-    """What lies behind the last record. Zeros would not do: a file that grew before a power cut
-    is full of them.
+    """Return the bytes behind the last record.
+
+    Zeros would not do: a file that grew before a power failure is full of them.
     """
     return bytes(byte ^ 0xFF for byte in nonce)
 
 
 def checksum(header: Buffer, payload: Sequence[Buffer] = ()) -> int:
-    """The crc32 of header and payload, one after the other."""
+    """Return the crc32 of header and payload, concatenated."""
     result = zlib.crc32(header)
     for part in payload:
         result = zlib.crc32(part, result)
@@ -120,16 +137,20 @@ def checksum(header: Buffer, payload: Sequence[Buffer] = ()) -> int:
 
 
 class RecordReader(Iterator[Record]):
-    """The whole records of one segment, in order. The file is opened by the first `next` and
-    closed by the last one.
+    """The complete records of one segment, in order.
 
-    After the last record `torn` says whether the segment ends in a torn append, and `end` where
-    the whole records end, in bytes. Raises LogDamagedError, once the records before it have been
-    given, where a valid record follows a bad one; and where the file's head is bad, because a
-    segment gets its name only when that is on the disk. After a power cut that is what unsynced
-    appends may look like too: the disk may have kept the later one. Raises OSError with the path
-    where the file cannot be read. A record's lengths are compared with the file's size before
-    any memory is taken for them.
+    The first `next` opens the file, the last one closes it. Lengths in a head are compared with the
+    file's size before memory is allocated. The file head must be valid, because a segment gets its
+    name only when its head is on disk.
+
+    torn: after the last record: whether the segment ends with a torn append.
+    end: where the complete records end, in bytes.
+
+    Raises:
+        LogDamagedError: After the records before it: a valid record follows a bad one. After a
+            power failure unsynced appends may look alike, if the disk has kept the later one. Also:
+            the file head is bad.
+        OSError: The file cannot be read; the error names it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,12 +186,12 @@ class RecordReader(Iterator[Record]):
         self.end = FILE_HEAD.size
 
     def _head(self, offset: int) -> Head | None:
-        """What begins there, or None where it is no record that fits into the file."""
+        """Return the head at an offset; None if no record that fits into the file starts there."""
         head = unpack_head(self._nonce, self._read(offset, HEAD_BYTES))
         return head if head and offset + head.nbytes <= self._size else None
 
     def _body(self, offset: int, head: Head) -> Record | None:
-        """The record, or None where its bytes are not those that were appended."""
+        """Return the record; None if its bytes differ from those that were appended."""
         if len(self._buffer) < head.payload_bytes:
             self._buffer = bytearray(head.payload_bytes)
         header = self._read(offset + HEAD_BYTES, head.header_bytes)
@@ -191,14 +212,15 @@ class RecordReader(Iterator[Record]):
                 )
 
     def _nonces(self, offset: int) -> Iterator[int]:
-        """Where this segment's nonce lies at or behind an offset: what may be the start of a
-        record.
+        """Yield offsets, not before `offset`, at which this segment's nonce is found.
+
+        A record may start at each of them.
         """
         while len(chunk := self._read(offset, SCAN_BYTES)) >= NONCE_BYTES:
             found = chunk.find(self._nonce)
             if found >= 0:
                 yield offset + found
-            # without a hit, its start may still lie in the last bytes
+            # without a match, the last bytes may still contain its start
             offset += found + 1 if found >= 0 else len(chunk) - NONCE_BYTES + 1
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -207,7 +229,7 @@ class RecordReader(Iterator[Record]):
         return bytes(raw) if self._fill(offset, memoryview(raw)) else b""
 
     def _fill(self, offset: int, view: memoryview) -> bool:
-        """Fill the view; return False if the file is too short, truncated by another process."""
+        """Fill the view; return False if another process has truncated the file."""
         while view:
             try:
                 done = os.preadv(self._descriptor, [view], offset)

@@ -1,22 +1,31 @@
-"""A log on disk: what `append` has returned for is read again after kill -9.
+"""Write-ahead log on disk: a record whose `append` has returned survives kill -9.
 
-A folder holds segments, <name>.log, and spares, <name>.spare. A segment is written from its
-start to its end; `begin` makes the next one. Files of segments that are not needed any more
-become spares, and `begin` writes over a spare where there is one: its pages are in the cache and
-its blocks on the disk, so this is many times faster than a new file, and needs no space. How a
-file looks inside, and why old bytes in it do no harm: `record_format`.
+Theory of operation. A folder holds segments, <name>.log, and spares, <name>.spare. A segment is
+written from start to end; `begin` creates the next one. Retired segments become spares, and
+`begin` reuses a spare if there is one. Its pages are in the cache and its blocks are allocated, so
+this is many times faster than a new file and needs no space. The file format, and why old bytes
+in a spare are harmless: format.py.
 
-**Order on the disk.** A new segment is written and synced while it is still called a spare, then renamed, then the
-folder is synced. So a segment's name stands for a whole beginning. Before a spare is written over the folder is synced
-too, or a power cut could bring back the old name with the new bytes.
+States of the log: no segment (before `begin`, after `clear` and `close`), writing, broken.
 
-**What fails.** After a failed append the segment's end is unknown: the log is `broken`, and only `begin` goes on. After
-a failed sync the system may have dropped the bytes and forgotten, so another sync proves nothing: broken as well.
-A `begin` that fails leaves all as it was.
+- After a failed append the end of the segment is unknown: the log is broken.
+- After a failed sync the kernel may have dropped the bytes, so another sync proves nothing: the
+  log is broken.
+- In a broken log appends resume only after `begin`. A failed `begin` changes nothing.
 
-**What `fsync` means.** A process that is killed loses nothing in any mode. A power cut loses nothing that `append` has
-returned for with "always", about the last second of it with "everysec" and any of it with "no"; with "no" it may take
-the end of one segment and leave the next.
+Invariants:
+
+- A segment's name implies that its first records are on disk. A new segment is written and synced
+  under a spare's name, then renamed; then the folder is synced.
+- The folder is synced before a spare is overwritten. Otherwise a power failure could restore the
+  old name with the new bytes.
+
+Durability. A killed process loses no record in any mode. After a power failure, records whose
+`append` has returned are:
+
+- "always": all on disk;
+- "everysec": on disk except for about the last second;
+- "no": possibly lost; the end of a segment may be lost although the next segment is there.
 """
 
 import os
@@ -52,8 +61,15 @@ class WriteAheadLog:
     """Write-ahead log in one folder of segments; all methods are thread-safe.
 
     Appends are written completely, in order of the calls. The first `begin` creates the folder.
-    Only one log may write to a folder at a time. The constructor raises OSError if a segment
-    cannot be read, since clearing it would lose unknown records.
+    Only one log may write to a folder at a time.
+
+    Args:
+        folder: The folder.
+        fsync: When appends are synced.
+        files: Disk operations; None: the real ones.
+
+    Raises:
+        OSError: A segment cannot be read. Clearing it would lose unknown records.
     """
 
     def __init__(self, folder: Path, fsync: Fsync, files: LogFiles | None = None) -> None:
@@ -69,12 +85,18 @@ class WriteAheadLog:
         self._ticker = _Ticker(self._tick) if fsync == "everysec" else None
 
     def begin(self, name: str, records: Iterable[tuple[int, bytes, Sequence[Buffer]]]) -> None:
-        """Makes a new segment, which starts with these records; on the disk before it becomes
-        the current one.
+        """Create a segment with these first records, and sync it before it becomes the current one.
 
-        Appends wait meanwhile. Raises LogWriteError; nothing has changed then, appends go on in
-        the segment before unless that is broken. Raises ValueError where the name does not sort
-        after all earlier ones.
+        Appends wait meanwhile.
+
+        Args:
+            name: Name of the segment; it sorts after all earlier ones.
+            records: Kind, header and payload of each record.
+
+        Raises:
+            LogWriteError: Nothing has changed; appends continue in the previous segment unless it
+                is broken.
+            ValueError: The name does not sort after all earlier ones.
         """
         with self._lock:
             if not NAME.fullmatch(name) or name <= self._newest:
@@ -87,11 +109,18 @@ class WriteAheadLog:
                 previous.close()
 
     def append(self, kind: int, header: bytes, payload: Sequence[Buffer] = ()) -> None:
-        """Writes a record at the end; with fsync "always" it is on the disk when this returns.
+        """Append a record; with fsync "always" it is on disk when this returns.
 
-        Raises LogWriteError where that failed, and at once where the log was broken before; such
-        a record may be read again later or not. Raises ValueError before the first `begin`,
-        after `clear` and after `close`.
+        Args:
+            kind: Type of the record.
+            header: Encoded metadata.
+            payload: Data, in parts.
+
+        Raises:
+            LogWriteError: The write failed, or the log was broken before. The record may or may not
+                be read later.
+            ValueError: There is no segment: before the first `begin`, after `clear` or after
+                `close`.
         """
         views = views_of(payload)
         check = checksum(header, views)
@@ -104,45 +133,52 @@ class WriteAheadLog:
             segment.sync(end)
 
     def sync(self) -> None:
-        """Brings all that was appended to the current segment to the disk. Raises LogWriteError."""
+        """Sync everything appended to the current segment.
+
+        Raises:
+            LogWriteError: The sync failed.
+        """
         if segment := self._current:
             segment.sync(segment.nbytes)
 
     @property
     def broken(self) -> str:
-        """Why nothing more is appended until `begin` has made a new segment; empty while all is
-        well.
-        """
+        """Why appends are refused until the next `begin`; empty if they are not."""
         segment = self._current
         return str(segment.failure) if segment and segment.failure else ""
 
     @property
     def nbytes(self) -> int:
-        """Of the current segment, up to the end of its last record."""
+        """Size of the current segment up to the end of its last record, in bytes."""
         segment = self._current
         return segment.nbytes if segment else 0
 
     def segments(self) -> list[str]:
-        """The names on the disk, ascending, complete ones and the one that was being written.
-        Raises OSError.
+        """Return the names of all segments on disk, ascending, including the current one.
+
+        Raises:
+            OSError: The folder cannot be read.
         """
         return self._names(SEGMENT)
 
     def read(self, name: str) -> RecordReader:
-        """All whole records of a segment; the reader's `torn` tells of a torn end once it has
-        given the last one.
+        """Return a reader of all complete records of a segment.
 
-        Raises LogDamagedError where a valid record follows a damaged one. Not for a segment that
-        is retired meanwhile: it seems to end where its file has been written over.
+        After the last record the reader's `torn` is set if the end is torn. A segment that is
+        retired meanwhile seems to end where its file has been overwritten.
+
+        Raises:
+            LogDamagedError: While reading: a valid record follows a damaged one.
         """
         return RecordReader(self._path(name, SEGMENT))
 
     def retire(self, before: str) -> None:
-        """Segments with smaller names are not needed any more: a few files become spares, the
-        others are removed.
+        """Retire the segments with smaller names: some files become spares, the rest is removed.
 
-        The current segment stays. Raises LogWriteError; some of them are gone then, the oldest
-        first. After a power cut some may be back.
+        After a power failure some of them may exist again.
+
+        Raises:
+            LogWriteError: Some of the segments are left.
         """
         with self._lock, self._writing():
             current = self._current.path.stem if self._current else ""
@@ -152,7 +188,7 @@ class WriteAheadLog:
         """Remove all segments; segment names may start again.
 
         Raises:
-            LogWriteError: some segments are left, the oldest ones; `begin` removes them.
+            LogWriteError: Some segments are left, the oldest ones; `begin` removes them.
         """
         with self._lock, self._writing():
             self._newest = ""
@@ -164,8 +200,10 @@ class WriteAheadLog:
                 self._files.sync_folder(self.folder)
 
     def close(self) -> None:
-        """Ends the log; what it holds stays. Harmless to repeat. Raises LogWriteError where the
-        last sync failed.
+        """Close the log; its segments stay. Idempotent.
+
+        Raises:
+            LogWriteError: The last sync failed.
         """
         if self._ticker:
             self._ticker.stop()
@@ -178,12 +216,13 @@ class WriteAheadLog:
                 self._current = None
 
     def _tick(self) -> None:
-        with suppress(LogWriteError):  # the log is broken then, and the next append says so
+        with suppress(LogWriteError):  # the log is then broken, and the next append raises
             self.sync()
 
     def _settle(self) -> None:
-        """Syncs what the current segment holds before it is left, so that a power cut leaves no
-        gap.
+        """Sync the current segment before the next one replaces it.
+
+        A power failure then leaves no gap between them.
         """
         if self._current and self._fsync != "no" and not self._current.unsyncable:
             self._current.sync(self._current.nbytes)
@@ -191,7 +230,7 @@ class WriteAheadLog:
     def _make(
         self, name: str, records: Iterable[tuple[int, bytes, Sequence[Buffer]]]
     ) -> LogSegment:
-        """A segment that is on the disk; where that fails, nothing of it."""
+        """Return a new segment that is on disk; after a failure, remove all of it."""
         self._make_folder()
         self._remove_stray()
         spare, target = self._spare(name), self._path(name, SEGMENT)
@@ -201,7 +240,7 @@ class WriteAheadLog:
             for path in (
                 target,
                 spare,
-            ):  # not kept as a spare: a bad spot of the disk would fail each begin
+            ):  # not kept as a spare: a bad disk block would fail each begin
                 with suppress(OSError):
                     self._files.remove(path)
             raise
@@ -226,14 +265,13 @@ class WriteAheadLog:
         return segment
 
     def _make_folder(self) -> None:
-        """Create the folder, also after another process has removed it."""
+        """Create the folder, also if another process has removed it."""
         if not self._made or not self.folder.is_dir():
             self._files.make_folder(self.folder)
             self._files.sync_folder(self.folder.parent)
             self._made = True
 
     def _spare(self, name: str) -> Path:
-        """The file to write to."""
         spares = self._names(SPARE)
         if not spares:
             return self._path(name, SPARE)
@@ -241,9 +279,7 @@ class WriteAheadLog:
         return self._path(spares[0], SPARE)
 
     def _remove_stray(self) -> None:
-        """Removes what a begin that failed could not take back, and a clear that failed could
-        not remove.
-        """
+        """Remove segments that a failed `begin` or `clear` left behind."""
         for name in self.segments():
             if name > self._newest:
                 self._files.remove(self._path(name, SEGMENT))
@@ -257,7 +293,7 @@ class WriteAheadLog:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What a disk fails to do inside leaves as a LogWriteError with a path."""
+        """Convert an OSError of the body to a LogWriteError with a path."""
         try:
             yield
         except LogWriteError:
@@ -280,7 +316,7 @@ class WriteAheadLog:
 
 
 class _Ticker(threading.Thread):
-    """Calls `tick` once in SYNC_INTERVAL_SECONDS seconds until it is stopped."""
+    """Calls `tick` every SYNC_INTERVAL_SECONDS seconds until it is stopped."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         super().__init__(name="log-sync", daemon=True)

@@ -1,4 +1,4 @@
-"""One file of a log while it is written, and the operations on a disk that this takes."""
+"""One segment file while it is written, and the disk operations that this needs."""
 
 import errno
 import os
@@ -17,32 +17,32 @@ class LogWriteError(OSError):
 
 
 class LogFiles:
-    """The operations that touch a disk, one method each, so that a test can let each of them
-    fail: with OSError.
+    """The disk operations, one method each, so that a test can make each of them fail.
+
+    Every method may raise OSError.
     """
 
     def make_folder(self, path: Path) -> None:
-        """For its owner alone, as all files in it. Harmless to repeat."""
+        """Create a folder that only its owner can access. Idempotent."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def open(self, path: Path) -> int:
-        """A descriptor for writing; the file is made where there is none, and keeps its bytes
-        where there is one.
-        """
+        """Return a descriptor for writing. Create the file if necessary, and keep its bytes."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def write(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        """How many bytes the system took, which may be fewer than there are. At most IOV_MAX
-        views.
+        """Return the number of bytes that the kernel accepted, possibly fewer than given.
+
+        At most IOV_MAX views.
         """
         return os.pwritev(descriptor, views, offset)
 
     def sync(self, descriptor: int) -> None:
-        """Brings a file's bytes to the disk."""
+        """Sync a file's bytes to disk."""
         os.fdatasync(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """Brings a folder's list of names to the disk."""
+        """Sync a folder's directory entries to disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -57,15 +57,22 @@ class LogFiles:
 
 
 class LogSegment:
-    """A file that is written from its start, over whatever lies in it.
+    """A file that is written from its start, over its old bytes.
 
-    One thread at a time appends; any may sync meanwhile. Raises OSError where the file cannot be
-    opened.
+    One thread at a time may append; any thread may sync meanwhile.
+
+    path: path of the file.
+    nbytes: end of the last complete record, in bytes.
+    failure: the error that broke the segment; None if there is none.
+    unsyncable: whether a sync failed, so that no later sync proves anything.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, files: LogFiles, path: Path) -> None:
         self.path = path
-        self.nbytes = 0  # up to the end of the last whole record
+        self.nbytes = 0
         self.failure: LogWriteError | None = None
         self.unsyncable = False
         self._files = files
@@ -75,11 +82,15 @@ class LogSegment:
         self._descriptor = files.open(path)
 
     def start(self) -> None:
-        """Comes before the first record."""
+        """Write the file head, before the first record."""
         self._write([pack_file_head(self._nonce)])
 
     def append(self, kind: int, header: bytes, payload: Sequence[memoryview], check: int) -> int:
-        """Where the record ends in the file."""
+        """Append a record and return its end in the file, in bytes.
+
+        Raises:
+            LogWriteError: The write failed, or the segment was broken before.
+        """
         if self.failure:
             raise failed(self.failure, self.path)
         head = Head(kind, len(header), sum(view.nbytes for view in payload), check)
@@ -87,8 +98,12 @@ class LogSegment:
         return self.nbytes
 
     def sync(self, end: int) -> None:
-        """Brings the bytes up to `end` to the disk, and with them all that is written by now: so
-        threads share one.
+        """Sync the bytes up to `end`, together with everything written so far.
+
+        So threads share one sync.
+
+        Raises:
+            LogWriteError: This sync failed, or an earlier one.
         """
         with self._syncing:
             if self._synced >= end:
@@ -111,14 +126,14 @@ class LogSegment:
         self.path = target
 
     def close(self) -> None:
-        """Waits for a sync that runs. Harmless to repeat."""
+        """Close the file after a running sync. Idempotent."""
         with self._syncing:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
     def _write(self, buffers: Sequence[Buffer]) -> None:
-        """All of it, behind the last record, and the end mark behind it."""
+        """Write all buffers behind the last record, and the end mark behind them."""
         rest, offset = views_of([*buffers, end_mark(self._nonce)]), self.nbytes
         end = offset + sum(view.nbytes for view in rest) - NONCE_BYTES
         try:
@@ -134,18 +149,18 @@ class LogSegment:
 
 
 def failed(error: OSError, path: Path) -> LogWriteError:
-    """The same error with the path that it is about."""
+    """Return the error as a LogWriteError that names a path."""
     number = error.errno or errno.EIO
     return LogWriteError(number, error.strerror or os.strerror(number), error.filename or str(path))
 
 
 def views_of(buffers: Iterable[Buffer]) -> list[memoryview]:
-    """Their bytes, without the empty ones: a view of none cannot be cast."""
+    """Return the buffers as byte views, without empty ones, which cannot be cast."""
     return [view.cast("B") for buffer in buffers if (view := memoryview(buffer)).nbytes]
 
 
 def _behind(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left after the first `done` bytes."""
+    """Return what is left after the first `done` bytes."""
     for index, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[index + 1 :]]
