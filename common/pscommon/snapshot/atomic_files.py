@@ -1,7 +1,7 @@
-"""Bytes that survive: a file appears under its name only when it is whole and on the disk.
+"""Atomic, durable files: a name appears only when its content is complete and on disk.
 
-The order is always temp, fsync, rename, fsync of the folder. After a crash at any point the name
-is either not there or stands for all of the bytes.
+The order is always: write a temporary file, fsync, rename, fsync the folder. After a crash at any
+point the name is either missing or refers to all of the bytes.
 """
 
 import contextlib
@@ -22,9 +22,7 @@ TEMP = ".tmp-"
 
 
 class AtomicFiles:
-    """The operations that change a disk, one method each, so that a test can let each of them
-    fail.
-    """
+    """The operations that change a disk, one method each, so that a test can make each fail."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
@@ -32,22 +30,22 @@ class AtomicFiles:
     def save(
         self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     ) -> str:
-        """Writes a safetensors file; its SHA-256 in hex. Not durable before `sync`."""
+        """Write a safetensors file and return its SHA-256 in hex. Not durable before `sync`."""
         return write_tensors(path, tensors, metadata)
 
     def write(self, path: Path, data: bytes) -> None:
-        """Writes a file. Not durable before `sync`."""
+        """Write a file. Not durable before `sync`."""
         path.write_bytes(data)
 
     def overwrite(self, path: Path, offset: int, data: bytes) -> None:
-        """Overwrites bytes of a file in place, which needs no space. Not durable before `sync`."""
+        """Overwrite bytes of a file in place, which needs no space. Not durable before `sync`."""
         with path.open("r+b", buffering=0) as file:
             file.seek(offset)
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self, path: Path) -> None:
-        """Brings a file's bytes, or a folder's list of names, to the disk."""
+        """Sync a file's bytes, or a folder's directory entries, to disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -58,7 +56,7 @@ class AtomicFiles:
         source.replace(target)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, or a folder with all that is in it."""
+        """Remove a file, or a folder with its contents."""
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -66,19 +64,20 @@ class AtomicFiles:
 
 
 def make_folders(files: AtomicFiles, path: Path) -> None:
-    """Makes a folder and those above it, each durably."""
+    """Create a folder and its parents, each durably."""
     if path.is_dir():
         return
     make_folders(files, path.parent)
-    with contextlib.suppress(FileExistsError):  # another shard was faster
+    with contextlib.suppress(FileExistsError):  # another shard has created it
         files.make_folder(path)
     files.sync(path.parent)
 
 
 @contextlib.contextmanager
 def temporary(files: AtomicFiles, folder: Path, label: str) -> Iterator[Path]:
-    """A folder inside `folder` to write in, gone afterwards however it ends. A crash leaves it
-    to `sweep`.
+    """Yield a new folder inside `folder`, and remove it afterwards.
+
+    After a crash `SnapshotDirectory.sweep` removes it.
     """
     path = folder / f"{TEMP}{label}"
     files.remove(path)
@@ -86,14 +85,14 @@ def temporary(files: AtomicFiles, folder: Path, label: str) -> Iterator[Path]:
     try:
         yield path
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong first is what matters
+        with contextlib.suppress(OSError):  # the first error is reported
             files.remove(path)
         raise
     files.remove(path)
 
 
 def publish(files: AtomicFiles, written: Path, target: Path) -> None:
-    """Makes a written file appear under its final name, durably."""
+    """Rename a written file to its final name, durably."""
     files.sync(written)
     files.rename(written, target)
     files.sync(target.parent)
@@ -101,9 +100,7 @@ def publish(files: AtomicFiles, written: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What fails inside (disk full, no permission) leaves as a SnapshotError that names the
-    path.
-    """
+    """Convert an OSError of the body, such as a full disk, to a SnapshotError with the path."""
     try:
         yield
     except OSError as error:
@@ -112,7 +109,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What fails inside leaves as a SnapshotError that names the path."""
+    """Convert an OSError or SafetensorError of the body to a SnapshotError with the path."""
     try:
         yield
     except FileNotFoundError as error:
@@ -122,7 +119,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file in hex."""
+    """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""One server per shard and data directory."""
+"""Lock of a data directory: one server per shard and directory."""
 
 import contextlib
 import errno
@@ -11,12 +11,15 @@ from pscommon.core.errors import InvalidRequestError, TakenError
 
 
 class DataDirLock:
-    """Holds <data_dir>/shard-<i>.lock while inside `with`; makes the directory where it is not
-    there.
+    """Context manager that locks <data_dir>/shard-<i>.lock; creates the directory if necessary.
 
-    Shards may share a directory. Raises TakenError, which names the holder, where another
-    process is this shard here; InvalidRequestError where the directory cannot be used. The
-    system frees the lock when its process dies.
+    Shards may share a directory. The kernel frees the lock when its process ends.
+
+    path: the lock file.
+
+    Raises:
+        TakenError: On entry: another process has the lock; the message names it.
+        InvalidRequestError: On entry: the directory cannot be used.
     """
 
     def __init__(self, data_dir: Path, shard: int) -> None:
@@ -33,7 +36,7 @@ class DataDirLock:
             raise InvalidRequestError(self._refused(error)) from error
         with contextlib.suppress(
             OSError
-        ):  # a full disk: the lock holds, only its holder is not named
+        ):  # disk full: the lock is valid without the process number
             os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, f"{os.getpid()}\n".encode())
         return self
@@ -49,16 +52,14 @@ class DataDirLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # unlink while locked: a process that opened this file sees that the path has changed;
-        # a file that cannot be removed (foreign folder) is not locked afterwards
+        # unlink while locked: a process that opened this file detects that the path has changed;
+        # a file that cannot be removed (another user's folder) is not locked afterwards
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
         self._close()
 
     def _try(self) -> int:
-        """The locked descriptor, or -1 where the holder let go just now and took the file with
-        it.
-        """
+        """Return the locked descriptor; -1 if the previous holder has just removed the file."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

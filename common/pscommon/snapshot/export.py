@@ -1,4 +1,4 @@
-"""One plain file of the trained weights, for anybody's tools."""
+"""Export of the trained weights to one plain safetensors file."""
 
 import os
 from collections.abc import Sequence
@@ -18,13 +18,19 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in I
 
 
 def export(snapshots: SnapshotDirectory, version: int, path: Path) -> None:
-    """Writes the weights of a snapshot, buffers and frozen tensors included, as one safetensors
-    file.
+    """Write all tensors of a snapshot, buffers and frozen ones included, as one safetensors file.
 
-    `model.load_state_dict(safetensors.torch.load_file(path))` takes it: names, shapes and dtypes
+    `model.load_state_dict(safetensors.torch.load_file(path))` loads it: names, shapes and dtypes
     are those that the worker registered, tied tensors under each of their names. Needs as much
-    memory as the weights. Raises SnapshotError; a file at `path` is replaced only by a whole
-    one.
+    memory as the weights.
+
+    Args:
+        snapshots: The snapshots.
+        version: Version to export.
+        path: The file, which is replaced only by a complete one.
+
+    Raises:
+        SnapshotError: The snapshot cannot be read, or the file cannot be written.
     """
     manifest = snapshots.manifest(version)
     reader = SnapshotReader(snapshots, manifest)
@@ -37,19 +43,25 @@ def export(snapshots: SnapshotDirectory, version: int, path: Path) -> None:
 
 
 def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the tensors of a model, in its order, under all their names.
+    """Write the tensors of a model durably, under all their names.
 
-    Raises SnapshotError; a file at `path` is replaced only by a whole one, durably.
+    Args:
+        path: The file, which is replaced only by a complete one.
+        model: The model.
+        tensors: Its tensors, in its order.
+
+    Raises:
+        SnapshotError: The file cannot be written.
     """
     if path.is_dir():
         raise SnapshotError(f"cannot write {path}: it is a folder")
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # keeps a symbolic link
     named = {
         name: tensor
         for spec, tensor in zip(model.tensors, tensors, strict=True)
         for name in (spec.name, *spec.aliases)
     }
-    if RESERVED in named:  # of a job that began before this name was refused
+    if RESERVED in named:  # possible in a job of an older release
         remedy = (
             "Try: pull the weights of the running job with psworker.Client(observe=True).pull()"
         )
@@ -59,15 +71,14 @@ def write_model(path: Path, model: ModelSpec, tensors: Sequence[torch.Tensor]) -
         )
     files, folder = AtomicFiles(), path.parent
     with writing(path), temporary(files, folder, f"export-{os.getpid()}") as temp:
-        # "format" is what transformers and its kin look for
+        # transformers and other libraries read "format"
         files.save(temp / path.name, named, {"format": "pt"})
         publish(files, temp / path.name, path)
 
 
 def tensors_in_buffer(plan: PartitionPlan, memory: memoryview | bytearray) -> list[torch.Tensor]:
     """Return views of a flat buffer of plan.nbytes bytes, one for each tensor of the model."""
-    # frombuffer refuses empty memory; the device is said because the script may have set another
-    # default
+    # frombuffer refuses empty memory; the script may have set another default device
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     buffer = torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else empty
     return [_view(buffer, plan, index) for index in range(len(plan.spec.tensors))]

@@ -1,4 +1,4 @@
-"""What a snapshot says about itself: MANIFEST.json and its checks."""
+"""Manifest of a snapshot: MANIFEST.json and its checks."""
 
 import hashlib
 import json
@@ -20,8 +20,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class SnapshotPart(NamedTuple):
-    """One shard's file: its name inside the version's folder, its length in bytes and its
-    SHA-256 in hex.
+    """One shard's part.
+
+    file: name inside the version's folder.
+    nbytes: size of the file.
+    sha256: SHA-256 of the file, in hex.
     """
 
     file: str
@@ -30,9 +33,7 @@ class SnapshotPart(NamedTuple):
 
 
 def part_file(shard: int, shards: int, sha256: str) -> str:
-    """A name that says whose part it is, and differs where the bytes do: no part ever overwrites
-    another.
-    """
+    """Return a name that contains shard and content hash: different parts never share a name."""
     return f"shard-{shard}-of-{shards}-{sha256[:16]}.safetensors"
 
 
@@ -40,10 +41,20 @@ def part_file(shard: int, shards: int, sha256: str) -> str:
 class Manifest:
     """A snapshot of a whole job.
 
-    version: updates applied; index: the log's index where this version stands; created: ISO 8601
-    with time zone. parts: one per shard, in the order of shards. coordinator: JSON that only the
-    coordinator reads. elsewhere: files of parts that `commit` did not find in its own folder,
-    because their servers have other disks. Raises SnapshotError where these do not fit together.
+    job: name of the job.
+    version: number of updates.
+    index: index in the job's log at this version.
+    shards: number of shards.
+    created: ISO 8601 with time zone.
+    model: the model.
+    parts: one for each shard, in the order of shards.
+    coordinator: JSON that only the coordinator reads.
+    libraries: version by library.
+    elsewhere: files of parts that `commit` did not find, because their servers have other disks.
+    format: number of the format.
+
+    Raises:
+        SnapshotError: The values are not consistent.
     """
 
     job: str
@@ -72,11 +83,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Size of all parts, in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def as_json(self) -> str:
-        """The text of MANIFEST.json, its own checksum included."""
+        """Return the text of MANIFEST.json, with its own checksum."""
         body = {
             "format": self.format,
             "job": self.job,
@@ -97,7 +108,12 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
-        """Checks every byte and every field. SnapshotError says what is wrong."""
+        """Return the manifest after checks of every byte and every field.
+
+        Raises:
+            SnapshotError: A check failed; the message names it.
+            FormatError: A newer release wrote the manifest.
+        """
         body = _checked(text)
         check_file_format(body.get("format"), FORMAT, "the manifest")
         if body.get("format") != FORMAT:
@@ -111,13 +127,13 @@ class Manifest:
 
 
 def format_of_manifest(raw: bytes) -> int | None:
-    """Return the format number in the first bytes of a manifest; None: there is no number."""
+    """Return the format number in the first bytes of a manifest; None without one."""
     found = _FORMAT.search(raw)
     return int(found[1]) if found is not None else None
 
 
 def _check_part(part: SnapshotPart, shard: int, shards: int) -> None:
-    """A name that a server made, and nothing else: no way out of the folder."""
+    """Check that a server made the name, so that it cannot refer to a file elsewhere."""
     match = _PART_FILE.fullmatch(part.file)
     if match is None or not _SHA256.fullmatch(part.sha256):
         raise SnapshotError(f"part {shard} has the name {part.file!r}, which no server writes")
@@ -136,10 +152,10 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def _checked(text: str) -> dict[str, Any]:
-    """The manifest's fields, if not one byte of the text has changed since it was written.
+    """Return the manifest's fields, if no byte of the text has changed since it was written.
 
-    The text must be what these fields print as, so that a change that JSON does not see (a
-    space, a key given twice) is seen too.
+    The text must equal the encoding of these fields. This detects changes that JSON ignores: a
+    space, or a repeated key.
     """
     try:
         body = json.loads(text)

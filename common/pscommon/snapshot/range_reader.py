@@ -1,4 +1,4 @@
-"""Reads any stretch of the model's tape from a snapshot, whatever number of shards wrote it."""
+"""Reader of any byte range of the model from a snapshot of any number of shards."""
 
 import json
 from collections.abc import Iterable
@@ -17,19 +17,29 @@ from pscommon.snapshot.snapshot_dir import SnapshotDirectory
 
 
 class TensorPiece(NamedTuple):
-    """One tensor of a part: the bytes of the tape that it holds, mapped from the file."""
+    """One tensor of a part.
+
+    span: its byte range in the flat buffer.
+    data: its bytes, mapped from the file.
+    """
 
     span: ByteRange
     data: torch.Tensor
 
 
 class SnapshotReader:
-    """The bytes of a snapshot by their place on the tape, and what else a shard needs to go on
-    from there.
+    """A snapshot's bytes by position in the flat buffer, and the rest of a shard's state.
 
-    needed: the ranges that will be read; parts that hold nothing of them are never opened and
-    need not be here. By default all. Each part is checked against the manifest before the first
-    byte of it is used. Not thread-safe.
+    Each part is checked against the manifest before its first byte is used. Not thread-safe.
+
+    model: the model.
+    shards: number of shards that wrote the snapshot.
+
+    Args:
+        snapshots: The snapshots.
+        manifest: The snapshot to read.
+        needed: The byte ranges that will be read; None: all. Parts without bytes of them are never
+            opened and may be missing.
     """
 
     def __init__(
@@ -48,12 +58,20 @@ class SnapshotReader:
         self._parts: dict[int, _PartFile] = {}
 
     def read(self, kind: str, start: int, stop: int, out: memoryview) -> bool:
-        """Fills `out` (stop - start bytes) with bytes [start, stop) of the tape of `kind`;
-        padding comes as zeros.
+        """Fill `out` with bytes [start, stop) of the flat buffer of `kind`; padding becomes zeros.
 
-        False where the snapshot does not hold `kind` for all of it (a state before its first
-        step); `out` then has zeros for what is not there. SnapshotError where a part is missing
-        or damaged, or weights are not whole.
+        Return False if the snapshot does not have all of it (a state before its first step). The
+        missing bytes of `out` are then zeros.
+
+        Args:
+            kind: "weight" or the name of an optimizer state.
+            start: First byte.
+            stop: End of the range.
+            out: Memory of stop - start bytes.
+
+        Raises:
+            SnapshotError: A part is missing or damaged, or weights are incomplete.
+            ValueError: `out` has another size.
         """
         span = ByteRange(start, stop)
         target = out.cast("B")
@@ -75,11 +93,11 @@ class SnapshotReader:
         return missing is None
 
     def kinds(self) -> set[str]:
-        """What the parts hold: "weight" and names of optimizer states."""
+        """Return what the parts contain: "weight" and names of optimizer states."""
         return {kind for shard in self._needed for kind in self._part(shard).pieces}
 
     def steps(self) -> dict[int, int]:
-        """Optimizer steps by index of tensor, for the tensors on the parts that are needed."""
+        """Return optimizer steps by index of tensor, for the tensors of the needed parts."""
         return {
             index: count
             for shard in self._needed
@@ -87,9 +105,7 @@ class SnapshotReader:
         }
 
     def scalars(self) -> Scalars:
-        """Return what the optimizer keeps once for each tensor, for the tensors on the parts
-        that are needed.
-        """
+        """Return the optimizer's numbers for each tensor, for the tensors of the needed parts."""
         merged: dict[str, dict[int, float]] = {}
         for shard in self._needed:
             for name, values in self._part(shard).scalars.items():
@@ -97,18 +113,17 @@ class SnapshotReader:
         return merged
 
     def groups_json(self) -> str:
-        """Hyper-parameters of each parameter group as they stood, as JSON; they are the same on
-        every shard.
+        """Return the hyper-parameters of each parameter group as JSON, equal on all shards.
 
-        A shard that holds nothing at all (more shards than blocks of 64 bytes) needs no part; it
-        gets those with which the job was registered.
+        A shard without any bytes (more shards than blocks of 64 bytes) needs no part. Its result is
+        the hyper-parameters that were registered with the job.
         """
         if not self._needed:
             return json.dumps([dict(group) for group in self.model.optimizer.groups])
         return self._part(self._needed[0]).groups_json
 
     def _fill(self, kind: str, span: ByteRange, target: torch.Tensor) -> list[ByteRange]:
-        """Copies what is there and zeroes the rest; returns the rest."""
+        """Copy the available bytes, set the others to zero, and return the ranges of the others."""
         pieces = [
             piece
             for shard in self._holders(span)
@@ -131,7 +146,7 @@ class SnapshotReader:
         return gaps
 
     def _holders(self, span: ByteRange) -> list[int]:
-        """The old shards that have bytes of a range."""
+        """Return the shards of the snapshot that have bytes of a range."""
         return [
             shard
             for shard in range(self.shards)
@@ -145,7 +160,7 @@ class SnapshotReader:
 
 
 class _PartFile:
-    """One checked part, mapped: reading a range touches only its pages."""
+    """One checked part, memory-mapped: a read touches only the pages of its range."""
 
     def __init__(self, snapshots: SnapshotDirectory, manifest: Manifest, shard: int) -> None:
         path = snapshots.check(manifest.version, manifest.parts[shard])

@@ -1,4 +1,4 @@
-"""The snapshots of a data directory: writing, finding, checking and removing them."""
+"""The snapshots of a data directory: write, find, check and remove them."""
 
 import contextlib
 import dataclasses
@@ -27,8 +27,10 @@ _VERSION = re.compile(r"\d{12,}", re.ASCII)
 
 
 class NewestSnapshot(NamedTuple):
-    """What `newest_valid` found; skipped says of each newer snapshot why it is not the one, a
-    line per problem.
+    """Result of `newest_valid`.
+
+    manifest: the newest valid snapshot; None without one.
+    skipped: problems of newer snapshots, one line each.
     """
 
     manifest: Manifest | None
@@ -36,7 +38,12 @@ class NewestSnapshot(NamedTuple):
 
 
 class FileFingerprint(NamedTuple):
-    """Fingerprint of a file that changes with each write: inode, bytes, change time in ns."""
+    """Fingerprint of a file that changes with each write.
+
+    inode: inode number.
+    nbytes: size.
+    changed_ns: modification time, in nanoseconds.
+    """
 
     inode: int
     nbytes: int
@@ -44,12 +51,14 @@ class FileFingerprint(NamedTuple):
 
 
 class SnapshotDirectory:
-    """All snapshots in <data_dir>/snapshots. The format is described in pscommon.snapshot.
+    """All snapshots in <data_dir>/snapshots. pscommon.snapshot describes the format.
 
-    Writing: every shard calls `write_part`, then the coordinator, knowing all parts, calls
-    `commit`; only that makes a snapshot of them. Everything that cannot be written or read
-    raises SnapshotError with the path, and leaves the snapshots that were there as they were.
-    Safe to use from several threads, as long as each shard writes one part at a time.
+    Every shard calls `write_part`. Then the coordinator, which knows all parts, calls `commit`;
+    only this makes them a snapshot. If a method cannot read or write a file, it raises
+    SnapshotError with the path, and leaves the existing snapshots unchanged. Several threads may
+    use one object, but each shard may write only one part at a time.
+
+    folder: the folder of all snapshots.
     """
 
     def __init__(self, data_dir: Path, files: AtomicFiles | None = None) -> None:
@@ -58,18 +67,18 @@ class SnapshotDirectory:
         self._sound: dict[Path, tuple[FileFingerprint, str]] = {}
 
     def path(self, version: int) -> Path:
-        """The folder of a version, whether or not it is there."""
+        """Return the folder of a version, which may not exist."""
         return self.folder / f"{version:012d}"
 
     def versions(self) -> list[int]:
-        """Versions that have a manifest, valid or not, ascending."""
+        """Return the versions that have a manifest, valid or not, ascending."""
         with reading(self.folder):
             return [
                 version for version in self._folders() if (self.path(version) / MANIFEST).is_file()
             ]
 
     def manifest(self, version: int) -> Manifest:
-        """The checked manifest of a version; its parts are not looked at."""
+        """Return the checked manifest of a version; the parts are not checked."""
         path = self.path(version) / MANIFEST
         with reading(path):
             raw = path.read_bytes()
@@ -82,11 +91,9 @@ class SnapshotDirectory:
         return manifest
 
     def verify(self, version: int) -> list[str]:
-        """Reads every byte of a snapshot. Returns a line per problem, with the path; empty when
-        it is sound.
+        """Read every byte of a snapshot and return its problems, one line each with the path.
 
-        A part that lies elsewhere by design (a server with a disk of its own) is no problem; see
-        `absent`.
+        A part that is on another server's disk by design is not a problem; see `absent`.
         """
         for part_path in list(self._sound):
             if part_path.parent == self.path(version):
@@ -94,7 +101,7 @@ class SnapshotDirectory:
         return self._problems(version)
 
     def absent(self, manifest: Manifest) -> list[SnapshotPart]:
-        """Parts of other disks that this folder does not hold."""
+        """Return the parts on other disks that this folder does not contain."""
         folder = self.path(manifest.version)
         return [
             part
@@ -103,11 +110,12 @@ class SnapshotDirectory:
         ]
 
     def check(self, version: int, part: SnapshotPart) -> Path:
-        """The path of a part that is here and has the bytes that the manifest tells;
-        SnapshotError if not.
+        """Check that a part exists and has the bytes that the manifest describes; return its path.
 
-        A file that this object has checked, or written, is read again only if it has changed
-        since.
+        A file that this object has checked or written is read again only if it has changed since.
+
+        Raises:
+            SnapshotError: The part is missing or damaged.
         """
         path = self.path(version) / part.file
         with reading(path):
@@ -123,9 +131,7 @@ class SnapshotDirectory:
         return path
 
     def newest_valid(self) -> NewestSnapshot:
-        """The newest snapshot without a problem, and what is wrong with the newer ones: worth a
-        loud line each.
-        """
+        """Return the newest valid snapshot and the problems of newer ones, for the log."""
         skipped: list[str] = []
         for version in reversed(self.versions()):
             problems = self._problems(version)
@@ -144,12 +150,19 @@ class SnapshotDirectory:
         groups_json: str,
         scalars_json: str = "",
     ) -> SnapshotPart:
-        """Writes one shard's part of a version, durably, and says what `commit` needs to know of
-        it.
+        """Write one shard's part of a version durably, and return what `commit` needs of it.
 
-        tensors: one-dimensional, contiguous, named "<kind>@<tape start>". steps: optimizer steps
-        by index of tensor. scalars_json: as `scalars_to_json` makes it; written only where the
-        optimizer has scalars.
+        Args:
+            version: Version of the snapshot.
+            shard: Number of the shard.
+            shards: Number of shards.
+            tensors: One-dimensional and contiguous, by name "<kind>@<start in the flat buffer>".
+            steps: Optimizer steps by index of tensor.
+            groups_json: Hyper-parameters of each parameter group.
+            scalars_json: Result of `scalars_to_json`; stored only if the optimizer has scalars.
+
+        Raises:
+            SnapshotError: The part cannot be written.
         """
         folder = self.path(version)
         metadata = {"steps": json.dumps(dict(steps)), "groups": groups_json}
@@ -169,9 +182,7 @@ class SnapshotDirectory:
 
     @contextlib.contextmanager
     def _no_empty_folder(self, folder: Path) -> Iterator[None]:
-        """What was made for a part that could not be written is removed, unless another shard's
-        part lies there.
-        """
+        """Remove the folders of a part that could not be written, if no other part is in them."""
         try:
             yield
         except BaseException:
@@ -181,10 +192,12 @@ class SnapshotDirectory:
             raise
 
     def commit(self, manifest: Manifest) -> Path:
-        """Makes the parts a snapshot by writing its manifest, and returns its folder.
+        """Make the parts a snapshot by writing its manifest; return its folder.
 
-        Parts that are not in the folder are noted as lying elsewhere; one that is there must
-        have its length.
+        Parts that are not in the folder are recorded as being elsewhere.
+
+        Raises:
+            SnapshotError: No part is in the folder, one has another size, or the write fails.
         """
         folder = self.path(manifest.version)
         here = [part for part in manifest.parts if (folder / part.file).exists()]
@@ -200,10 +213,9 @@ class SnapshotDirectory:
         return folder
 
     def prune(self, keep: int) -> list[int]:
-        """Removes all but the newest `keep` valid snapshots, at least one; returns the removed
-        versions.
+        """Remove all but the newest `keep` valid snapshots, at least one; return removed versions.
 
-        Nothing that is newer than the newest valid snapshot is touched, damaged or not.
+        Snapshots newer than the newest valid one are kept, damaged or not.
         """
         valid: list[int] = []
         for version in reversed(self.versions()):
@@ -212,12 +224,16 @@ class SnapshotDirectory:
         return self.retain(valid)
 
     def retain(self, keep: Collection[int], job: str | None = None) -> list[int]:
-        """Removes every version, finished or not, that is older than the newest of `keep` and
-        not in it.
+        """Remove each version, complete or not, older than the newest of `keep` and not in it.
 
-        For a server on a disk of its own, which has parts but no manifests: the coordinator
-        knows what to keep. job: it keeps those of this one; what has a manifest of another one
-        is not its to remove.
+        A server with its own disk has parts but no manifests; the coordinator supplies `keep`.
+
+        Args:
+            keep: Versions to keep.
+            job: Remove only versions of this job or without a manifest; None: of any job.
+
+        Returns:
+            The removed versions.
         """
         older = [
             version
@@ -230,17 +246,20 @@ class SnapshotDirectory:
         return removed
 
     def set_aside(self, version: int) -> list[Path]:
-        """Renames the snapshots newer than `version`, when the job starts again from there;
-        returns the new paths.
+        """Rename the snapshots newer than `version`, from which the job starts again; -1 means all.
 
-        They belong to a history that is over: left where they are, the next resume would take them for the newest.
-        -1 sets all aside.
+        They belong to an old history. With their old names the next resume would choose them as the
+        newest.
+
+        Returns:
+            The new paths.
         """
         return [self._set_aside(self.path(newer)) for newer in self.versions() if newer > version]
 
     def sweep(self, shard: int) -> list[Path]:
-        """Removes what a crash of this shard left half-written. Call it at start, holding the
-        shard's DataDirLock.
+        """Remove the incomplete files of this shard after a crash; return their paths.
+
+        Call it at start, with the shard's DataDirLock held.
         """
         left = sorted(self.folder.glob(f"*/{TEMP}{shard}-*"))
         for path in left:
@@ -249,7 +268,7 @@ class SnapshotDirectory:
         return left
 
     def _job(self, version: int) -> str:
-        """Whose a version is; empty where no manifest says so."""
+        """Return the job of a version; empty without a valid manifest."""
         try:
             return self.manifest(version).job
         except SnapshotError:
@@ -279,9 +298,7 @@ class SnapshotDirectory:
         return ""
 
     def _trust(self, path: Path, part: SnapshotPart) -> None:
-        """Takes a part that its shard has just written and hashed for sound: no need to read it
-        all again.
-        """
+        """Accept a part that its shard has just written and hashed, without reading it again."""
         with reading(path):
             found = _fingerprint(path)
         if found.nbytes != part.nbytes:
@@ -289,7 +306,7 @@ class SnapshotDirectory:
         self._sound[path] = (found, part.sha256)
 
     def _remove(self, folder: Path) -> None:
-        """Manifest first: a crash midway leaves no snapshot rather than a damaged one."""
+        """Remove a snapshot, manifest first: after a crash midway no damaged snapshot is left."""
         with writing(folder):
             if (folder / MANIFEST).exists():
                 self._files.remove(folder / MANIFEST)

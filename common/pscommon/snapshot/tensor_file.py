@@ -1,7 +1,7 @@
 """Incremental writer of safetensors files.
 
-The safetensors library writes all bytes in one call without yielding the core. That made the
-longest step during a snapshot of 100 MB 50 ms longer (benchmarks, work `snapshots`).
+The safetensors library writes all bytes in one call and occupies the CPU core meanwhile. That made
+the longest step during a snapshot of 100 MB 50 ms longer (benchmarks, work `snapshots`).
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 RESERVED = "__metadata__"
-"""Name that the format keeps for itself."""
+"""Name that the format reserves."""
 
 PART_BYTES = 256 << 10
-"""Written in one call."""
+"""Size of one write call, in bytes."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -35,8 +35,15 @@ DTYPES = {
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> str:
-    """Makes a file of contiguous tensors, which lie on the CPU; its SHA-256 in hex. Not durable
-    yet. OSError.
+    """Write a safetensors file and return its SHA-256 in hex. It is not durable yet.
+
+    Args:
+        path: The file, which must not exist.
+        tensors: Contiguous CPU tensors by name.
+        metadata: Metadata of the file.
+
+    Raises:
+        OSError: The write failed.
     """
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256()
@@ -50,8 +57,9 @@ def write_tensors(
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
-    """Its length in 8 bytes, then JSON, filled up with blanks
-    (https://huggingface.co/docs/safetensors, "Format").
+    """Return the header: its length in 8 bytes, then JSON padded with blanks.
+
+    See https://huggingface.co/docs/safetensors, "Format".
     """
     stops = accumulate(tensor.nbytes for tensor in tensors.values())
     entries = {
@@ -68,5 +76,5 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, writable."""
+    """Return the bytes of a contiguous tensor, writable."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""One number for all weights, to tell whether two runs ended alike."""
+"""Digest of all weights, to compare the results of two runs."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def weights_sha256(named: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, over the bytes of all tensors, one after another in the order of their
-    names.
+    """Return the SHA-256, in hex, of the bytes of all tensors, concatenated by name.
 
-    named: buffers by name, C-contiguous and little-endian: numpy arrays, memoryviews, bytes.
-    Names are ordered by code point. Names, shapes and dtypes are not part of it, only the bytes
-    are.
+    Names are ordered by code point. Names, shapes and dtypes do not affect the digest.
+
+    Args:
+        named: Buffers by name, C-contiguous and little-endian: numpy arrays, memoryviews or bytes.
     """
     digest = hashlib.sha256()
     for name in sorted(named):
