@@ -5,13 +5,13 @@
     ssp S   S      no:  a push counts at once unless its worker would be over S clocks ahead
     async   none   no:  a push counts at once
 
-A worker's clock counts its finished steps. At every version, the clock of any active worker minus
-the smallest clock of an active worker is at most the bound. A push that would break this waits,
-staged, and its worker waits with it; nothing is dropped. The check is made on the clock *after*
-the push. Ho et al. ("More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-Server", NIPS 2013) bound the clock at the read. A bound at the write is stricter by one step and
-needs no second rule for reads. With bound 0 all workers step together, which is the barrier: ssp
-0 is sync.
+A worker's clock counts its finished steps. With a bound, at every version, the clock of any active
+worker minus the smallest clock of an active worker is at most the bound. A push that would break
+this waits, staged, and its worker waits with it; nothing is dropped. The check is made on the
+clock *after* the push. Ho et al. ("More Effective Distributed ML via a Stale Synchronous Parallel
+Parameter Server", NIPS 2013) bound the clock at the read. A bound at the write is stricter by one
+step and needs no second rule for reads. With bound 0 all workers step together, which is the
+barrier: ssp 0 is sync.
 """
 
 from collections.abc import Mapping, Sequence
